@@ -1,0 +1,153 @@
+"""What an engine backend does: tokens in, tokens and log-probabilities out."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sluice.samples.sample import VersionSpan
+
+if TYPE_CHECKING:
+    from services.rollout.config import EngineConfig
+
+ENGINES = {  # nothing heavy is imported until chosen
+    "reference": "services.rollout.backends.reference.engine:ReferenceEngine",
+}
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"
+
+
+class PauseMode(StrEnum):
+    """WAIT lets running requests end, ABORT ends them with what they have, IN_PLACE holds them."""
+
+    WAIT = "wait"
+    ABORT = "abort"
+    IN_PLACE = "in_place"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn. `top_k` 0 and `top_p` 1 turn them off; temperature 0 is greedy."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    seeds: tuple[int, ...] = ()  # one per sample; empty draws fresh ones
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """One request: `sample_count` continuations of one prompt, whose KV cache they share."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    sampling: Sampling
+    sample_count: int = 1
+    dp_rank: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delta:
+    """Tokens added to sample `index` of a request; `finish_reason` only on its last one.
+
+    `logprobs` are of the tempered distribution before truncation by top-k and top-p,
+    `logprobs_t1` the same at temperature 1. Spans count from the start of the response.
+    """
+
+    index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    logprobs_t1: tuple[float, ...]
+    spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankLoad:
+    running_count: int
+    waiting_count: int
+    used_tokens: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStatus:
+    """`version` is None before the first weights."""
+
+    version: int | None
+    digest: str
+    prepared_versions: tuple[int, ...]
+    paused: bool
+    rank_loads: tuple[RankLoad, ...]
+    max_running: int
+    max_model_length: int
+    last_pause_seconds: float = 0.0
+    last_prepare_seconds: float = 0.0
+    decode_tokens_total: int = 0
+    prefill_tokens_total: int = 0
+    extra: dict[str, float] = field(default_factory=dict)
+
+
+class Engine(ABC):
+    """One replica. All methods are called on one event loop, which they never block."""
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Start serving; with a configured model the weights are loaded as version 0."""
+
+    @abstractmethod
+    def generate(self, generation: Generation) -> AsyncIterator[Delta]:
+        """Deltas of all samples as they come; closing the iterator aborts the request.
+
+        Raises NoWeightsError without weights, PromptTooLongError, DuplicateRequestError.
+        """
+
+    @abstractmethod
+    async def score(self, token_ids: Sequence[int], prompt_length: int) -> list[float]:
+        """Log-probabilities (temperature 1) of token_ids[prompt_length:]."""
+
+    @abstractmethod
+    async def abort(self, request_ids: Sequence[str]) -> list[str]:
+        """End requests, keeping their partial tokens; returns those that were found."""
+
+    @abstractmethod
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop decoding; new requests wait until `resume`."""
+
+    @abstractmethod
+    async def resume(self) -> None: ...
+
+    @abstractmethod
+    async def prepare(self, version: int, digest: str, directory: Path) -> None:
+        """Load and verify a version beside the serving one, while generating.
+
+        Raises DigestMismatchError naming the tensor when bytes differ from the manifest.
+        """
+
+    @abstractmethod
+    async def commit(self, version: int, mode: PauseMode) -> float:
+        """Swap a prepared version in; returns the seconds generation was paused."""
+
+    @abstractmethod
+    def status(self) -> EngineStatus: ...
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+
+def create_engine(name: str, config: EngineConfig) -> Engine:
+    """Import and build the engine `name` (a key of ENGINES; the config checked it)."""
+    module, _, attribute = ENGINES[name].partition(":")
+    engine: Engine = getattr(importlib.import_module(module), attribute)(config)
+    return engine

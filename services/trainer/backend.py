@@ -1,0 +1,142 @@
+"""What a training backend does on one rank; `reference` and `megatron` implement it."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from sluice.algo.spec import LossSpec
+from sluice.weights.store import ShardFile
+
+if TYPE_CHECKING:
+    from services.trainer.config import TrainerConfig
+
+ModelName = Literal["policy", "reference"]
+
+BACKENDS = {  # nothing heavy is imported until chosen
+    "reference": "services.trainer.backends.reference:ReferenceBackend",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One sample as a backend sees it; per-token columns cover the response only.
+
+    `columns` holds float32[response] tensors by column name. `loss_weight` is the factor
+    of this row's summed token losses, so that a global normaliser gives the aggregation.
+    """
+
+    sample_id: str
+    group_id: str
+    token_ids: torch.Tensor  # int64[length], prompt then response
+    prompt_length: int
+    loss_mask: torch.Tensor  # bool[response]
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    loss_weight: float = 1.0
+
+    @property
+    def response_length(self) -> int:
+        return len(self.token_ids) - self.prompt_length
+
+
+MicroBatch = Sequence[Row]  # may be empty: a dummy of zero weight, run for its collectives
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """Where this rank stands. Ranks of one `data_rank` hold the same rows."""
+
+    rank: int
+    world_size: int
+    data_rank: int = 0
+    data_size: int = 1
+    tensor_size: int = 1
+    pipeline_size: int = 1
+    context_size: int = 1
+    expert_size: int = 1
+    virtual_pipeline_size: int = 1
+    reports: bool = True  # exactly one rank of each data_rank answers with rows and sums
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassSums:
+    """Sums over this data-parallel rank's rows; never divided, so that ranks add up.
+
+    `metrics[name]` is (sum, weight); the mean over all ranks is the sum of sums by the sum
+    of weights.
+    """
+
+    loss: float
+    token_count: int
+    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutcome:
+    """What became of an optimizer step; `skipped_reason` is empty when it was applied."""
+
+    grad_norm: float  # before clipping; may be nan or inf when skipped
+    learning_rate: float
+    skipped_reason: str = ""
+
+
+class TrainingBackend(ABC):
+    """One policy's share on one rank. Every rank gets the same calls in the same order.
+
+    Calls are made from one thread. The count of micro-batches is the same on every rank.
+    """
+
+    mesh: Mesh
+
+    @abstractmethod
+    def compute_logprobs(
+        self, micro_batches: Sequence[MicroBatch], *, model: ModelName, temperature: float
+    ) -> dict[str, torch.Tensor]:
+        """Log-probabilities of response tokens: sample_id -> float32[response] on the CPU."""
+
+    @abstractmethod
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: LossSpec) -> PassSums:
+        """Add the gradients of `sum_rows loss_weight * sum_tokens loss` to those gathered."""
+
+    @abstractmethod
+    def step(self, *, normalizer: float, learning_rate: float | None) -> StepOutcome:
+        """Reduce gradients over ranks, divide by `normalizer`, clip, apply, and clear them.
+
+        A non-finite gradient norm skips the update on every rank alike.
+        """
+
+    @abstractmethod
+    def discard_gradients(self) -> None:
+        """Forget gathered gradients."""
+
+    @abstractmethod
+    def save_checkpoint(self, directory: Path) -> None:
+        """Write model, optimizer and RNG state below `directory` (shared by all ranks)."""
+
+    @abstractmethod
+    def load_checkpoint(self, directory: Path) -> None:
+        """Read what `save_checkpoint` wrote."""
+
+    @abstractmethod
+    def write_shards(self, directory: Path) -> list[ShardFile]:
+        """Write the policy tensors this rank owns as HF safetensors files into `directory`.
+
+        Every tensor is written by exactly one rank; returns names, dtypes, shapes, digests.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release process groups and memory."""
+
+
+def create_backend(name: str, config: TrainerConfig, mesh: Mesh) -> TrainingBackend:
+    """Import and build the backend `name` (a key of BACKENDS; the config checked it)."""
+    module, _, attribute = BACKENDS[name].partition(":")
+    backend: TrainingBackend = getattr(importlib.import_module(module), attribute)(config, mesh)
+    return backend
