@@ -1,0 +1,93 @@
+from google.api import field_behavior_pb2 as _field_behavior_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
+    FINISH_REASON_STOP: _ClassVar[FinishReason]
+    FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+    FINISH_REASON_ABORTED: _ClassVar[FinishReason]
+FINISH_REASON_UNSPECIFIED: FinishReason
+FINISH_REASON_STOP: FinishReason
+FINISH_REASON_LENGTH: FinishReason
+FINISH_REASON_ABORTED: FinishReason
+
+class BlobReference(_message.Message):
+    __slots__ = ("digest", "size_bytes")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    size_bytes: int
+    def __init__(self, digest: _Optional[str] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
+class WeightVersion(_message.Message):
+    __slots__ = ("version", "digest")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    digest: str
+    def __init__(self, version: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
+
+class VersionSpan(_message.Message):
+    __slots__ = ("weights", "first_token", "last_token")
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    LAST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    weights: WeightVersion
+    first_token: int
+    last_token: int
+    def __init__(self, weights: _Optional[_Union[WeightVersion, _Mapping]] = ..., first_token: _Optional[int] = ..., last_token: _Optional[int] = ...) -> None: ...
+
+class FloatValues(_message.Message):
+    __slots__ = ("values",)
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, values: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class BoolValues(_message.Message):
+    __slots__ = ("values",)
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, values: _Optional[_Iterable[bool]] = ...) -> None: ...
+
+class Column(_message.Message):
+    __slots__ = ("floats", "bools", "scalar")
+    FLOATS_FIELD_NUMBER: _ClassVar[int]
+    BOOLS_FIELD_NUMBER: _ClassVar[int]
+    SCALAR_FIELD_NUMBER: _ClassVar[int]
+    floats: FloatValues
+    bools: BoolValues
+    scalar: float
+    def __init__(self, floats: _Optional[_Union[FloatValues, _Mapping]] = ..., bools: _Optional[_Union[BoolValues, _Mapping]] = ..., scalar: _Optional[float] = ...) -> None: ...
+
+class Sample(_message.Message):
+    __slots__ = ("sample_id", "group_id", "token_ids", "prompt_length", "finish_reason", "columns", "spans")
+    class ColumnsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: Column
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Column, _Mapping]] = ...) -> None: ...
+    SAMPLE_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    sample_id: str
+    group_id: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    prompt_length: int
+    finish_reason: FinishReason
+    columns: _containers.MessageMap[str, Column]
+    spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
+    def __init__(self, sample_id: _Optional[str] = ..., group_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., columns: _Optional[_Mapping[str, Column]] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ...) -> None: ...

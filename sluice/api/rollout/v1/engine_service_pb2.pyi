@@ -1,0 +1,204 @@
+import datetime
+
+from google.api import field_behavior_pb2 as _field_behavior_pb2
+from google.protobuf import duration_pb2 as _duration_pb2
+from sluice.api.common.v1 import sample_pb2 as _sample_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class PauseMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PAUSE_MODE_UNSPECIFIED: _ClassVar[PauseMode]
+    PAUSE_MODE_WAIT: _ClassVar[PauseMode]
+    PAUSE_MODE_ABORT: _ClassVar[PauseMode]
+    PAUSE_MODE_IN_PLACE: _ClassVar[PauseMode]
+PAUSE_MODE_UNSPECIFIED: PauseMode
+PAUSE_MODE_WAIT: PauseMode
+PAUSE_MODE_ABORT: PauseMode
+PAUSE_MODE_IN_PLACE: PauseMode
+
+class SamplingParams(_message.Message):
+    __slots__ = ("max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "seeds")
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SEEDS_FIELD_NUMBER: _ClassVar[int]
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    seeds: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, max_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., seeds: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class VersionBounds(_message.Message):
+    __slots__ = ("min_version", "exact_version")
+    MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    EXACT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    min_version: int
+    exact_version: int
+    def __init__(self, min_version: _Optional[int] = ..., exact_version: _Optional[int] = ...) -> None: ...
+
+class Completion(_message.Message):
+    __slots__ = ("index", "token_ids", "logprobs", "logprobs_t1", "finish_reason", "spans")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_T1_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    logprobs_t1: _containers.RepeatedScalarFieldContainer[float]
+    finish_reason: _sample_pb2.FinishReason
+    spans: _containers.RepeatedCompositeFieldContainer[_sample_pb2.VersionSpan]
+    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., logprobs_t1: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[_Union[_sample_pb2.FinishReason, str]] = ..., spans: _Optional[_Iterable[_Union[_sample_pb2.VersionSpan, _Mapping]]] = ...) -> None: ...
+
+class GenerateRequest(_message.Message):
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "sample_count", "dp_rank", "versions")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    DP_RANK_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: SamplingParams
+    sample_count: int
+    dp_rank: int
+    versions: VersionBounds
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., sample_count: _Optional[int] = ..., dp_rank: _Optional[int] = ..., versions: _Optional[_Union[VersionBounds, _Mapping]] = ...) -> None: ...
+
+class GenerateResponse(_message.Message):
+    __slots__ = ("completions",)
+    COMPLETIONS_FIELD_NUMBER: _ClassVar[int]
+    completions: _containers.RepeatedCompositeFieldContainer[Completion]
+    def __init__(self, completions: _Optional[_Iterable[_Union[Completion, _Mapping]]] = ...) -> None: ...
+
+class StreamGenerateRequest(_message.Message):
+    __slots__ = ("generate",)
+    GENERATE_FIELD_NUMBER: _ClassVar[int]
+    generate: GenerateRequest
+    def __init__(self, generate: _Optional[_Union[GenerateRequest, _Mapping]] = ...) -> None: ...
+
+class StreamGenerateResponse(_message.Message):
+    __slots__ = ("delta",)
+    DELTA_FIELD_NUMBER: _ClassVar[int]
+    delta: Completion
+    def __init__(self, delta: _Optional[_Union[Completion, _Mapping]] = ...) -> None: ...
+
+class ScoreRequest(_message.Message):
+    __slots__ = ("token_ids", "prompt_length")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    prompt_length: int
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ...) -> None: ...
+
+class ScoreResponse(_message.Message):
+    __slots__ = ("logprobs", "weights")
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    weights: _sample_pb2.WeightVersion
+    def __init__(self, logprobs: _Optional[_Iterable[float]] = ..., weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ...) -> None: ...
+
+class AbortRequest(_message.Message):
+    __slots__ = ("request_ids",)
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class AbortResponse(_message.Message):
+    __slots__ = ("aborted_request_ids",)
+    ABORTED_REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    aborted_request_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, aborted_request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class PauseRequest(_message.Message):
+    __slots__ = ("mode",)
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    mode: PauseMode
+    def __init__(self, mode: _Optional[_Union[PauseMode, str]] = ...) -> None: ...
+
+class PauseResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResumeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResumeResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PrepareWeightsRequest(_message.Message):
+    __slots__ = ("weights",)
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    weights: _sample_pb2.WeightVersion
+    def __init__(self, weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ...) -> None: ...
+
+class PrepareWeightsResponse(_message.Message):
+    __slots__ = ("duration",)
+    DURATION_FIELD_NUMBER: _ClassVar[int]
+    duration: _duration_pb2.Duration
+    def __init__(self, duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class CommitWeightsRequest(_message.Message):
+    __slots__ = ("weights", "mode")
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    weights: _sample_pb2.WeightVersion
+    mode: PauseMode
+    def __init__(self, weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., mode: _Optional[_Union[PauseMode, str]] = ...) -> None: ...
+
+class CommitWeightsResponse(_message.Message):
+    __slots__ = ("pause",)
+    PAUSE_FIELD_NUMBER: _ClassVar[int]
+    pause: _duration_pb2.Duration
+    def __init__(self, pause: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class GetEngineRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RankLoad(_message.Message):
+    __slots__ = ("running_count", "waiting_count", "used_tokens", "max_tokens")
+    RUNNING_COUNT_FIELD_NUMBER: _ClassVar[int]
+    WAITING_COUNT_FIELD_NUMBER: _ClassVar[int]
+    USED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    running_count: int
+    waiting_count: int
+    used_tokens: int
+    max_tokens: int
+    def __init__(self, running_count: _Optional[int] = ..., waiting_count: _Optional[int] = ..., used_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
+
+class GetEngineResponse(_message.Message):
+    __slots__ = ("weights", "prepared_versions", "paused", "rank_loads", "max_running_count", "max_model_length", "backend")
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    PREPARED_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
+    RANK_LOADS_FIELD_NUMBER: _ClassVar[int]
+    MAX_RUNNING_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    weights: _sample_pb2.WeightVersion
+    prepared_versions: _containers.RepeatedScalarFieldContainer[int]
+    paused: bool
+    rank_loads: _containers.RepeatedCompositeFieldContainer[RankLoad]
+    max_running_count: int
+    max_model_length: int
+    backend: str
+    def __init__(self, weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., prepared_versions: _Optional[_Iterable[int]] = ..., paused: bool = ..., rank_loads: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., max_running_count: _Optional[int] = ..., max_model_length: _Optional[int] = ..., backend: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,119 @@
+import datetime
+
+from google.api import field_behavior_pb2 as _field_behavior_pb2
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import struct_pb2 as _struct_pb2
+from google.rpc import status_pb2 as _status_pb2
+from sluice.api.common.v1 import sample_pb2 as _sample_pb2
+from sluice.api.rollout.v1 import engine_service_pb2 as _engine_service_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class EnvironmentSpec(_message.Message):
+    __slots__ = ("name", "settings")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    settings: _struct_pb2.Struct
+    def __init__(self, name: _Optional[str] = ..., settings: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
+
+class GroupRequest(_message.Message):
+    __slots__ = ("group_id", "index", "row", "seeds")
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    SEEDS_FIELD_NUMBER: _ClassVar[int]
+    group_id: str
+    index: int
+    row: _struct_pb2.Struct
+    seeds: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, group_id: _Optional[str] = ..., index: _Optional[int] = ..., row: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., seeds: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class RolloutRequest(_message.Message):
+    __slots__ = ("request_id", "groups", "environment", "sampling", "sample_count", "versions", "group_timeout")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    groups: _containers.RepeatedCompositeFieldContainer[GroupRequest]
+    environment: EnvironmentSpec
+    sampling: _engine_service_pb2.SamplingParams
+    sample_count: int
+    versions: _engine_service_pb2.VersionBounds
+    group_timeout: _duration_pb2.Duration
+    def __init__(self, request_id: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupRequest, _Mapping]]] = ..., environment: _Optional[_Union[EnvironmentSpec, _Mapping]] = ..., sampling: _Optional[_Union[_engine_service_pb2.SamplingParams, _Mapping]] = ..., sample_count: _Optional[int] = ..., versions: _Optional[_Union[_engine_service_pb2.VersionBounds, _Mapping]] = ..., group_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class FinishedGroup(_message.Message):
+    __slots__ = ("group_id", "blob", "rewards", "response_lengths", "min_version", "max_version", "prompt_length")
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOB_FIELD_NUMBER: _ClassVar[int]
+    REWARDS_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MAX_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    group_id: str
+    blob: _sample_pb2.BlobReference
+    rewards: _containers.RepeatedScalarFieldContainer[float]
+    response_lengths: _containers.RepeatedScalarFieldContainer[int]
+    min_version: int
+    max_version: int
+    prompt_length: int
+    def __init__(self, group_id: _Optional[str] = ..., blob: _Optional[_Union[_sample_pb2.BlobReference, _Mapping]] = ..., rewards: _Optional[_Iterable[float]] = ..., response_lengths: _Optional[_Iterable[int]] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., prompt_length: _Optional[int] = ...) -> None: ...
+
+class FailedGroup(_message.Message):
+    __slots__ = ("group_id", "error")
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    group_id: str
+    error: _status_pb2.Status
+    def __init__(self, group_id: _Optional[str] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
+
+class RolloutResponse(_message.Message):
+    __slots__ = ("finished", "failed")
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    finished: FinishedGroup
+    failed: FailedGroup
+    def __init__(self, finished: _Optional[_Union[FinishedGroup, _Mapping]] = ..., failed: _Optional[_Union[FailedGroup, _Mapping]] = ...) -> None: ...
+
+class CancelRolloutRequest(_message.Message):
+    __slots__ = ("rollout_request_id", "group_ids")
+    ROLLOUT_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_IDS_FIELD_NUMBER: _ClassVar[int]
+    rollout_request_id: str
+    group_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, rollout_request_id: _Optional[str] = ..., group_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class CancelRolloutResponse(_message.Message):
+    __slots__ = ("cancelled_group_ids",)
+    CANCELLED_GROUP_IDS_FIELD_NUMBER: _ClassVar[int]
+    cancelled_group_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, cancelled_group_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ListEnvironmentsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Environment(_message.Message):
+    __slots__ = ("name", "settings_schema")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    settings_schema: str
+    def __init__(self, name: _Optional[str] = ..., settings_schema: _Optional[str] = ...) -> None: ...
+
+class ListEnvironmentsResponse(_message.Message):
+    __slots__ = ("environments",)
+    ENVIRONMENTS_FIELD_NUMBER: _ClassVar[int]
+    environments: _containers.RepeatedCompositeFieldContainer[Environment]
+    def __init__(self, environments: _Optional[_Iterable[_Union[Environment, _Mapping]]] = ...) -> None: ...

@@ -1,0 +1,376 @@
+import datetime
+
+from google.api import field_behavior_pb2 as _field_behavior_pb2
+from google.longrunning import operations_pb2 as _operations_pb2
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from sluice.api.common.v1 import sample_pb2 as _sample_pb2
+from sluice.api.trainer.v1 import loss_pb2 as _loss_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Rank(_message.Message):
+    __slots__ = ("rank", "process_id", "host", "heartbeat_time", "activity", "data_rank")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_TIME_FIELD_NUMBER: _ClassVar[int]
+    ACTIVITY_FIELD_NUMBER: _ClassVar[int]
+    DATA_RANK_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    process_id: int
+    host: str
+    heartbeat_time: _timestamp_pb2.Timestamp
+    activity: str
+    data_rank: int
+    def __init__(self, rank: _Optional[int] = ..., process_id: _Optional[int] = ..., host: _Optional[str] = ..., heartbeat_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., activity: _Optional[str] = ..., data_rank: _Optional[int] = ...) -> None: ...
+
+class ParallelLayout(_message.Message):
+    __slots__ = ("data", "tensor", "pipeline", "context", "expert", "virtual_pipeline")
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    PIPELINE_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_FIELD_NUMBER: _ClassVar[int]
+    VIRTUAL_PIPELINE_FIELD_NUMBER: _ClassVar[int]
+    data: int
+    tensor: int
+    pipeline: int
+    context: int
+    expert: int
+    virtual_pipeline: int
+    def __init__(self, data: _Optional[int] = ..., tensor: _Optional[int] = ..., pipeline: _Optional[int] = ..., context: _Optional[int] = ..., expert: _Optional[int] = ..., virtual_pipeline: _Optional[int] = ...) -> None: ...
+
+class Trainer(_message.Message):
+    __slots__ = ("state", "step", "weights", "part_ids", "layout", "ranks", "restart_count", "failure", "losses", "advantage_estimators", "batches")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[Trainer.State]
+        STATE_LOADING: _ClassVar[Trainer.State]
+        STATE_ACTIVE: _ClassVar[Trainer.State]
+        STATE_FAILED: _ClassVar[Trainer.State]
+    STATE_UNSPECIFIED: Trainer.State
+    STATE_LOADING: Trainer.State
+    STATE_ACTIVE: Trainer.State
+    STATE_FAILED: Trainer.State
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    PART_IDS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    RESTART_COUNT_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    LOSSES_FIELD_NUMBER: _ClassVar[int]
+    ADVANTAGE_ESTIMATORS_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
+    state: Trainer.State
+    step: int
+    weights: _sample_pb2.WeightVersion
+    part_ids: _containers.RepeatedScalarFieldContainer[str]
+    layout: ParallelLayout
+    ranks: _containers.RepeatedCompositeFieldContainer[Rank]
+    restart_count: int
+    failure: str
+    losses: _containers.RepeatedScalarFieldContainer[str]
+    advantage_estimators: _containers.RepeatedScalarFieldContainer[str]
+    batches: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, state: _Optional[_Union[Trainer.State, str]] = ..., step: _Optional[int] = ..., weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., part_ids: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[ParallelLayout, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., restart_count: _Optional[int] = ..., failure: _Optional[str] = ..., losses: _Optional[_Iterable[str]] = ..., advantage_estimators: _Optional[_Iterable[str]] = ..., batches: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class GetTrainerRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetTrainerResponse(_message.Message):
+    __slots__ = ("trainer",)
+    TRAINER_FIELD_NUMBER: _ClassVar[int]
+    trainer: Trainer
+    def __init__(self, trainer: _Optional[_Union[Trainer, _Mapping]] = ...) -> None: ...
+
+class BatchHeader(_message.Message):
+    __slots__ = ("batch_id", "sample_count")
+    BATCH_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    batch_id: str
+    sample_count: int
+    def __init__(self, batch_id: _Optional[str] = ..., sample_count: _Optional[int] = ...) -> None: ...
+
+class UploadBatchRequest(_message.Message):
+    __slots__ = ("header", "sample", "blob")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    BLOB_FIELD_NUMBER: _ClassVar[int]
+    header: BatchHeader
+    sample: _sample_pb2.Sample
+    blob: _sample_pb2.BlobReference
+    def __init__(self, header: _Optional[_Union[BatchHeader, _Mapping]] = ..., sample: _Optional[_Union[_sample_pb2.Sample, _Mapping]] = ..., blob: _Optional[_Union[_sample_pb2.BlobReference, _Mapping]] = ...) -> None: ...
+
+class UploadBatchResponse(_message.Message):
+    __slots__ = ("batch", "sample_count", "token_count", "group_count")
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    GROUP_COUNT_FIELD_NUMBER: _ClassVar[int]
+    batch: str
+    sample_count: int
+    token_count: int
+    group_count: int
+    def __init__(self, batch: _Optional[str] = ..., sample_count: _Optional[int] = ..., token_count: _Optional[int] = ..., group_count: _Optional[int] = ...) -> None: ...
+
+class DeleteBatchRequest(_message.Message):
+    __slots__ = ("batch",)
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    batch: str
+    def __init__(self, batch: _Optional[str] = ...) -> None: ...
+
+class DeleteBatchResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ComputeLogprobsRequest(_message.Message):
+    __slots__ = ("batch", "model", "temperature")
+    class Model(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        MODEL_UNSPECIFIED: _ClassVar[ComputeLogprobsRequest.Model]
+        MODEL_POLICY: _ClassVar[ComputeLogprobsRequest.Model]
+        MODEL_REFERENCE: _ClassVar[ComputeLogprobsRequest.Model]
+    MODEL_UNSPECIFIED: ComputeLogprobsRequest.Model
+    MODEL_POLICY: ComputeLogprobsRequest.Model
+    MODEL_REFERENCE: ComputeLogprobsRequest.Model
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    batch: str
+    model: ComputeLogprobsRequest.Model
+    temperature: float
+    def __init__(self, batch: _Optional[str] = ..., model: _Optional[_Union[ComputeLogprobsRequest.Model, str]] = ..., temperature: _Optional[float] = ...) -> None: ...
+
+class ComputeLogprobsResponse(_message.Message):
+    __slots__ = ("column", "mean", "token_count", "rollout_mismatch_mean", "rollout_mismatch_max")
+    COLUMN_FIELD_NUMBER: _ClassVar[int]
+    MEAN_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    ROLLOUT_MISMATCH_MEAN_FIELD_NUMBER: _ClassVar[int]
+    ROLLOUT_MISMATCH_MAX_FIELD_NUMBER: _ClassVar[int]
+    column: str
+    mean: float
+    token_count: int
+    rollout_mismatch_mean: float
+    rollout_mismatch_max: float
+    def __init__(self, column: _Optional[str] = ..., mean: _Optional[float] = ..., token_count: _Optional[int] = ..., rollout_mismatch_mean: _Optional[float] = ..., rollout_mismatch_max: _Optional[float] = ...) -> None: ...
+
+class ComputeAdvantagesRequest(_message.Message):
+    __slots__ = ("batch", "advantage")
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    ADVANTAGE_FIELD_NUMBER: _ClassVar[int]
+    batch: str
+    advantage: _loss_pb2.AdvantageSpec
+    def __init__(self, batch: _Optional[str] = ..., advantage: _Optional[_Union[_loss_pb2.AdvantageSpec, _Mapping]] = ...) -> None: ...
+
+class ComputeAdvantagesResponse(_message.Message):
+    __slots__ = ("reward_mean", "advantage_abs_mean", "silent_group_count", "group_count")
+    REWARD_MEAN_FIELD_NUMBER: _ClassVar[int]
+    ADVANTAGE_ABS_MEAN_FIELD_NUMBER: _ClassVar[int]
+    SILENT_GROUP_COUNT_FIELD_NUMBER: _ClassVar[int]
+    GROUP_COUNT_FIELD_NUMBER: _ClassVar[int]
+    reward_mean: float
+    advantage_abs_mean: float
+    silent_group_count: int
+    group_count: int
+    def __init__(self, reward_mean: _Optional[float] = ..., advantage_abs_mean: _Optional[float] = ..., silent_group_count: _Optional[int] = ..., group_count: _Optional[int] = ...) -> None: ...
+
+class RowColumns(_message.Message):
+    __slots__ = ("sample_id", "columns")
+    class ColumnsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: _sample_pb2.Column
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[_sample_pb2.Column, _Mapping]] = ...) -> None: ...
+    SAMPLE_ID_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    sample_id: str
+    columns: _containers.MessageMap[str, _sample_pb2.Column]
+    def __init__(self, sample_id: _Optional[str] = ..., columns: _Optional[_Mapping[str, _sample_pb2.Column]] = ...) -> None: ...
+
+class PutColumnsRequest(_message.Message):
+    __slots__ = ("batch", "rows")
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    batch: str
+    rows: _containers.RepeatedCompositeFieldContainer[RowColumns]
+    def __init__(self, batch: _Optional[str] = ..., rows: _Optional[_Iterable[_Union[RowColumns, _Mapping]]] = ...) -> None: ...
+
+class PutColumnsResponse(_message.Message):
+    __slots__ = ("row_count",)
+    ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    row_count: int
+    def __init__(self, row_count: _Optional[int] = ...) -> None: ...
+
+class GetColumnsRequest(_message.Message):
+    __slots__ = ("batch", "columns")
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    batch: str
+    columns: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, batch: _Optional[str] = ..., columns: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class GetColumnsResponse(_message.Message):
+    __slots__ = ("rows",)
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedCompositeFieldContainer[RowColumns]
+    def __init__(self, rows: _Optional[_Iterable[_Union[RowColumns, _Mapping]]] = ...) -> None: ...
+
+class ForwardBackwardRequest(_message.Message):
+    __slots__ = ("batch", "loss", "expected_step", "part_id", "sample_ids", "request_id")
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_STEP_FIELD_NUMBER: _ClassVar[int]
+    PART_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_IDS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    batch: str
+    loss: _loss_pb2.LossSpec
+    expected_step: int
+    part_id: str
+    sample_ids: _containers.RepeatedScalarFieldContainer[str]
+    request_id: str
+    def __init__(self, batch: _Optional[str] = ..., loss: _Optional[_Union[_loss_pb2.LossSpec, _Mapping]] = ..., expected_step: _Optional[int] = ..., part_id: _Optional[str] = ..., sample_ids: _Optional[_Iterable[str]] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class ForwardBackwardResponse(_message.Message):
+    __slots__ = ("loss", "token_count", "metrics", "micro_batch_count")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    MICRO_BATCH_COUNT_FIELD_NUMBER: _ClassVar[int]
+    loss: float
+    token_count: int
+    metrics: _containers.ScalarMap[str, float]
+    micro_batch_count: int
+    def __init__(self, loss: _Optional[float] = ..., token_count: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., micro_batch_count: _Optional[int] = ...) -> None: ...
+
+class StepOptimizerRequest(_message.Message):
+    __slots__ = ("expected_step", "part_ids", "learning_rate", "request_id")
+    EXPECTED_STEP_FIELD_NUMBER: _ClassVar[int]
+    PART_IDS_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    expected_step: int
+    part_ids: _containers.RepeatedScalarFieldContainer[str]
+    learning_rate: float
+    request_id: str
+    def __init__(self, expected_step: _Optional[int] = ..., part_ids: _Optional[_Iterable[str]] = ..., learning_rate: _Optional[float] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class StepOptimizerResponse(_message.Message):
+    __slots__ = ("step", "outcome", "skipped_reason", "grad_norm", "learning_rate", "duration", "skipped_count")
+    class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        OUTCOME_UNSPECIFIED: _ClassVar[StepOptimizerResponse.Outcome]
+        OUTCOME_APPLIED: _ClassVar[StepOptimizerResponse.Outcome]
+        OUTCOME_SKIPPED: _ClassVar[StepOptimizerResponse.Outcome]
+    OUTCOME_UNSPECIFIED: StepOptimizerResponse.Outcome
+    OUTCOME_APPLIED: StepOptimizerResponse.Outcome
+    OUTCOME_SKIPPED: StepOptimizerResponse.Outcome
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_REASON_FIELD_NUMBER: _ClassVar[int]
+    GRAD_NORM_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    DURATION_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    outcome: StepOptimizerResponse.Outcome
+    skipped_reason: str
+    grad_norm: float
+    learning_rate: float
+    duration: _duration_pb2.Duration
+    skipped_count: int
+    def __init__(self, step: _Optional[int] = ..., outcome: _Optional[_Union[StepOptimizerResponse.Outcome, str]] = ..., skipped_reason: _Optional[str] = ..., grad_norm: _Optional[float] = ..., learning_rate: _Optional[float] = ..., duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., skipped_count: _Optional[int] = ...) -> None: ...
+
+class DiscardGradientsRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class DiscardGradientsResponse(_message.Message):
+    __slots__ = ("part_ids",)
+    PART_IDS_FIELD_NUMBER: _ClassVar[int]
+    part_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, part_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class SaveCheckpointRequest(_message.Message):
+    __slots__ = ("checkpoint_id", "request_id")
+    CHECKPOINT_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    checkpoint_id: str
+    request_id: str
+    def __init__(self, checkpoint_id: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class SaveCheckpointResponse(_message.Message):
+    __slots__ = ("checkpoint", "step")
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    checkpoint: str
+    step: int
+    def __init__(self, checkpoint: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
+
+class LoadCheckpointRequest(_message.Message):
+    __slots__ = ("checkpoint", "request_id")
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    checkpoint: str
+    request_id: str
+    def __init__(self, checkpoint: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class LoadCheckpointResponse(_message.Message):
+    __slots__ = ("step",)
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    def __init__(self, step: _Optional[int] = ...) -> None: ...
+
+class CheckpointMetadata(_message.Message):
+    __slots__ = ("checkpoint", "create_time")
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
+    checkpoint: str
+    create_time: _timestamp_pb2.Timestamp
+    def __init__(self, checkpoint: _Optional[str] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+
+class PublishWeightsRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class PublishWeightsResponse(_message.Message):
+    __slots__ = ("weights", "step", "byte_count")
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    BYTE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    weights: _sample_pb2.WeightVersion
+    step: int
+    byte_count: int
+    def __init__(self, weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., step: _Optional[int] = ..., byte_count: _Optional[int] = ...) -> None: ...
+
+class PublishWeightsMetadata(_message.Message):
+    __slots__ = ("version", "create_time")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    create_time: _timestamp_pb2.Timestamp
+    def __init__(self, version: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
