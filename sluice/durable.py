@@ -1,0 +1,62 @@
+"""Files that survive a crash: synced writes, atomic replacement and locks between processes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def sync_path(path: Path) -> None:
+    """Wait until a file, or the entries of a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_new(path: Path, data: bytes | memoryview, *, sync: bool = True) -> None:
+    """Create `path` with `data`; raises FileExistsError where it is already there."""
+    with path.open("xb", buffering=0) as file:
+        view = memoryview(data).cast("B")
+        while view:
+            view = view[file.write(view) :]
+        if sync:
+            os.fsync(file.fileno())
+
+
+def replace_file(
+    path: Path, data: bytes | memoryview, *, temporary: Path, sync: bool = True
+) -> None:
+    """Give `path` the content `data` in one step: readers see the old or the new, never a part.
+
+    `temporary` is a directory of the same file system; a crash may leave a file there.
+    """
+    source = temporary / f"{path.name}.{secrets.token_hex(8)}"
+    try:
+        write_new(source, data, sync=sync)
+        source.replace(path)
+    except BaseException:
+        source.unlink(missing_ok=True)
+        raise
+    if sync:
+        sync_path(path.parent)
+
+
+@contextmanager
+def locked(path: Path, *, shared: bool = False) -> Iterator[None]:
+    """Hold an flock on `path` (made when missing) among threads and processes.
+
+    Each entry opens the file anew, because locks belong to an open file, not to a thread.
+    The kernel frees the lock of a process that dies; holders keep it for short file operations.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

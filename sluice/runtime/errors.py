@@ -1,0 +1,134 @@
+"""Errors that services raise, and the gRPC status each one becomes."""
+
+from __future__ import annotations
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf import message as pb
+from google.rpc import error_details_pb2, status_pb2
+
+DOMAIN = "sluice"
+
+
+class ServiceError(Exception):
+    """An error the caller can act on; anything else becomes INTERNAL.
+
+    Subclasses set `code` and `reason`; keyword arguments become ErrorInfo metadata, so that
+    a program need not parse the message.
+    """
+
+    code = grpc.StatusCode.INTERNAL
+    reason = "INTERNAL"
+
+    def __init__(self, message: str, **metadata: object) -> None:
+        super().__init__(message)
+        self.metadata = {key: str(value) for key, value in metadata.items()}
+
+    def details(self) -> list[pb.Message]:
+        """Further status details; ErrorInfo always comes first."""
+        return []
+
+    def to_status(self) -> status_pb2.Status:
+        info = error_details_pb2.ErrorInfo(
+            reason=self.reason, domain=DOMAIN, metadata=self.metadata
+        )
+        status = status_pb2.Status(code=self.code.value[0], message=str(self))
+        for detail in (info, *self.details()):
+            packed = any_pb2.Any()
+            packed.Pack(detail)
+            status.details.append(packed)
+        return status
+
+
+class InvalidFieldError(ServiceError):
+    """A request field is missing or wrong; the path names it."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "INVALID_FIELD"
+
+    def __init__(self, field: str, description: str, **metadata: object) -> None:
+        super().__init__(f"{field}: {description}", field=field, **metadata)
+        self._violation = error_details_pb2.BadRequest.FieldViolation(
+            field=field, description=description
+        )
+
+    def details(self) -> list[pb.Message]:
+        return [error_details_pb2.BadRequest(field_violations=[self._violation])]
+
+
+class RequestIdReusedError(ServiceError):
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "REQUEST_ID_REUSED"
+
+
+class UnauthenticatedError(ServiceError):
+    code = grpc.StatusCode.UNAUTHENTICATED
+    reason = "TOKEN_MISSING_OR_WRONG"
+
+
+class NotFoundError(ServiceError):
+    """A named resource is not there; `reason` becomes `<KIND>_NOT_FOUND`."""
+
+    code = grpc.StatusCode.NOT_FOUND
+
+    def __init__(self, kind: str, name: str) -> None:
+        super().__init__(f"{kind} {name!r} does not exist", name=name)
+        self.reason = f"{kind.upper().replace(' ', '_')}_NOT_FOUND"
+        self._kind, self._name = kind, name
+
+    def details(self) -> list[pb.Message]:
+        return [
+            error_details_pb2.ResourceInfo(resource_type=self._kind, resource_name=self._name)
+        ]
+
+
+class AlreadyExistsError(ServiceError):
+    """A named resource is there already; `reason` becomes `<KIND>_EXISTS`."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+
+    def __init__(self, kind: str, name: str) -> None:
+        super().__init__(f"{kind} {name!r} exists already", name=name)
+        self.reason = f"{kind.upper().replace(' ', '_')}_EXISTS"
+
+
+class StepMismatchError(ServiceError):
+    code = grpc.StatusCode.ABORTED
+    reason = "STEP_MISMATCH"
+
+
+class QueueFullError(ServiceError):
+    """Back-pressure: try again after `retry_seconds`."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "QUEUE_FULL"
+
+    def __init__(self, message: str, *, retry_seconds: float = 1.0, **metadata: object) -> None:
+        super().__init__(message, **metadata)
+        self._retry_seconds = retry_seconds
+
+    def details(self) -> list[pb.Message]:
+        delay = duration_pb2.Duration(nanos=0)
+        delay.FromNanoseconds(int(self._retry_seconds * 1e9))
+        return [error_details_pb2.RetryInfo(retry_delay=delay)]
+
+
+class DataLossError(ServiceError):
+    """Bytes differ from their digest."""
+
+    code = grpc.StatusCode.DATA_LOSS
+    reason = "DIGEST_MISMATCH"
+
+
+class LoadingError(ServiceError):
+    """Not ready yet; a retry helps."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "LOADING"
+
+
+class DeadlineError(ServiceError):
+    """Something this server waited for took too long; the message names it."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    reason = "WAIT_TIMED_OUT"

@@ -1,0 +1,172 @@
+"""What every RPC of every service goes through: checks, errors, measure, request id."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn
+
+import grpc
+from google.api import field_behavior_pb2
+from google.protobuf import message as pb
+from google.rpc import status_pb2
+from grpc_status import rpc_status
+from prometheus_client import Histogram
+
+from sluice import logs
+from sluice.runtime.errors import InvalidFieldError, ServiceError, UnauthenticatedError
+
+logger = logging.getLogger(__name__)
+
+RPC_SECONDS = Histogram(
+    "sluice_rpc_duration_seconds",
+    "Wall time of RPCs.",
+    ["method", "code"],
+    buckets=(0.001, 0.01, 0.1, 1, 10, 60, 600),
+)
+
+_required_cache: dict[Any, list[tuple[Any, bool]]] = {}
+
+
+def _fields_to_check(descriptor: Any) -> list[tuple[Any, bool]]:
+    """(field, is required) of the fields worth a look: required ones and messages."""
+    fields = _required_cache.get(descriptor)
+    if fields is None:
+        fields = []
+        for field in descriptor.fields:
+            behavior = field.GetOptions().Extensions[field_behavior_pb2.field_behavior]
+            required = field_behavior_pb2.REQUIRED in behavior
+            if required or field.message_type is not None:
+                fields.append((field, required))
+        _required_cache[descriptor] = fields
+    return fields
+
+
+def check_required(message: pb.Message, prefix: str = "") -> None:
+    """Raise InvalidFieldError for the first field marked REQUIRED in the proto that is unset."""
+    for field, required in _fields_to_check(message.DESCRIPTOR):
+        value = getattr(message, field.name)
+        is_set = message.HasField(field.name) if field.has_presence else bool(value)
+        if required and not is_set:
+            raise InvalidFieldError(prefix + field.name, "is required")
+        if not is_set or field.message_type is None:
+            continue
+        if isinstance(value, pb.Message):
+            check_required(value, f"{prefix}{field.name}.")
+        elif not field.message_type.GetOptions().map_entry:
+            for index, item in enumerate(value):
+                check_required(item, f"{prefix}{field.name}[{index}].")
+
+
+async def _checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        check_required(request)
+        yield request
+
+
+class ServiceInterceptor(grpc.aio.ServerInterceptor):
+    """Checks token and requests, turns errors into statuses and measures.
+
+    Health and reflection answer without these, save for the token.
+    """
+
+    def __init__(self, token: str | None = None) -> None:
+        self._token = token
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(details)
+        if handler is None:
+            return handler
+        metadata = {str(key): value for key, value in details.invocation_metadata or ()}
+        call = _Call(details.method, handler, self._is_allowed(details.method, metadata))
+        logs.request_id.set(str(metadata.get("x-request-id", "-")))
+        factory = {
+            (False, False): grpc.unary_unary_rpc_method_handler,
+            (False, True): grpc.unary_stream_rpc_method_handler,
+            (True, False): grpc.stream_unary_rpc_method_handler,
+            (True, True): grpc.stream_stream_rpc_method_handler,
+        }[handler.request_streaming, handler.response_streaming]
+        return factory(
+            call.stream if handler.response_streaming else call.unary,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+    def _is_allowed(self, method: str, metadata: dict[str, Any]) -> bool:
+        if self._token is None or method.startswith("/grpc.health."):
+            return True
+        given = str(metadata.get("authorization", ""))
+        return hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode())
+
+
+class _Call:
+    """One RPC with its handler."""
+
+    def __init__(self, method: str, handler: grpc.RpcMethodHandler, allowed: bool) -> None:
+        self._method, self._allowed = method, allowed
+        kind = ("stream" if handler.request_streaming else "unary") + (
+            "_stream" if handler.response_streaming else "_unary"
+        )
+        self._behavior = getattr(handler, kind)
+        self._streams_in = handler.request_streaming
+        self._code = grpc.StatusCode.OK
+
+    async def unary(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        start = time.perf_counter()
+        try:
+            return await self._behavior(self._check(request), context)
+        except BaseException as error:  # noqa: BLE001 - ends in the client's status or is raised
+            await self._fail(error, context)
+        finally:
+            self._measure(start)
+
+    async def stream(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        start = time.perf_counter()
+        try:
+            async for response in self._behavior(self._check(request), context):
+                yield response
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # noqa: BLE001
+            await self._fail(error, context)
+        finally:
+            self._measure(start)
+
+    def _check(self, request: Any) -> Any:
+        if not self._allowed:
+            raise UnauthenticatedError(f"{self._method} needs a valid bearer token")
+        if self._streams_in:
+            return _checked(request)
+        check_required(request)
+        return request
+
+    async def _fail(self, error: BaseException, context: grpc.aio.ServicerContext) -> NoReturn:
+        if isinstance(error, ServiceError):
+            self._code = error.code
+            logger.info("%s: %s %s", self._method, error.reason, error)
+            await context.abort_with_status(rpc_status.to_status(error.to_status()))
+        if isinstance(error, grpc.aio.AbortError | asyncio.CancelledError):
+            self._code = grpc.StatusCode.CANCELLED
+            raise error
+        if isinstance(error, NotImplementedError):  # what generated servicers raise
+            self._code = grpc.StatusCode.UNIMPLEMENTED
+            await context.abort(self._code, f"{self._method} is not implemented")
+        if not isinstance(error, Exception):
+            raise error
+        self._code = grpc.StatusCode.INTERNAL
+        logger.exception("%s failed", self._method, exc_info=error)
+        status = status_pb2.Status(
+            code=self._code.value[0], message=f"{type(error).__name__} in {self._method}"
+        )
+        await context.abort_with_status(rpc_status.to_status(status))
+        raise AssertionError("abort returns never")
+
+    def _measure(self, start: float) -> None:
+        RPC_SECONDS.labels(self._method, self._code.name).observe(time.perf_counter() - start)

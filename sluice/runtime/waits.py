@@ -1,0 +1,61 @@
+"""What this process is waiting for, so that a hang explains itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from sluice.api.common.v1 import wait_service_pb2 as pb
+from sluice.api.common.v1 import wait_service_pb2_grpc as pb_grpc
+
+Names = Sequence[str] | Callable[[], Sequence[str]]
+
+
+@dataclass(eq=False)
+class Wait:
+    """One thing waited for. `on` and `explain` may be callables: they are asked at listing."""
+
+    what: str
+    on: Names = ()
+    deadline: float | None = None  # unix seconds
+    explain: Callable[[], str] = lambda: ""
+    start: float = field(default_factory=time.time)
+
+    def to_proto(self) -> pb.Wait:
+        names = self.on() if callable(self.on) else self.on
+        wait = pb.Wait(what=self.what, on=names, explanation=self.explain())
+        wait.start_time.FromNanoseconds(int(self.start * 1e9))
+        if self.deadline is not None:
+            wait.deadline_time.FromNanoseconds(int(self.deadline * 1e9))
+        return wait
+
+
+class Waits(pb_grpc.WaitServiceServicer):
+    """The waits of one process; also the servicer that lists them."""
+
+    def __init__(self) -> None:
+        self._waits: list[Wait] = []
+
+    @contextmanager
+    def waiting(
+        self,
+        what: str,
+        *,
+        on: Names = (),
+        timeout: float | None = None,
+        explain: Callable[[], str] = lambda: "",
+    ) -> Iterator[Wait]:
+        """Listed while the block runs; `timeout` in seconds only informs, the block keeps it."""
+        deadline = None if timeout is None else time.time() + timeout
+        wait = Wait(what, on, deadline, explain)
+        self._waits.append(wait)
+        try:
+            yield wait
+        finally:
+            self._waits.remove(wait)
+
+    async def ListWaits(self, request: pb.ListWaitsRequest, context: object) -> pb.ListWaitsResponse:
+        waits = sorted(self._waits, key=lambda wait: wait.start)
+        return pb.ListWaitsResponse(waits=[wait.to_proto() for wait in waits])

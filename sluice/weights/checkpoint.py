@@ -1,0 +1,68 @@
+"""Reading a plain HF checkpoint directory, without torch: its shards and its companions."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from pathlib import Path
+
+from sluice.weights.digest import digest_bytes
+from sluice.weights.errors import InvalidCheckpointError, MissingFileError
+from sluice.weights.header import parse_header
+from sluice.weights.manifest import ShardFile, TensorEntry
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+COMPANION_PATTERNS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",  # sentencepiece
+    "*.tiktoken",
+    "chat_template*",
+    "*processor_config.json",
+    "*.py",  # code of models that transformers does not have
+)
+
+
+def companion_files(directory: Path) -> list[Path]:
+    """Config, tokenizer, chat template and processor files of a model directory."""
+    found = {path for pattern in COMPANION_PATTERNS for path in directory.glob(pattern)}
+    return sorted(path for path in found if path.is_file())
+
+
+def shard_paths(directory: Path) -> list[Path]:
+    """The safetensors files that make up the model; raises where there are none."""
+    index = directory / INDEX_NAME
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise InvalidCheckpointError(f"{INDEX_NAME!r} is malformed: {error}") from error
+    else:
+        names = [SINGLE_NAME]
+    for name in names:
+        if not (directory / name).is_file():
+            raise MissingFileError(name)
+    return [directory / name for name in names]
+
+
+def describe_shard(path: Path) -> ShardFile:
+    """Digest a safetensors file and every tensor in it."""
+    with path.open("rb") as file:
+        try:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except ValueError as error:  # empty
+            raise InvalidCheckpointError(f"{path.name!r} is empty") from error
+    extents = parse_header(mapped, file_name=path.name)
+    with memoryview(mapped) as view:
+        tensors = {
+            name: TensorEntry(e.dtype, e.shape, digest_bytes(view[e.begin : e.end]))
+            for name, e in extents.items()
+        }
+        return ShardFile(path.name, len(view), digest_bytes(view), tensors)

@@ -1,0 +1,96 @@
+"""What can be wrong with stored weights. Services turn these into their own typed errors."""
+
+from __future__ import annotations
+
+
+class WeightStoreError(Exception):
+    """Root of the errors of `sluice.weights`."""
+
+
+class VersionNotFoundError(WeightStoreError):
+    """No such committed version: never made, not finished, or removed."""
+
+    def __init__(self, version: int | None) -> None:
+        self.version = version
+        named = "the store holds no version" if version is None else f"no version {version}"
+        super().__init__(named)
+
+
+class VersionExistsError(WeightStoreError):
+    """The version was committed before."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        super().__init__(f"version {version} is already committed")
+
+
+class StagingLostError(WeightStoreError):
+    """The staging directory is gone: committed, aborted or swept."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        super().__init__(f"the staging directory of version {version} is gone")
+
+
+class InvalidCheckpointError(WeightStoreError):
+    """A directory is no HF checkpoint in safetensors, or a file of it is malformed."""
+
+
+class ManifestError(WeightStoreError):
+    """A manifest is malformed or does not carry its own digest."""
+
+
+class DuplicateTensorError(WeightStoreError):
+    """Two shards hold a tensor of one name."""
+
+    def __init__(self, name: str, files: tuple[str, str]) -> None:
+        self.name, self.files = name, files
+        super().__init__(f"tensor {name!r} is in both {files[0]!r} and {files[1]!r}")
+
+
+class DuplicateFileError(WeightStoreError):
+    """Two writers, or two companions, claim one file name."""
+
+    def __init__(self, file_name: str) -> None:
+        self.file_name = file_name
+        super().__init__(f"file {file_name!r} is given twice")
+
+
+class MissingTensorError(WeightStoreError):
+    """Tensors that the model has are in no shard."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+        super().__init__(f"{len(names)} tensors are missing: {', '.join(names[:8])}")
+
+
+class UnexpectedTensorError(WeightStoreError):
+    """Shards hold tensors that the model has not, or with another dtype or shape."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+        super().__init__(f"{len(names)} tensors are not expected: {', '.join(names[:8])}")
+
+
+class MissingFileError(WeightStoreError):
+    """A file that a shard or a manifest names is absent or has another size."""
+
+    def __init__(self, file_name: str, detail: str = "is missing") -> None:
+        self.file_name = file_name
+        super().__init__(f"file {file_name!r} {detail}")
+
+
+class TensorDigestError(WeightStoreError):
+    """The bytes of a tensor are not those that were written."""
+
+    def __init__(self, name: str, expected: str, actual: str) -> None:
+        self.name, self.expected, self.actual = name, expected, actual
+        super().__init__(f"tensor {name!r} has digest {actual}, not {expected}")
+
+
+class FileDigestError(WeightStoreError):
+    """The bytes of a file (header, companion or manifest) are not those that were written."""
+
+    def __init__(self, file_name: str, expected: str, actual: str) -> None:
+        self.file_name, self.expected, self.actual = file_name, expected, actual
+        super().__init__(f"file {file_name!r} has digest {actual}, not {expected}")

@@ -1,0 +1,109 @@
+"""The manifest of a version: every tensor and file of the directory with its digest.
+
+`manifest.json` is written last and carries the digest of its own content, so that a reader
+trusts nothing that was not written whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sluice.weights.digest import digest_bytes, digest_version
+from sluice.weights.errors import FileDigestError, ManifestError
+
+FORMAT = 1
+MANIFEST_NAME = "manifest.json"
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor: safetensors dtype name (F32, BF16 ...), shape and digest of its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """A safetensors file as its writer reports it, with the tensors in it by HF name."""
+
+    file_name: str
+    size: int
+    digest: str
+    tensors: Mapping[str, TensorEntry]
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Size in bytes and digest of a file."""
+
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a version and the file that holds it."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Content of `manifest.json`. `created` is UTC in ISO 8601, `parent` the version trained on."""
+
+    version: int
+    parent: int | None
+    step: int
+    created: str
+    digest: str
+    tensors: Mapping[str, StoredTensor]
+    files: Mapping[str, FileEntry]
+
+
+def version_digest(tensors: Mapping[str, StoredTensor]) -> str:
+    """Digest of the weights themselves, whatever files hold them."""
+    return digest_version((name, t.dtype, t.shape, t.digest) for name, t in tensors.items())
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Canonical JSON with the digest of the rest under `manifest_digest`."""
+    document = {"format": FORMAT, **asdict(manifest)}
+    return _render({**document, "manifest_digest": digest_bytes(_render(document))})
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """Parse and check; raises ManifestError or FileDigestError for any changed byte."""
+    try:
+        document: dict[str, Any] = json.loads(data)
+        stated = document.pop("manifest_digest")
+        actual = digest_bytes(_render(document))
+        if actual != stated or _render({**document, "manifest_digest": stated}) != data:
+            raise FileDigestError(MANIFEST_NAME, stated, digest_bytes(data))
+        if document.pop("format") != FORMAT:
+            raise ManifestError(f"{MANIFEST_NAME} has a format other than {FORMAT}")
+        tensors = {
+            name: StoredTensor(t["file"], t["dtype"], tuple(t["shape"]), t["digest"])
+            for name, t in document.pop("tensors").items()
+        }
+        files = {name: FileEntry(**entry) for name, entry in document.pop("files").items()}
+        return Manifest(tensors=tensors, files=files, **document)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ManifestError(f"{MANIFEST_NAME} is malformed: {error}") from error
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read the manifest of a version directory; FileNotFoundError where there is none."""
+    return decode_manifest((directory / MANIFEST_NAME).read_bytes())
+
+
+def _render(document: Mapping[str, Any]) -> bytes:
+    return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()

@@ -1,0 +1,159 @@
+"""Tensors to and from safetensors files, digested on the way; the one module here with torch."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+import xxhash
+
+from sluice.weights.digest import digest_bytes, digest_file
+from sluice.weights.errors import (
+    DuplicateFileError,
+    FileDigestError,
+    InvalidCheckpointError,
+    MissingFileError,
+    TensorDigestError,
+)
+from sluice.weights.header import Extent, encode_header, parse_header
+from sluice.weights.manifest import Manifest, ShardFile, TensorEntry
+
+TORCH_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+def write_shard(
+    directory: Path, file_name: str, tensors: Mapping[str, torch.Tensor], *, sync: bool = True
+) -> ShardFile:
+    """Write `tensors` (any device, any strides) as one safetensors file and digest its bytes.
+
+    At most one tensor at a time is copied, and only where it is not contiguous on the host.
+    The file is synced before the return. Raises DuplicateFileError where it exists.
+    """
+    layout = {name: (DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
+    header, order = encode_header(layout)
+    whole = xxhash.xxh3_128(header)
+    entries: dict[str, TensorEntry] = {}
+    path = directory / file_name
+    try:
+        with path.open("xb", buffering=0) as file:
+            file.write(header)
+            for name in order:
+                view = _host_bytes(tensors[name])
+                entries[name] = TensorEntry(*layout[name], digest_bytes(view))
+                whole.update(view)
+                while view:
+                    view = view[file.write(view) :]
+            size = file.tell()
+            if sync:
+                os.fsync(file.fileno())
+    except FileExistsError as error:
+        raise DuplicateFileError(file_name) from error
+    return ShardFile(file_name, size, whole.hexdigest(), entries)
+
+
+def load_verified(
+    directory: Path, manifest: Manifest, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a version by HF name, each checked before it is handed out.
+
+    Tensors are memory-mapped; writing to them never reaches the file. With `dtype` the
+    floating-point ones are converted (a copy). Files are checked as well, headers and
+    companions included: serve the weights only after the iterator has ended without
+    TensorDigestError, FileDigestError, MissingFileError or InvalidCheckpointError.
+    """
+    names = {stored.file for stored in manifest.tensors.values()}
+    verify_companions(directory, manifest)
+    for file_name in sorted(names):
+        for name, tensor in _load_file(directory, file_name, manifest):
+            convert = dtype is not None and tensor.is_floating_point()
+            yield name, tensor.to(dtype) if convert else tensor
+
+
+def verify_companions(directory: Path, manifest: Manifest) -> None:
+    """Check size and digest of every file that holds no tensors."""
+    shards = {stored.file for stored in manifest.tensors.values()}
+    for file_name, entry in manifest.files.items():
+        if file_name in shards:
+            continue
+        try:
+            _, actual = digest_file(directory / file_name)
+        except FileNotFoundError as error:
+            raise MissingFileError(file_name) from error
+        if actual != entry.digest:
+            raise FileDigestError(file_name, entry.digest, actual)
+
+
+def _load_file(
+    directory: Path, file_name: str, manifest: Manifest
+) -> Iterator[tuple[str, torch.Tensor]]:
+    mapped = _map_file(directory, file_name, manifest)
+    extents = parse_header(mapped, file_name=file_name)
+    stored = {name for name, tensor in manifest.tensors.items() if tensor.file == file_name}
+    if stored != set(extents):
+        different = ", ".join(sorted(stored ^ set(extents))[:8])
+        raise InvalidCheckpointError(f"{file_name!r} and its manifest differ in: {different}")
+    view = memoryview(mapped)
+    first = min((extent.begin for extent in extents.values()), default=len(view))
+    whole = xxhash.xxh3_128(view[:first])
+    for name, extent in extents.items():
+        piece, entry = view[extent.begin : extent.end], manifest.tensors[name]
+        actual = digest_bytes(piece)
+        if (entry.dtype, entry.shape) != (extent.dtype, extent.shape):
+            raise InvalidCheckpointError(f"tensor {name!r} has another dtype or shape than stated")
+        if actual != entry.digest:
+            raise TensorDigestError(name, entry.digest, actual)
+        whole.update(piece)
+        yield name, _tensor(mapped, extent)
+    expected, actual = manifest.files[file_name].digest, whole.hexdigest()
+    if actual != expected:
+        raise FileDigestError(file_name, expected, actual)
+
+
+def _map_file(directory: Path, file_name: str, manifest: Manifest) -> mmap.mmap:
+    try:
+        with (directory / file_name).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != manifest.files[file_name].size or size == 0:
+                raise MissingFileError(file_name, f"has {size} bytes")
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except FileNotFoundError as error:
+        raise MissingFileError(file_name) from error
+
+
+def _tensor(mapped: mmap.mmap, extent: Extent) -> torch.Tensor:
+    dtype = TORCH_DTYPES[extent.dtype]
+    if extent.begin == extent.end:
+        return torch.empty(extent.shape, dtype=dtype)
+    if extent.begin % dtype.itemsize:  # files of other writers may be unaligned
+        piece = bytearray(memoryview(mapped)[extent.begin : extent.end])
+        return torch.frombuffer(piece, dtype=dtype).reshape(extent.shape)
+    count = (extent.end - extent.begin) // dtype.itemsize
+    flat = torch.frombuffer(mapped, dtype=dtype, count=count, offset=extent.begin)
+    return flat.reshape(extent.shape)
+
+
+def _host_bytes(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy())
