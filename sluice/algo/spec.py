@@ -25,7 +25,7 @@ AdvantageName = Literal[
 ]
 KlEstimator = Literal["k1", "k2", "k3", "low_variance"]
 Aggregation = Literal["token_mean", "sample_mean", "group_mean", "constant"]
-OldLogprobs = Literal["old", "rollout", "current"]
+OldLogprobs = Literal["old", "rollout"]
 ImportanceLevel = Literal["token", "sequence", "geometric"]
 ImportanceMode = Literal["truncate", "clip", "mask", "reject"]
 RewardColumn = Literal["reward", "raw_reward"]
@@ -35,6 +35,8 @@ _FROZEN = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 class ImportanceSpec(BaseModel):
     """Correction for tokens sampled by another engine or older weights: exp(old - rollout).
+
+    For reinforce, which has no old policy, exp(current - rollout) without gradient.
 
     level: one weight per token; the product over a sample (sequence); or its geometric mean.
     mode: truncate caps at `high` (TIS, arXiv 2508.03680 lineage); clip bounds into [low, high];
@@ -69,8 +71,8 @@ class LossSpec(BaseModel):
 
     ppo_clip needs clip_low (clip_high defaults to it; higher is DAPO's clip-higher); so does gspo.
     cispo needs clip_high (clip_low off = no lower bound). importance_sampling is the unclipped
-    ratio, reinforce uses no ratio at all, dro needs dro_beta. sft is the negative log-likelihood,
-    value half the squared error of a critic.
+    ratio; reinforce has no ratio and so no old policy; dro needs dro_beta. sft is the negative
+    log-likelihood, value half the squared error of a critic.
     """
 
     model_config = _FROZEN
@@ -79,9 +81,7 @@ class LossSpec(BaseModel):
     aggregation: Aggregation = "token_mean"
     constant_length: float | None = Field(None, gt=0)  # tokens per sample, aggregation=constant
     temperature: float | None = Field(None, gt=0)  # None is 1
-    # Which log-probs the ratio compares with; None is "rollout". "current" is the value of this
-    # very pass (ratio 1, no extra pass): right while a batch gets one optimizer step.
-    old_logprobs: OldLogprobs | None = None
+    old_logprobs: OldLogprobs | None = None  # what the ratio compares with; None is "rollout"
     clip_low: float | None = Field(None, gt=0)
     clip_high: float | None = Field(None, gt=0)
     dual_clip: float | None = Field(None, gt=1)
@@ -106,7 +106,7 @@ class LossSpec(BaseModel):
     @property
     def old_column(self) -> str | None:
         """Name of the column the ratio compares with; None when there is no such column."""
-        if self.name in _WITHOUT_RATIO or self.old_logprobs == "current":
+        if self.name in _WITHOUT_RATIO:
             return None
         return f"{self.old_logprobs or 'rollout'}_logprobs"
 
@@ -209,7 +209,7 @@ _LOSS_WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
     "gspo": ("value_clip", "dro_beta"),
     "cispo": ("dual_clip", "value_clip", "dro_beta"),
     "importance_sampling": (*_CLIPS, "value_clip", "dro_beta"),
-    "reinforce": (*_CLIPS, "value_clip", "dro_beta", "kl_unbiased", "importance", *_RATIO),
+    "reinforce": (*_CLIPS, "value_clip", "dro_beta", *_RATIO),
     "dro": (*_CLIPS, "value_clip"),
     "sft": (*_CLIPS, "value_clip", "dro_beta", "kl_unbiased", "importance", *_RATIO),
     "value": (
@@ -265,8 +265,4 @@ def _check_needed(spec: LossSpec) -> None:
 def _check_ratio(spec: LossSpec) -> None:
     """With the rollout's log-probs as the old policy, the correction is 1 everywhere."""
     if spec.importance is not None and spec.old_column == "rollout_logprobs":
-        raise ValueError("importance has no effect with old_logprobs rollout: choose old or current")
-    if spec.old_logprobs != "current":
-        return
-    where = "old_logprobs current, where the ratio is 1"
-    _refuse(spec, ("dual_clip", "opsm_delta", "dro_beta"), where)
+        raise ValueError("importance has no effect with old_logprobs rollout; set old_logprobs old")
