@@ -77,9 +77,7 @@ class NotFoundError(ServiceError):
         self._kind, self._name = kind, name
 
     def details(self) -> list[pb.Message]:
-        return [
-            error_details_pb2.ResourceInfo(resource_type=self._kind, resource_name=self._name)
-        ]
+        return [error_details_pb2.ResourceInfo(resource_type=self._kind, resource_name=self._name)]
 
 
 class AlreadyExistsError(ServiceError):

@@ -161,7 +161,7 @@ class _Call:
         if not isinstance(error, Exception):
             raise error
         self._code = grpc.StatusCode.INTERNAL
-        logger.exception("%s failed", self._method, exc_info=error)
+        logger.error("%s failed", self._method, exc_info=error)
         status = status_pb2.Status(
             code=self._code.value[0], message=f"{type(error).__name__} in {self._method}"
         )

@@ -16,7 +16,12 @@ from google.protobuf import empty_pb2
 from google.protobuf import message as pb_message
 from google.rpc import status_pb2
 
-from sluice.runtime.errors import InvalidFieldError, NotFoundError, RequestIdReusedError, ServiceError
+from sluice.runtime.errors import (
+    InvalidFieldError,
+    NotFoundError,
+    RequestIdReusedError,
+    ServiceError,
+)
 
 logger = logging.getLogger(__name__)
 

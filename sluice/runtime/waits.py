@@ -56,6 +56,8 @@ class Waits(pb_grpc.WaitServiceServicer):
         finally:
             self._waits.remove(wait)
 
-    async def ListWaits(self, request: pb.ListWaitsRequest, context: object) -> pb.ListWaitsResponse:
+    async def ListWaits(
+        self, request: pb.ListWaitsRequest, context: object
+    ) -> pb.ListWaitsResponse:
         waits = sorted(self._waits, key=lambda wait: wait.start)
         return pb.ListWaitsResponse(waits=[wait.to_proto() for wait in waits])

@@ -25,31 +25,23 @@ _sym_db = _symbol_database.Default()
 from google.api import field_behavior_pb2 as google_dot_api_dot_field__behavior__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n sluice/api/trainer/v1/loss.proto\x12\x15sluice.api.trainer.v1\x1a\x1fgoogle/api/field_behavior.proto\"D\n\x07Setting\x12\x10\n\x06number\x18\x01 \x01(\x01H\x00\x12\x0e\n\x04\x66lag\x18\x02 \x01(\x08H\x00\x12\x0e\n\x04word\x18\x03 \x01(\tH\x00\x42\x07\n\x05value\"\xe9\x01\n\x08LossSpec\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x37\n\x0b\x61ggregation\x18\x02 \x01(\x0e\x32\".sluice.api.trainer.v1.Aggregation\x12?\n\x08settings\x18\x03 \x03(\x0b\x32-.sluice.api.trainer.v1.LossSpec.SettingsEntry\x1aO\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12-\n\x05value\x18\x02 \x01(\x0b\x32\x1e.sluice.api.trainer.v1.Setting:\x02\x38\x01\"\xba\x01\n\rAdvantageSpec\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x44\n\x08settings\x18\x02 \x03(\x0b\x32\x32.sluice.api.trainer.v1.AdvantageSpec.SettingsEntry\x1aO\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12-\n\x05value\x18\x02 \x01(\x0b\x32\x1e.sluice.api.trainer.v1.Setting:\x02\x38\x01*\x99\x01\n\x0b\x41ggregation\x12\x1b\n\x17\x41GGREGATION_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x41GGREGATION_TOKEN_MEAN\x10\x01\x12\x1b\n\x17\x41GGREGATION_SAMPLE_MEAN\x10\x02\x12\x1a\n\x16\x41GGREGATION_GROUP_MEAN\x10\x03\x12\x18\n\x14\x41GGREGATION_CONSTANT\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n sluice/api/trainer/v1/loss.proto\x12\x15sluice.api.trainer.v1\x1a\x1fgoogle/api/field_behavior.proto\"\xa2\x01\n\x0eImportanceSpec\x12\x12\n\x05level\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x11\n\x04mode\x18\x02 \x01(\tH\x01\x88\x01\x01\x12\x10\n\x03low\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x17\n\x04high\x18\x04 \x01(\x01\x42\x04\xe2\x41\x01\x02H\x03\x88\x01\x01\x12\x11\n\x04veto\x18\x05 \x01(\x01H\x04\x88\x01\x01\x42\x08\n\x06_levelB\x07\n\x05_modeB\x06\n\x04_lowB\x07\n\x05_highB\x07\n\x05_veto\"\xaf\x05\n\x08LossSpec\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x18\n\x0b\x61ggregation\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x1c\n\x0f\x63onstant_length\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x04 \x01(\x01H\x02\x88\x01\x01\x12\x19\n\x0cold_logprobs\x18\x05 \x01(\tH\x03\x88\x01\x01\x12\x15\n\x08\x63lip_low\x18\x06 \x01(\x01H\x04\x88\x01\x01\x12\x16\n\tclip_high\x18\x07 \x01(\x01H\x05\x88\x01\x01\x12\x16\n\tdual_clip\x18\x08 \x01(\x01H\x06\x88\x01\x01\x12\x17\n\nvalue_clip\x18\t \x01(\x01H\x07\x88\x01\x01\x12\x15\n\x08\x64ro_beta\x18\n \x01(\x01H\x08\x88\x01\x01\x12\x1b\n\x0ekl_coefficient\x18\x0b \x01(\x01H\t\x88\x01\x01\x12\x19\n\x0ckl_estimator\x18\x0c \x01(\tH\n\x88\x01\x01\x12\x18\n\x0bkl_unbiased\x18\r \x01(\x08H\x0b\x88\x01\x01\x12 \n\x13\x65ntropy_coefficient\x18\x0e \x01(\x01H\x0c\x88\x01\x01\x12\x39\n\nimportance\x18\x0f \x01(\x0b\x32%.sluice.api.trainer.v1.ImportanceSpec\x12\x17\n\nopsm_delta\x18\x10 \x01(\x01H\r\x88\x01\x01\x42\x0e\n\x0c_aggregationB\x12\n\x10_constant_lengthB\x0e\n\x0c_temperatureB\x0f\n\r_old_logprobsB\x0b\n\t_clip_lowB\x0c\n\n_clip_highB\x0c\n\n_dual_clipB\r\n\x0b_value_clipB\x0b\n\t_dro_betaB\x11\n\x0f_kl_coefficientB\x0f\n\r_kl_estimatorB\x0e\n\x0c_kl_unbiasedB\x16\n\x14_entropy_coefficientB\r\n\x0b_opsm_delta\"\x97\x03\n\rAdvantageSpec\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x13\n\x06reward\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x19\n\x0cscale_by_std\x18\x03 \x01(\x08H\x01\x88\x01\x01\x12\x13\n\x06whiten\x18\x04 \x01(\x08H\x02\x88\x01\x01\x12\x12\n\x05gamma\x18\x05 \x01(\x01H\x03\x88\x01\x01\x12\x17\n\ngae_lambda\x18\x06 \x01(\x01H\x04\x88\x01\x01\x12\x1b\n\x0ekl_coefficient\x18\x07 \x01(\x01H\x05\x88\x01\x01\x12\x19\n\x0ckl_estimator\x18\x08 \x01(\tH\x06\x88\x01\x01\x12 \n\x13teacher_coefficient\x18\t \x01(\x01H\x07\x88\x01\x01\x12\x19\n\x0cold_logprobs\x18\n \x01(\tH\x08\x88\x01\x01\x42\t\n\x07_rewardB\x0f\n\r_scale_by_stdB\t\n\x07_whitenB\x08\n\x06_gammaB\r\n\x0b_gae_lambdaB\x11\n\x0f_kl_coefficientB\x0f\n\r_kl_estimatorB\x16\n\x14_teacher_coefficientB\x0f\n\r_old_logprobsb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'sluice.api.trainer.v1.loss_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LOSSSPEC_SETTINGSENTRY']._loaded_options = None
-  _globals['_LOSSSPEC_SETTINGSENTRY']._serialized_options = b'8\001'
+  _globals['_IMPORTANCESPEC'].fields_by_name['high']._loaded_options = None
+  _globals['_IMPORTANCESPEC'].fields_by_name['high']._serialized_options = b'\342A\001\002'
   _globals['_LOSSSPEC'].fields_by_name['name']._loaded_options = None
   _globals['_LOSSSPEC'].fields_by_name['name']._serialized_options = b'\342A\001\002'
-  _globals['_ADVANTAGESPEC_SETTINGSENTRY']._loaded_options = None
-  _globals['_ADVANTAGESPEC_SETTINGSENTRY']._serialized_options = b'8\001'
   _globals['_ADVANTAGESPEC'].fields_by_name['name']._loaded_options = None
   _globals['_ADVANTAGESPEC'].fields_by_name['name']._serialized_options = b'\342A\001\002'
-  _globals['_AGGREGATION']._serialized_start=588
-  _globals['_AGGREGATION']._serialized_end=741
-  _globals['_SETTING']._serialized_start=92
-  _globals['_SETTING']._serialized_end=160
-  _globals['_LOSSSPEC']._serialized_start=163
-  _globals['_LOSSSPEC']._serialized_end=396
-  _globals['_LOSSSPEC_SETTINGSENTRY']._serialized_start=317
-  _globals['_LOSSSPEC_SETTINGSENTRY']._serialized_end=396
-  _globals['_ADVANTAGESPEC']._serialized_start=399
-  _globals['_ADVANTAGESPEC']._serialized_end=585
-  _globals['_ADVANTAGESPEC_SETTINGSENTRY']._serialized_start=317
-  _globals['_ADVANTAGESPEC_SETTINGSENTRY']._serialized_end=396
+  _globals['_IMPORTANCESPEC']._serialized_start=93
+  _globals['_IMPORTANCESPEC']._serialized_end=255
+  _globals['_LOSSSPEC']._serialized_start=258
+  _globals['_LOSSSPEC']._serialized_end=945
+  _globals['_ADVANTAGESPEC']._serialized_start=948
+  _globals['_ADVANTAGESPEC']._serialized_end=1355
 # @@protoc_insertion_point(module_scope)

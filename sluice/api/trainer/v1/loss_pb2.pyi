@@ -1,6 +1,4 @@
 from google.api import field_behavior_pb2 as _field_behavior_pb2
-from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Mapping as _Mapping
@@ -8,57 +6,76 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class Aggregation(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    AGGREGATION_UNSPECIFIED: _ClassVar[Aggregation]
-    AGGREGATION_TOKEN_MEAN: _ClassVar[Aggregation]
-    AGGREGATION_SAMPLE_MEAN: _ClassVar[Aggregation]
-    AGGREGATION_GROUP_MEAN: _ClassVar[Aggregation]
-    AGGREGATION_CONSTANT: _ClassVar[Aggregation]
-AGGREGATION_UNSPECIFIED: Aggregation
-AGGREGATION_TOKEN_MEAN: Aggregation
-AGGREGATION_SAMPLE_MEAN: Aggregation
-AGGREGATION_GROUP_MEAN: Aggregation
-AGGREGATION_CONSTANT: Aggregation
-
-class Setting(_message.Message):
-    __slots__ = ("number", "flag", "word")
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
-    FLAG_FIELD_NUMBER: _ClassVar[int]
-    WORD_FIELD_NUMBER: _ClassVar[int]
-    number: float
-    flag: bool
-    word: str
-    def __init__(self, number: _Optional[float] = ..., flag: bool = ..., word: _Optional[str] = ...) -> None: ...
+class ImportanceSpec(_message.Message):
+    __slots__ = ("level", "mode", "low", "high", "veto")
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    LOW_FIELD_NUMBER: _ClassVar[int]
+    HIGH_FIELD_NUMBER: _ClassVar[int]
+    VETO_FIELD_NUMBER: _ClassVar[int]
+    level: str
+    mode: str
+    low: float
+    high: float
+    veto: float
+    def __init__(self, level: _Optional[str] = ..., mode: _Optional[str] = ..., low: _Optional[float] = ..., high: _Optional[float] = ..., veto: _Optional[float] = ...) -> None: ...
 
 class LossSpec(_message.Message):
-    __slots__ = ("name", "aggregation", "settings")
-    class SettingsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: Setting
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Setting, _Mapping]] = ...) -> None: ...
+    __slots__ = ("name", "aggregation", "constant_length", "temperature", "old_logprobs", "clip_low", "clip_high", "dual_clip", "value_clip", "dro_beta", "kl_coefficient", "kl_estimator", "kl_unbiased", "entropy_coefficient", "importance", "opsm_delta")
     NAME_FIELD_NUMBER: _ClassVar[int]
     AGGREGATION_FIELD_NUMBER: _ClassVar[int]
-    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    CONSTANT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    OLD_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CLIP_LOW_FIELD_NUMBER: _ClassVar[int]
+    CLIP_HIGH_FIELD_NUMBER: _ClassVar[int]
+    DUAL_CLIP_FIELD_NUMBER: _ClassVar[int]
+    VALUE_CLIP_FIELD_NUMBER: _ClassVar[int]
+    DRO_BETA_FIELD_NUMBER: _ClassVar[int]
+    KL_COEFFICIENT_FIELD_NUMBER: _ClassVar[int]
+    KL_ESTIMATOR_FIELD_NUMBER: _ClassVar[int]
+    KL_UNBIASED_FIELD_NUMBER: _ClassVar[int]
+    ENTROPY_COEFFICIENT_FIELD_NUMBER: _ClassVar[int]
+    IMPORTANCE_FIELD_NUMBER: _ClassVar[int]
+    OPSM_DELTA_FIELD_NUMBER: _ClassVar[int]
     name: str
-    aggregation: Aggregation
-    settings: _containers.MessageMap[str, Setting]
-    def __init__(self, name: _Optional[str] = ..., aggregation: _Optional[_Union[Aggregation, str]] = ..., settings: _Optional[_Mapping[str, Setting]] = ...) -> None: ...
+    aggregation: str
+    constant_length: float
+    temperature: float
+    old_logprobs: str
+    clip_low: float
+    clip_high: float
+    dual_clip: float
+    value_clip: float
+    dro_beta: float
+    kl_coefficient: float
+    kl_estimator: str
+    kl_unbiased: bool
+    entropy_coefficient: float
+    importance: ImportanceSpec
+    opsm_delta: float
+    def __init__(self, name: _Optional[str] = ..., aggregation: _Optional[str] = ..., constant_length: _Optional[float] = ..., temperature: _Optional[float] = ..., old_logprobs: _Optional[str] = ..., clip_low: _Optional[float] = ..., clip_high: _Optional[float] = ..., dual_clip: _Optional[float] = ..., value_clip: _Optional[float] = ..., dro_beta: _Optional[float] = ..., kl_coefficient: _Optional[float] = ..., kl_estimator: _Optional[str] = ..., kl_unbiased: bool = ..., entropy_coefficient: _Optional[float] = ..., importance: _Optional[_Union[ImportanceSpec, _Mapping]] = ..., opsm_delta: _Optional[float] = ...) -> None: ...
 
 class AdvantageSpec(_message.Message):
-    __slots__ = ("name", "settings")
-    class SettingsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: Setting
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Setting, _Mapping]] = ...) -> None: ...
+    __slots__ = ("name", "reward", "scale_by_std", "whiten", "gamma", "gae_lambda", "kl_coefficient", "kl_estimator", "teacher_coefficient", "old_logprobs")
     NAME_FIELD_NUMBER: _ClassVar[int]
-    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    SCALE_BY_STD_FIELD_NUMBER: _ClassVar[int]
+    WHITEN_FIELD_NUMBER: _ClassVar[int]
+    GAMMA_FIELD_NUMBER: _ClassVar[int]
+    GAE_LAMBDA_FIELD_NUMBER: _ClassVar[int]
+    KL_COEFFICIENT_FIELD_NUMBER: _ClassVar[int]
+    KL_ESTIMATOR_FIELD_NUMBER: _ClassVar[int]
+    TEACHER_COEFFICIENT_FIELD_NUMBER: _ClassVar[int]
+    OLD_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     name: str
-    settings: _containers.MessageMap[str, Setting]
-    def __init__(self, name: _Optional[str] = ..., settings: _Optional[_Mapping[str, Setting]] = ...) -> None: ...
+    reward: str
+    scale_by_std: bool
+    whiten: bool
+    gamma: float
+    gae_lambda: float
+    kl_coefficient: float
+    kl_estimator: str
+    teacher_coefficient: float
+    old_logprobs: str
+    def __init__(self, name: _Optional[str] = ..., reward: _Optional[str] = ..., scale_by_std: bool = ..., whiten: bool = ..., gamma: _Optional[float] = ..., gae_lambda: _Optional[float] = ..., kl_coefficient: _Optional[float] = ..., kl_estimator: _Optional[str] = ..., teacher_coefficient: _Optional[float] = ..., old_logprobs: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,166 @@
+"""One frozen pydantic tree per process, filled from YAML, then environment, then flags."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSettingsSource
+from pydantic_settings.main import SettingsConfigDict
+
+ENV_PREFIX = "SLUICE_"
+RESERVED_ENV = frozenset(
+    {"SLUICE_DEVICE", "SLUICE_TOKEN", "SLUICE_FUSED_OPS"}
+)  # not settings of one process
+
+
+class ConfigError(ValueError):
+    """A setting is unknown, missing or of the wrong type; the message names it."""
+
+
+class Config(BaseModel, frozen=True, extra="forbid"):
+    """Base of every part of a configuration."""
+
+
+class ProcessConfig(BaseSettings):
+    """Base of a process's whole configuration.
+
+    Defaults < `--config file.yaml` < `SLUICE_OPTIM__LR=x` < `--optim.lr x`.
+    """
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", env_prefix=ENV_PREFIX, env_nested_delimiter="__"
+    )
+
+
+class _YamlSource(PydanticBaseSettingsSource):
+    """The values of a YAML file that was read before."""
+
+    def __init__(self, settings: type[BaseSettings], values: dict[str, Any]) -> None:
+        super().__init__(settings)
+        self._values = values
+
+    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
+        return self._values.get(field_name), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        return self._values
+
+
+C = TypeVar("C", bound=ProcessConfig)
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """A YAML mapping. Raises ConfigError for a missing file, bad YAML or no mapping."""
+    try:
+        values = yaml.safe_load(Path(path).read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"config file {path} does not exist") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a mapping, not a {type(values).__name__}")
+    return values
+
+
+def load_config(cls: type[C], argv: Sequence[str] | None = None) -> C:
+    """Build `cls` from a YAML file, the environment and flags; exits on `--help`.
+
+    Raises ConfigError naming the key of every unknown, missing or wrong setting.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    values = read_yaml(_take_config_path(arguments))
+    _check_environment(cls, os.environ)
+
+    class Loaded(cls):  # type: ignore[misc,valid-type]
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            env_settings: PydanticBaseSettingsSource,
+            **_: Any,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            flags: CliSettingsSource[Any] = CliSettingsSource(
+                settings_cls, cli_parse_args=arguments, cli_implicit_flags=True
+            )
+            return flags, env_settings, _YamlSource(settings_cls, values)
+
+    Loaded.__name__, Loaded.__doc__ = cls.__name__, cls.__doc__
+    try:
+        loaded = Loaded()
+    except ValidationError as error:
+        raise ConfigError(describe(error)) from None
+    return cls.model_construct(**{name: getattr(loaded, name) for name in cls.model_fields})
+
+
+def parse_config(cls: type[C], values: Mapping[str, Any]) -> C:
+    """Build `cls` from values alone, neither environment nor flags."""
+
+    class Parsed(cls):  # type: ignore[misc,valid-type]
+        @classmethod
+        def settings_customise_sources(
+            cls, settings_cls: type[BaseSettings], init_settings: Any, **_: Any
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return (init_settings,)
+
+    try:
+        parsed = Parsed(**values)
+    except ValidationError as error:
+        raise ConfigError(describe(error)) from None
+    return cls.model_construct(**{name: getattr(parsed, name) for name in cls.model_fields})
+
+
+def describe(error: ValidationError) -> str:
+    """One line per wrong setting: its dotted path and what is wrong with it."""
+    lines = []
+    for item in error.errors():
+        path = ".".join(str(part) for part in item["loc"]) or "config"
+        given = (
+            "" if item["type"] in ("missing", "extra_forbidden") else f" (got {item['input']!r})"
+        )
+        message = "unknown key" if item["type"] == "extra_forbidden" else item["msg"]
+        lines.append(f"{path}: {message}{given}")
+    return "; ".join(lines)
+
+
+def _take_config_path(arguments: list[str]) -> str | Path:
+    """Remove `--config x` or `--config=x` from the arguments; /dev/null when absent."""
+    for index, argument in enumerate(arguments):
+        if argument == "--config":
+            if index + 1 == len(arguments):
+                raise ConfigError("--config needs a file")
+            path = arguments[index + 1]
+            del arguments[index : index + 2]
+            return path
+        if argument.startswith("--config="):
+            return arguments.pop(index).removeprefix("--config=")
+    return os.devnull
+
+
+def _check_environment(cls: type[ProcessConfig], environment: Mapping[str, str]) -> None:
+    """A mistyped variable would be ignored in silence; refuse it."""
+    for name in environment:
+        if not name.startswith(ENV_PREFIX) or name in RESERVED_ENV:
+            continue
+        path = name.removeprefix(ENV_PREFIX).lower().split("__")
+        model: Any = cls
+        for part in path:
+            fields = getattr(model, "model_fields", {})
+            if part not in fields:
+                raise ConfigError(f"environment variable {name}: {cls.__name__} has no {part!r}")
+            model = _model_of(fields[part].annotation)
+
+
+def _model_of(annotation: Any) -> Any:
+    """The pydantic model inside an annotation such as `X | None`."""
+    for candidate in (annotation, *getattr(annotation, "__args__", ())):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None

@@ -1,0 +1,131 @@
+"""Channels to other services: retries on UNAVAILABLE only, a deadline on every call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from sluice import logs
+from sluice.runtime.security import SecurityConfig, channel_credentials
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+
+DEFAULT_DEADLINE = 60.0
+DEADLINES = {  # seconds, by method; a caller's own timeout wins
+    "GetTrainer": 5.0,
+    "GetEngine": 5.0,
+    "ListEngines": 5.0,
+    "ListWaits": 5.0,
+    "RegisterEngine": 5.0,
+    "RenewLeases": 5.0,
+    "AcquireLeases": 30.0,
+    "Generate": 600.0,
+    "StreamGenerate": 600.0,
+    "Score": 600.0,
+    "Rollout": 3600.0,
+    "ComputeLogprobs": 1800.0,
+    "ForwardBackward": 1800.0,
+    "StepOptimizer": 600.0,
+    "UploadBatch": 600.0,
+    "PrepareWeights": 600.0,
+    "CommitWeights": 600.0,
+    "WaitOperation": 60.0,
+}
+
+_SERVICE_CONFIG = json.dumps(
+    {
+        "methodConfig": [
+            {
+                "name": [{}],
+                "retryPolicy": {
+                    "maxAttempts": 4,
+                    "initialBackoff": "0.1s",
+                    "maxBackoff": "2s",
+                    "backoffMultiplier": 2,
+                    "retryableStatusCodes": ["UNAVAILABLE"],
+                },
+            }
+        ]
+    }
+)
+
+
+class _CallDefaults(
+    grpc.aio.UnaryUnaryClientInterceptor,
+    grpc.aio.UnaryStreamClientInterceptor,
+    grpc.aio.StreamUnaryClientInterceptor,
+    grpc.aio.StreamStreamClientInterceptor,
+):
+    """Sets the deadline, the token and the request id of a call."""
+
+    def __init__(self, token: str | None) -> None:
+        self._token = token
+
+    def _details(self, details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
+        method = details.method.decode() if isinstance(details.method, bytes) else details.method
+        metadata = grpc.aio.Metadata(*(details.metadata or ()))
+        if self._token is not None:
+            metadata.add("authorization", f"Bearer {self._token}")
+        if (request_id := logs.request_id.get()) != "-":
+            metadata.add("x-request-id", request_id)
+        timeout = details.timeout
+        if timeout is None:
+            timeout = DEADLINES.get(method.rpartition("/")[2], DEFAULT_DEADLINE)
+        return grpc.aio.ClientCallDetails(
+            details.method, timeout, metadata, details.credentials, details.wait_for_ready
+        )
+
+    async def intercept_unary_unary(
+        self, continuation: Callable, details: Any, request: Any
+    ) -> Any:
+        return await continuation(self._details(details), request)
+
+    async def intercept_unary_stream(
+        self, continuation: Callable, details: Any, request: Any
+    ) -> Any:
+        return await continuation(self._details(details), request)
+
+    async def intercept_stream_unary(
+        self, continuation: Callable, details: Any, requests: Any
+    ) -> Any:
+        return await continuation(self._details(details), requests)
+
+    async def intercept_stream_stream(
+        self, continuation: Callable, details: Any, requests: Any
+    ) -> Any:
+        return await continuation(self._details(details), requests)
+
+
+def _split(interceptor: _CallDefaults) -> list[Any]:
+    """grpc.aio files an interceptor under the first kind it matches, so hand in one per kind."""
+    kinds = (
+        ("intercept_unary_unary", grpc.aio.UnaryUnaryClientInterceptor),
+        ("intercept_unary_stream", grpc.aio.UnaryStreamClientInterceptor),
+        ("intercept_stream_unary", grpc.aio.StreamUnaryClientInterceptor),
+        ("intercept_stream_stream", grpc.aio.StreamStreamClientInterceptor),
+    )
+    return [
+        type(kind.__name__, (kind,), {name: staticmethod(getattr(interceptor, name))})()
+        for name, kind in kinds
+    ]
+
+
+def create_channel(address: str, security: SecurityConfig | None = None) -> grpc.aio.Channel:
+    """A channel to host:port; the caller closes it."""
+    security = security or SecurityConfig()
+    options = [
+        ("grpc.service_config", _SERVICE_CONFIG),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+    ]
+    interceptors = _split(_CallDefaults(security.token()))
+    if security.tls is None:
+        return grpc.aio.insecure_channel(address, options, interceptors=interceptors)
+    credentials = channel_credentials(security.tls)
+    return grpc.aio.secure_channel(address, credentials, options, interceptors=interceptors)

@@ -1,0 +1,168 @@
+"""Starts and stops a gRPC server the same way in every service."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import logging
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.longrunning import operations_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from pydantic import model_validator
+
+from sluice.api.common.v1 import wait_service_pb2_grpc
+from sluice.config import Config
+from sluice.runtime.exposition import MetricsServer
+from sluice.runtime.interceptors import ServiceInterceptor
+from sluice.runtime.operations import Operations
+from sluice.runtime.security import SecurityConfig, server_credentials
+from sluice.runtime.waits import Waits
+
+logger = logging.getLogger(__name__)
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+WAIT_SERVICE = "sluice.api.common.v1.WaitService"
+OPERATIONS_SERVICE = "google.longrunning.Operations"
+
+
+class ServerConfig(Config):
+    """Where a server listens and what it accepts. Port 0 takes a free one."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    metrics_port: int = 0
+    address_file: Path | None = None  # JSON {address, metrics_address, pid}, written when open
+    advertise: str = ""  # host:port under which others reach it; empty means host:port
+    max_message_bytes: int = 64 * 1024 * 1024
+    drain_seconds: float = 30.0
+    allow_insecure: bool = False  # listen beyond loopback without TLS
+    security: SecurityConfig = SecurityConfig()
+
+    @model_validator(mode="after")
+    def _insecure_only_on_loopback(self) -> ServerConfig:
+        if self.security.tls is None and not self.allow_insecure and not _is_loopback(self.host):
+            raise ValueError(
+                f"host {self.host} is not loopback: set security.tls, or allow_insecure: true"
+            )
+        return self
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class Server:
+    """A server whose services are NOT_SERVING until `set_serving`.
+
+    Health answers "" = alive as soon as the port is open, a service's name = ready.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self.waits = Waits()
+        self.operations = Operations()
+        self.port = 0
+        limit = config.max_message_bytes
+        self.grpc_server = grpc.aio.server(
+            interceptors=[ServiceInterceptor(config.security.token())],
+            options=[
+                ("grpc.max_receive_message_length", limit),
+                ("grpc.max_send_message_length", limit),
+                ("grpc.so_reuseport", 0),  # two servers on one port is an error
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+            ],
+        )
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
+        self._services: list[str] = []
+        self._metrics: MetricsServer | None = None
+        self._stop = asyncio.Event()
+        self.add(wait_service_pb2_grpc.add_WaitServiceServicer_to_server, self.waits, WAIT_SERVICE)
+        self.add(
+            operations_pb2_grpc.add_OperationsServicer_to_server,
+            self.operations,
+            OPERATIONS_SERVICE,
+        )
+
+    def add(self, register: Callable[[Any, Any], None], servicer: object, name: str) -> None:
+        register(servicer, self.grpc_server)
+        self._services.append(name)
+
+    @property
+    def address(self) -> str:
+        """host:port under which others reach this server."""
+        return self.config.advertise or f"{self.config.host}:{self.port}"
+
+    @property
+    def metrics_address(self) -> str:
+        assert self._metrics is not None
+        return f"{self.config.host}:{self._metrics.port}"
+
+    async def start(self) -> None:
+        """Open the ports. Raises RuntimeError when one is taken."""
+        names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self.grpc_server)
+        listen, security = f"{self.config.host}:{self.config.port}", self.config.security
+        if security.tls is None:
+            self.port = self.grpc_server.add_insecure_port(listen)
+        else:
+            self.port = self.grpc_server.add_secure_port(listen, server_credentials(security.tls))
+        self._metrics = MetricsServer(self.config.host, self.config.metrics_port, security)
+        await self._health.set("", SERVING)  # alive
+        await self._set_services(NOT_SERVING)  # not ready
+        await self._health.set(WAIT_SERVICE, SERVING)
+        await self.grpc_server.start()
+        self._write_address()
+        logger.info("listening on %s, metrics on %s", self.address, self.metrics_address)
+
+    def _write_address(self) -> None:
+        if self.config.address_file is None:
+            return
+        addresses = {
+            "address": self.address,
+            "metrics_address": self.metrics_address,
+            "pid": os.getpid(),
+        }
+        partial = self.config.address_file.with_suffix(".partial")
+        partial.write_text(json.dumps(addresses))
+        partial.rename(self.config.address_file)
+
+    async def set_serving(self, serving: bool = True) -> None:
+        """Tell health whether the services are ready."""
+        await self._set_services(SERVING if serving else NOT_SERVING)
+
+    async def _set_services(self, status: int) -> None:
+        for name in self._services:
+            await self._health.set(name, status)
+
+    async def stop(self) -> None:
+        """Refuse new calls, let running ones end within `drain_seconds`, close the ports."""
+        await self._health.enter_graceful_shutdown()
+        await self.grpc_server.stop(self.config.drain_seconds)
+        await self.operations.close()
+        if self._metrics is not None:
+            await asyncio.to_thread(self._metrics.stop)
+
+    def request_stop(self) -> None:
+        self._stop.set()
+
+    async def run_until_signal(self) -> None:
+        """Serve until SIGTERM, SIGINT or `request_stop`, then drain."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        await self._stop.wait()
+        logger.info("draining")
+        await self.stop()
