@@ -1,0 +1,184 @@
+"""Rules that several families share. A family's file says which of them it has."""
+
+from __future__ import annotations
+
+from sluice.weights.rules.rule import Cut, Layers, Pack, Source, Stage, WeightRule
+
+_HF = "model.layers.{layer}."
+_MEGATRON = "decoder.layers.{layer}."
+_EMBED = Source("model.embed_tokens.weight", ("vocab", "hidden"))
+_LM_HEAD = Source("lm_head.weight", ("vocab", "hidden"))
+
+ENDS = (
+    WeightRule(
+        megatron="embedding.word_embeddings.weight",
+        sources=(_EMBED,),
+        stage=Stage.EMBEDDING,
+        cut=Cut.ROWS,
+        padded=True,
+        when=("!tied",),
+    ),
+    WeightRule(
+        megatron="embedding.word_embeddings.weight",
+        sources=(_EMBED,),
+        stage=Stage.EMBEDDING,
+        cut=Cut.ROWS,
+        padded=True,
+        when=("tied",),
+        copies=(_LM_HEAD,),
+    ),
+    WeightRule(
+        megatron="decoder.final_layernorm.weight",
+        sources=(Source("model.norm.weight", ("hidden",)),),
+        stage=Stage.FINAL,
+    ),
+    WeightRule(
+        megatron="output_layer.weight",
+        sources=(_LM_HEAD,),
+        stage=Stage.HEAD,
+        cut=Cut.ROWS,
+        padded=True,
+        when=("!tied", "!value_head"),
+    ),
+    WeightRule(  # with a pipeline the last stage has its own copy of a tied embedding
+        megatron="output_layer.weight",
+        sources=(_EMBED,),
+        stage=Stage.HEAD,
+        cut=Cut.ROWS,
+        padded=True,
+        alias=True,
+        when=("tied", "!value_head"),
+    ),
+    WeightRule(  # the name of transformers' *ForTokenClassification
+        megatron="output_layer.weight",
+        sources=(Source("score.weight", ("one", "hidden")),),
+        stage=Stage.HEAD,
+        when=("value_head",),
+    ),
+)
+
+NORMS = tuple(
+    WeightRule(
+        megatron=f"{_MEGATRON}{megatron}.weight",
+        sources=(Source(f"{_HF}{hf}.weight", ("hidden",)),),
+        stage=Stage.LAYER,
+    )
+    for megatron, hf in (
+        ("input_layernorm", "input_layernorm"),
+        ("pre_mlp_layernorm", "post_attention_layernorm"),
+    )
+)
+
+ATTENTION = (
+    WeightRule(
+        megatron=f"{_MEGATRON}self_attention.linear_qkv.weight",
+        sources=(
+            Source(f"{_HF}self_attn.q_proj.weight", ("q", "hidden")),
+            Source(f"{_HF}self_attn.k_proj.weight", ("kv", "hidden")),
+            Source(f"{_HF}self_attn.v_proj.weight", ("kv", "hidden")),
+        ),
+        stage=Stage.LAYER,
+        pack=Pack.QKV,
+        cut=Cut.ROWS,
+    ),
+    WeightRule(
+        megatron=f"{_MEGATRON}self_attention.linear_qkv.bias",
+        sources=(
+            Source(f"{_HF}self_attn.q_proj.bias", ("q",)),
+            Source(f"{_HF}self_attn.k_proj.bias", ("kv",)),
+            Source(f"{_HF}self_attn.v_proj.bias", ("kv",)),
+        ),
+        stage=Stage.LAYER,
+        pack=Pack.QKV,
+        cut=Cut.ROWS,
+        when=("attention_bias",),
+    ),
+    WeightRule(
+        megatron=f"{_MEGATRON}self_attention.linear_proj.weight",
+        sources=(Source(f"{_HF}self_attn.o_proj.weight", ("hidden", "q")),),
+        stage=Stage.LAYER,
+        cut=Cut.COLUMNS,
+    ),
+    WeightRule(  # added after the sum over ranks, so every rank holds all of it
+        megatron=f"{_MEGATRON}self_attention.linear_proj.bias",
+        sources=(Source(f"{_HF}self_attn.o_proj.bias", ("hidden",)),),
+        stage=Stage.LAYER,
+        when=("output_bias",),
+    ),
+)
+
+QK_NORM = tuple(
+    WeightRule(
+        megatron=f"{_MEGATRON}self_attention.{letter}_layernorm.weight",
+        sources=(Source(f"{_HF}self_attn.{letter}_norm.weight", ("head_dim",)),),
+        stage=Stage.LAYER,
+    )
+    for letter in "qk"
+)
+
+GATED_MLP = (
+    WeightRule(
+        megatron=f"{_MEGATRON}mlp.linear_fc1.weight",
+        sources=(
+            Source(f"{_HF}mlp.gate_proj.weight", ("ffn", "hidden")),
+            Source(f"{_HF}mlp.up_proj.weight", ("ffn", "hidden")),
+        ),
+        stage=Stage.LAYER,
+        layers=Layers.DENSE,
+        pack=Pack.GATED,
+        cut=Cut.ROWS,
+    ),
+    WeightRule(
+        megatron=f"{_MEGATRON}mlp.linear_fc1.bias",
+        sources=(
+            Source(f"{_HF}mlp.gate_proj.bias", ("ffn",)),
+            Source(f"{_HF}mlp.up_proj.bias", ("ffn",)),
+        ),
+        stage=Stage.LAYER,
+        layers=Layers.DENSE,
+        pack=Pack.GATED,
+        cut=Cut.ROWS,
+        when=("mlp_bias",),
+    ),
+    WeightRule(
+        megatron=f"{_MEGATRON}mlp.linear_fc2.weight",
+        sources=(Source(f"{_HF}mlp.down_proj.weight", ("hidden", "ffn")),),
+        stage=Stage.LAYER,
+        layers=Layers.DENSE,
+        cut=Cut.COLUMNS,
+    ),
+    WeightRule(
+        megatron=f"{_MEGATRON}mlp.linear_fc2.bias",
+        sources=(Source(f"{_HF}mlp.down_proj.bias", ("hidden",)),),
+        stage=Stage.LAYER,
+        layers=Layers.DENSE,
+        when=("mlp_bias",),
+    ),
+)
+
+EXPERTS = (
+    WeightRule(
+        megatron=f"{_MEGATRON}mlp.router.weight",
+        sources=(Source(f"{_HF}mlp.gate.weight", ("experts", "hidden")),),
+        stage=Stage.LAYER,
+        layers=Layers.SPARSE,
+    ),
+    WeightRule(
+        megatron=f"{_MEGATRON}mlp.experts.local_experts.{{expert}}.linear_fc1.weight",
+        sources=(
+            Source(f"{_HF}mlp.experts.{{expert}}.gate_proj.weight", ("moe_ffn", "hidden")),
+            Source(f"{_HF}mlp.experts.{{expert}}.up_proj.weight", ("moe_ffn", "hidden")),
+        ),
+        stage=Stage.LAYER,
+        layers=Layers.SPARSE,
+        pack=Pack.GATED,
+        cut=Cut.ROWS,
+    ),
+    WeightRule(
+        megatron=f"{_MEGATRON}mlp.experts.local_experts.{{expert}}.linear_fc2.weight",
+        sources=(Source(f"{_HF}mlp.experts.{{expert}}.down_proj.weight", ("hidden", "moe_ffn")),),
+        stage=Stage.LAYER,
+        layers=Layers.SPARSE,
+        cut=Cut.COLUMNS,
+    ),
+)
