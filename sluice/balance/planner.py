@@ -4,60 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
+import numpy as np
 
-class PlanError(Exception):
-    """The rows cannot be planned under these limits."""
+from sluice.balance.planner_inputs import (
+    GroupTooLargeError,
+    OversizePolicy,
+    OversizeRowError,
+    PlanError,
+    PlanLimits,
+    PlanRows,
+    tabulate,
+)
+from sluice.balance.planner_packing import Piece, RowTable, pack
+from sluice.balance.planner_spread import even_out, split_pieces, spread
 
-
-class OversizeRowError(PlanError):
-    """One row alone is longer than a micro-batch may be."""
-
-    def __init__(self, row: int, length: int, cap: int) -> None:
-        super().__init__(f"row {row} has {length} tokens, a micro-batch holds {cap}")
-        self.row, self.length, self.cap = row, length, cap
-
-
-class OversizePolicy(StrEnum):
-    """ERROR refuses a row over the cap, TRUNCATE cuts it to the cap, ALONE runs it by itself."""
-
-    ERROR = "error"
-    TRUNCATE = "truncate"
-    ALONE = "alone"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanRows:
-    """The rows to plan, as columns of one length.
-
-    With `groups`, the prompt of a group is encoded once per micro-batch: its tokens are the
-    prompts of its distinct groups plus all responses, and its cost is the sum of `costs`
-    less `prompt_costs` for every further row of a group.
-    """
-
-    lengths: Sequence[int]  # prompt + response tokens
-    costs: Sequence[float] | None = None  # of the whole row alone; absent: its tokens
-    owners: Sequence[int] | None = None  # data-parallel rank holding the row; absent: any
-    groups: Sequence[int] | None = None  # group index of the row; absent: nothing is shared
-    prompt_lengths: Sequence[int] | None = None  # needed with groups and by TRUNCATE
-    prompt_costs: Sequence[float] | None = None  # share of `costs`; absent: prompt/length of it
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanLimits:
-    """What a plan must keep."""
-
-    token_cap: int  # tokens of a micro-batch on one context-parallel rank
-    context_size: int = 1
-    data_size: int = 1
-    micro_batch_multiple: int = 1  # group size of the interleaved (VPP) pipeline schedule
-    oversize: OversizePolicy = OversizePolicy.ERROR
-    max_micro_batches: int | None = None  # per rank; rows beyond it become leftovers
-
-    @property
-    def cap(self) -> int:
-        return self.token_cap * self.context_size
+__all__ = [
+    "GroupTooLargeError",
+    "OversizePolicy",
+    "OversizeRowError",
+    "Plan",
+    "PlanError",
+    "PlanLimits",
+    "PlanRows",
+    "PlanStatistics",
+    "assign_owners",
+    "plan_micro_batches",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +49,8 @@ class PlanStatistics:
 class Plan:
     """`ranks[r][i]` lists the rows of micro-batch i on rank r; an empty one is a dummy.
 
-    Rows in `leftover` belong to the next step. `truncated` maps a row to the tokens kept.
+    Rows in `leftover` belong to the next step: whole groups, the last in order. `truncated`
+    maps a row to the tokens kept.
     """
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
@@ -109,47 +83,116 @@ def assign_owners(group_costs: Sequence[float], data_size: int) -> list[int]:
 def plan_micro_batches(rows: PlanRows, limits: PlanLimits) -> Plan:
     """Pack rows into micro-batches of at most `limits.cap` tokens, balanced by cost.
 
-    Every row is in exactly one micro-batch or in `leftover`. Deterministic.
-    Raises OversizeRowError for a row that the policy does not admit.
+    Every row is in exactly one micro-batch or in `leftover`, which is empty without
+    `max_micro_batches`. A dummy appears only on a rank with fewer rows than micro-batches.
+    Deterministic. Raises OversizeRowError for a row the policy does not admit,
+    GroupTooLargeError, and ValueError for malformed columns.
     """
-    cap = limits.cap
-    owners = rows.owners
-    costs = rows.costs if rows.costs is not None else rows.lengths
-    bins: list[list[list[int]]] = [[] for _ in range(limits.data_size)]
-    for row in sorted(range(len(rows.lengths)), key=lambda i: (-rows.lengths[i], i)):
-        if rows.lengths[row] > cap:
-            raise OversizeRowError(row, rows.lengths[row], cap)
-        rank = (
-            owners[row]
-            if owners is not None
-            else min(
-                range(len(bins)), key=lambda r: sum(costs[i] for part in bins[r] for i in part)
-            )
-        )
-        for part in bins[rank]:
-            if sum(rows.lengths[i] for i in part) + rows.lengths[row] <= cap:
-                part.append(row)
-                break
-        else:
-            bins[rank].append([row])
+    table, truncated = tabulate(rows, limits)
+    shares = _shares(rows, limits.data_size)
+    allowed = limits.usable_micro_batches
+    if allowed is not None and rows.owners is None:
+        allowed *= limits.data_size
+    packed, leftover = [], []
+    for share in shares:
+        content, left = _pack_prefix(table, share, limits.cap, allowed)
+        packed.append(content)
+        leftover += left
+    ranks_per_share = limits.data_size // len(shares)
+    needed = max(-(-len(content) // ranks_per_share) for content in packed)
     multiple = limits.micro_batch_multiple
-    count = max(1, -(-max(len(parts) for parts in bins) // multiple)) * multiple
-    ranks = tuple(
-        tuple(tuple(sorted(part)) for part in parts) + ((),) * (count - len(parts))
-        for parts in bins
-    )
-    loads = [sum(costs[i] for part in parts for i in part) for parts in bins]
-    tokens = sum(rows.lengths)
-    mean = sum(loads) / len(loads) or 1.0
-    lockstep = sum(max(sum(costs[i] for i in parts[n]) for parts in ranks) for n in range(count))
+    count = max(1, -(-needed // multiple)) * multiple
+    ranks = [
+        rank
+        for content in packed
+        for rank in _schedule(table, content, ranks_per_share, count, limits.cap)
+    ]
     return Plan(
-        ranks=ranks,
-        statistics=PlanStatistics(
-            micro_batch_count=count,
-            dummy_count=sum(not part for parts in ranks for part in parts),
-            token_count=tokens,
-            fill=tokens / (cap * count * limits.data_size),
-            imbalance=max(loads) / mean,
-            lockstep_imbalance=lockstep / mean,
-        ),
+        ranks=tuple(ranks),
+        leftover=tuple(sorted(leftover)),
+        truncated=truncated,
+        statistics=_statistics(table, ranks, limits.cap),
+    )
+
+
+def _shares(rows: PlanRows, data_size: int) -> list[list[int]]:
+    """Rows that may go to the same ranks: all of them, or those of each owner."""
+    if rows.owners is None:
+        return [list(range(len(rows.lengths)))]
+    shares: list[list[int]] = [[] for _ in range(data_size)]
+    for row, owner in enumerate(rows.owners):
+        shares[owner].append(row)
+    return shares
+
+
+def _pack_prefix(
+    table: RowTable, share: list[int], cap: int, allowed: int | None
+) -> tuple[list[list[Piece]], list[int]]:
+    """Pack as many leading groups as fit `allowed` bins; returns the rows left out."""
+    packed = pack(table, share, cap)
+    if allowed is None or len(packed) <= allowed:
+        return packed, []
+    members: dict[int, list[int]] = {}
+    for row in share:
+        members.setdefault(table.groups[row], []).append(row)
+    groups = list(members.values())
+    packed = []
+    fitting, high = 0, len(groups) - 1
+    while fitting < high:
+        middle = (fitting + high + 1) // 2
+        candidate = pack(table, [row for group in groups[:middle] for row in group], cap)
+        if len(candidate) <= allowed:
+            fitting, packed = middle, candidate
+        else:
+            high = middle - 1
+    if fitting == 0:
+        raise GroupTooLargeError(groups[0][0], len(pack(table, groups[0], cap)), allowed)
+    return packed, [row for group in groups[fitting:] for row in group]
+
+
+def _schedule(
+    table: RowTable, packed: list[list[Piece]], rank_count: int, count: int, cap: int
+) -> list[tuple[tuple[int, ...], ...]]:
+    """Balance packed rows over `rank_count` ranks of `count` micro-batches, costliest first."""
+    bin_count = rank_count * count
+    packed = split_pieces(packed, table, bin_count)
+    arrangement = spread(packed, bin_count, cap)
+    rank_of = _assign_bins(arrangement.loads, rank_count)
+    even_out(arrangement, rank_of, rounds=4 * rank_count + 64)
+    for rank in range(rank_count):
+        local = np.full(bin_count, -1)
+        local[rank_of == rank] = np.arange(count)
+        even_out(arrangement, local, rounds=4 * count)
+    rows_of: list[list[int]] = [[] for _ in range(bin_count)]
+    pieces = [piece for content in packed for piece in content]
+    for piece, place in zip(pieces, arrangement.bin_of.tolist(), strict=True):
+        rows_of[place] += piece.rows
+    costliest_first = np.argsort(-arrangement.loads, kind="stable").tolist()
+    return [
+        tuple(tuple(sorted(rows_of[place])) for place in costliest_first if rank_of[place] == rank)
+        for rank in range(rank_count)
+    ]
+
+
+def _assign_bins(loads: np.ndarray, rank_count: int) -> np.ndarray:
+    """The rank of each bin: equal counts, bins of like cost at the same position."""
+    order = np.argsort(-loads, kind="stable")
+    rank_of = np.empty(len(loads), dtype=np.int64)
+    rank_of[order] = assign_owners(loads[order].tolist(), rank_count)
+    return rank_of
+
+
+def _statistics(
+    table: RowTable, ranks: Sequence[Sequence[Sequence[int]]], cap: int
+) -> PlanStatistics:
+    costs = np.array([[table.cost_of(content) for content in rank] for rank in ranks])
+    tokens = sum(table.tokens_of(content) for rank in ranks for content in rank)
+    mean = float(costs.sum(axis=1).mean()) or 1.0
+    return PlanStatistics(
+        micro_batch_count=costs.shape[1],
+        dummy_count=sum(not content for rank in ranks for content in rank),
+        token_count=tokens,
+        fill=tokens / (cap * costs.size),
+        imbalance=float(costs.sum(axis=1).max()) / mean,
+        lockstep_imbalance=float(costs.max(axis=0).sum()) / mean,
     )

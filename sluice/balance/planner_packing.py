@@ -1,0 +1,187 @@
+"""Bin packing under a token cap: as few micro-batches as the best of several first-fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowTable:
+    """Tokens and costs of rows. Rows of one group in one bin share `prompt_*`.
+
+    A row that shares nothing is a group of its own.
+    """
+
+    tokens: Sequence[int]
+    costs: Sequence[float]
+    groups: Sequence[int]
+    prompt_tokens: Sequence[int]
+    prompt_costs: Sequence[float]
+
+    def tokens_of(self, rows: Iterable[int]) -> int:
+        """Tokens of these rows in one bin: each group's prompt once, and all responses."""
+        return sum(self.tokens[row] - self.prompt_tokens[row] for row in rows) + sum(
+            self.prompt_tokens[row] for row in self._first_of_groups(rows)
+        )
+
+    def cost_of(self, rows: Iterable[int]) -> float:
+        """Cost of these rows in one bin."""
+        return sum(self.costs[row] - self.prompt_costs[row] for row in rows) + sum(
+            self.prompt_costs[row] for row in self._first_of_groups(rows)
+        )
+
+    def _first_of_groups(self, rows: Iterable[int]) -> Iterable[int]:
+        return {self.groups[row]: row for row in rows}.values()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows that stay together: one row, or rows of one group that share a prompt."""
+
+    rows: tuple[int, ...]
+    tokens: int
+    cost: float
+
+
+class _Rooms:
+    """Room left in bins numbered from 0; finds the first with enough in O(log n).
+
+    A tournament tree (Johnson 1973): node i holds the largest room below it.
+    """
+
+    def __init__(self, count: int, cap: int) -> None:
+        self._leaves = 1 << max(0, count - 1).bit_length()
+        self._tree = [cap] * (2 * self._leaves)
+
+    def first_with(self, need: int) -> int:
+        assert self._tree[1] >= need
+        node = 1
+        while node < self._leaves:
+            node *= 2
+            if self._tree[node] < need:
+                node += 1
+        return node - self._leaves
+
+    def of(self, index: int) -> int:
+        return self._tree[index + self._leaves]
+
+    def take(self, index: int, amount: int) -> None:
+        tree = self._tree
+        node = index + self._leaves
+        tree[node] -= amount
+        while node > 1:
+            node //= 2
+            largest = max(tree[2 * node], tree[2 * node + 1])
+            if tree[node] == largest:
+                return
+            tree[node] = largest
+
+
+def first_fit(table: RowTable, order: Sequence[int], cap: int) -> list[list[int]]:
+    """Put each row into a bin that holds its prompt, else the first with room, else a new one.
+
+    A row over the cap gets a bin that nothing joins.
+    """
+    total = sum(min(table.tokens[row], cap) for row in order)
+    # Two bins of a first-fit together hold more than one cap.
+    rooms = _Rooms(min(len(order), 2 * total // cap + 2), cap)
+    bins: list[list[int]] = []
+    alone: list[list[int]] = []
+    homes: dict[int, list[int]] = {}
+    for row in order:
+        whole, group = table.tokens[row], table.groups[row]
+        if whole > cap:
+            alone.append([row])
+            continue
+        added = whole - table.prompt_tokens[row]
+        places = homes.setdefault(group, [])
+        place = next((place for place in places if rooms.of(place) >= added), None)
+        if place is None:
+            place, added = rooms.first_with(whole), whole
+            places.append(place)
+            if place == len(bins):
+                bins.append([])
+        bins[place].append(row)
+        rooms.take(place, added)
+    return alone + bins
+
+
+def pack(table: RowTable, rows: Sequence[int], cap: int) -> list[list[Piece]]:
+    """Pack into the fewest bins found; of equal counts the one that repeats fewest prompts.
+
+    Never more bins than first-fit in the given order or first-fit-decreasing.
+    """
+    together = _largest_groups_first(table, rows)
+    candidates = [first_fit(table, rows, cap), first_fit(table, together, cap)]
+    shares = len({table.groups[row] for row in rows}) < len(rows)
+    if shares:
+        candidates.append(_pack_whole_groups(table, together, cap))
+        by_length = sorted(rows, key=lambda row: (-table.tokens[row], row))
+        candidates.append(first_fit(table, by_length, cap))
+        best = min(candidates, key=lambda bins: (len(bins), sum(map(table.tokens_of, bins))))
+    else:
+        best = min(candidates, key=len)
+    return [_pieces_of(table, content) for content in best]
+
+
+def min_bin_count(tokens: Sequence[int], cap: int) -> int:
+    """A lower bound on the bins any packing needs: L2 of Martello and Toth (1990).
+
+    Items over the cap count as one bin each.
+    """
+    sizes = np.sort(np.minimum(np.asarray(tokens, dtype=np.int64), cap))
+    if not len(sizes):
+        return 0
+    sums = np.concatenate(([0], np.cumsum(sizes)))
+    small_end = int(np.searchsorted(sizes, cap // 2, side="right"))  # sizes[:small_end] <= cap/2
+    # For every threshold: items too large to meet one of it, large ones, and those between.
+    thresholds = np.unique(np.concatenate(([0], sizes[:small_end])))
+    small_start = np.searchsorted(sizes, thresholds, side="left")
+    huge_start = np.searchsorted(sizes, cap - thresholds, side="right")
+    large_count = len(sizes) - small_end
+    spare = (huge_start - small_end) * cap - (sums[huge_start] - sums[small_end])
+    unplaced = np.maximum(0, sums[small_end] - sums[small_start] - spare)
+    return int(large_count + np.max(-(-unplaced // cap)))
+
+
+def _largest_groups_first(table: RowTable, rows: Sequence[int]) -> list[int]:
+    """Rows of a group together, longest first; groups by all their tokens."""
+    weights: dict[int, int] = {}
+    for row in rows:
+        weights[table.groups[row]] = weights.get(table.groups[row], 0) + table.tokens[row]
+    return sorted(
+        rows, key=lambda row: (-weights[table.groups[row]], table.groups[row], -table.tokens[row])
+    )
+
+
+def _pack_whole_groups(table: RowTable, together: Sequence[int], cap: int) -> list[list[int]]:
+    """First-fit-decreasing of groups; only a group over the cap is cut."""
+    members: dict[int, list[int]] = {}
+    for row in together:
+        members.setdefault(table.groups[row], []).append(row)
+    chunks = [chunk for group in members.values() for chunk in first_fit(table, group, cap)]
+    sizes = [table.tokens_of(chunk) for chunk in chunks]
+    chunk_table = RowTable(
+        tokens=sizes,
+        costs=[0.0] * len(chunks),
+        groups=range(len(chunks)),
+        prompt_tokens=[0] * len(chunks),
+        prompt_costs=[0.0] * len(chunks),
+    )
+    order = sorted(range(len(chunks)), key=lambda chunk: (-sizes[chunk], chunk))
+    return [
+        [row for chunk in content for row in chunks[chunk]]
+        for content in first_fit(chunk_table, order, cap)
+    ]
+
+
+def _pieces_of(table: RowTable, content: Sequence[int]) -> list[Piece]:
+    members: dict[int, list[int]] = {}
+    for row in content:
+        members.setdefault(table.groups[row], []).append(row)
+    return [
+        Piece(tuple(rows), table.tokens_of(rows), table.cost_of(rows)) for rows in members.values()
+    ]
