@@ -1,0 +1,333 @@
+"""Typed clients of the services, for the loop and for other programs.
+
+Every call has a deadline (`sluice.runtime.channel.DEADLINES`), every mutation a request_id, so
+that a retry after a lost answer changes nothing. A refusal raises RemoteError.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import grpc
+from google.longrunning import operations_pb2, operations_pb2_grpc
+from google.protobuf import message as pb
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from sluice.algo.spec import AdvantageSpec, LossSpec
+from sluice.api.common.v1 import sample_pb2, wait_service_pb2, wait_service_pb2_grpc
+from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
+from sluice.api.rollout.v1 import engine_service_pb2_grpc, rollout_service_pb2_grpc
+from sluice.api.rollout.v1 import rollout_service_pb2 as rollout_pb
+from sluice.api.router.v1 import router_service_pb2 as router_pb
+from sluice.api.router.v1 import router_service_pb2_grpc
+from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
+from sluice.api.trainer.v1 import trainer_service_pb2_grpc
+from sluice.runtime import wire
+from sluice.runtime.channel import create_channel
+from sluice.runtime.security import SecurityConfig
+from sluice.samples.blobs import BlobReference
+from sluice.samples.sample import Sample
+
+M = TypeVar("M", bound=pb.Message)
+
+
+class RemoteError(Exception):
+    """A service refused or failed: `code` and `reason` are for programs, the text for people."""
+
+    def __init__(
+        self, code: grpc.StatusCode, reason: str, message: str, metadata: dict[str, str]
+    ) -> None:
+        super().__init__(f"{code.name}/{reason or '-'}: {message}")
+        self.code, self.reason, self.metadata = code, reason, metadata
+
+
+def error_from_status(status: status_pb2.Status) -> RemoteError:
+    """The error that a google.rpc.Status describes."""
+    code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
+    info = error_details_pb2.ErrorInfo()
+    for detail in status.details:
+        if detail.Unpack(info):
+            break
+    return RemoteError(code, info.reason, status.message, dict(info.metadata))
+
+
+@contextmanager
+def typed_errors() -> Iterator[None]:
+    """Turn grpc's errors into RemoteError."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        status = rpc_status.from_call(error)  # type: ignore[arg-type]
+        if status is not None:
+            raise error_from_status(status) from None
+        raise RemoteError(error.code(), "", error.details() or "", {}) from None
+
+
+def new_request_id() -> str:
+    return str(uuid.uuid4())
+
+
+class Client:
+    """A channel to one server, with what every server serves. Use as a context manager."""
+
+    def __init__(self, address: str, security: SecurityConfig | None = None) -> None:
+        self.address = address
+        self.channel = create_channel(address, security)
+        self._operations = operations_pb2_grpc.OperationsStub(self.channel)
+        self._waits = wait_service_pb2_grpc.WaitServiceStub(self.channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self.channel.close()
+
+    async def list_waits(self) -> list[wait_service_pb2.Wait]:
+        """What the server waits for, longest first."""
+        response = await self._call(self._waits.ListWaits, wait_service_pb2.ListWaitsRequest())
+        return list(response.waits)
+
+    async def _call(
+        self, method: Callable[..., Awaitable[M]], request: Any, timeout: float | None = None
+    ) -> M:
+        with typed_errors():
+            return await method(request, timeout=timeout)
+
+    async def _operate(
+        self,
+        method: Callable[..., Awaitable[operations_pb2.Operation]],
+        request: Any,
+        kind: type[M],
+    ) -> M:
+        """Start an operation and wait for its response."""
+        operation = await self._call(method, request)
+        while not operation.done:
+            wait = operations_pb2.WaitOperationRequest(name=operation.name)
+            operation = await self._call(self._operations.WaitOperation, wait)
+        if operation.HasField("error"):
+            raise error_from_status(operation.error)
+        response = kind()
+        operation.response.Unpack(response)
+        return response
+
+
+class TrainerClient(Client):
+    """TrainerService."""
+
+    def __init__(self, address: str, security: SecurityConfig | None = None) -> None:
+        super().__init__(address, security)
+        self.stub = trainer_service_pb2_grpc.TrainerServiceStub(self.channel)
+
+    async def get(self) -> trainer_pb.Trainer:
+        response = await self._call(self.stub.GetTrainer, trainer_pb.GetTrainerRequest())
+        return response.trainer
+
+    async def upload_batch(
+        self,
+        batch_id: str,
+        sample_count: int,
+        *,
+        samples: Iterable[Sample] = (),
+        blobs: Iterable[BlobReference] = (),
+    ) -> trainer_pb.UploadBatchResponse:
+        """Register rows, inline (small callers) or by reference to the shared store."""
+        header = trainer_pb.BatchHeader(batch_id=batch_id, sample_count=sample_count)
+
+        async def messages() -> AsyncIterator[trainer_pb.UploadBatchRequest]:
+            yield trainer_pb.UploadBatchRequest(header=header)
+            for blob in blobs:
+                yield trainer_pb.UploadBatchRequest(blob=wire.blob_to_proto(blob))
+            for sample in samples:
+                yield trainer_pb.UploadBatchRequest(sample=wire.sample_to_proto(sample))
+
+        return await self._call(self.stub.UploadBatch, messages())
+
+    async def delete_batch(self, batch: str) -> None:
+        await self._call(self.stub.DeleteBatch, trainer_pb.DeleteBatchRequest(batch=batch))
+
+    async def compute_logprobs(
+        self, batch: str, *, reference: bool = False, temperature: float | None = None
+    ) -> trainer_pb.ComputeLogprobsResponse:
+        """Add `old_logprobs`, or `reference_logprobs`."""
+        kind = trainer_pb.ComputeLogprobsRequest
+        model = kind.MODEL_REFERENCE if reference else kind.MODEL_POLICY
+        request = kind(batch=batch, model=model, temperature=temperature)
+        return await self._call(self.stub.ComputeLogprobs, request)
+
+    async def compute_advantages(
+        self, batch: str, spec: AdvantageSpec
+    ) -> trainer_pb.ComputeAdvantagesResponse:
+        request = trainer_pb.ComputeAdvantagesRequest(
+            batch=batch, advantage=wire.advantage_to_proto(spec)
+        )
+        return await self._call(self.stub.ComputeAdvantages, request)
+
+    async def forward_backward(
+        self,
+        batch: str,
+        loss: LossSpec,
+        *,
+        expected_step: int,
+        part_id: str,
+        sample_ids: Sequence[str] = (),
+    ) -> trainer_pb.ForwardBackwardResponse:
+        request = trainer_pb.ForwardBackwardRequest(
+            batch=batch,
+            loss=wire.loss_to_proto(loss),
+            expected_step=expected_step,
+            part_id=part_id,
+            sample_ids=sample_ids,
+            request_id=new_request_id(),
+        )
+        return await self._call(self.stub.ForwardBackward, request)
+
+    async def step_optimizer(
+        self, expected_step: int, part_ids: Sequence[str], learning_rate: float | None = None
+    ) -> trainer_pb.StepOptimizerResponse:
+        request = trainer_pb.StepOptimizerRequest(
+            expected_step=expected_step,
+            part_ids=part_ids,
+            learning_rate=learning_rate,
+            request_id=new_request_id(),
+        )
+        return await self._call(self.stub.StepOptimizer, request)
+
+    async def discard_gradients(self) -> list[str]:
+        request = trainer_pb.DiscardGradientsRequest(request_id=new_request_id())
+        response = await self._call(self.stub.DiscardGradients, request)
+        return list(response.part_ids)
+
+    async def get_columns(self, batch: str, columns: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Columns by sample id: arrays for per-token columns, floats for the others."""
+        request = trainer_pb.GetColumnsRequest(batch=batch, columns=columns)
+        rows: dict[str, dict[str, Any]] = {}
+        with typed_errors():
+            async for response in self.stub.GetColumns(request):
+                for row in response.rows:
+                    rows[row.sample_id] = wire.columns_from_proto(row.columns, "columns")
+        return rows
+
+    async def save_checkpoint(self, checkpoint_id: str) -> trainer_pb.SaveCheckpointResponse:
+        request = trainer_pb.SaveCheckpointRequest(
+            checkpoint_id=checkpoint_id, request_id=new_request_id()
+        )
+        return await self._operate(
+            self.stub.SaveCheckpoint, request, trainer_pb.SaveCheckpointResponse
+        )
+
+    async def load_checkpoint(self, checkpoint: str) -> trainer_pb.LoadCheckpointResponse:
+        request = trainer_pb.LoadCheckpointRequest(
+            checkpoint=checkpoint, request_id=new_request_id()
+        )
+        return await self._operate(
+            self.stub.LoadCheckpoint, request, trainer_pb.LoadCheckpointResponse
+        )
+
+    async def publish_weights(self) -> trainer_pb.PublishWeightsResponse:
+        request = trainer_pb.PublishWeightsRequest(request_id=new_request_id())
+        return await self._operate(
+            self.stub.PublishWeights, request, trainer_pb.PublishWeightsResponse
+        )
+
+
+class EngineClient(Client):
+    """EngineService of one engine, or of the router as a proxy."""
+
+    def __init__(self, address: str, security: SecurityConfig | None = None) -> None:
+        super().__init__(address, security)
+        self.stub = engine_service_pb2_grpc.EngineServiceStub(self.channel)
+
+    async def get(self) -> engine_pb.GetEngineResponse:
+        return await self._call(self.stub.GetEngine, engine_pb.GetEngineRequest())
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        sample_count: int = 1,
+        temperature: float | None = None,
+        seeds: Sequence[int] = (),
+        dp_rank: int = 0,
+    ) -> list[engine_pb.Completion]:
+        request = engine_pb.GenerateRequest(
+            request_id=new_request_id(),
+            prompt_token_ids=prompt_token_ids,
+            sampling=engine_pb.SamplingParams(
+                max_new_tokens=max_new_tokens, temperature=temperature, seeds=seeds
+            ),
+            sample_count=sample_count,
+            dp_rank=dp_rank,
+        )
+        response = await self._call(self.stub.Generate, request)
+        return list(response.completions)
+
+    async def prepare_weights(self, weights: sample_pb2.WeightVersion) -> float:
+        """Seconds it took; generation went on."""
+        request = engine_pb.PrepareWeightsRequest(weights=weights)
+        response = await self._call(self.stub.PrepareWeights, request)
+        return response.duration.ToNanoseconds() / 1e9
+
+    async def commit_weights(
+        self,
+        weights: sample_pb2.WeightVersion,
+        mode: engine_pb.PauseMode = engine_pb.PAUSE_MODE_IN_PLACE,
+    ) -> float:
+        """Seconds nothing was decoded."""
+        request = engine_pb.CommitWeightsRequest(weights=weights, mode=mode)
+        response = await self._call(self.stub.CommitWeights, request)
+        return response.pause.ToNanoseconds() / 1e9
+
+
+class RolloutClient(Client):
+    """RolloutService of one episode worker."""
+
+    def __init__(self, address: str, security: SecurityConfig | None = None) -> None:
+        super().__init__(address, security)
+        self.stub = rollout_service_pb2_grpc.RolloutServiceStub(self.channel)
+
+    async def rollout(
+        self, request: rollout_pb.RolloutRequest
+    ) -> AsyncIterator[rollout_pb.RolloutResponse]:
+        """Finished and failed groups as they come; repeat the request to resume."""
+        with typed_errors():
+            async for response in self.stub.Rollout(request):
+                yield response
+
+    async def cancel(self, rollout_request_id: str, group_ids: Sequence[str] = ()) -> list[str]:
+        request = rollout_pb.CancelRolloutRequest(
+            rollout_request_id=rollout_request_id, group_ids=group_ids
+        )
+        response = await self._call(self.stub.CancelRollout, request)
+        return list(response.cancelled_group_ids)
+
+    async def list_environments(self) -> list[rollout_pb.Environment]:
+        request = rollout_pb.ListEnvironmentsRequest()
+        response = await self._call(self.stub.ListEnvironments, request)
+        return list(response.environments)
+
+
+class RouterClient(Client):
+    """RouterService, as far as a loop needs it; `sluice.router_client` holds leases."""
+
+    def __init__(self, address: str, security: SecurityConfig | None = None) -> None:
+        super().__init__(address, security)
+        self.stub = router_service_pb2_grpc.RouterServiceStub(self.channel)
+
+    async def list_engines(
+        self, role: router_pb.Role = router_pb.ROLE_UNSPECIFIED
+    ) -> list[router_pb.Engine]:
+        """Engines and episode workers, by id."""
+        request = router_pb.ListEnginesRequest(role=role)
+        response = await self._call(self.stub.ListEngines, request)
+        return list(response.engines)

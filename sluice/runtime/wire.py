@@ -1,0 +1,158 @@
+"""Between protobuf messages and the library's own types; servicers and clients call it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+from google.protobuf import message as pb
+from pydantic import BaseModel, ValidationError
+
+from sluice.algo.spec import AdvantageSpec, LossSpec
+from sluice.api.common.v1 import sample_pb2
+from sluice.api.trainer.v1 import loss_pb2
+from sluice.runtime.errors import InvalidFieldError
+from sluice.samples.blobs import BlobReference
+from sluice.samples.sample import Sample, VersionSpan
+
+M = TypeVar("M", bound=BaseModel)
+
+FINISH_REASONS = {
+    "": sample_pb2.FINISH_REASON_UNSPECIFIED,
+    "stop": sample_pb2.FINISH_REASON_STOP,
+    "length": sample_pb2.FINISH_REASON_LENGTH,
+    "aborted": sample_pb2.FINISH_REASON_ABORTED,
+}
+_FINISH_NAMES = {number: name for name, number in FINISH_REASONS.items()}
+
+
+def loss_from_proto(message: loss_pb2.LossSpec, field: str = "loss") -> LossSpec:
+    """Raises InvalidFieldError naming the setting that is wrong or without effect."""
+    return _model_from_proto(LossSpec, message, field)
+
+
+def advantage_from_proto(
+    message: loss_pb2.AdvantageSpec, field: str = "advantage"
+) -> AdvantageSpec:
+    """Raises InvalidFieldError naming the setting that is wrong or without effect."""
+    return _model_from_proto(AdvantageSpec, message, field)
+
+
+def loss_to_proto(spec: LossSpec) -> loss_pb2.LossSpec:
+    values = spec.model_dump(exclude_none=True)
+    importance = values.pop("importance", None)
+    message = loss_pb2.LossSpec(**values)
+    if importance is not None:
+        message.importance.CopyFrom(loss_pb2.ImportanceSpec(**importance))
+    return message
+
+
+def advantage_to_proto(spec: AdvantageSpec) -> loss_pb2.AdvantageSpec:
+    return loss_pb2.AdvantageSpec(**spec.model_dump(exclude_none=True))
+
+
+def _set_fields(message: pb.Message) -> dict[str, Any]:
+    return {
+        field.name: _set_fields(value) if isinstance(value, pb.Message) else value
+        for field, value in message.ListFields()
+    }
+
+
+def _model_from_proto(model: type[M], message: pb.Message, field: str) -> M:
+    try:
+        return model(**_set_fields(message))
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join([field, *(str(part) for part in first["loc"])])
+        raise InvalidFieldError(path, first["msg"]) from None
+
+
+def column_to_proto(value: np.ndarray | float) -> sample_pb2.Column:
+    """A per-token flag or signal, or a per-sample scalar."""
+    if not isinstance(value, np.ndarray):
+        return sample_pb2.Column(scalar=float(value))
+    if value.dtype == np.bool_:
+        return sample_pb2.Column(bools=sample_pb2.BoolValues(values=value.tolist()))
+    return sample_pb2.Column(floats=sample_pb2.FloatValues(values=value.tolist()))
+
+
+def column_from_proto(column: sample_pb2.Column, field: str) -> np.ndarray | float:
+    """bool[n], float32[n] or a float. Raises InvalidFieldError for an empty oneof."""
+    kind = column.WhichOneof("kind")
+    if kind == "floats":
+        return np.asarray(column.floats.values, dtype=np.float32)
+    if kind == "bools":
+        return np.asarray(column.bools.values, dtype=np.bool_)
+    if kind == "scalar":
+        return float(column.scalar)
+    raise InvalidFieldError(field, "holds no value")
+
+
+def columns_from_proto(
+    columns: Mapping[str, sample_pb2.Column], field: str
+) -> dict[str, np.ndarray | float]:
+    return {
+        name: column_from_proto(column, f"{field}[{name}]") for name, column in columns.items()
+    }
+
+
+def spans_to_proto(spans: Iterable[VersionSpan]) -> list[sample_pb2.VersionSpan]:
+    return [
+        sample_pb2.VersionSpan(
+            weights=sample_pb2.WeightVersion(version=span.version, digest=span.digest),
+            first_token=span.first_token,
+            last_token=span.last_token,
+        )
+        for span in spans
+    ]
+
+
+def spans_from_proto(spans: Iterable[sample_pb2.VersionSpan]) -> tuple[VersionSpan, ...]:
+    return tuple(
+        VersionSpan(
+            version=span.weights.version,
+            digest=span.weights.digest,
+            first_token=span.first_token,
+            last_token=span.last_token,
+        )
+        for span in spans
+    )
+
+
+def sample_to_proto(sample: Sample) -> sample_pb2.Sample:
+    return sample_pb2.Sample(
+        sample_id=sample.sample_id,
+        group_id=sample.group_id,
+        token_ids=sample.token_ids.tolist(),
+        prompt_length=sample.prompt_length,
+        finish_reason=FINISH_REASONS[sample.finish_reason],
+        columns={name: column_to_proto(value) for name, value in sample.columns.items()},
+        spans=spans_to_proto(sample.spans),
+    )
+
+
+def sample_from_proto(message: sample_pb2.Sample, field: str = "sample") -> Sample:
+    """The sample as it came; `sluice.samples.columns.validate_sample` checks it."""
+    return Sample(
+        sample_id=message.sample_id,
+        group_id=message.group_id,
+        token_ids=np.asarray(message.token_ids, dtype=np.int32),
+        prompt_length=message.prompt_length,
+        finish_reason=finish_reason_name(message.finish_reason),
+        columns=columns_from_proto(message.columns, f"{field}.columns"),
+        spans=spans_from_proto(message.spans),
+    )
+
+
+def finish_reason_name(number: int) -> str:
+    """`stop`, `length`, `aborted`, or empty for values this build does not know."""
+    return _FINISH_NAMES.get(number, "")
+
+
+def blob_to_proto(blob: BlobReference) -> sample_pb2.BlobReference:
+    return sample_pb2.BlobReference(digest=blob.digest, size_bytes=blob.size)
+
+
+def blob_from_proto(message: sample_pb2.BlobReference) -> BlobReference:
+    return BlobReference(digest=message.digest, size=message.size_bytes)
