@@ -1,0 +1,393 @@
+"""Each loss against its formula written out per token in float64, and its gradient."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sluice.algo.inputs import LossInputs, MissingColumnError
+from sluice.algo.losses import compute_loss
+from sluice.algo.spec import ImportanceSpec, LossSpec
+
+LENGTHS = (5, 1, 7, 3)  # the last sample is fully masked
+COLUMNS = (
+    "old_logprobs",
+    "rollout_logprobs",
+    "reference_logprobs",
+    "advantages",
+    "returns",
+    "values",
+)
+
+
+def make_inputs(seed=0, *, uniform_advantages=False):
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(LENGTHS)
+
+    def normal(scale):
+        return scale * torch.randn(total, generator=generator, dtype=torch.float64)
+
+    index = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    logprobs = -2 + normal(0.4)
+    columns = {name: logprobs + normal(0.4) for name in COLUMNS}
+    columns["advantages"] = normal(1.0)
+    if uniform_advantages:
+        columns["advantages"] = torch.tensor([1.3, -0.7, -1.1, 0.4], dtype=torch.float64)[index]
+    mask = torch.rand(total, generator=generator) > 0.3
+    mask[:5] = torch.tensor([True, True, False, True, True])
+    mask[5] = True
+    mask[-3:] = False
+    return LossInputs(
+        outputs=logprobs.requires_grad_(),
+        mask=mask,
+        sample_index=index,
+        sample_weights=torch.tensor([0.5, 1.0, 0.25, 2.0], dtype=torch.float64),
+        columns=columns,
+        entropy=normal(1.0).abs().requires_grad_(),
+    )
+
+
+def by_hand(inputs, per_token):
+    """sum_i w_i sum_t per_token(i, t) over trained tokens, in plain Python loops."""
+    total = 0.0
+    for t in range(len(inputs.mask)):
+        if inputs.mask[t]:
+            i = int(inputs.sample_index[t])
+            total = total + inputs.sample_weights[i] * per_token(i, t)
+    return total
+
+
+def sequence_mean(inputs, values, i):
+    chosen = (inputs.sample_index == i) & inputs.mask
+    return values[chosen].mean()
+
+
+def ppo(ratio, advantage, low, high, dual=None):
+    loss = -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+    if dual is not None and advantage < 0:
+        loss = torch.minimum(loss, -dual * advantage)
+    return loss
+
+
+def k3(logprob, reference):
+    return (reference - logprob).exp() - 1 + logprob - reference
+
+
+def token_formulas():
+    c = "columns"
+
+    def column(inputs, name, t):
+        return getattr(inputs, c)[name][t]
+
+    def old_ratio(x, t, name="rollout_logprobs"):
+        return (x.outputs[t] - column(x, name, t)).exp()
+
+    def advantage(x, t):
+        return column(x, "advantages", t)
+
+    def importance(x, t):
+        return (column(x, "old_logprobs", t) - column(x, "rollout_logprobs", t)).exp()
+
+    def tis_ppo(weight):
+        return lambda x, i, t: (
+            weight(x, i, t) * ppo(old_ratio(x, t, "old_logprobs"), advantage(x, t), 0.2, 0.2)
+        )
+
+    def log_importance(x):
+        return x.columns["old_logprobs"] - x.columns["rollout_logprobs"]
+
+    def geometric(x, i):
+        return sequence_mean(x, log_importance(x), i).exp()
+
+    def sequence(x, i):
+        chosen = (x.sample_index == i) & x.mask
+        return log_importance(x)[chosen].sum().exp()
+
+    def band(weight, low=0.7, high=1.5):
+        return weight if low <= weight <= high else 0.0 * weight
+
+    def opsm(x, i, t):
+        drift = sequence_mean(x, (x.columns["rollout_logprobs"] - x.outputs).detach(), i)
+        dropped = advantage(x, t) < 0 and drift > 0.05
+        return (0.0 if dropped else 1.0) * ppo(old_ratio(x, t), advantage(x, t), 0.2, 0.2)
+
+    def vetoed(x, i):
+        chosen = (x.sample_index == i) & x.mask
+        return bool((log_importance(x)[chosen].exp() < 0.6).any())
+
+    clip = {"name": "ppo_clip", "clip_low": 0.2}
+    old = {**clip, "old_logprobs": "old"}
+    mis = {"mode": "mask", "low": 0.7, "high": 1.5}
+    return {
+        "ppo": (clip, lambda x, i, t: ppo(old_ratio(x, t), advantage(x, t), 0.2, 0.2)),
+        "clip_higher": (
+            {**clip, "clip_high": 0.5},
+            lambda x, i, t: ppo(old_ratio(x, t), advantage(x, t), 0.2, 0.5),
+        ),
+        "dual_clip": (
+            {**clip, "dual_clip": 1.3},
+            lambda x, i, t: ppo(old_ratio(x, t), advantage(x, t), 0.2, 0.2, 1.3),
+        ),
+        "old_column": (old, tis_ppo(lambda x, i, t: 1.0)),
+        "importance_sampling": (
+            {"name": "importance_sampling"},
+            lambda x, i, t: -old_ratio(x, t) * advantage(x, t),
+        ),
+        "cispo": (
+            {"name": "cispo", "clip_high": 0.2, "clip_low": 0.3},
+            lambda x, i, t: (
+                -old_ratio(x, t).detach().clamp(0.7, 1.2) * advantage(x, t) * x.outputs[t]
+            ),
+        ),
+        "reinforce": ({"name": "reinforce"}, lambda x, i, t: -advantage(x, t) * x.outputs[t]),
+        "reinforce_tis": (
+            {"name": "reinforce", "importance": {"high": 1.2}},
+            lambda x, i, t: (
+                -old_ratio(x, t).detach().clamp(max=1.2) * advantage(x, t) * x.outputs[t]
+            ),
+        ),
+        "dro": (
+            {"name": "dro", "dro_beta": 0.3},
+            lambda x, i, t: 0.15 * old_ratio(x, t).log().square() - advantage(x, t) * x.outputs[t],
+        ),
+        "sft": ({"name": "sft"}, lambda x, i, t: -x.outputs[t]),
+        "value": (
+            {"name": "value"},
+            lambda x, i, t: 0.5 * (x.outputs[t] - column(x, "returns", t)) ** 2,
+        ),
+        "value_clip": (
+            {"name": "value", "value_clip": 0.1},
+            lambda x, i, t: torch.maximum(
+                0.5 * (x.outputs[t] - column(x, "returns", t)) ** 2,
+                0.5
+                * (
+                    column(x, "values", t)
+                    + (x.outputs[t] - column(x, "values", t)).clamp(-0.1, 0.1)
+                    - column(x, "returns", t)
+                )
+                ** 2,
+            ),
+        ),
+        "entropy": (
+            {"name": "sft", "entropy_coefficient": 0.01},
+            lambda x, i, t: -x.outputs[t] - 0.01 * x.entropy[t],
+        ),
+        "kl_k1": (
+            {"name": "sft", "kl_coefficient": 0.1, "kl_estimator": "k1"},
+            lambda x, i, t: (
+                -x.outputs[t] + 0.1 * (x.outputs[t] - column(x, "reference_logprobs", t))
+            ),
+        ),
+        "kl_k2": (
+            {"name": "sft", "kl_coefficient": 0.1, "kl_estimator": "k2"},
+            lambda x, i, t: (
+                -x.outputs[t] + 0.05 * (x.outputs[t] - column(x, "reference_logprobs", t)) ** 2
+            ),
+        ),
+        "kl_k3": (
+            {"name": "sft", "kl_coefficient": 0.1},
+            lambda x, i, t: (
+                -x.outputs[t] + 0.1 * k3(x.outputs[t], column(x, "reference_logprobs", t))
+            ),
+        ),
+        "kl_unbiased": (
+            {**clip, "kl_coefficient": 0.1, "kl_unbiased": True},
+            lambda x, i, t: (
+                ppo(old_ratio(x, t), advantage(x, t), 0.2, 0.2)
+                + 0.1 * old_ratio(x, t) * k3(x.outputs[t], column(x, "reference_logprobs", t))
+            ),
+        ),
+        "tis": (
+            {**old, "importance": {"high": 1.2}},
+            tis_ppo(lambda x, i, t: importance(x, t).clamp(max=1.2)),
+        ),
+        "token_clip": (
+            {**old, "importance": {"mode": "clip", "low": 0.9, "high": 1.2}},
+            tis_ppo(lambda x, i, t: importance(x, t).clamp(0.9, 1.2)),
+        ),
+        "icepop": (
+            {**old, "importance": mis},
+            tis_ppo(lambda x, i, t: band(importance(x, t))),
+        ),
+        "mis_sequence": (
+            {**old, "importance": {**mis, "level": "sequence"}},
+            tis_ppo(lambda x, i, t: band(sequence(x, i))),
+        ),
+        "mis_geometric_reject": (
+            {**old, "importance": {**mis, "level": "geometric", "mode": "reject"}},
+            tis_ppo(lambda x, i, t: torch.sign(band(geometric(x, i)))),
+        ),
+        "geometric_truncate": (
+            {**old, "importance": {"level": "geometric", "high": 1.01}},
+            tis_ppo(lambda x, i, t: geometric(x, i).clamp(max=1.01)),
+        ),
+        "veto": (
+            {**old, "importance": {"high": 1.2, "veto": 0.6}},
+            tis_ppo(lambda x, i, t: (not vetoed(x, i)) * importance(x, t).clamp(max=1.2)),
+        ),
+        "opsm": ({**clip, "opsm_delta": 0.05}, opsm),
+    }
+
+
+FORMULAS = token_formulas()
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_loss_and_gradient_equal_the_formula(name, seed):
+    settings, per_token = FORMULAS[name]
+    inputs = make_inputs(seed)
+    terms = compute_loss(inputs, LossSpec(**settings))
+    expected = by_hand(inputs, lambda i, t: per_token(inputs, i, t))
+    leaves = (inputs.outputs, inputs.entropy)
+    found = torch.autograd.grad(terms.loss, leaves, allow_unused=True)
+    wanted = torch.autograd.grad(expected, leaves, allow_unused=True)
+    torch.testing.assert_close(terms.loss, expected)
+    for mine, theirs in zip(found, wanted, strict=True):
+        if theirs is None:
+            assert mine is None or not mine.any()
+        else:
+            torch.testing.assert_close(mine, theirs)
+    assert terms.token_count == inputs.mask.sum()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_gspo_is_the_sequence_objective_when_a_sample_has_one_advantage(seed):
+    """w_i tokens_i (-min(s_i A_i, clip(s_i) A_i)), s_i differentiable through every token."""
+    inputs = make_inputs(seed, uniform_advantages=True)
+    spec = LossSpec(name="gspo", clip_low=0.05, clip_high=0.1)
+    log_ratio = inputs.outputs - inputs.columns["rollout_logprobs"]
+    expected = by_hand(
+        inputs,
+        lambda i, t: ppo(
+            sequence_mean(inputs, log_ratio, i).exp(), inputs.columns["advantages"][t], 0.05, 0.1
+        ),
+    )
+    terms = compute_loss(inputs, spec)
+    torch.testing.assert_close(terms.loss, expected)
+    (found,) = torch.autograd.grad(terms.loss, inputs.outputs)
+    (wanted,) = torch.autograd.grad(expected, inputs.outputs)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("name", [*FORMULAS, "gspo"])
+def test_untrained_tokens_cannot_matter(name):
+    """NaN and infinity outside the mask (absent log-probs, padding) change nothing."""
+    settings = FORMULAS[name][0] if name in FORMULAS else {"name": "gspo", "clip_low": 0.1}
+    inputs = make_inputs()
+    poison = torch.where(torch.arange(len(inputs.mask)) % 2 == 0, torch.nan, torch.inf).double()
+
+    def spoil(values):
+        return torch.where(inputs.mask, values.detach(), poison)
+
+    spoiled = replace(
+        inputs,
+        outputs=spoil(inputs.outputs).requires_grad_(),
+        columns={key: spoil(value) for key, value in inputs.columns.items()},
+        entropy=spoil(inputs.entropy).requires_grad_(),
+    )
+    spec = LossSpec(**settings)
+    clean, dirty = compute_loss(inputs, spec), compute_loss(spoiled, spec)
+    assert clean.loss == dirty.loss
+    assert clean.metrics == dirty.metrics
+    (wanted,) = torch.autograd.grad(clean.loss, inputs.outputs)
+    (found,) = torch.autograd.grad(dirty.loss, spoiled.outputs)
+    assert torch.equal(found, wanted)
+    assert not found[~inputs.mask].any()
+
+
+@pytest.mark.parametrize("name", [*FORMULAS, "gspo"])
+def test_a_micro_batch_without_tokens_still_has_a_graph(name):
+    settings = FORMULAS[name][0] if name in FORMULAS else {"name": "gspo", "clip_low": 0.1}
+    empty = torch.empty(0, dtype=torch.float64)
+    leaf = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    inputs = LossInputs(
+        outputs=leaf[:0],
+        mask=empty.bool(),
+        sample_index=empty.long(),
+        sample_weights=empty,
+        columns=dict.fromkeys(COLUMNS, empty),
+        entropy=leaf[:0],
+    )
+    terms = compute_loss(inputs, LossSpec(**settings))
+    terms.loss.backward()
+    assert terms.loss == 0
+    assert torch.equal(leaf.grad, torch.zeros(3, dtype=torch.float64))
+
+
+def test_metrics_are_means_over_trained_tokens():
+    inputs = make_inputs()
+    spec = LossSpec(
+        name="ppo_clip", clip_low=0.2, old_logprobs="old", importance=ImportanceSpec(high=1.1)
+    )
+    metrics = compute_loss(inputs, spec).metrics
+    logprobs, mask = inputs.outputs.detach()[inputs.mask], inputs.mask
+    old, rollout = (inputs.columns[f"{name}_logprobs"][mask] for name in ("old", "rollout"))
+    advantages = inputs.columns["advantages"][mask]
+    ratio = (logprobs - old).exp()
+    expected = {
+        "ratio": ratio.mean(),
+        "clipped_low": ((ratio < 0.8) & (advantages < 0)).double().mean(),
+        "clipped_high": ((ratio > 1.2) & (advantages > 0)).double().mean(),
+        "kl_old_k1": (old - logprobs).mean(),
+        "kl_old_k3": (ratio - 1 - ratio.log()).mean(),
+        "entropy": inputs.entropy.detach()[mask].mean(),
+        "rollout_mismatch": (old - rollout).abs().mean(),
+        "rollout_mismatch_k3": ((old - rollout).exp() - 1 - (old - rollout)).mean(),
+        "importance_weight": (old - rollout).exp().clamp(max=1.1).mean(),
+        "importance_dropped": torch.tensor(0.0, dtype=torch.float64),
+    }
+    for name, mean in expected.items():
+        total, weight = metrics[name]
+        torch.testing.assert_close(total / weight, mean, msg=name)
+        assert not total.requires_grad
+
+
+def test_mismatch_leaves_out_rows_without_rollout_logprobs():
+    inputs = make_inputs()
+    rollout = inputs.columns["rollout_logprobs"].clone()
+    rollout[inputs.sample_index == 0] = torch.nan
+    spec = LossSpec(name="reinforce")
+    columns = {"advantages": inputs.columns["advantages"], "rollout_logprobs": rollout}
+    total, weight = compute_loss(replace(inputs, columns=columns), spec).metrics["rollout_mismatch"]
+    present = inputs.mask & (inputs.sample_index != 0)
+    assert weight == present.sum()
+    torch.testing.assert_close(total, (inputs.outputs.detach() - rollout)[present].abs().sum())
+
+
+def test_far_ratios_stay_finite():
+    inputs = make_inputs()
+    far = {**inputs.columns, "rollout_logprobs": torch.full_like(inputs.outputs, -500.0)}
+    for settings in ({"name": "importance_sampling"}, {"name": "ppo_clip", "clip_low": 0.2}):
+        terms = compute_loss(replace(inputs, columns=far), LossSpec(**settings))
+        assert math.isfinite(terms.loss.item())
+
+
+def test_a_missing_column_is_named():
+    inputs = make_inputs()
+    columns = {"advantages": inputs.columns["advantages"]}
+    with pytest.raises(MissingColumnError, match="rollout_logprobs") as caught:
+        compute_loss(replace(inputs, columns=columns), LossSpec(name="ppo_clip", clip_low=0.2))
+    assert caught.value.columns == ("rollout_logprobs",)
+
+
+def test_an_entropy_bonus_needs_the_entropy():
+    with pytest.raises(ValueError, match="entropy"):
+        compute_loss(
+            replace(make_inputs(), entropy=None), LossSpec(name="sft", entropy_coefficient=0.1)
+        )
+
+
+def test_low_variance_kl_is_bounded_where_k3_is_not():
+    inputs = make_inputs()
+    far = {"reference_logprobs": inputs.outputs.detach() + 6.0}
+    spec = {"name": "sft", "kl_coefficient": 1.0}
+    low = compute_loss(
+        replace(inputs, columns=far), LossSpec(**spec, kl_estimator="low_variance")
+    ).metrics["kl_reference"]
+    plain = compute_loss(replace(inputs, columns=far), LossSpec(**spec)).metrics["kl_reference"]
+    torch.testing.assert_close(low[0] / low[1], torch.tensor(10.0, dtype=torch.float64))
+    torch.testing.assert_close(
+        plain[0] / plain[1], torch.tensor(math.exp(6.0) - 7.0, dtype=torch.float64)
+    )
