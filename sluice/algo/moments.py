@@ -28,6 +28,7 @@ class Moments:
         if not numbers:
             return cls()
         mean = math.fsum(numbers) / len(numbers)
+        mean = min(max(mean, min(numbers)), max(numbers))  # equal values deviate by exactly 0
         return cls(float(len(numbers)), mean, math.fsum((x - mean) ** 2 for x in numbers))
 
     @classmethod

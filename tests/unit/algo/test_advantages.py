@@ -1,0 +1,258 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sluice.algo.advantages import AdvantageRow, compute_advantages
+from sluice.algo.inputs import MissingColumnError
+from sluice.algo.moments import Moments
+from sluice.algo.spec import AdvantageSpec
+
+
+def make_row(sample, group, reward, *, length=4, mask=None, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    names = ("rollout_logprobs", "reference_logprobs", "teacher_logprobs", "values", "advantages")
+    return AdvantageRow(
+        sample_id=sample,
+        group_id=group,
+        loss_mask=torch.ones(length, dtype=torch.bool) if mask is None else mask,
+        rewards={"reward": reward, "raw_reward": 10 * reward},
+        columns={name: torch.randn(length, generator=generator) for name in names},
+    )
+
+
+def scores(rows, spec):
+    """The advantage of each sample's trained tokens, which must be one number."""
+    found = []
+    for row, column in zip(rows, compute_advantages(rows, spec).advantages, strict=True):
+        values = column[row.loss_mask].unique()
+        assert len(values) == 1
+        found.append(values.item())
+    return found
+
+
+def test_uneven_interleaved_groups_are_told_apart_by_id():
+    """Sizes 3, 1 and 2 in mixed order; a position-based or whole-batch norm gives other numbers."""
+    rows = [
+        make_row("a/0", "a", 1.0),
+        make_row("b/0", "b", 5.0),
+        make_row("c/0", "c", 2.0),
+        make_row("a/1", "a", 0.0),
+        make_row("c/1", "c", 4.0),
+        make_row("a/2", "a", 2.0),
+    ]
+    root = math.sqrt(2)
+    grpo = [0.0, 0.0, -1 / root, -1.0, 1 / root, 1.0]
+    assert scores(rows, AdvantageSpec(name="grpo")) == pytest.approx(grpo, abs=1e-5)
+    centered = [0.0, 0.0, -1.0, -1.0, 1.0, 1.0]
+    dr_grpo = AdvantageSpec(name="grpo", scale_by_std=False)
+    assert scores(rows, dr_grpo) == pytest.approx(centered)
+    rloo = [1 - 1.0, 0.0, 2 - 4.0, 0 - 1.5, 4 - 2.0, 2 - 0.5]
+    assert scores(rows, AdvantageSpec(name="rloo")) == pytest.approx(rloo)
+    baseline = AdvantageSpec(name="reinforce_plus_plus_baseline", whiten=False)
+    assert scores(rows, baseline) == pytest.approx(centered)
+    raw = AdvantageSpec(name="grpo", scale_by_std=False, reward="raw_reward")
+    assert scores(rows, raw) == pytest.approx([10 * x for x in centered])
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_plus_plus_baseline"])
+def test_a_group_of_one_or_of_equals_has_no_signal(name):
+    rows = [make_row("a/0", "a", 0.7), *(make_row(f"b/{i}", "b", 0.1) for i in range(3))]
+    assert scores(rows, AdvantageSpec(name=name)) == [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "grpo",
+        "rloo",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "gae",
+        "distillation",
+        "provided",
+    ],
+)
+def test_fully_masked_empty_and_absent_rows_are_safe(name):
+    spec = AdvantageSpec(name=name, whiten=True)
+    masked = make_row("a/0", "a", 1.0, mask=torch.zeros(4, dtype=torch.bool))
+    empty = make_row("a/1", "a", 0.0, length=0)
+    poisoned = replace(masked, columns={k: v * torch.nan for k, v in masked.columns.items()})
+    columns = compute_advantages([poisoned, empty, make_row("a/2", "a", 3.0)], spec)
+    assert torch.equal(columns.advantages[0], torch.zeros(4))
+    assert columns.advantages[1].shape == (0,)
+    assert columns.advantages[2].isfinite().all()
+    assert columns.advantages[0].dtype == torch.float32
+    alone = compute_advantages([poisoned], spec)
+    assert torch.equal(alone.advantages[0], torch.zeros(4))
+    assert compute_advantages([], spec).advantages == []
+
+
+def loop_gae(rewards, values, gamma, lam):
+    advantages, carry = [0.0] * len(values), 0.0
+    for t in reversed(range(len(values))):
+        following = values[t + 1] if t + 1 < len(values) else 0.0
+        carry = rewards[t] + gamma * following - values[t] + gamma * lam * carry
+        advantages[t] = carry
+    return advantages
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 2**31),
+    st.integers(1, 400),
+    st.sampled_from([1.0, 0.99, 0.5]),
+    st.sampled_from([1.0, 0.95, 0.0]),
+)
+def test_gae_is_the_loop_over_trained_tokens(seed, length, gamma, lam):
+    """Observations are no steps: cutting them out beforehand gives the same advantages."""
+    mask = torch.rand(length, generator=torch.Generator().manual_seed(seed)) > 0.4
+    row = make_row("a/0", "a", 2.5, length=length, mask=mask, seed=seed)
+    spec = AdvantageSpec(name="gae", gamma=gamma, gae_lambda=lam, kl_coefficient=0.1)
+    columns = compute_advantages([row], spec)
+    c = {name: values[mask].double() for name, values in row.columns.items()}
+    rewards = (-0.1 * (c["rollout_logprobs"] - c["reference_logprobs"])).tolist()
+    if rewards:
+        rewards[-1] += 2.5
+    expected = torch.tensor(loop_gae(rewards, c["values"].tolist(), gamma, lam))
+    torch.testing.assert_close(columns.advantages[0][mask], expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        columns.returns[0][mask], expected + c["values"].float(), atol=1e-5, rtol=1e-5
+    )
+    assert not columns.advantages[0][~mask].any()
+
+
+def test_terminal_reward_is_on_the_last_trained_token():
+    """The trailing observation gets none of it; discounted backwards from the last action."""
+    mask = torch.tensor([True, False, True, False])
+    row = make_row("a/0", "a", 8.0, mask=mask)
+    spec = AdvantageSpec(name="reinforce_plus_plus", gamma=0.5, whiten=False)
+    column = compute_advantages([row], spec).advantages[0]
+    assert column.tolist() == [4.0, 0.0, 8.0, 0.0]
+
+
+def test_kl_in_reward_reaches_grpo_and_rloo():
+    """Per sample: reward - coefficient x summed KL, before the group is compared."""
+    rows = [make_row(f"a/{i}", "a", float(i), seed=i, length=3 + i) for i in range(3)]
+    sums = [
+        (row.columns["rollout_logprobs"] - row.columns["reference_logprobs"]).sum().item()
+        for row in rows
+    ]
+    adjusted = [i - 0.2 * s for i, s in enumerate(sums)]
+    expected = [r - (sum(adjusted) - r) / 2 for r in adjusted]
+    found = scores(rows, AdvantageSpec(name="rloo", kl_coefficient=0.2))
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_distillation_is_the_gap_to_the_teacher():
+    rows = [make_row("a/0", "a", 1.0, mask=torch.tensor([True, True, False, True]))]
+    gap = rows[0].columns["teacher_logprobs"] - rows[0].columns["rollout_logprobs"]
+    alone = compute_advantages(rows, AdvantageSpec(name="distillation"))
+    torch.testing.assert_close(alone.advantages[0], gap * rows[0].loss_mask)
+    added = compute_advantages(
+        rows, AdvantageSpec(name="reinforce_plus_plus", whiten=False, teacher_coefficient=0.5)
+    )
+    torch.testing.assert_close(added.advantages[0], (1.0 + 0.5 * gap) * rows[0].loss_mask)
+    assert alone.metrics["kl_teacher"] == pytest.approx(
+        (-(gap * rows[0].loss_mask).sum().item(), 3), abs=1e-5
+    )
+
+
+batches = st.lists(
+    st.tuples(
+        st.sampled_from("abcdef"),
+        st.floats(-5, 5).map(lambda x: round(x, 3)),
+        st.integers(0, 9),
+    ),
+    min_size=1,
+    max_size=16,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    batches,
+    st.randoms(use_true_random=False),
+    st.sampled_from(["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"]),
+)
+def test_row_order_and_data_parallel_split_change_nothing(batch, random, name):
+    """Whole groups on ranks, in any order; whitening merges the ranks' moments."""
+    spec = AdvantageSpec(name=name, whiten=True, kl_coefficient=0.05)
+    rows = [
+        make_row(f"{group}/{i}", group, reward, length=length, seed=i)
+        for i, (group, reward, length) in enumerate(batch)
+    ]
+    whole = compute_advantages(rows, spec)
+    wanted = {r.sample_id: a for r, a in zip(rows, whole.advantages, strict=True)}
+    ranks = [[], [], []]
+    owner = {group: random.randrange(3) for group in "abcdef"}
+    for row in random.sample(rows, len(rows)):
+        ranks[owner[row.group_id]].append(row)
+    moments = Moments()
+    for part in ranks:
+        moments = compute_advantages(part, spec).moments.merge(moments)
+    for part in ranks:
+        columns = compute_advantages(part, spec, lambda _: moments)
+        for row, column in zip(part, columns.advantages, strict=True):
+            torch.testing.assert_close(column, wanted[row.sample_id], atol=1e-4, rtol=1e-4)
+
+
+def test_a_group_relative_estimate_does_not_depend_on_row_order_at_all():
+    rewards = [0.1, 0.7, 0.3, 1e9, -1e9, 0.2]
+    rows = [make_row(f"a/{i}", "a", reward) for i, reward in enumerate(rewards)]
+    spec = AdvantageSpec(name="grpo", scale_by_std=False)
+    forward = compute_advantages(rows, spec).advantages
+    backward = compute_advantages(rows[::-1], spec).advantages[::-1]
+    assert all(torch.equal(a, b) for a, b in zip(forward, backward, strict=True))
+
+
+def test_merge_is_called_once_and_only_when_whitening():
+    calls = []
+
+    def merge(moments):
+        calls.append(moments)
+        return moments
+
+    compute_advantages([], AdvantageSpec(name="gae", whiten=True), merge)
+    assert calls == [Moments()]
+    compute_advantages([make_row("a/0", "a", 1.0)], AdvantageSpec(name="grpo"), merge)
+    assert len(calls) == 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.lists(st.floats(-100, 100), max_size=8), min_size=1, max_size=5))
+def test_merged_moments_are_those_of_all_values(parts):
+    merged = Moments()
+    for part in parts:
+        merged = merged.merge(Moments.of_tensor(torch.tensor(part, dtype=torch.float64)))
+    whole = Moments.of_values(value for part in parts for value in part)
+    assert merged.count == whole.count
+    assert merged.mean == pytest.approx(whole.mean, abs=1e-9)
+    assert merged.m2 == pytest.approx(whole.m2, abs=1e-7)
+
+
+def test_moments_survive_a_mean_far_from_zero():
+    """E[x^2] - E[x]^2 in float32 answers 0 or a negative number here."""
+    values = 1e6 + torch.tensor([0.0, 1.0, 2.0, 3.0])
+    halves = [Moments.of_tensor(part) for part in values.split(2)]
+    assert halves[0].merge(halves[1]).standard_deviation == pytest.approx(math.sqrt(5 / 3))
+    naive = values.square().mean() - values.mean().square()
+    assert naive.item() != pytest.approx(1.25, rel=0.1)
+
+
+def test_bad_rows_are_named():
+    row = make_row("a/7", "a", 1.0)
+    with pytest.raises(MissingColumnError, match=r"a/7 lacks values"):
+        bare = replace(row, columns={})
+        compute_advantages([bare], AdvantageSpec(name="gae"))
+    with pytest.raises(MissingColumnError, match=r"a/7 lacks reward"):
+        compute_advantages([replace(row, rewards={})], AdvantageSpec(name="grpo"))
+    with pytest.raises(ValueError, match=r"a/7: reward is not finite"):
+        compute_advantages([replace(row, rewards={"reward": math.nan})], AdvantageSpec(name="grpo"))
+    with pytest.raises(ValueError, match=r"a/7: values has 3 values for 4"):
+        compute_advantages(
+            [replace(row, columns={"values": torch.zeros(3)})], AdvantageSpec(name="gae")
+        )
