@@ -40,8 +40,8 @@ class TransformerShape:
 def forward_flops(shape: TransformerShape, length: int, cached: int = 0) -> float:
     """FLOPs of the tokens `cached`..`length` of a causal sequence, the first `cached` known.
 
-    A training step costs three times as much, which planning does not need. Follows the
-    count of Narayanan et al. 2021 (Megatron-LM), with causal attention at its true half.
+    An estimate to balance by: a training step costs three times as much, on every row alike.
+    Follows the count of Narayanan et al. 2021 (Megatron-LM), causal attention at its half.
     """
     full = shape.layer_count - shape.windowed_layer_count - shape.linear_attention_layer_count
     pairs = full * (_causal_pairs(length) - _causal_pairs(cached))
@@ -69,6 +69,7 @@ def shape_from_config(config: Mapping[str, Any]) -> TransformerShape:
     config = config.get("text_config", config)
     layer_types = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
     head_count = config["num_attention_heads"]
+    window = config.get("sliding_window") or None
     return TransformerShape(
         hidden_size=config["hidden_size"],
         layer_count=config["num_hidden_layers"],
@@ -78,8 +79,8 @@ def shape_from_config(config: Mapping[str, Any]) -> TransformerShape:
         feed_forward_size=_feed_forward_size(config),
         vocabulary_size=config["vocab_size"],
         gated=config.get("hidden_act", "silu") in ("silu", "swish", "gelu_pytorch_tanh"),
-        window=config.get("sliding_window"),
-        windowed_layer_count=layer_types.count("sliding_attention"),
+        window=window,
+        windowed_layer_count=layer_types.count("sliding_attention") if window else 0,
         linear_attention_layer_count=layer_types.count("linear_attention"),
     )
 

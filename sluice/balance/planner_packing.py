@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sluice.balance.planner_filling import fill_bins
+
 
 @dataclass(frozen=True, kw_only=True)
 class RowTable:
@@ -112,18 +114,21 @@ def first_fit(table: RowTable, order: Sequence[int], cap: int) -> list[list[int]
 def pack(table: RowTable, rows: Sequence[int], cap: int) -> list[list[Piece]]:
     """Pack into the fewest bins found; of equal counts the one that repeats fewest prompts.
 
-    Never more bins than first-fit in the given order or first-fit-decreasing.
+    Never more bins than first-fit in the given order or by falling length.
     """
-    together = _largest_groups_first(table, rows)
-    candidates = [first_fit(table, rows, cap), first_fit(table, together, cap)]
-    shares = len({table.groups[row] for row in rows}) < len(rows)
-    if shares:
-        candidates.append(_pack_whole_groups(table, together, cap))
-        by_length = sorted(rows, key=lambda row: (-table.tokens[row], row))
-        candidates.append(first_fit(table, by_length, cap))
-        best = min(candidates, key=lambda bins: (len(bins), sum(map(table.tokens_of, bins))))
+    falling = sorted(rows, key=lambda row: (-table.tokens[row], row))
+    candidates = [first_fit(table, falling, cap), first_fit(table, rows, cap)]
+    chunks = _whole_groups(table, rows, cap)
+    if len(chunks) < len(rows):  # prompts are shared
+        candidates.append(first_fit(table, [row for chunk in chunks for row in chunk], cap))
+        fewest = -(-sum(map(table.tokens_of, chunks)) // cap)
     else:
-        best = min(candidates, key=len)
+        fewest = min_bin_count([table.tokens[row] for row in rows], cap)
+    if len(chunks) < len(rows) or min(map(len, candidates)) > fewest:
+        filled = fill_bins([table.tokens_of(chunk) for chunk in chunks], cap)
+        if filled is not None:
+            candidates.append([[row for chunk in bin_ for row in chunks[chunk]] for bin_ in filled])
+    best = min(candidates, key=lambda bins: (len(bins), sum(map(table.tokens_of, bins))))
     return [_pieces_of(table, content) for content in best]
 
 
@@ -147,35 +152,16 @@ def min_bin_count(tokens: Sequence[int], cap: int) -> int:
     return int(large_count + np.max(-(-unplaced // cap)))
 
 
-def _largest_groups_first(table: RowTable, rows: Sequence[int]) -> list[int]:
-    """Rows of a group together, longest first; groups by all their tokens."""
-    weights: dict[int, int] = {}
-    for row in rows:
-        weights[table.groups[row]] = weights.get(table.groups[row], 0) + table.tokens[row]
-    return sorted(
-        rows, key=lambda row: (-weights[table.groups[row]], table.groups[row], -table.tokens[row])
-    )
-
-
-def _pack_whole_groups(table: RowTable, together: Sequence[int], cap: int) -> list[list[int]]:
-    """First-fit-decreasing of groups; only a group over the cap is cut."""
+def _whole_groups(table: RowTable, rows: Sequence[int], cap: int) -> list[list[int]]:
+    """Groups, the largest first; one over the cap is cut."""
     members: dict[int, list[int]] = {}
-    for row in together:
+    for row in rows:
         members.setdefault(table.groups[row], []).append(row)
-    chunks = [chunk for group in members.values() for chunk in first_fit(table, group, cap)]
-    sizes = [table.tokens_of(chunk) for chunk in chunks]
-    chunk_table = RowTable(
-        tokens=sizes,
-        costs=[0.0] * len(chunks),
-        groups=range(len(chunks)),
-        prompt_tokens=[0] * len(chunks),
-        prompt_costs=[0.0] * len(chunks),
-    )
-    order = sorted(range(len(chunks)), key=lambda chunk: (-sizes[chunk], chunk))
-    return [
-        [row for chunk in content for row in chunks[chunk]]
-        for content in first_fit(chunk_table, order, cap)
-    ]
+    chunks = []
+    for group in members.values():
+        group.sort(key=lambda row: (-table.tokens[row], row))
+        chunks += [group] if table.tokens_of(group) <= cap else first_fit(table, group, cap)
+    return sorted(chunks, key=lambda chunk: (-table.tokens_of(chunk), chunk[0]))
 
 
 def _pieces_of(table: RowTable, content: Sequence[int]) -> list[Piece]:
