@@ -27,7 +27,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from sluice.api.common.v1 import sample_pb2 as sluice_dot_api_dot_common_dot_v1_dot_sample__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*sluice/api/rollout/v1/engine_service.proto\x12\x15sluice.api.rollout.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a!sluice/api/common/v1/sample.proto\"\xac\x01\n\x0eSamplingParams\x12\x1c\n\x0emax_new_tokens\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\r\n\x05top_k\x18\x04 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\x05\x12\r\n\x05seeds\x18\x06 \x03(\x03\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_p\"g\n\rVersionBounds\x12\x18\n\x0bmin_version\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x1a\n\rexact_version\x18\x02 \x01(\x03H\x01\x88\x01\x01\x42\x0e\n\x0c_min_versionB\x10\n\x0e_exact_version\"\xc2\x01\n\nCompletion\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x13\n\x0blogprobs_t1\x18\x04 \x03(\x02\x12\x39\n\rfinish_reason\x18\x05 \x01(\x0e\x32\".sluice.api.common.v1.FinishReason\x12\x30\n\x05spans\x18\x06 \x03(\x0b\x32!.sluice.api.common.v1.VersionSpan\"\xe9\x01\n\x0fGenerateRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x1e\n\x10prompt_token_ids\x18\x02 \x03(\x05\x42\x04\xe2\x41\x01\x02\x12=\n\x08sampling\x18\x03 \x01(\x0b\x32%.sluice.api.rollout.v1.SamplingParamsB\x04\xe2\x41\x01\x02\x12\x14\n\x0csample_count\x18\x04 \x01(\x05\x12\x0f\n\x07\x64p_rank\x18\x05 \x01(\x05\x12\x36\n\x08versions\x18\x06 \x01(\x0b\x32$.sluice.api.rollout.v1.VersionBounds\"J\n\x10GenerateResponse\x12\x36\n\x0b\x63ompletions\x18\x01 \x03(\x0b\x32!.sluice.api.rollout.v1.Completion\"W\n\x15StreamGenerateRequest\x12>\n\x08generate\x18\x01 \x01(\x0b\x32&.sluice.api.rollout.v1.GenerateRequestB\x04\xe2\x41\x01\x02\"J\n\x16StreamGenerateResponse\x12\x30\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32!.sluice.api.rollout.v1.Completion\"D\n\x0cScoreRequest\x12\x17\n\ttoken_ids\x18\x01 \x03(\x05\x42\x04\xe2\x41\x01\x02\x12\x1b\n\rprompt_length\x18\x02 \x01(\x05\x42\x04\xe2\x41\x01\x02\"W\n\rScoreResponse\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\x12\x34\n\x07weights\x18\x02 \x01(\x0b\x32#.sluice.api.common.v1.WeightVersion\")\n\x0c\x41\x62ortRequest\x12\x19\n\x0brequest_ids\x18\x01 \x03(\tB\x04\xe2\x41\x01\x02\",\n\rAbortResponse\x12\x1b\n\x13\x61\x62orted_request_ids\x18\x01 \x03(\t\"D\n\x0cPauseRequest\x12\x34\n\x04mode\x18\x01 \x01(\x0e\x32 .sluice.api.rollout.v1.PauseModeB\x04\xe2\x41\x01\x02\"\x0f\n\rPauseResponse\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"S\n\x15PrepareWeightsRequest\x12:\n\x07weights\x18\x01 \x01(\x0b\x32#.sluice.api.common.v1.WeightVersionB\x04\xe2\x41\x01\x02\"E\n\x16PrepareWeightsResponse\x12+\n\x08\x64uration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x82\x01\n\x14\x43ommitWeightsRequest\x12:\n\x07weights\x18\x01 \x01(\x0b\x32#.sluice.api.common.v1.WeightVersionB\x04\xe2\x41\x01\x02\x12.\n\x04mode\x18\x02 \x01(\x0e\x32 .sluice.api.rollout.v1.PauseMode\"A\n\x15\x43ommitWeightsResponse\x12(\n\x05pause\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x12\n\x10GetEngineRequest\"a\n\x08RankLoad\x12\x15\n\rrunning_count\x18\x01 \x01(\x05\x12\x15\n\rwaiting_count\x18\x02 \x01(\x05\x12\x13\n\x0bused_tokens\x18\x03 \x01(\x03\x12\x12\n\nmax_tokens\x18\x04 \x01(\x03\"\x80\x02\n\x11GetEngineResponse\x12\x39\n\x07weights\x18\x01 \x01(\x0b\x32#.sluice.api.common.v1.WeightVersionH\x00\x88\x01\x01\x12\x19\n\x11prepared_versions\x18\x02 \x03(\x03\x12\x0e\n\x06paused\x18\x03 \x01(\x08\x12\x33\n\nrank_loads\x18\x04 \x03(\x0b\x32\x1f.sluice.api.rollout.v1.RankLoad\x12\x19\n\x11max_running_count\x18\x05 \x01(\x05\x12\x18\n\x10max_model_length\x18\x06 \x01(\x05\x12\x0f\n\x07\x62\x61\x63kend\x18\x07 \x01(\tB\n\n\x08_weights*k\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x01\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x02\x12\x17\n\x13PAUSE_MODE_IN_PLACE\x10\x03\x32\xeb\x06\n\rEngineService\x12[\n\x08Generate\x12&.sluice.api.rollout.v1.GenerateRequest\x1a\'.sluice.api.rollout.v1.GenerateResponse\x12o\n\x0eStreamGenerate\x12,.sluice.api.rollout.v1.StreamGenerateRequest\x1a-.sluice.api.rollout.v1.StreamGenerateResponse0\x01\x12R\n\x05Score\x12#.sluice.api.rollout.v1.ScoreRequest\x1a$.sluice.api.rollout.v1.ScoreResponse\x12R\n\x05\x41\x62ort\x12#.sluice.api.rollout.v1.AbortRequest\x1a$.sluice.api.rollout.v1.AbortResponse\x12R\n\x05Pause\x12#.sluice.api.rollout.v1.PauseRequest\x1a$.sluice.api.rollout.v1.PauseResponse\x12U\n\x06Resume\x12$.sluice.api.rollout.v1.ResumeRequest\x1a%.sluice.api.rollout.v1.ResumeResponse\x12m\n\x0ePrepareWeights\x12,.sluice.api.rollout.v1.PrepareWeightsRequest\x1a-.sluice.api.rollout.v1.PrepareWeightsResponse\x12j\n\rCommitWeights\x12+.sluice.api.rollout.v1.CommitWeightsRequest\x1a,.sluice.api.rollout.v1.CommitWeightsResponse\x12^\n\tGetEngine\x12\'.sluice.api.rollout.v1.GetEngineRequest\x1a(.sluice.api.rollout.v1.GetEngineResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*sluice/api/rollout/v1/engine_service.proto\x12\x15sluice.api.rollout.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a!sluice/api/common/v1/sample.proto\"\xac\x01\n\x0eSamplingParams\x12\x1c\n\x0emax_new_tokens\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\r\n\x05top_k\x18\x04 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\x05\x12\r\n\x05seeds\x18\x06 \x03(\x03\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_p\"g\n\rVersionBounds\x12\x18\n\x0bmin_version\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x1a\n\rexact_version\x18\x02 \x01(\x03H\x01\x88\x01\x01\x42\x0e\n\x0c_min_versionB\x10\n\x0e_exact_version\"\xc2\x01\n\nCompletion\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x13\n\x0blogprobs_t1\x18\x04 \x03(\x02\x12\x39\n\rfinish_reason\x18\x05 \x01(\x0e\x32\".sluice.api.common.v1.FinishReason\x12\x30\n\x05spans\x18\x06 \x03(\x0b\x32!.sluice.api.common.v1.VersionSpan\"\xe9\x01\n\x0fGenerateRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x1e\n\x10prompt_token_ids\x18\x02 \x03(\x05\x42\x04\xe2\x41\x01\x02\x12=\n\x08sampling\x18\x03 \x01(\x0b\x32%.sluice.api.rollout.v1.SamplingParamsB\x04\xe2\x41\x01\x02\x12\x14\n\x0csample_count\x18\x04 \x01(\x05\x12\x0f\n\x07\x64p_rank\x18\x05 \x01(\x05\x12\x36\n\x08versions\x18\x06 \x01(\x0b\x32$.sluice.api.rollout.v1.VersionBounds\"J\n\x10GenerateResponse\x12\x36\n\x0b\x63ompletions\x18\x01 \x03(\x0b\x32!.sluice.api.rollout.v1.Completion\"W\n\x15StreamGenerateRequest\x12>\n\x08generate\x18\x01 \x01(\x0b\x32&.sluice.api.rollout.v1.GenerateRequestB\x04\xe2\x41\x01\x02\"J\n\x16StreamGenerateResponse\x12\x30\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32!.sluice.api.rollout.v1.Completion\"|\n\x0cScoreRequest\x12\x17\n\ttoken_ids\x18\x01 \x03(\x05\x42\x04\xe2\x41\x01\x02\x12\x1b\n\rprompt_length\x18\x02 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12\x36\n\x08versions\x18\x03 \x01(\x0b\x32$.sluice.api.rollout.v1.VersionBounds\"W\n\rScoreResponse\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\x12\x34\n\x07weights\x18\x02 \x01(\x0b\x32#.sluice.api.common.v1.WeightVersion\")\n\x0c\x41\x62ortRequest\x12\x19\n\x0brequest_ids\x18\x01 \x03(\tB\x04\xe2\x41\x01\x02\",\n\rAbortResponse\x12\x1b\n\x13\x61\x62orted_request_ids\x18\x01 \x03(\t\"D\n\x0cPauseRequest\x12\x34\n\x04mode\x18\x01 \x01(\x0e\x32 .sluice.api.rollout.v1.PauseModeB\x04\xe2\x41\x01\x02\"\x0f\n\rPauseResponse\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"S\n\x15PrepareWeightsRequest\x12:\n\x07weights\x18\x01 \x01(\x0b\x32#.sluice.api.common.v1.WeightVersionB\x04\xe2\x41\x01\x02\"E\n\x16PrepareWeightsResponse\x12+\n\x08\x64uration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x82\x01\n\x14\x43ommitWeightsRequest\x12:\n\x07weights\x18\x01 \x01(\x0b\x32#.sluice.api.common.v1.WeightVersionB\x04\xe2\x41\x01\x02\x12.\n\x04mode\x18\x02 \x01(\x0e\x32 .sluice.api.rollout.v1.PauseMode\"A\n\x15\x43ommitWeightsResponse\x12(\n\x05pause\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x12\n\x10GetEngineRequest\"a\n\x08RankLoad\x12\x15\n\rrunning_count\x18\x01 \x01(\x05\x12\x15\n\rwaiting_count\x18\x02 \x01(\x05\x12\x13\n\x0bused_tokens\x18\x03 \x01(\x03\x12\x12\n\nmax_tokens\x18\x04 \x01(\x03\"\xb3\x03\n\x11GetEngineResponse\x12\x39\n\x07weights\x18\x01 \x01(\x0b\x32#.sluice.api.common.v1.WeightVersionH\x00\x88\x01\x01\x12\x19\n\x11prepared_versions\x18\x02 \x03(\x03\x12\x0e\n\x06paused\x18\x03 \x01(\x08\x12\x33\n\nrank_loads\x18\x04 \x03(\x0b\x32\x1f.sluice.api.rollout.v1.RankLoad\x12\x19\n\x11max_running_count\x18\x05 \x01(\x05\x12\x18\n\x10max_model_length\x18\x06 \x01(\x05\x12\x0f\n\x07\x62\x61\x63kend\x18\x07 \x01(\t\x12\x11\n\tengine_id\x18\x08 \x01(\t\x12-\n\nlast_pause\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\x10last_preparation\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1b\n\x13\x64\x65\x63oded_token_count\x18\x0b \x01(\x03\x12\x1d\n\x15prefilled_token_count\x18\x0c \x01(\x03\x42\n\n\x08_weights*k\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x01\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x02\x12\x17\n\x13PAUSE_MODE_IN_PLACE\x10\x03\x32\xeb\x06\n\rEngineService\x12[\n\x08Generate\x12&.sluice.api.rollout.v1.GenerateRequest\x1a\'.sluice.api.rollout.v1.GenerateResponse\x12o\n\x0eStreamGenerate\x12,.sluice.api.rollout.v1.StreamGenerateRequest\x1a-.sluice.api.rollout.v1.StreamGenerateResponse0\x01\x12R\n\x05Score\x12#.sluice.api.rollout.v1.ScoreRequest\x1a$.sluice.api.rollout.v1.ScoreResponse\x12R\n\x05\x41\x62ort\x12#.sluice.api.rollout.v1.AbortRequest\x1a$.sluice.api.rollout.v1.AbortResponse\x12R\n\x05Pause\x12#.sluice.api.rollout.v1.PauseRequest\x1a$.sluice.api.rollout.v1.PauseResponse\x12U\n\x06Resume\x12$.sluice.api.rollout.v1.ResumeRequest\x1a%.sluice.api.rollout.v1.ResumeResponse\x12m\n\x0ePrepareWeights\x12,.sluice.api.rollout.v1.PrepareWeightsRequest\x1a-.sluice.api.rollout.v1.PrepareWeightsResponse\x12j\n\rCommitWeights\x12+.sluice.api.rollout.v1.CommitWeightsRequest\x1a,.sluice.api.rollout.v1.CommitWeightsResponse\x12^\n\tGetEngine\x12\'.sluice.api.rollout.v1.GetEngineRequest\x1a(.sluice.api.rollout.v1.GetEngineResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -56,8 +56,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREPAREWEIGHTSREQUEST'].fields_by_name['weights']._serialized_options = b'\342A\001\002'
   _globals['_COMMITWEIGHTSREQUEST'].fields_by_name['weights']._loaded_options = None
   _globals['_COMMITWEIGHTSREQUEST'].fields_by_name['weights']._serialized_options = b'\342A\001\002'
-  _globals['_PAUSEMODE']._serialized_start=2227
-  _globals['_PAUSEMODE']._serialized_end=2334
+  _globals['_PAUSEMODE']._serialized_start=2462
+  _globals['_PAUSEMODE']._serialized_end=2569
   _globals['_SAMPLINGPARAMS']._serialized_start=170
   _globals['_SAMPLINGPARAMS']._serialized_end=342
   _globals['_VERSIONBOUNDS']._serialized_start=344
@@ -73,35 +73,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STREAMGENERATERESPONSE']._serialized_start=1047
   _globals['_STREAMGENERATERESPONSE']._serialized_end=1121
   _globals['_SCOREREQUEST']._serialized_start=1123
-  _globals['_SCOREREQUEST']._serialized_end=1191
-  _globals['_SCORERESPONSE']._serialized_start=1193
-  _globals['_SCORERESPONSE']._serialized_end=1280
-  _globals['_ABORTREQUEST']._serialized_start=1282
-  _globals['_ABORTREQUEST']._serialized_end=1323
-  _globals['_ABORTRESPONSE']._serialized_start=1325
-  _globals['_ABORTRESPONSE']._serialized_end=1369
-  _globals['_PAUSEREQUEST']._serialized_start=1371
-  _globals['_PAUSEREQUEST']._serialized_end=1439
-  _globals['_PAUSERESPONSE']._serialized_start=1441
-  _globals['_PAUSERESPONSE']._serialized_end=1456
-  _globals['_RESUMEREQUEST']._serialized_start=1458
-  _globals['_RESUMEREQUEST']._serialized_end=1473
-  _globals['_RESUMERESPONSE']._serialized_start=1475
-  _globals['_RESUMERESPONSE']._serialized_end=1491
-  _globals['_PREPAREWEIGHTSREQUEST']._serialized_start=1493
-  _globals['_PREPAREWEIGHTSREQUEST']._serialized_end=1576
-  _globals['_PREPAREWEIGHTSRESPONSE']._serialized_start=1578
-  _globals['_PREPAREWEIGHTSRESPONSE']._serialized_end=1647
-  _globals['_COMMITWEIGHTSREQUEST']._serialized_start=1650
-  _globals['_COMMITWEIGHTSREQUEST']._serialized_end=1780
-  _globals['_COMMITWEIGHTSRESPONSE']._serialized_start=1782
-  _globals['_COMMITWEIGHTSRESPONSE']._serialized_end=1847
-  _globals['_GETENGINEREQUEST']._serialized_start=1849
-  _globals['_GETENGINEREQUEST']._serialized_end=1867
-  _globals['_RANKLOAD']._serialized_start=1869
-  _globals['_RANKLOAD']._serialized_end=1966
-  _globals['_GETENGINERESPONSE']._serialized_start=1969
-  _globals['_GETENGINERESPONSE']._serialized_end=2225
-  _globals['_ENGINESERVICE']._serialized_start=2337
-  _globals['_ENGINESERVICE']._serialized_end=3212
+  _globals['_SCOREREQUEST']._serialized_end=1247
+  _globals['_SCORERESPONSE']._serialized_start=1249
+  _globals['_SCORERESPONSE']._serialized_end=1336
+  _globals['_ABORTREQUEST']._serialized_start=1338
+  _globals['_ABORTREQUEST']._serialized_end=1379
+  _globals['_ABORTRESPONSE']._serialized_start=1381
+  _globals['_ABORTRESPONSE']._serialized_end=1425
+  _globals['_PAUSEREQUEST']._serialized_start=1427
+  _globals['_PAUSEREQUEST']._serialized_end=1495
+  _globals['_PAUSERESPONSE']._serialized_start=1497
+  _globals['_PAUSERESPONSE']._serialized_end=1512
+  _globals['_RESUMEREQUEST']._serialized_start=1514
+  _globals['_RESUMEREQUEST']._serialized_end=1529
+  _globals['_RESUMERESPONSE']._serialized_start=1531
+  _globals['_RESUMERESPONSE']._serialized_end=1547
+  _globals['_PREPAREWEIGHTSREQUEST']._serialized_start=1549
+  _globals['_PREPAREWEIGHTSREQUEST']._serialized_end=1632
+  _globals['_PREPAREWEIGHTSRESPONSE']._serialized_start=1634
+  _globals['_PREPAREWEIGHTSRESPONSE']._serialized_end=1703
+  _globals['_COMMITWEIGHTSREQUEST']._serialized_start=1706
+  _globals['_COMMITWEIGHTSREQUEST']._serialized_end=1836
+  _globals['_COMMITWEIGHTSRESPONSE']._serialized_start=1838
+  _globals['_COMMITWEIGHTSRESPONSE']._serialized_end=1903
+  _globals['_GETENGINEREQUEST']._serialized_start=1905
+  _globals['_GETENGINEREQUEST']._serialized_end=1923
+  _globals['_RANKLOAD']._serialized_start=1925
+  _globals['_RANKLOAD']._serialized_end=2022
+  _globals['_GETENGINERESPONSE']._serialized_start=2025
+  _globals['_GETENGINERESPONSE']._serialized_end=2460
+  _globals['_ENGINESERVICE']._serialized_start=2572
+  _globals['_ENGINESERVICE']._serialized_end=3447
 # @@protoc_insertion_point(module_scope)

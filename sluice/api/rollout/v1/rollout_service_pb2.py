@@ -30,7 +30,7 @@ from sluice.api.common.v1 import sample_pb2 as sluice_dot_api_dot_common_dot_v1_
 from sluice.api.rollout.v1 import engine_service_pb2 as sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+sluice/api/rollout/v1/rollout_service.proto\x12\x15sluice.api.rollout.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x17google/rpc/status.proto\x1a!sluice/api/common/v1/sample.proto\x1a*sluice/api/rollout/v1/engine_service.proto\"P\n\x0f\x45nvironmentSpec\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12)\n\x08settings\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\"v\n\x0cGroupRequest\x12\x16\n\x08group_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x0f\n\x05index\x18\x02 \x01(\x03H\x00\x12&\n\x03row\x18\x03 \x01(\x0b\x32\x17.google.protobuf.StructH\x00\x12\r\n\x05seeds\x18\x04 \x03(\x03\x42\x06\n\x04task\"\xed\x02\n\x0eRolloutRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x39\n\x06groups\x18\x02 \x03(\x0b\x32#.sluice.api.rollout.v1.GroupRequestB\x04\xe2\x41\x01\x02\x12\x41\n\x0b\x65nvironment\x18\x03 \x01(\x0b\x32&.sluice.api.rollout.v1.EnvironmentSpecB\x04\xe2\x41\x01\x02\x12=\n\x08sampling\x18\x04 \x01(\x0b\x32%.sluice.api.rollout.v1.SamplingParamsB\x04\xe2\x41\x01\x02\x12\x1a\n\x0csample_count\x18\x05 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12\x36\n\x08versions\x18\x06 \x01(\x0b\x32$.sluice.api.rollout.v1.VersionBounds\x12\x30\n\rgroup_timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xc0\x01\n\rFinishedGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x31\n\x04\x62lob\x18\x02 \x01(\x0b\x32#.sluice.api.common.v1.BlobReference\x12\x0f\n\x07rewards\x18\x03 \x03(\x01\x12\x18\n\x10response_lengths\x18\x04 \x03(\x05\x12\x13\n\x0bmin_version\x18\x05 \x01(\x03\x12\x13\n\x0bmax_version\x18\x06 \x01(\x03\x12\x15\n\rprompt_length\x18\x07 \x01(\x05\"B\n\x0b\x46\x61iledGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\"\x8a\x01\n\x0fRolloutResponse\x12\x38\n\x08\x66inished\x18\x01 \x01(\x0b\x32$.sluice.api.rollout.v1.FinishedGroupH\x00\x12\x34\n\x06\x66\x61iled\x18\x02 \x01(\x0b\x32\".sluice.api.rollout.v1.FailedGroupH\x00\x42\x07\n\x05\x65vent\"K\n\x14\x43\x61ncelRolloutRequest\x12 \n\x12rollout_request_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x11\n\tgroup_ids\x18\x02 \x03(\t\"4\n\x15\x43\x61ncelRolloutResponse\x12\x1b\n\x13\x63\x61ncelled_group_ids\x18\x01 \x03(\t\"\x19\n\x17ListEnvironmentsRequest\"4\n\x0b\x45nvironment\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x17\n\x0fsettings_schema\x18\x02 \x01(\t\"T\n\x18ListEnvironmentsResponse\x12\x38\n\x0c\x65nvironments\x18\x01 \x03(\x0b\x32\".sluice.api.rollout.v1.Environment2\xcd\x02\n\x0eRolloutService\x12Z\n\x07Rollout\x12%.sluice.api.rollout.v1.RolloutRequest\x1a&.sluice.api.rollout.v1.RolloutResponse0\x01\x12j\n\rCancelRollout\x12+.sluice.api.rollout.v1.CancelRolloutRequest\x1a,.sluice.api.rollout.v1.CancelRolloutResponse\x12s\n\x10ListEnvironments\x12..sluice.api.rollout.v1.ListEnvironmentsRequest\x1a/.sluice.api.rollout.v1.ListEnvironmentsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+sluice/api/rollout/v1/rollout_service.proto\x12\x15sluice.api.rollout.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x17google/rpc/status.proto\x1a!sluice/api/common/v1/sample.proto\x1a*sluice/api/rollout/v1/engine_service.proto\"P\n\x0f\x45nvironmentSpec\x12\x12\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12)\n\x08settings\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\"v\n\x0cGroupRequest\x12\x16\n\x08group_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x0f\n\x05index\x18\x02 \x01(\x03H\x00\x12&\n\x03row\x18\x03 \x01(\x0b\x32\x17.google.protobuf.StructH\x00\x12\r\n\x05seeds\x18\x04 \x03(\x03\x42\x06\n\x04task\"\xfb\x02\n\x0eRolloutRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x39\n\x06groups\x18\x02 \x03(\x0b\x32#.sluice.api.rollout.v1.GroupRequestB\x04\xe2\x41\x01\x02\x12\x41\n\x0b\x65nvironment\x18\x03 \x01(\x0b\x32&.sluice.api.rollout.v1.EnvironmentSpecB\x04\xe2\x41\x01\x02\x12=\n\x08sampling\x18\x04 \x01(\x0b\x32%.sluice.api.rollout.v1.SamplingParamsB\x04\xe2\x41\x01\x02\x12\x1a\n\x0csample_count\x18\x05 \x01(\x05\x42\x04\xe2\x41\x01\x02\x12\x36\n\x08versions\x18\x06 \x01(\x0b\x32$.sluice.api.rollout.v1.VersionBounds\x12\x30\n\rgroup_timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0c\n\x04pool\x18\x08 \x01(\t\"\x91\x02\n\rFinishedGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x31\n\x04\x62lob\x18\x02 \x01(\x0b\x32#.sluice.api.common.v1.BlobReference\x12\x0f\n\x07rewards\x18\x03 \x03(\x01\x12\x18\n\x10response_lengths\x18\x04 \x03(\x05\x12\x13\n\x0bmin_version\x18\x05 \x01(\x03\x12\x13\n\x0bmax_version\x18\x06 \x01(\x03\x12\x15\n\rprompt_length\x18\x07 \x01(\x05\x12\x13\n\x0braw_rewards\x18\x08 \x03(\x01\x12:\n\x0e\x66inish_reasons\x18\t \x03(\x0e\x32\".sluice.api.common.v1.FinishReason\"B\n\x0b\x46\x61iledGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\"\x8a\x01\n\x0fRolloutResponse\x12\x38\n\x08\x66inished\x18\x01 \x01(\x0b\x32$.sluice.api.rollout.v1.FinishedGroupH\x00\x12\x34\n\x06\x66\x61iled\x18\x02 \x01(\x0b\x32\".sluice.api.rollout.v1.FailedGroupH\x00\x42\x07\n\x05\x65vent\"K\n\x14\x43\x61ncelRolloutRequest\x12 \n\x12rollout_request_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x11\n\tgroup_ids\x18\x02 \x03(\t\"4\n\x15\x43\x61ncelRolloutResponse\x12\x1b\n\x13\x63\x61ncelled_group_ids\x18\x01 \x03(\t\"\x19\n\x17ListEnvironmentsRequest\"4\n\x0b\x45nvironment\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x17\n\x0fsettings_schema\x18\x02 \x01(\t\"T\n\x18ListEnvironmentsResponse\x12\x38\n\x0c\x65nvironments\x18\x01 \x03(\x0b\x32\".sluice.api.rollout.v1.Environment2\xcd\x02\n\x0eRolloutService\x12Z\n\x07Rollout\x12%.sluice.api.rollout.v1.RolloutRequest\x1a&.sluice.api.rollout.v1.RolloutResponse0\x01\x12j\n\rCancelRollout\x12+.sluice.api.rollout.v1.CancelRolloutRequest\x1a,.sluice.api.rollout.v1.CancelRolloutResponse\x12s\n\x10ListEnvironments\x12..sluice.api.rollout.v1.ListEnvironmentsRequest\x1a/.sluice.api.rollout.v1.ListEnvironmentsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -58,23 +58,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GROUPREQUEST']._serialized_start=351
   _globals['_GROUPREQUEST']._serialized_end=469
   _globals['_ROLLOUTREQUEST']._serialized_start=472
-  _globals['_ROLLOUTREQUEST']._serialized_end=837
-  _globals['_FINISHEDGROUP']._serialized_start=840
-  _globals['_FINISHEDGROUP']._serialized_end=1032
-  _globals['_FAILEDGROUP']._serialized_start=1034
-  _globals['_FAILEDGROUP']._serialized_end=1100
-  _globals['_ROLLOUTRESPONSE']._serialized_start=1103
-  _globals['_ROLLOUTRESPONSE']._serialized_end=1241
-  _globals['_CANCELROLLOUTREQUEST']._serialized_start=1243
-  _globals['_CANCELROLLOUTREQUEST']._serialized_end=1318
-  _globals['_CANCELROLLOUTRESPONSE']._serialized_start=1320
-  _globals['_CANCELROLLOUTRESPONSE']._serialized_end=1372
-  _globals['_LISTENVIRONMENTSREQUEST']._serialized_start=1374
-  _globals['_LISTENVIRONMENTSREQUEST']._serialized_end=1399
-  _globals['_ENVIRONMENT']._serialized_start=1401
-  _globals['_ENVIRONMENT']._serialized_end=1453
-  _globals['_LISTENVIRONMENTSRESPONSE']._serialized_start=1455
-  _globals['_LISTENVIRONMENTSRESPONSE']._serialized_end=1539
-  _globals['_ROLLOUTSERVICE']._serialized_start=1542
-  _globals['_ROLLOUTSERVICE']._serialized_end=1875
+  _globals['_ROLLOUTREQUEST']._serialized_end=851
+  _globals['_FINISHEDGROUP']._serialized_start=854
+  _globals['_FINISHEDGROUP']._serialized_end=1127
+  _globals['_FAILEDGROUP']._serialized_start=1129
+  _globals['_FAILEDGROUP']._serialized_end=1195
+  _globals['_ROLLOUTRESPONSE']._serialized_start=1198
+  _globals['_ROLLOUTRESPONSE']._serialized_end=1336
+  _globals['_CANCELROLLOUTREQUEST']._serialized_start=1338
+  _globals['_CANCELROLLOUTREQUEST']._serialized_end=1413
+  _globals['_CANCELROLLOUTRESPONSE']._serialized_start=1415
+  _globals['_CANCELROLLOUTRESPONSE']._serialized_end=1467
+  _globals['_LISTENVIRONMENTSREQUEST']._serialized_start=1469
+  _globals['_LISTENVIRONMENTSREQUEST']._serialized_end=1494
+  _globals['_ENVIRONMENT']._serialized_start=1496
+  _globals['_ENVIRONMENT']._serialized_end=1548
+  _globals['_LISTENVIRONMENTSRESPONSE']._serialized_start=1550
+  _globals['_LISTENVIRONMENTSRESPONSE']._serialized_end=1634
+  _globals['_ROLLOUTSERVICE']._serialized_start=1637
+  _globals['_ROLLOUTSERVICE']._serialized_end=1970
 # @@protoc_insertion_point(module_scope)

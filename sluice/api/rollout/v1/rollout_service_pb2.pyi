@@ -35,7 +35,7 @@ class GroupRequest(_message.Message):
     def __init__(self, group_id: _Optional[str] = ..., index: _Optional[int] = ..., row: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., seeds: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RolloutRequest(_message.Message):
-    __slots__ = ("request_id", "groups", "environment", "sampling", "sample_count", "versions", "group_timeout")
+    __slots__ = ("request_id", "groups", "environment", "sampling", "sample_count", "versions", "group_timeout", "pool")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class RolloutRequest(_message.Message):
     SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     GROUP_TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     groups: _containers.RepeatedCompositeFieldContainer[GroupRequest]
     environment: EnvironmentSpec
@@ -50,10 +51,11 @@ class RolloutRequest(_message.Message):
     sample_count: int
     versions: _engine_service_pb2.VersionBounds
     group_timeout: _duration_pb2.Duration
-    def __init__(self, request_id: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupRequest, _Mapping]]] = ..., environment: _Optional[_Union[EnvironmentSpec, _Mapping]] = ..., sampling: _Optional[_Union[_engine_service_pb2.SamplingParams, _Mapping]] = ..., sample_count: _Optional[int] = ..., versions: _Optional[_Union[_engine_service_pb2.VersionBounds, _Mapping]] = ..., group_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    pool: str
+    def __init__(self, request_id: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupRequest, _Mapping]]] = ..., environment: _Optional[_Union[EnvironmentSpec, _Mapping]] = ..., sampling: _Optional[_Union[_engine_service_pb2.SamplingParams, _Mapping]] = ..., sample_count: _Optional[int] = ..., versions: _Optional[_Union[_engine_service_pb2.VersionBounds, _Mapping]] = ..., group_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pool: _Optional[str] = ...) -> None: ...
 
 class FinishedGroup(_message.Message):
-    __slots__ = ("group_id", "blob", "rewards", "response_lengths", "min_version", "max_version", "prompt_length")
+    __slots__ = ("group_id", "blob", "rewards", "response_lengths", "min_version", "max_version", "prompt_length", "raw_rewards", "finish_reasons")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     BLOB_FIELD_NUMBER: _ClassVar[int]
     REWARDS_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +63,8 @@ class FinishedGroup(_message.Message):
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
     MAX_VERSION_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    RAW_REWARDS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASONS_FIELD_NUMBER: _ClassVar[int]
     group_id: str
     blob: _sample_pb2.BlobReference
     rewards: _containers.RepeatedScalarFieldContainer[float]
@@ -68,7 +72,9 @@ class FinishedGroup(_message.Message):
     min_version: int
     max_version: int
     prompt_length: int
-    def __init__(self, group_id: _Optional[str] = ..., blob: _Optional[_Union[_sample_pb2.BlobReference, _Mapping]] = ..., rewards: _Optional[_Iterable[float]] = ..., response_lengths: _Optional[_Iterable[int]] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., prompt_length: _Optional[int] = ...) -> None: ...
+    raw_rewards: _containers.RepeatedScalarFieldContainer[float]
+    finish_reasons: _containers.RepeatedScalarFieldContainer[_sample_pb2.FinishReason]
+    def __init__(self, group_id: _Optional[str] = ..., blob: _Optional[_Union[_sample_pb2.BlobReference, _Mapping]] = ..., rewards: _Optional[_Iterable[float]] = ..., response_lengths: _Optional[_Iterable[int]] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., prompt_length: _Optional[int] = ..., raw_rewards: _Optional[_Iterable[float]] = ..., finish_reasons: _Optional[_Iterable[_Union[_sample_pb2.FinishReason, str]]] = ...) -> None: ...
 
 class FailedGroup(_message.Message):
     __slots__ = ("group_id", "error")

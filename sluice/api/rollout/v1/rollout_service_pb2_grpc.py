@@ -58,7 +58,9 @@ class RolloutServiceServicer(object):
 
     def Rollout(self, request, context):
         """Rolls out groups and announces each one when it is durable in the store. The same
-        request_id announces the finished ones again and goes on with the rest.
+        request_id announces the settled ones again and goes on with the rest, also at another
+        worker of the same store, which then runs failed groups once more. Groups go on without a
+        listener for a while, so that a caller may come back.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
