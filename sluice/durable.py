@@ -5,9 +5,13 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+LOCK_TIMEOUT_SECONDS = 60.0
+LOCK_POLL_SECONDS = 0.002
 
 
 def sync_path(path: Path) -> None:
@@ -29,6 +33,11 @@ def write_new(path: Path, data: bytes | memoryview, *, sync: bool = True) -> Non
             os.fsync(file.fileno())
 
 
+def temporary_path(directory: Path, name: str) -> Path:
+    """A name in `directory` that nobody else uses."""
+    return directory / f"{name}.{secrets.token_hex(8)}"
+
+
 def replace_file(
     path: Path, data: bytes | memoryview, *, temporary: Path, sync: bool = True
 ) -> None:
@@ -36,7 +45,7 @@ def replace_file(
 
     `temporary` is a directory of the same file system; a crash may leave a file there.
     """
-    source = temporary / f"{path.name}.{secrets.token_hex(8)}"
+    source = temporary_path(temporary, path.name)
     try:
         write_new(source, data, sync=sync)
         source.replace(path)
@@ -47,16 +56,40 @@ def replace_file(
         sync_path(path.parent)
 
 
+class LockTimeoutError(TimeoutError):
+    """Another process, perhaps a stopped one, has held a lock for too long."""
+
+    def __init__(self, path: Path, seconds: float) -> None:
+        self.path, self.seconds = path, seconds
+        super().__init__(f"lock {str(path)!r} was not free within {seconds:g} s")
+
+
 @contextmanager
-def locked(path: Path, *, shared: bool = False) -> Iterator[None]:
+def locked(
+    path: Path, *, shared: bool = False, timeout_seconds: float = LOCK_TIMEOUT_SECONDS
+) -> Iterator[None]:
     """Hold an flock on `path` (made when missing) among threads and processes.
 
     Each entry opens the file anew, because locks belong to an open file, not to a thread.
     The kernel frees the lock of a process that dies; holders keep it for short file operations.
+    Raises LockTimeoutError.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+        operation = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        deadline = time.monotonic() + timeout_seconds
+        while not _try_lock(descriptor, operation):
+            if time.monotonic() >= deadline:
+                raise LockTimeoutError(path, timeout_seconds)
+            time.sleep(LOCK_POLL_SECONDS)  # flock has no form with a deadline
         yield
     finally:
         os.close(descriptor)
+
+
+def _try_lock(descriptor: int, operation: int) -> bool:
+    try:
+        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -7,6 +7,7 @@ one has null there. https://arrow.apache.org/docs/format/Columnar.html#ipc-file-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -43,9 +44,9 @@ def encode_group(samples: Sequence[Sample], metadata: Mapping[str, str] | None =
 
     Samples are expected to be valid (`validate_sample`).
     """
-    names = {name for sample in samples for name in sample.columns}
-    if unknown := names - set(COLUMNS):
-        raise UnknownColumnError(samples[0].sample_id, min(unknown))
+    names = {name: sample.sample_id for sample in samples for name in sample.columns}
+    if unknown := set(names) - set(COLUMNS):
+        raise UnknownColumnError(names[min(unknown)], min(unknown))
     used = [column for name, column in COLUMNS.items() if name in names]
     fields = [*FIXED, *(pa.field(column.name, _arrow_type(column)) for column in used)]
     arrays = [
@@ -58,6 +59,8 @@ def encode_group(samples: Sequence[Sample], metadata: Mapping[str, str] | None =
         *(_encode_column(samples, column) for column in used),
     ]
     texts = {key.encode(): value.encode() for key, value in (metadata or {}).items()}
+    if FORMAT_KEY in texts:
+        raise ValueError(f"metadata key {FORMAT_KEY.decode()!r} is reserved")
     schema = pa.schema(fields, metadata={**texts, FORMAT_KEY: FORMAT})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, schema) as writer:
@@ -66,55 +69,71 @@ def encode_group(samples: Sequence[Sample], metadata: Mapping[str, str] | None =
 
 
 def decode_group(data: bytes | memoryview, rows: Sequence[int] | None = None) -> list[Sample]:
-    """The samples at `rows` (default: all), in that order; numeric arrays are views of `data`.
+    """The samples at `rows` (default: all), in that order.
 
+    Arrays of numbers are read-only views of `data`; of other rows only offsets are read.
     Raises InvalidGroupError for other bytes and IndexError for a row that is not there.
     """
-    batch, _ = _open(data)
+    batch = _open(data).get_batch(0)
     count = batch.num_rows
-    for row in rows or ():
+    rows = range(count) if rows is None else rows
+    for row in rows:
         if not 0 <= row < count:
             raise IndexError(f"row {row} of a group of {count}")
-    rows = range(count) if rows is None else rows
-    tokens = _lists_at(batch, "token_ids", rows)
-    known = [COLUMNS[name] for name in batch.schema.names if name in COLUMNS]
-    columns = {column.name: _decode_column(batch, column, rows) for column in known}
-    spans = batch.column("spans")
-    strings = {name: batch.column(name) for name in ("sample_id", "group_id", "finish_reason")}
-    prompts = batch.column("prompt_length")
+    if unknown := set(batch.schema.names) - set(COLUMNS) - {field.name for field in FIXED}:
+        raise InvalidGroupError(f"unknown columns: {', '.join(sorted(unknown))}")
+    columns = [
+        (column.name, _decode_column(batch, column, rows))
+        for column in COLUMNS.values()
+        if column.name in batch.schema.names
+    ]
+    fixed = zip(
+        _scalars(batch, "sample_id", rows),
+        _scalars(batch, "group_id", rows),
+        _arrays(batch, "token_ids", rows),
+        _scalars(batch, "prompt_length", rows),
+        _scalars(batch, "finish_reason", rows),
+        _scalars(batch, "spans", rows),
+        strict=True,
+    )
     return [
         Sample(
-            sample_id=strings["sample_id"][row].as_py(),
-            group_id=strings["group_id"][row].as_py(),
-            token_ids=tokens[index],
-            prompt_length=prompts[row].as_py(),
-            finish_reason=strings["finish_reason"][row].as_py(),
-            columns={
-                name: values[index] for name, values in columns.items() if values[index] is not None
-            },
-            spans=tuple(VersionSpan(**span) for span in spans[row].as_py()),
+            sample_id=sample_id,
+            group_id=group_id,
+            token_ids=tokens,
+            prompt_length=prompt_length,
+            finish_reason=finish_reason,
+            columns={name: value for name, values in columns if (value := values[i]) is not None},
+            spans=tuple(VersionSpan(**span) for span in spans),
         )
-        for index, row in enumerate(rows)
+        for i, (sample_id, group_id, tokens, prompt_length, finish_reason, spans) in enumerate(
+            fixed
+        )
     ]
 
 
 def read_metadata(data: bytes | memoryview) -> dict[str, str]:
     """The metadata given to `encode_group`; reads no rows."""
-    _, schema = _open(data)
-    pairs = (schema.metadata or {}).items()
+    pairs = _open(data).schema.metadata.items()
     return {key.decode(): value.decode() for key, value in pairs if key != FORMAT_KEY}
 
 
-def _open(data: bytes | memoryview) -> tuple[pa.RecordBatch, pa.Schema]:
+def count_rows(data: bytes | memoryview) -> int:
+    """Number of samples; reads no rows."""
+    count: int = _open(data).get_batch(0).num_rows
+    return count
+
+
+def _open(data: bytes | memoryview) -> pa.ipc.RecordBatchFileReader:
     try:
         reader = pa.ipc.open_file(pa.py_buffer(data))
-        if (reader.schema.metadata or {}).get(FORMAT_KEY) != FORMAT:
-            raise InvalidGroupError("not a group of samples, or of another format")
-        if reader.num_record_batches != 1:
-            raise InvalidGroupError(f"{reader.num_record_batches} record batches, not one")
-        return reader.get_batch(0), reader.schema
     except (pa.ArrowInvalid, OSError) as error:
         raise InvalidGroupError(f"not an Arrow file: {error}") from error
+    if (reader.schema.metadata or {}).get(FORMAT_KEY) != FORMAT:
+        raise InvalidGroupError("not a group of samples, or of another format")
+    if reader.num_record_batches != 1:
+        raise InvalidGroupError(f"{reader.num_record_batches} record batches, not one")
+    return reader
 
 
 def _arrow_type(column: Column) -> pa.DataType:
@@ -123,21 +142,23 @@ def _arrow_type(column: Column) -> pa.DataType:
 
 
 def _lists(values: Sequence[np.ndarray | None], dtype: np.dtype) -> pa.Array:
-    lengths = [0 if value is None else len(value) for value in values]
-    offsets = np.zeros(len(values) + 1, np.int32)
-    np.cumsum(lengths, out=offsets[1:])
+    offsets = np.zeros(len(values) + 1, np.int64)
+    np.cumsum([0 if value is None else len(value) for value in values], out=offsets[1:])
+    if offsets[-1] > np.iinfo(np.int32).max:
+        raise InvalidGroupError(f"a group of {offsets[-1]} tokens; 2^31 - 1 fit")
     present = [value for value in values if value is not None]
-    flat = np.concatenate(present) if present else np.empty(0, dtype)
+    flat = np.concatenate(present).astype(dtype, copy=False) if present else np.empty(0, dtype)
     absent = [value is None for value in values]
-    mask = pa.array(absent) if any(absent) else None
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat, from_pandas=False), mask=mask)
+    return pa.ListArray.from_arrays(
+        pa.array(offsets.astype(np.int32)),
+        pa.array(flat),
+        mask=pa.array(absent) if any(absent) else None,
+    )
 
 
 def _encode_column(samples: Sequence[Sample], column: Column) -> pa.Array:
-    values = [sample.columns.get(column.name) for sample in samples]
-    if column.per_token:
-        return _lists(values, column.dtype)
-    return pa.array(values, pa.float64(), from_pandas=False)
+    values: list[Any] = [sample.columns.get(column.name) for sample in samples]
+    return _lists(values, column.dtype) if column.per_token else pa.array(values, pa.float64())
 
 
 def _encode_spans(samples: Sequence[Sample]) -> pa.Array:
@@ -156,23 +177,30 @@ def _encode_spans(samples: Sequence[Sample]) -> pa.Array:
     return pa.array(spans, pa.list_(SPAN_TYPE))
 
 
-def _lists_at(batch: pa.RecordBatch, name: str, rows: Sequence[int]) -> list[np.ndarray | None]:
+def _scalars(batch: pa.RecordBatch, name: str, rows: Sequence[int]) -> list[Any]:
+    array = batch.column(name)
+    return [array[row].as_py() for row in rows]
+
+
+def _arrays(batch: pa.RecordBatch, name: str, rows: Sequence[int]) -> list[np.ndarray | None]:
     array = batch.column(name)
     offsets = array.offsets.to_numpy()
     flat = array.values
+    # Booleans are packed to bits, so that only they are copied, and of the chosen rows alone.
+    numbers = None if pa.types.is_boolean(flat.type) else flat.to_numpy()
     valid = array.is_valid().to_numpy(zero_copy_only=False)
-    return [
-        flat.slice(offsets[row], offsets[row + 1] - offsets[row]).to_numpy(zero_copy_only=False)
-        if valid[row]
-        else None
-        for row in rows
-    ]
+    found: list[np.ndarray | None] = []
+    for row in rows:
+        first, last = offsets[row], offsets[row + 1]
+        if not valid[row]:
+            found.append(None)
+        elif numbers is None:
+            found.append(flat.slice(first, last - first).to_numpy(zero_copy_only=False))
+        else:
+            found.append(numbers[first:last])
+    return found
 
 
-def _decode_column(
-    batch: pa.RecordBatch, column: Column, rows: Sequence[int]
-) -> list[np.ndarray | float | None]:
-    if column.per_token:
-        return list(_lists_at(batch, column.name, rows))
-    array = batch.column(column.name)
-    return [array[row].as_py() for row in rows]
+def _decode_column(batch: pa.RecordBatch, column: Column, rows: Sequence[int]) -> list[Any]:
+    read = _arrays if column.per_token else _scalars
+    return read(batch, column.name, rows)

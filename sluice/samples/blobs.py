@@ -1,36 +1,43 @@
 """Immutable blobs by content, with pins and a collector that never takes what is named.
 
 <root>/blobs/<2 hex>/<digest>   content; digest = xxh3-128, 32 hex digits
-<root>/blob_pins/<owner>        append-only lines "+<digest>" or "-<digest>"
 <root>/blobs/tmp/               blobs in the making
+<root>/blob_pins/               what each owner (ledger, batch, engine) still names
+<root>/blobs.lock               shared: put, pin, unpin; exclusive, for moments: the collector
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import re
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote, unquote
 
 import xxhash
 
-from sluice.durable import locked, replace_file, sync_path
+from sluice.durable import locked, sync_path, temporary_path, write_new
+from sluice.samples.pins import (
+    DIGEST,
+    PinBoard,
+    Replay,
+    append,
+    owner_of,
+    pin_files,
+    pin_path,
+)
 
-DIGEST = re.compile(r"[0-9a-f]{32}")
-LINE = 34  # sign, digest, newline
-ABANDONED_SECONDS = 3600.0  # a put still writing after this long is taken for dead
+ABANDONED_SECONDS = 3600.0  # a file in the making untouched for so long has lost its writer
+UNLINKS_PER_LOCK = 64  # bounds how long the collector holds up others
 
 
 class BlobNotFoundError(Exception):
-    """No blob of this digest: never put, or collected."""
+    """No blob of this digest: never put, collected, or not even a digest."""
 
     def __init__(self, digest: str) -> None:
         self.digest = digest
-        super().__init__(f"no blob {digest}")
+        super().__init__(f"no blob {digest!r}")
 
 
 class BlobDigestError(Exception):
@@ -52,35 +59,38 @@ class BlobReference:
 class BlobStore:
     """Blobs in a shared directory; any number of processes and threads.
 
-    `sync=False` leaves the moment of writing to the kernel: a crash of the process loses
-    nothing, one of the machine may.
+    A blob is safe from the collector while it is pinned and, before that, for the collector's
+    grace period after its last put: put, then pin, then tell others. With `sync=False` the
+    kernel chooses when to write: a crash of the process loses nothing, one of the machine may.
     """
 
     def __init__(self, root: Path | str, *, sync: bool = True) -> None:
         self.root = Path(root)
         self.sync = sync
         self._lock = self.root / "blobs.lock"
-        self._temporary = self.root / "blobs" / "tmp"
+        self._blobs = self.root / "blobs"
+        self._temporary = self._blobs / "tmp"
+        self._pins = self.root / "blob_pins"
         self._temporary.mkdir(parents=True, exist_ok=True)
-        (self.root / "blob_pins").mkdir(exist_ok=True)
+        self._pins.mkdir(exist_ok=True)
+        for prefix in range(256):
+            (self._blobs / f"{prefix:02x}").mkdir(exist_ok=True)
+        for directory in (self._blobs, self.root):
+            self._sync(directory)
 
     def put(self, data: bytes | memoryview) -> BlobReference:
-        """Store `data`; durable when it returns. Content already there is stored once."""
-        reference = BlobReference(xxhash.xxh3_128_hexdigest(data), len(data))
+        """Store `data`; durable when it returns. Content already there is not written again."""
+        reference = BlobReference(xxhash.xxh3_128_hexdigest(data), memoryview(data).nbytes)
         path = self._path(reference.digest)
-        with locked(self._lock, shared=True):
-            if self._is_intact(path, data):
-                os.utime(path)  # young again, so that a collector leaves it alone
-                return reference
-        if not path.parent.exists():
-            path.parent.mkdir(exist_ok=True)
-            if self.sync:
-                sync_path(path.parent.parent)
-        replace_file(path, data, temporary=self._temporary, sync=self.sync)
+        if not self._renew(path, data):
+            self._write(path, data)
         return reference
 
     def get(self, reference: BlobReference) -> memoryview:
-        """Content, mapped and checked; raises BlobNotFoundError or BlobDigestError."""
+        """Content, mapped and checked; raises BlobNotFoundError or BlobDigestError.
+
+        The view stays valid even if the blob is collected meanwhile.
+        """
         try:
             with self._path(reference.digest).open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
@@ -97,93 +107,117 @@ class BlobStore:
         return self._path(reference.digest).exists()
 
     def pin(self, owner: str, digests: Iterable[str]) -> None:
-        """Keep blobs until `owner` unpins them; durable. Raises BlobNotFoundError, pins none."""
+        """Keep blobs until `owner` unpins them; durable when it returns.
+
+        Raises BlobNotFoundError, and then pins none of them.
+        """
         digests = list(digests)
         with locked(self._lock, shared=True):
             for digest in digests:
                 if not self._path(digest).exists():
                     raise BlobNotFoundError(digest)
-            self._append(owner, "+", digests)
+            append(pin_path(self._pins, owner), "+", digests, sync=self.sync)
 
     def unpin(self, owner: str, digests: Iterable[str] | None = None) -> None:
         """Let go of `digests`, or of everything `owner` has pinned."""
+        path = pin_path(self._pins, owner)
+        if digests is None:
+            with locked(self._lock):  # nobody may be appending to the file
+                path.unlink(missing_ok=True)
+                self._sync(self._pins)
+            return
+        digests = list(digests)
+        for digest in digests:
+            self._path(digest)  # a malformed line would shift all behind it
         with locked(self._lock, shared=True):
-            if digests is None:
-                self._pin_path(owner).unlink(missing_ok=True)
-                if self.sync:
-                    sync_path(self.root / "blob_pins")
-            else:
-                self._append(owner, "-", list(digests))
+            append(path, "-", digests, sync=self.sync)
 
     def pinned(self, owner: str) -> set[str]:
         """Digests that `owner` has pinned."""
-        return _read_pins(self._pin_path(owner))
+        replay = Replay()
+        replay.refresh(pin_path(self._pins, owner))
+        return replay.live
 
     def owners(self) -> list[str]:
-        """Owners that have pinned something."""
-        return sorted(unquote(path.name) for path in (self.root / "blob_pins").iterdir())
+        """Owners that have a pin file."""
+        return [owner_of(path) for path in pin_files(self._pins)]
 
     def collect(self, grace_seconds: float, extra_live: Iterable[str] = ()) -> list[str]:
-        """Remove blobs that nobody has pinned, that are not in `extra_live` and older than grace.
+        """Remove blobs unpinned, not in `extra_live` and last put more than the grace ago.
 
-        The grace covers the time between a put and its pin. Returns the digests removed.
+        Others wait only while some files are unlinked, never for the whole scan. The grace
+        must exceed the time between a put and its pin, and the clock differences among hosts.
+        Returns the digests removed.
         """
-        live = set(extra_live)
-        removed = []
-        with locked(self._lock):
-            for path in (self.root / "blob_pins").iterdir():
-                live |= _read_pins(path)
-            for path in self._older(grace_seconds):
-                if path.name not in live:
-                    path.unlink()
-                    removed.append(path.name)
+        extra, removed = set(extra_live), list[str]()
+        board = PinBoard(self._pins)
+        with locked(self.root / "collect.lock"):
+            with locked(self._lock):
+                board.refresh()
+                board.compact(self._temporary, sync=self.sync)
+            board.refresh()
+            oldest = time.time() - grace_seconds
+            found = [path for path in self._older(oldest) if path.name not in extra]
+            candidates = [path for path in found if not board.names(path.name)]
+            for first in range(0, len(candidates), UNLINKS_PER_LOCK):
+                with locked(self._lock):
+                    board.refresh()
+                    for path in candidates[first : first + UNLINKS_PER_LOCK]:
+                        if not board.names(path.name) and _modified(path) <= oldest:
+                            path.unlink()
+                            removed.append(path.name)
+            self._sweep(time.time() - max(grace_seconds, ABANDONED_SECONDS))
         return removed
 
-    def _older(self, grace_seconds: float) -> Iterator[Path]:
-        oldest = time.time() - grace_seconds
-        for directory in (self.root / "blobs").iterdir():
-            if directory == self._temporary:
-                continue
-            for entry in os.scandir(directory):
-                if entry.stat().st_mtime <= oldest:
+    def _renew(self, path: Path, data: bytes | memoryview) -> bool:
+        """Whether the content is there and whole; then it is young again, and durable."""
+        with locked(self._lock, shared=True):
+            try:
+                if path.read_bytes() != data:
+                    return False  # damaged: written anew
+                os.utime(path)
+            except FileNotFoundError:
+                return False
+            self._sync(path)  # its writer may not have come so far
+            self._sync(path.parent)
+        return True
+
+    def _write(self, path: Path, data: bytes | memoryview) -> None:
+        source = temporary_path(self._temporary, path.name)
+        try:
+            write_new(source, data, sync=self.sync)
+            with locked(self._lock, shared=True):  # the collector may be about to unlink `path`
+                os.utime(source)
+                source.replace(path)
+        except BaseException:
+            source.unlink(missing_ok=True)
+            raise
+        self._sync(path.parent)
+
+    def _older(self, oldest: float) -> Iterator[Path]:
+        for prefix in range(256):
+            for entry in os.scandir(self._blobs / f"{prefix:02x}"):
+                if _modified(Path(entry.path)) <= oldest:
                     yield Path(entry.path)
 
-    def _append(self, owner: str, sign: str, digests: list[str]) -> None:
-        for digest in digests:
-            if not DIGEST.fullmatch(digest):
-                raise BlobNotFoundError(digest)
-        path = self._pin_path(owner)
-        created = not path.exists()
-        with path.open("ab", buffering=0) as file:
-            file.write("".join(f"{sign}{digest}\n" for digest in digests).encode())
-            if self.sync:
-                os.fsync(file.fileno())
-        if created and self.sync:
-            sync_path(path.parent)
+    def _sweep(self, oldest: float) -> None:
+        for path in self._temporary.iterdir():
+            if _modified(path) <= oldest:
+                path.unlink(missing_ok=True)
 
     def _path(self, digest: str) -> Path:
         if not DIGEST.fullmatch(digest):
             raise BlobNotFoundError(digest)
-        return self.root / "blobs" / digest[:2] / digest
+        return self._blobs / digest[:2] / digest
 
-    def _pin_path(self, owner: str) -> Path:
-        return self.root / "blob_pins" / quote(owner, safe="")
-
-    def _is_intact(self, path: Path, data: bytes | memoryview) -> bool:
-        try:
-            return path.read_bytes() == data
-        except FileNotFoundError:
-            return False
+    def _sync(self, path: Path) -> None:
+        if self.sync:
+            sync_path(path)
 
 
-def _read_pins(path: Path) -> set[str]:
-    """Replay an owner's file; a torn last line was never acknowledged and counts for nothing."""
+def _modified(path: Path) -> float:
+    """Time of the last put; the far future for a file that is gone."""
     try:
-        data = path.read_bytes()
+        return path.stat().st_mtime
     except FileNotFoundError:
-        return set()
-    live: set[str] = set()
-    for start in range(0, len(data) - LINE + 1, LINE):
-        line = data[start : start + LINE].decode()
-        (live.add if line[0] == "+" else live.discard)(line[1:33])
-    return live
+        return float("inf")

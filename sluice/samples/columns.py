@@ -78,9 +78,9 @@ COLUMNS: Mapping[str, Column] = {
 def validate_sample(sample: Sample) -> None:
     """Raise InvalidSampleError unless ids, columns and spans fit together."""
     tokens = sample.token_ids
-    if tokens.dtype != np.int32 or tokens.ndim != 1:
+    if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.ndim != 1:
         raise InvalidSampleError(
-            sample.sample_id, "token_ids", f"is {tokens.dtype}{list(tokens.shape)}, not int32[n]"
+            sample.sample_id, "token_ids", "is not an int32 array of one dimension"
         )
     if not 1 <= sample.prompt_length <= len(tokens):
         raise InvalidSampleError(
@@ -88,6 +88,8 @@ def validate_sample(sample: Sample) -> None:
             "prompt_length",
             f"is {sample.prompt_length}, not within 1..{len(tokens)}",
         )
+    if tokens.min() < 0:
+        raise InvalidSampleError(sample.sample_id, "token_ids", "has a negative id")
     for name, values in sample.columns.items():
         _validate_column(sample, name, values)
     _validate_spans(sample)

@@ -18,7 +18,7 @@ from sluice.weights.errors import (
     MissingTensorError,
     UnexpectedTensorError,
 )
-from sluice.weights.header import parse_header
+from sluice.weights.header import data_start, parse_header
 from sluice.weights.manifest import MANIFEST_NAME, FileEntry, ShardFile, StoredTensor, TensorEntry
 
 RESERVED = {MANIFEST_NAME, INDEX_NAME}
@@ -31,7 +31,7 @@ def collect_tensors(
     tensors: dict[str, StoredTensor] = {}
     files: set[str] = set()
     for shard in shards:
-        _check_name(shard.file_name)
+        _check_name(shard.file_name, shard=True)
         if shard.file_name in files:
             raise DuplicateFileError(shard.file_name)
         files.add(shard.file_name)
@@ -41,6 +41,8 @@ def collect_tensors(
             tensors[name] = StoredTensor(
                 shard.file_name, entry.dtype, tuple(entry.shape), entry.digest
             )
+    if SINGLE_NAME in files and len(files) > 1:  # transformers would read that one alone
+        raise InvalidCheckpointError(f"{SINGLE_NAME!r} cannot lie beside other shards")
     if not tensors:
         raise MissingTensorError(("any",))
     if expected is not None:
@@ -73,7 +75,7 @@ def add_companions(directory: Path, paths: Iterable[Path]) -> dict[str, FileEntr
     """Copy companion files into `directory`; returns their sizes and digests by name."""
     entries: dict[str, FileEntry] = {}
     for path in paths:
-        _check_name(path.name)
+        _check_name(path.name, shard=False)
         if path.name in entries:
             raise DuplicateFileError(path.name)
         target = directory / path.name
@@ -89,6 +91,7 @@ def add_companions(directory: Path, paths: Iterable[Path]) -> dict[str, FileEntr
 def write_index(directory: Path, shards: Sequence[ShardFile]) -> dict[str, FileEntry]:
     """Write the HF index; none for a lone `model.safetensors`, which HF finds by itself."""
     if [shard.file_name for shard in shards] == [SINGLE_NAME]:
+        (directory / INDEX_NAME).unlink(missing_ok=True)  # of a commit that failed
         return {}
     weight_map = {name: shard.file_name for shard in shards for name in shard.tensors}
     total = sum(_data_size(directory / shard.file_name) for shard in shards)
@@ -103,7 +106,7 @@ def write_index(directory: Path, shards: Sequence[ShardFile]) -> dict[str, FileE
 
 def _data_size(path: Path) -> int:
     with path.open("rb") as file:
-        return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
+        return path.stat().st_size - data_start(file.read(8))
 
 
 def _check_expected(
@@ -122,7 +125,7 @@ def _check_expected(
         raise UnexpectedTensorError(tuple(sorted(surplus)))
 
 
-def _check_name(file_name: str) -> None:
+def _check_name(file_name: str, *, shard: bool) -> None:
     plain = file_name == Path(file_name).name and file_name not in {"", ".", ".."}
-    if not plain or file_name in RESERVED:
+    if not plain or file_name in RESERVED or file_name.endswith(".safetensors") is not shard:
         raise InvalidCheckpointError(f"{file_name!r} cannot be the name of a file of a version")

@@ -6,9 +6,11 @@ import json
 import mmap
 from pathlib import Path
 
+import xxhash
+
 from sluice.weights.digest import digest_bytes
 from sluice.weights.errors import InvalidCheckpointError, MissingFileError
-from sluice.weights.header import parse_header
+from sluice.weights.header import data_start, parse_header
 from sluice.weights.manifest import ShardFile, TensorEntry
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -37,9 +39,12 @@ def companion_files(directory: Path) -> list[Path]:
 
 
 def shard_paths(directory: Path) -> list[Path]:
-    """The safetensors files that make up the model; raises where there are none."""
+    """The safetensors files that make up the model; raises MissingFileError if incomplete.
+
+    Like transformers, a `model.safetensors` is taken before an index.
+    """
     index = directory / INDEX_NAME
-    if index.is_file():
+    if not (directory / SINGLE_NAME).is_file() and index.is_file():
         try:
             names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         except (ValueError, KeyError, AttributeError, TypeError) as error:
@@ -53,16 +58,18 @@ def shard_paths(directory: Path) -> list[Path]:
 
 
 def describe_shard(path: Path) -> ShardFile:
-    """Digest a safetensors file and every tensor in it."""
+    """Digest a safetensors file and every tensor in it, in one pass."""
     with path.open("rb") as file:
         try:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except ValueError as error:  # empty
             raise InvalidCheckpointError(f"{path.name!r} is empty") from error
     extents = parse_header(mapped, file_name=path.name)
-    with memoryview(mapped) as view:
-        tensors = {
-            name: TensorEntry(e.dtype, e.shape, digest_bytes(view[e.begin : e.end]))
-            for name, e in extents.items()
-        }
-        return ShardFile(path.name, len(view), digest_bytes(view), tensors)
+    view = memoryview(mapped)
+    whole = xxhash.xxh3_128(view[: data_start(mapped)])
+    tensors: dict[str, TensorEntry] = {}
+    for name, extent in extents.items():
+        piece = view[extent.begin : extent.end]
+        tensors[name] = TensorEntry(extent.dtype, extent.shape, digest_bytes(piece))
+        whole.update(piece)
+    return ShardFile(path.name, len(view), whole.hexdigest(), tensors)

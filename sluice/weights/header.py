@@ -55,9 +55,8 @@ def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[b
 def parse_header(data: Buffer, *, file_name: str) -> dict[str, Extent]:
     """Tensors of a safetensors file in the order of their bytes, which they tile exactly."""
     view = memoryview(data)
-    length = int.from_bytes(view[:8], "little")
-    start = 8 + length
-    if len(view) < 8 or length > MAX_HEADER or start > len(view):
+    start = data_start(data)
+    if len(view) < 8 or start > min(len(view), MAX_HEADER):
         raise InvalidCheckpointError(f"{file_name!r} is cut short or is no safetensors file")
     try:
         document = json.loads(bytes(view[8:start]))
@@ -66,20 +65,29 @@ def parse_header(data: Buffer, *, file_name: str) -> dict[str, Extent]:
             for name, entry in document.items()
             if name != "__metadata__"
         }
+        sizes = {name: _size(extent) for name, extent in extents.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidCheckpointError(f"{file_name!r} has a malformed header: {error}") from error
     position = start
     extents = dict(sorted(extents.items(), key=lambda item: (item[1].begin, item[1].end)))
     for name, extent in extents.items():
-        if extent.dtype not in BITS:
-            raise InvalidCheckpointError(f"tensor {name!r} has unknown dtype {extent.dtype!r}")
-        size = math.prod(extent.shape) * BITS[extent.dtype] // 8
-        if extent.begin != position or extent.end != position + size:
+        if extent.begin != position or extent.end != position + sizes[name]:
             raise InvalidCheckpointError(f"tensor {name!r} of {file_name!r} is misplaced")
         position = extent.end
     if position != len(view):
         raise InvalidCheckpointError(f"{file_name!r} has {len(view)} bytes, not {position}")
     return extents
+
+
+def data_start(data: Buffer) -> int:
+    """Where the tensors begin: the length of the header with its own eight bytes."""
+    return 8 + int.from_bytes(memoryview(data)[:8], "little")
+
+
+def _size(extent: Extent) -> int:
+    if extent.dtype not in BITS:
+        raise ValueError(f"unknown dtype {extent.dtype!r}")
+    return math.prod(extent.shape) * BITS[extent.dtype] // 8
 
 
 def _absolute(entry: Mapping[str, list[int]], start: int) -> tuple[int, int]:

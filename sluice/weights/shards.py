@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator, Mapping
+from io import RawIOBase
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from sluice.weights.errors import (
     MissingFileError,
     TensorDigestError,
 )
-from sluice.weights.header import Extent, encode_header, parse_header
+from sluice.weights.header import Extent, data_start, encode_header, parse_header
 from sluice.weights.manifest import Manifest, ShardFile, TensorEntry
 
 TORCH_DTYPES = {
@@ -57,19 +58,23 @@ def write_shard(
     entries: dict[str, TensorEntry] = {}
     path = directory / file_name
     try:
-        with path.open("xb", buffering=0) as file:
-            file.write(header)
+        file = path.open("xb", buffering=0)
+    except FileExistsError as error:
+        raise DuplicateFileError(file_name) from error
+    try:
+        with file:
+            _write_all(file, memoryview(header))
             for name in order:
                 view = _host_bytes(tensors[name])
                 entries[name] = TensorEntry(*layout[name], digest_bytes(view))
                 whole.update(view)
-                while view:
-                    view = view[file.write(view) :]
+                _write_all(file, view)
             size = file.tell()
             if sync:
                 os.fsync(file.fileno())
-    except FileExistsError as error:
-        raise DuplicateFileError(file_name) from error
+    except BaseException:  # a full disk: leave no part behind
+        path.unlink(missing_ok=True)
+        raise
     return ShardFile(file_name, size, whole.hexdigest(), entries)
 
 
@@ -115,8 +120,7 @@ def _load_file(
         different = ", ".join(sorted(stored ^ set(extents))[:8])
         raise InvalidCheckpointError(f"{file_name!r} and its manifest differ in: {different}")
     view = memoryview(mapped)
-    first = min((extent.begin for extent in extents.values()), default=len(view))
-    whole = xxhash.xxh3_128(view[:first])
+    whole = xxhash.xxh3_128(view[: data_start(mapped)])
     for name, extent in extents.items():
         piece, entry = view[extent.begin : extent.end], manifest.tensors[name]
         actual = digest_bytes(piece)
@@ -156,4 +160,9 @@ def _tensor(mapped: mmap.mmap, extent: Extent) -> torch.Tensor:
 
 def _host_bytes(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())
+    return flat.numpy().data
+
+
+def _write_all(file: RawIOBase, view: memoryview) -> None:
+    while view:
+        view = view[file.write(view) or 0 :]

@@ -2,7 +2,8 @@
 
 The kernel frees the lock when the owner dies, however it dies, so a free lock means that
 nobody will finish the directory. The lock file lies beside it: the rename that commits the
-directory must not carry the lock along.
+directory must not carry the lock along. A file system shared by hosts must therefore keep
+flock coherent among them (NFS on Linux does).
 """
 
 from __future__ import annotations
@@ -13,61 +14,69 @@ import secrets
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
+
+LOCK_SUFFIX = ".lock"
 
 
 @dataclass(frozen=True)
 class Staging:
     """A version in the making: write its shards into `directory`, then commit or abort.
 
-    The lock lives as long as this object; ranks on other hosts need only the directory.
+    The lock lives as long as this object, and in forked children; ranks need only the directory.
     """
 
     directory: Path
     version: int
     parent: int | None
-    lock: int = field(repr=False)  # descriptor that holds the flock
+    lock: IO[bytes] = field(repr=False)  # an open file that holds the flock
 
     @property
     def lock_path(self) -> Path:
-        return self.directory.with_name(self.directory.name + ".lock")
+        """The lock file beside the directory."""
+        return self.directory.with_name(self.directory.name + LOCK_SUFFIX)
 
 
 def open_staging(root: Path, version: int, parent: int | None) -> Staging:
     """Make a staging directory below `root` and lock it."""
     while True:
         directory = root / f"{version:08d}-{secrets.token_hex(8)}"
-        lock_path = directory.with_name(directory.name + ".lock")
-        descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if os.fstat(descriptor).st_nlink:  # else swept between the open and the lock
+        lock = directory.with_name(directory.name + LOCK_SUFFIX).open("xb")
+        if _take(lock):
             directory.mkdir()
-            return Staging(directory, version, parent, descriptor)
-        os.close(descriptor)
+            return Staging(directory, version, parent, lock)
+        lock.close()  # a sweep was faster
 
 
 def close_staging(staging: Staging) -> None:
-    """Remove what is left of a staging directory and free its lock."""
+    """Remove what is left of a staging directory and free its lock; may be repeated."""
+    if staging.lock.closed:
+        return
     shutil.rmtree(staging.directory, ignore_errors=True)
     staging.lock_path.unlink(missing_ok=True)
-    os.close(staging.lock)
+    staging.lock.close()
 
 
 def sweep_staging(root: Path) -> list[Path]:
     """Remove the directories whose owner is gone, and return them."""
     removed = []
-    for lock_path in root.glob("*.lock"):
+    for lock_path in root.glob("*" + LOCK_SUFFIX):
         try:
-            descriptor = os.open(lock_path, os.O_RDWR)
+            with lock_path.open("r+b") as lock:
+                if _take(lock):
+                    directory = lock_path.with_suffix("")
+                    shutil.rmtree(directory, ignore_errors=True)
+                    lock_path.unlink(missing_ok=True)
+                    removed.append(directory)
         except FileNotFoundError:
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            directory = lock_path.with_suffix("")
-            shutil.rmtree(directory, ignore_errors=True)
-            lock_path.unlink(missing_ok=True)
-            removed.append(directory)
-        except BlockingIOError:
-            continue
-        finally:
-            os.close(descriptor)
+            continue  # committed or swept meanwhile
     return removed
+
+
+def _take(lock: IO[bytes]) -> bool:
+    """Whether the lock is ours now, and its file still the one in the directory."""
+    try:
+        fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return os.fstat(lock.fileno()).st_nlink > 0

@@ -14,7 +14,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
@@ -24,6 +24,7 @@ from sluice.weights.assembly import add_companions, check_shards, collect_tensor
 from sluice.weights.checkpoint import companion_files, describe_shard, shard_paths
 from sluice.weights.errors import (
     DuplicateFileError,
+    ManifestError,
     StagingLostError,
     VersionExistsError,
     VersionNotFoundError,
@@ -85,7 +86,9 @@ class WeightStore:
         VersionNotFoundError where no such number was ever allocated.
         """
         self.sweep()
-        if parent is not None and not self._marker(parent).exists():
+        if parent is not None and not (
+            self._marker(parent).exists() or self._directory(parent).exists()
+        ):
             raise VersionNotFoundError(parent)
         number = self._next_number()
         marker = json.dumps({"parent": parent}).encode()
@@ -148,33 +151,31 @@ class WeightStore:
         close_staging(staging)
 
     def get(self, version: int) -> VersionRecord:
-        """A committed version; raises VersionNotFoundError, or what its manifest is guilty of."""
-        directory = self._directory(version)
-        if version in self._records and directory.exists():
-            return self._records[version]
-        try:
-            manifest = read_manifest(directory)
-        except FileNotFoundError as error:
-            self._records.pop(version, None)
-            raise VersionNotFoundError(version) from error
-        return self._remember(manifest)
+        """A committed version; raises VersionNotFoundError, ManifestError or FileDigestError."""
+        record = self._records.get(version)
+        if record is not None and record.directory.exists():
+            return record
+        return self._remember(self.manifest(version))
 
     def manifest(self, version: int) -> Manifest:
-        """The manifest of a committed version."""
+        """The manifest of a committed version; raises like `get`."""
         try:
-            return read_manifest(self._directory(version))
+            manifest = read_manifest(self._directory(version))
         except FileNotFoundError as error:
             raise VersionNotFoundError(version) from error
+        if manifest.version != version:
+            raise ManifestError(f"version {version} has the manifest of {manifest.version}")
+        return manifest
 
     def parent(self, version: int) -> int | None:
         """The parent of a version ever allocated, removed ones included."""
         try:
             parent: int | None = json.loads(self._marker(version).read_bytes())["parent"]
-        except (FileNotFoundError, ValueError) as error:  # a crash may leave an empty marker
-            raise VersionNotFoundError(version) from error
+        except (FileNotFoundError, ValueError):  # a crash may leave an empty marker
+            return self.manifest(version).parent
         return parent
 
-    def versions(self) -> list[int]:
+    def versions(self) -> Sequence[int]:
         """The numbers of the committed versions, ascending; reads no manifest."""
         return sorted(int(name) for name in os.listdir(self.root / "versions") if name.isdigit())
 
@@ -222,7 +223,7 @@ class WeightStore:
 
     def retain(
         self, keep_last: int, in_use: Collection[int] = (), pinned: Collection[int] = ()
-    ) -> list[int]:
+    ) -> Sequence[int]:
         """Remove versions but the newest `keep_last`, those in use and the pinned ones.
 
         Pin files count besides `pinned`. Returns the numbers removed; their parents stay
@@ -238,11 +239,12 @@ class WeightStore:
                 trash = self.root / "trash" / f"{version:08d}-{secrets.token_hex(8)}"
                 self._directory(version).rename(trash)
                 self._records.pop(version, None)
+            self._sync(self.root / "versions")
         for directory in (self.root / "trash").iterdir():
             shutil.rmtree(directory, ignore_errors=True)
         return removed
 
-    def sweep(self) -> list[Path]:
+    def sweep(self) -> Sequence[Path]:
         """Remove what crashed writers left; a live writer's directory is locked and stays."""
         return sweep_staging(self.root / "staging")
 
@@ -274,7 +276,7 @@ class WeightStore:
 
     def _next_number(self) -> int:
         if not self._last_allocated:
-            names = os.listdir(self.root / "allocated")
+            names = [*os.listdir(self.root / "allocated"), *os.listdir(self.root / "versions")]
             self._last_allocated = max((int(name) for name in names if name.isdigit()), default=0)
         return self._last_allocated + 1
 

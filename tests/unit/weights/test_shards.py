@@ -1,0 +1,264 @@
+"""Bytes of tensors: written once, digested on the way, never handed out damaged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from sluice.weights.checkpoint import describe_shard
+from sluice.weights.errors import (
+    FileDigestError,
+    InvalidCheckpointError,
+    ManifestError,
+    MissingFileError,
+    TensorDigestError,
+    WeightStoreError,
+)
+from sluice.weights.shards import TORCH_DTYPES, load_verified, write_shard
+from sluice.weights.store import VersionRecord, WeightStore, import_checkpoint
+
+Tensors = dict[str, torch.Tensor]
+
+
+def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    same = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return same and torch.equal(
+        one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)
+    )
+
+
+def publish(store: WeightStore, tensors: Tensors, *companions: Path) -> VersionRecord:
+    staging = store.allocate(None)
+    names = sorted(tensors)
+    shards = [
+        write_shard(staging.directory, f"model-{i}.safetensors", {n: tensors[n] for n in part})
+        for i, part in enumerate((names[:2], names[2:]))
+    ]
+    return store.commit(staging, shards, companions, 0)
+
+
+def load(store: WeightStore, record: VersionRecord, dtype: torch.dtype | None = None) -> Tensors:
+    return dict(load_verified(record.directory, store.manifest(record.version), dtype))
+
+
+def test_tensors_come_back_bit_for_bit(store: WeightStore, tensors: Tensors) -> None:
+    loaded = load(store, publish(store, tensors))
+    assert set(loaded) == set(tensors)
+    assert all(equal(loaded[name], tensors[name]) for name in tensors)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_other_readers_see_the_same(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Any dtype, shape and strides: the safetensors library reads what we wrote."""
+    tensors: Tensors = {}
+    for index in range(data.draw(st.integers(1, 5))):
+        dtype = TORCH_DTYPES[data.draw(st.sampled_from(sorted(TORCH_DTYPES)))]
+        shape = data.draw(st.lists(st.integers(0, 5), max_size=3))
+        raw = torch.randint(0, 2, (*shape, dtype.itemsize), dtype=torch.uint8)
+        tensor = raw.view(dtype).reshape(shape)
+        if data.draw(st.booleans()) and tensor.ndim > 1:
+            tensor = tensor.transpose(0, 1)
+        tensors[f"layers.{index}.\u00fc"] = tensor
+    directory = tmp_path_factory.mktemp("shard")
+    written = write_shard(directory, "a.safetensors", tensors)
+    read = load_file(directory / "a.safetensors")
+    assert set(read) == set(tensors) == set(written.tensors)
+    assert all(equal(read[name], tensors[name].contiguous()) for name in tensors)
+    assert describe_shard(directory / "a.safetensors") == written
+
+
+def test_a_change_of_dtype_spares_integers(store: WeightStore, tensors: Tensors) -> None:
+    loaded = load(store, publish(store, tensors), torch.float64)
+    assert loaded["norm.weight"].dtype == loaded["embed.weight"].dtype == torch.float64
+    assert torch.equal(loaded["norm.weight"], tensors["norm.weight"].double())
+    assert (loaded["router.bias"].dtype, loaded["step"].dtype) == (torch.bool, torch.int64)
+
+
+def test_writing_to_a_loaded_tensor_leaves_the_version_whole(
+    store: WeightStore, tensors: Tensors
+) -> None:
+    record = publish(store, tensors)
+    load(store, record)["embed.weight"].fill_(9.0)
+    assert equal(load(store, record)["embed.weight"], tensors["embed.weight"])
+
+
+def test_loaded_tensors_outlive_their_version(store: WeightStore, tensors: Tensors) -> None:
+    loaded = load(store, publish(store, tensors))
+    publish(store, tensors)
+    store.retain(1)
+    assert equal(loaded["embed.weight"], tensors["embed.weight"])
+
+
+def test_a_flipped_tensor_is_named_and_not_handed_out(store: WeightStore, tensors: Tensors) -> None:
+    record = publish(store, tensors)
+    path = record.directory / store.manifest(record.version).tensors["norm.weight"].file
+    content = bytearray(path.read_bytes())
+    content[content.index(tensors["norm.weight"].view(torch.uint8).numpy().tobytes())] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(TensorDigestError) as failure:
+        for name, _ in load_verified(record.directory, store.manifest(record.version)):
+            assert name != "norm.weight"
+    assert failure.value.name == "norm.weight"
+    assert failure.value.expected != failure.value.actual
+
+
+def test_no_flipped_byte_of_any_file_is_accepted(
+    store: WeightStore, tensors: Tensors, checkpoint: Path
+) -> None:
+    """Every file, spread over its bytes: headers, data, padding, index, companions, manifest."""
+    record = publish(store, tensors, checkpoint / "config.json")
+    load(store, record)
+    for path in sorted(record.directory.iterdir()):
+        content = path.read_bytes()
+        for position in range(0, len(content), max(1, len(content) // 40)):
+            damaged = bytearray(content)
+            damaged[position] ^= 1 << (position % 8)
+            path.write_bytes(damaged)
+            with pytest.raises(WeightStoreError) as failure:
+                load(store, record)
+            named = (path.name, *tensors)
+            assert any(name in str(failure.value) for name in named), str(failure.value)
+        path.write_bytes(content)
+    load(store, record)
+
+
+@pytest.mark.parametrize("change", ["cut", "gone", "empty"])
+def test_incomplete_files_are_named(store: WeightStore, tensors: Tensors, change: str) -> None:
+    record = publish(store, tensors)
+    path = record.directory / "model-1.safetensors"
+    content = path.read_bytes()
+    path.unlink()
+    if change != "gone":
+        path.write_bytes(content[:-1] if change == "cut" else b"")
+    with pytest.raises(MissingFileError) as failure:
+        load(store, record)
+    assert failure.value.file_name == path.name
+
+
+def test_files_of_two_versions_do_not_mix(store: WeightStore, tensors: Tensors) -> None:
+    one = publish(store, tensors)
+    changed = {**tensors, "embed.weight": tensors["embed.weight"] + 1}
+    two = publish(store, changed)
+    shutil.copy(one.directory / "model-0.safetensors", two.directory)
+    with pytest.raises(TensorDigestError):
+        load(store, two)
+    shutil.copy(one.directory / "manifest.json", two.directory)
+    with pytest.raises(ManifestError, match="version 2"):
+        store.manifest(2)
+
+
+def test_a_changed_companion_is_named(
+    store: WeightStore, tensors: Tensors, checkpoint: Path
+) -> None:
+    record = publish(store, tensors, checkpoint / "config.json")
+    (record.directory / "config.json").write_text("{}")
+    with pytest.raises(FileDigestError) as failure:
+        load(store, record)
+    assert failure.value.file_name == "config.json"
+
+
+def test_import_makes_a_plain_checkpoint_a_version(
+    store: WeightStore, tensors: Tensors, checkpoint: Path
+) -> None:
+    record = import_checkpoint(store, checkpoint, None, 3)
+    assert all(equal(tensor, tensors[name]) for name, tensor in load(store, record).items())
+    assert sorted(path.name for path in record.directory.iterdir()) == [
+        "chat_template.jinja",
+        "config.json",
+        "manifest.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert record.step == 3
+    (checkpoint / "model.safetensors").write_bytes(b"overwritten in place")
+    load(store, record)
+    assert publish(store, tensors).digest == record.digest
+
+
+def test_import_by_link_copies_no_bytes(store: WeightStore, checkpoint: Path) -> None:
+    record = import_checkpoint(store, checkpoint, None, 0, link=True)
+    source = checkpoint / "model.safetensors"
+    assert (record.directory / source.name).samefile(source)
+    assert not (record.directory / "config.json").samefile(checkpoint / "config.json")
+
+
+def test_import_takes_sharded_and_unaligned_files(
+    store: WeightStore, tensors: Tensors, tmp_path: Path
+) -> None:
+    source = tmp_path / "sharded"
+    source.mkdir()
+    save_file({"a": tensors["embed.weight"]}, source / "x.safetensors")
+    header = json.dumps(
+        {"m": {"dtype": "BOOL", "shape": [3], "data_offsets": [0, 3]},
+         "w": {"dtype": "F32", "shape": [2], "data_offsets": [3, 11]}}
+    ).encode()  # fmt: skip
+    values = torch.tensor([1.5, -2.5])
+    (source / "y.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + b"\1\0\1" + values.numpy().tobytes()
+    )
+    index = {"weight_map": {"a": "x.safetensors", "m": "y.safetensors", "w": "y.safetensors"}}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    loaded = load(store, import_checkpoint(store, source, None, 0))
+    assert equal(loaded["w"], values) and equal(loaded["a"], tensors["embed.weight"])
+    assert loaded["m"].tolist() == [True, False, True]
+    (source / "y.safetensors").unlink()
+    with pytest.raises(MissingFileError) as failure:
+        import_checkpoint(store, source, None, 0)
+    assert failure.value.file_name == "y.safetensors"
+    assert list(store.versions()) == [1]
+    assert not list((store.root / "staging").iterdir())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"short",
+        b"\xff" * 64,
+        (2).to_bytes(8, "little") + b"[]",
+        (9).to_bytes(8, "little") + b'{"a": {}}',
+        (2).to_bytes(8, "little") + b"{}trailing",
+    ],
+)
+def test_import_refuses_what_is_no_safetensors(
+    store: WeightStore, tmp_path: Path, content: bytes
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(InvalidCheckpointError, match=r"model\.safetensors"):
+        import_checkpoint(store, tmp_path, None, 0)
+    with pytest.raises(MissingFileError):
+        import_checkpoint(store, tmp_path / "nowhere", None, 0)
+
+
+def test_a_full_disk_leaves_no_part_of_a_shard(tmp_path: Path) -> None:
+    """A tensor that cannot be read in the middle stands for any failure on the way."""
+    tensors = {"a": torch.ones(3), "b": torch.empty(3, device="meta")}
+    with pytest.raises(NotImplementedError):
+        write_shard(tmp_path, "a.safetensors", tensors)
+    assert not list(tmp_path.iterdir())
+
+
+def test_transformers_loads_a_version(store: WeightStore, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    config = Qwen3Config(
+        vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=4, intermediate_size=8, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "hf")
+    weights = {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}
+    record = publish(store, weights, tmp_path / "hf" / "config.json")
+    loaded = AutoModelForCausalLM.from_pretrained(record.directory)
+    ids = torch.arange(6)[None]
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
