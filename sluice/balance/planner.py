@@ -187,7 +187,9 @@ def _statistics(
 ) -> PlanStatistics:
     costs = np.array([[table.cost_of(content) for content in rank] for rank in ranks])
     tokens = sum(table.tokens_of(content) for rank in ranks for content in rank)
-    mean = float(costs.sum(axis=1).mean()) or 1.0
+    if not tokens:
+        costs = np.ones_like(costs)
+    mean = float(costs.sum(axis=1).mean())
     return PlanStatistics(
         micro_batch_count=costs.shape[1],
         dummy_count=sum(not content for rank in ranks for content in rank),

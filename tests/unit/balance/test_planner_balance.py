@@ -1,0 +1,141 @@
+"""How good plans are: packing near the bound, costs even over ranks and over any range."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sluice.balance.planner import PlanLimits, PlanRows, assign_owners, plan_micro_batches
+from sluice.balance.planner_filling import fill_bins
+from sluice.balance.planner_packing import min_bin_count
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.floats(0.1, 1000.0), min_size=1, max_size=80),
+    st.integers(1, 9),
+    st.data(),
+)
+def test_any_range_of_groups_is_balanced_over_owners(
+    costs: list[float], data_size: int, data: st.DataObject
+):
+    owners = assign_owners(costs, data_size)
+    start = data.draw(st.integers(0, len(costs) - 1))
+    stop = data.draw(st.integers(start + 1, len(costs)))
+    chosen = owners[start:stop]
+    loads = np.bincount(chosen, weights=costs[start:stop], minlength=data_size)
+    counts = np.bincount(chosen, minlength=data_size)
+    assert loads.max() - loads.min() <= 4 * max(costs) + 1e-6
+    assert counts.max() - counts.min() <= 2
+
+
+def test_owners_even_out_what_came_before():
+    assert assign_owners([9.0, 1.0, 9.0, 1.0], 2) == [0, 1, 1, 0]
+    assert assign_owners([5.0], 3) == [0]
+    with pytest.raises(ValueError, match="data_size"):
+        assign_owners([1.0], 0)
+
+
+def fewest_bins(sizes: tuple[int, ...], cap: int) -> int:
+    """The optimum by trying every bin for every item."""
+    best = len(sizes)
+
+    def place(index: int, rooms: list[int]) -> None:
+        nonlocal best
+        if len(rooms) >= best:
+            return
+        if index == len(sizes):
+            best = len(rooms)
+            return
+        for position, room in enumerate(rooms):
+            if room >= sizes[index]:
+                rooms[position] -= sizes[index]
+                place(index + 1, rooms)
+                rooms[position] += sizes[index]
+        place(index + 1, [*rooms, cap - sizes[index]])
+
+    place(0, [])
+    return best
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=9))
+def test_the_lower_bound_is_one(sizes: list[int]):
+    optimum = fewest_bins(tuple(sorted(sizes, reverse=True)), 20)
+    assert -(-sum(sizes) // 20) <= min_bin_count(sizes, 20) <= optimum
+    plan = plan_micro_batches(PlanRows(lengths=sizes), PlanLimits(token_cap=20))
+    assert optimum <= plan.statistics.micro_batch_count <= optimum + 1
+
+
+def test_the_lower_bound_sees_more_than_the_sum():
+    assert min_bin_count([11, 11, 11], 20) == 3
+    assert min_bin_count([7, 7, 7, 7], 20) == 2
+    assert min_bin_count([14, 14, 7, 7], 20) == 3
+    assert min_bin_count([30, 5], 20) == 2
+    assert min_bin_count([], 20) == 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 70), max_size=40))
+def test_filled_bins_hold_every_item_under_the_cap(sizes: list[int]):
+    bins = fill_bins(sizes, 50)
+    assert bins is not None
+    assert sorted(item for content in bins for item in content) == list(range(len(sizes)))
+    assert all(len(c) == 1 or sum(sizes[item] for item in c) <= 50 for c in bins)
+
+
+def test_filling_finds_what_first_fit_decreasing_misses():
+    # Decreasing: 44+24, 24+22+21, ... opens a third bin; 44+27+29 does not.
+    sizes = [44, 24, 24, 22, 21, 17, 8, 8, 6, 6, 10, 10]
+    plan = plan_micro_batches(PlanRows(lengths=sizes), PlanLimits(token_cap=100))
+    assert plan.statistics.micro_batch_count == 2
+    assert plan.statistics.fill == 1.0
+
+
+def quadratic(lengths: np.ndarray) -> list[float]:
+    return (lengths * (1 + lengths / 4000)).tolist()
+
+
+@pytest.mark.parametrize("data_size", [2, 8])
+def test_ranks_are_even_on_heavy_tailed_lengths(data_size: int):
+    lengths = np.random.default_rng(0).lognormal(7, 1, 512).clip(16, 8192).astype(int)
+    plan = plan_micro_batches(
+        PlanRows(lengths=lengths.tolist(), costs=quadratic(lengths)),
+        PlanLimits(token_cap=16384, data_size=data_size),
+    )
+    assert plan.statistics.imbalance < 1.001
+    assert plan.statistics.lockstep_imbalance < 1.05
+    assert plan.statistics.fill > 0.85
+
+
+def test_owned_groups_stay_near_balance():
+    rng = np.random.default_rng(1)
+    prompts = np.repeat(rng.integers(50, 500, 64), 8)
+    lengths = prompts + rng.lognormal(6.5, 0.8, 512).clip(16, 6000).astype(int)
+    groups = np.repeat(np.arange(64), 8)
+    costs = quadratic(lengths)
+    owners = assign_owners(np.bincount(groups, weights=costs).tolist(), 4)
+    plan = plan_micro_batches(
+        PlanRows(
+            lengths=lengths.tolist(),
+            costs=costs,
+            owners=[owners[group] for group in groups],
+            groups=groups.tolist(),
+            prompt_lengths=prompts.tolist(),
+        ),
+        PlanLimits(token_cap=16384, data_size=4),
+    )
+    assert plan.statistics.imbalance < 1.05
+    assert plan.statistics.token_count < 1.05 * (lengths - prompts * 7 / 8).sum()
+
+
+def test_a_rank_runs_its_costliest_micro_batches_first():
+    lengths = np.random.default_rng(2).integers(10, 100, 60)
+    plan = plan_micro_batches(
+        PlanRows(lengths=lengths.tolist()), PlanLimits(token_cap=128, data_size=3)
+    )
+    for rank in plan.ranks:
+        costs = [sum(lengths[row] for row in content) for content in rank]
+        assert costs == sorted(costs, reverse=True)
