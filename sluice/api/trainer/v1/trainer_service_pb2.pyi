@@ -48,7 +48,7 @@ class ParallelLayout(_message.Message):
     def __init__(self, data: _Optional[int] = ..., tensor: _Optional[int] = ..., pipeline: _Optional[int] = ..., context: _Optional[int] = ..., expert: _Optional[int] = ..., virtual_pipeline: _Optional[int] = ...) -> None: ...
 
 class Trainer(_message.Message):
-    __slots__ = ("state", "step", "weights", "part_ids", "layout", "ranks", "restart_count", "failure", "losses", "advantage_estimators", "batches")
+    __slots__ = ("state", "step", "weights", "part_ids", "layout", "ranks", "restart_count", "failure", "losses", "advantage_estimators", "batches", "backend", "skipped_count", "consecutive_skipped_count", "gradients_incomplete", "checkpoint")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Trainer.State]
@@ -70,6 +70,11 @@ class Trainer(_message.Message):
     LOSSES_FIELD_NUMBER: _ClassVar[int]
     ADVANTAGE_ESTIMATORS_FIELD_NUMBER: _ClassVar[int]
     BATCHES_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CONSECUTIVE_SKIPPED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    GRADIENTS_INCOMPLETE_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     state: Trainer.State
     step: int
     weights: _sample_pb2.WeightVersion
@@ -81,7 +86,12 @@ class Trainer(_message.Message):
     losses: _containers.RepeatedScalarFieldContainer[str]
     advantage_estimators: _containers.RepeatedScalarFieldContainer[str]
     batches: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, state: _Optional[_Union[Trainer.State, str]] = ..., step: _Optional[int] = ..., weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., part_ids: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[ParallelLayout, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., restart_count: _Optional[int] = ..., failure: _Optional[str] = ..., losses: _Optional[_Iterable[str]] = ..., advantage_estimators: _Optional[_Iterable[str]] = ..., batches: _Optional[_Iterable[str]] = ...) -> None: ...
+    backend: str
+    skipped_count: int
+    consecutive_skipped_count: int
+    gradients_incomplete: bool
+    checkpoint: str
+    def __init__(self, state: _Optional[_Union[Trainer.State, str]] = ..., step: _Optional[int] = ..., weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., part_ids: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[ParallelLayout, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., restart_count: _Optional[int] = ..., failure: _Optional[str] = ..., losses: _Optional[_Iterable[str]] = ..., advantage_estimators: _Optional[_Iterable[str]] = ..., batches: _Optional[_Iterable[str]] = ..., backend: _Optional[str] = ..., skipped_count: _Optional[int] = ..., consecutive_skipped_count: _Optional[int] = ..., gradients_incomplete: bool = ..., checkpoint: _Optional[str] = ...) -> None: ...
 
 class GetTrainerRequest(_message.Message):
     __slots__ = ()
@@ -94,12 +104,14 @@ class GetTrainerResponse(_message.Message):
     def __init__(self, trainer: _Optional[_Union[Trainer, _Mapping]] = ...) -> None: ...
 
 class BatchHeader(_message.Message):
-    __slots__ = ("batch_id", "sample_count")
+    __slots__ = ("batch_id", "sample_count", "request_id")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     batch_id: str
     sample_count: int
-    def __init__(self, batch_id: _Optional[str] = ..., sample_count: _Optional[int] = ...) -> None: ...
+    request_id: str
+    def __init__(self, batch_id: _Optional[str] = ..., sample_count: _Optional[int] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class UploadBatchRequest(_message.Message):
     __slots__ = ("header", "sample", "blob")
@@ -124,17 +136,19 @@ class UploadBatchResponse(_message.Message):
     def __init__(self, batch: _Optional[str] = ..., sample_count: _Optional[int] = ..., token_count: _Optional[int] = ..., group_count: _Optional[int] = ...) -> None: ...
 
 class DeleteBatchRequest(_message.Message):
-    __slots__ = ("batch",)
+    __slots__ = ("batch", "request_id")
     BATCH_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     batch: str
-    def __init__(self, batch: _Optional[str] = ...) -> None: ...
+    request_id: str
+    def __init__(self, batch: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class DeleteBatchResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ComputeLogprobsRequest(_message.Message):
-    __slots__ = ("batch", "model", "temperature")
+    __slots__ = ("batch", "model", "temperature", "request_id")
     class Model(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         MODEL_UNSPECIFIED: _ClassVar[ComputeLogprobsRequest.Model]
@@ -146,10 +160,12 @@ class ComputeLogprobsRequest(_message.Message):
     BATCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     batch: str
     model: ComputeLogprobsRequest.Model
     temperature: float
-    def __init__(self, batch: _Optional[str] = ..., model: _Optional[_Union[ComputeLogprobsRequest.Model, str]] = ..., temperature: _Optional[float] = ...) -> None: ...
+    request_id: str
+    def __init__(self, batch: _Optional[str] = ..., model: _Optional[_Union[ComputeLogprobsRequest.Model, str]] = ..., temperature: _Optional[float] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class ComputeLogprobsResponse(_message.Message):
     __slots__ = ("column", "mean", "token_count", "rollout_mismatch_mean", "rollout_mismatch_max")
@@ -166,24 +182,35 @@ class ComputeLogprobsResponse(_message.Message):
     def __init__(self, column: _Optional[str] = ..., mean: _Optional[float] = ..., token_count: _Optional[int] = ..., rollout_mismatch_mean: _Optional[float] = ..., rollout_mismatch_max: _Optional[float] = ...) -> None: ...
 
 class ComputeAdvantagesRequest(_message.Message):
-    __slots__ = ("batch", "advantage")
+    __slots__ = ("batch", "advantage", "request_id")
     BATCH_FIELD_NUMBER: _ClassVar[int]
     ADVANTAGE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     batch: str
     advantage: _loss_pb2.AdvantageSpec
-    def __init__(self, batch: _Optional[str] = ..., advantage: _Optional[_Union[_loss_pb2.AdvantageSpec, _Mapping]] = ...) -> None: ...
+    request_id: str
+    def __init__(self, batch: _Optional[str] = ..., advantage: _Optional[_Union[_loss_pb2.AdvantageSpec, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class ComputeAdvantagesResponse(_message.Message):
-    __slots__ = ("reward_mean", "advantage_abs_mean", "silent_group_count", "group_count")
+    __slots__ = ("reward_mean", "advantage_abs_mean", "silent_group_count", "group_count", "metrics")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     REWARD_MEAN_FIELD_NUMBER: _ClassVar[int]
     ADVANTAGE_ABS_MEAN_FIELD_NUMBER: _ClassVar[int]
     SILENT_GROUP_COUNT_FIELD_NUMBER: _ClassVar[int]
     GROUP_COUNT_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
     reward_mean: float
     advantage_abs_mean: float
     silent_group_count: int
     group_count: int
-    def __init__(self, reward_mean: _Optional[float] = ..., advantage_abs_mean: _Optional[float] = ..., silent_group_count: _Optional[int] = ..., group_count: _Optional[int] = ...) -> None: ...
+    metrics: _containers.ScalarMap[str, float]
+    def __init__(self, reward_mean: _Optional[float] = ..., advantage_abs_mean: _Optional[float] = ..., silent_group_count: _Optional[int] = ..., group_count: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class RowColumns(_message.Message):
     __slots__ = ("sample_id", "columns")
@@ -201,12 +228,14 @@ class RowColumns(_message.Message):
     def __init__(self, sample_id: _Optional[str] = ..., columns: _Optional[_Mapping[str, _sample_pb2.Column]] = ...) -> None: ...
 
 class PutColumnsRequest(_message.Message):
-    __slots__ = ("batch", "rows")
+    __slots__ = ("batch", "rows", "request_id")
     BATCH_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     batch: str
     rows: _containers.RepeatedCompositeFieldContainer[RowColumns]
-    def __init__(self, batch: _Optional[str] = ..., rows: _Optional[_Iterable[_Union[RowColumns, _Mapping]]] = ...) -> None: ...
+    request_id: str
+    def __init__(self, batch: _Optional[str] = ..., rows: _Optional[_Iterable[_Union[RowColumns, _Mapping]]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class PutColumnsResponse(_message.Message):
     __slots__ = ("row_count",)
@@ -245,7 +274,7 @@ class ForwardBackwardRequest(_message.Message):
     def __init__(self, batch: _Optional[str] = ..., loss: _Optional[_Union[_loss_pb2.LossSpec, _Mapping]] = ..., expected_step: _Optional[int] = ..., part_id: _Optional[str] = ..., sample_ids: _Optional[_Iterable[str]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class ForwardBackwardResponse(_message.Message):
-    __slots__ = ("loss", "token_count", "metrics", "micro_batch_count")
+    __slots__ = ("loss", "token_count", "metrics", "micro_batch_count", "silent_row_count")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -257,11 +286,13 @@ class ForwardBackwardResponse(_message.Message):
     TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     MICRO_BATCH_COUNT_FIELD_NUMBER: _ClassVar[int]
+    SILENT_ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
     loss: float
     token_count: int
     metrics: _containers.ScalarMap[str, float]
     micro_batch_count: int
-    def __init__(self, loss: _Optional[float] = ..., token_count: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., micro_batch_count: _Optional[int] = ...) -> None: ...
+    silent_row_count: int
+    def __init__(self, loss: _Optional[float] = ..., token_count: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., micro_batch_count: _Optional[int] = ..., silent_row_count: _Optional[int] = ...) -> None: ...
 
 class StepOptimizerRequest(_message.Message):
     __slots__ = ("expected_step", "part_ids", "learning_rate", "request_id")
@@ -276,7 +307,7 @@ class StepOptimizerRequest(_message.Message):
     def __init__(self, expected_step: _Optional[int] = ..., part_ids: _Optional[_Iterable[str]] = ..., learning_rate: _Optional[float] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class StepOptimizerResponse(_message.Message):
-    __slots__ = ("step", "outcome", "skipped_reason", "grad_norm", "learning_rate", "duration", "skipped_count")
+    __slots__ = ("step", "outcome", "skipped_reason", "grad_norm", "learning_rate", "duration", "skipped_count", "consecutive_skipped_count")
     class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         OUTCOME_UNSPECIFIED: _ClassVar[StepOptimizerResponse.Outcome]
@@ -292,6 +323,7 @@ class StepOptimizerResponse(_message.Message):
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     DURATION_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CONSECUTIVE_SKIPPED_COUNT_FIELD_NUMBER: _ClassVar[int]
     step: int
     outcome: StepOptimizerResponse.Outcome
     skipped_reason: str
@@ -299,7 +331,8 @@ class StepOptimizerResponse(_message.Message):
     learning_rate: float
     duration: _duration_pb2.Duration
     skipped_count: int
-    def __init__(self, step: _Optional[int] = ..., outcome: _Optional[_Union[StepOptimizerResponse.Outcome, str]] = ..., skipped_reason: _Optional[str] = ..., grad_norm: _Optional[float] = ..., learning_rate: _Optional[float] = ..., duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., skipped_count: _Optional[int] = ...) -> None: ...
+    consecutive_skipped_count: int
+    def __init__(self, step: _Optional[int] = ..., outcome: _Optional[_Union[StepOptimizerResponse.Outcome, str]] = ..., skipped_reason: _Optional[str] = ..., grad_norm: _Optional[float] = ..., learning_rate: _Optional[float] = ..., duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., skipped_count: _Optional[int] = ..., consecutive_skipped_count: _Optional[int] = ...) -> None: ...
 
 class DiscardGradientsRequest(_message.Message):
     __slots__ = ("request_id",)

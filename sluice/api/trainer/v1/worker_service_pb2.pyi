@@ -11,28 +11,42 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class FollowRequest(_message.Message):
-    __slots__ = ("hello", "heartbeat", "result")
+    __slots__ = ("hello", "heartbeat", "result", "ready")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
     hello: RankHello
     heartbeat: RankHeartbeat
     result: CommandResult
-    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., heartbeat: _Optional[_Union[RankHeartbeat, _Mapping]] = ..., result: _Optional[_Union[CommandResult, _Mapping]] = ...) -> None: ...
+    ready: RankReady
+    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., heartbeat: _Optional[_Union[RankHeartbeat, _Mapping]] = ..., result: _Optional[_Union[CommandResult, _Mapping]] = ..., ready: _Optional[_Union[RankReady, _Mapping]] = ...) -> None: ...
 
 class RankHello(_message.Message):
-    __slots__ = ("rank", "world_size", "generation", "layout", "reports")
+    __slots__ = ("rank", "world_size", "generation", "process_id", "host")
     RANK_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
-    LAYOUT_FIELD_NUMBER: _ClassVar[int]
-    REPORTS_FIELD_NUMBER: _ClassVar[int]
-    rank: _trainer_service_pb2.Rank
+    PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    rank: int
     world_size: int
     generation: int
+    process_id: int
+    host: str
+    def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., generation: _Optional[int] = ..., process_id: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
+
+class RankReady(_message.Message):
+    __slots__ = ("error", "layout", "data_rank", "reports")
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    DATA_RANK_FIELD_NUMBER: _ClassVar[int]
+    REPORTS_FIELD_NUMBER: _ClassVar[int]
+    error: _status_pb2.Status
     layout: _trainer_service_pb2.ParallelLayout
+    data_rank: int
     reports: bool
-    def __init__(self, rank: _Optional[_Union[_trainer_service_pb2.Rank, _Mapping]] = ..., world_size: _Optional[int] = ..., generation: _Optional[int] = ..., layout: _Optional[_Union[_trainer_service_pb2.ParallelLayout, _Mapping]] = ..., reports: bool = ...) -> None: ...
+    def __init__(self, error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., layout: _Optional[_Union[_trainer_service_pb2.ParallelLayout, _Mapping]] = ..., data_rank: _Optional[int] = ..., reports: bool = ...) -> None: ...
 
 class RankHeartbeat(_message.Message):
     __slots__ = ("activity",)
@@ -41,20 +55,42 @@ class RankHeartbeat(_message.Message):
     def __init__(self, activity: _Optional[str] = ...) -> None: ...
 
 class CommandResult(_message.Message):
-    __slots__ = ("sequence", "error", "sums", "step", "rows", "shards")
+    __slots__ = ("sequence", "error", "sums", "step", "columns", "shards", "advantages")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     SUMS_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
-    ROWS_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
+    ADVANTAGES_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     error: _status_pb2.Status
     sums: PassSums
     step: StepResult
-    rows: _containers.RepeatedCompositeFieldContainer[_trainer_service_pb2.RowColumns]
+    columns: _sample_pb2.BlobReference
     shards: _containers.RepeatedCompositeFieldContainer[WrittenShard]
-    def __init__(self, sequence: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., sums: _Optional[_Union[PassSums, _Mapping]] = ..., step: _Optional[_Union[StepResult, _Mapping]] = ..., rows: _Optional[_Iterable[_Union[_trainer_service_pb2.RowColumns, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[WrittenShard, _Mapping]]] = ...) -> None: ...
+    advantages: AdvantageResult
+    def __init__(self, sequence: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., sums: _Optional[_Union[PassSums, _Mapping]] = ..., step: _Optional[_Union[StepResult, _Mapping]] = ..., columns: _Optional[_Union[_sample_pb2.BlobReference, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[WrittenShard, _Mapping]]] = ..., advantages: _Optional[_Union[AdvantageResult, _Mapping]] = ...) -> None: ...
+
+class AdvantageResult(_message.Message):
+    __slots__ = ("moments", "silent_rows", "has_returns")
+    MOMENTS_FIELD_NUMBER: _ClassVar[int]
+    SILENT_ROWS_FIELD_NUMBER: _ClassVar[int]
+    HAS_RETURNS_FIELD_NUMBER: _ClassVar[int]
+    moments: TokenMoments
+    silent_rows: _containers.RepeatedScalarFieldContainer[int]
+    has_returns: bool
+    def __init__(self, moments: _Optional[_Union[TokenMoments, _Mapping]] = ..., silent_rows: _Optional[_Iterable[int]] = ..., has_returns: bool = ...) -> None: ...
+
+class TokenMoments(_message.Message):
+    __slots__ = ("count", "mean", "m2")
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    MEAN_FIELD_NUMBER: _ClassVar[int]
+    M2_FIELD_NUMBER: _ClassVar[int]
+    count: float
+    mean: float
+    m2: float
+    def __init__(self, count: _Optional[float] = ..., mean: _Optional[float] = ..., m2: _Optional[float] = ...) -> None: ...
 
 class PassSums(_message.Message):
     __slots__ = ("loss", "token_count", "metrics")
@@ -74,12 +110,14 @@ class PassSums(_message.Message):
     def __init__(self, loss: _Optional[float] = ..., token_count: _Optional[int] = ..., metrics: _Optional[_Mapping[str, WeightedSum]] = ...) -> None: ...
 
 class WeightedSum(_message.Message):
-    __slots__ = ("sum", "weight")
+    __slots__ = ("sum", "weight", "max")
     SUM_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    MAX_FIELD_NUMBER: _ClassVar[int]
     sum: float
     weight: float
-    def __init__(self, sum: _Optional[float] = ..., weight: _Optional[float] = ...) -> None: ...
+    max: float
+    def __init__(self, sum: _Optional[float] = ..., weight: _Optional[float] = ..., max: _Optional[float] = ...) -> None: ...
 
 class StepResult(_message.Message):
     __slots__ = ("grad_norm", "learning_rate", "skipped_reason")
@@ -153,20 +191,22 @@ class FollowResponse(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., add_rows: _Optional[_Union[AddRows, _Mapping]] = ..., drop_batch: _Optional[_Union[DropBatch, _Mapping]] = ..., compute_logprobs: _Optional[_Union[LogprobsCommand, _Mapping]] = ..., compute_advantages: _Optional[_Union[AdvantagesCommand, _Mapping]] = ..., set_columns: _Optional[_Union[SetColumns, _Mapping]] = ..., read_columns: _Optional[_Union[ReadColumns, _Mapping]] = ..., forward_backward: _Optional[_Union[GradientsCommand, _Mapping]] = ..., step: _Optional[_Union[StepCommand, _Mapping]] = ..., discard: _Optional[_Union[DiscardCommand, _Mapping]] = ..., save: _Optional[_Union[SaveCommand, _Mapping]] = ..., load: _Optional[_Union[LoadCommand, _Mapping]] = ..., publish: _Optional[_Union[PublishCommand, _Mapping]] = ..., shutdown: _Optional[_Union[ShutdownCommand, _Mapping]] = ...) -> None: ...
 
 class AddRows(_message.Message):
-    __slots__ = ("batch_id", "blob", "rows")
+    __slots__ = ("batch_id", "blobs")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
-    BLOB_FIELD_NUMBER: _ClassVar[int]
-    ROWS_FIELD_NUMBER: _ClassVar[int]
+    BLOBS_FIELD_NUMBER: _ClassVar[int]
     batch_id: str
-    blob: _sample_pb2.BlobReference
-    rows: _containers.RepeatedCompositeFieldContainer[RowIndices]
-    def __init__(self, batch_id: _Optional[str] = ..., blob: _Optional[_Union[_sample_pb2.BlobReference, _Mapping]] = ..., rows: _Optional[_Iterable[_Union[RowIndices, _Mapping]]] = ...) -> None: ...
+    blobs: _containers.RepeatedCompositeFieldContainer[BlobRows]
+    def __init__(self, batch_id: _Optional[str] = ..., blobs: _Optional[_Iterable[_Union[BlobRows, _Mapping]]] = ...) -> None: ...
 
-class RowIndices(_message.Message):
-    __slots__ = ("indices",)
+class BlobRows(_message.Message):
+    __slots__ = ("blob", "indices", "rows")
+    BLOB_FIELD_NUMBER: _ClassVar[int]
     INDICES_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    blob: _sample_pb2.BlobReference
     indices: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, indices: _Optional[_Iterable[int]] = ...) -> None: ...
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, blob: _Optional[_Union[_sample_pb2.BlobReference, _Mapping]] = ..., indices: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DropBatch(_message.Message):
     __slots__ = ("batch_id",)
@@ -175,64 +215,62 @@ class DropBatch(_message.Message):
     def __init__(self, batch_id: _Optional[str] = ...) -> None: ...
 
 class MicroBatchRows(_message.Message):
-    __slots__ = ("rows",)
+    __slots__ = ("rows", "loss_weights")
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     rows: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, rows: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class RankPlan(_message.Message):
-    __slots__ = ("micro_batches",)
-    MICRO_BATCHES_FIELD_NUMBER: _ClassVar[int]
-    micro_batches: _containers.RepeatedCompositeFieldContainer[MicroBatchRows]
-    def __init__(self, micro_batches: _Optional[_Iterable[_Union[MicroBatchRows, _Mapping]]] = ...) -> None: ...
+    loss_weights: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, rows: _Optional[_Iterable[int]] = ..., loss_weights: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class LogprobsCommand(_message.Message):
-    __slots__ = ("batch_id", "model", "temperature", "plan")
+    __slots__ = ("batch_id", "model", "temperature", "micro_batches")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
-    PLAN_FIELD_NUMBER: _ClassVar[int]
+    MICRO_BATCHES_FIELD_NUMBER: _ClassVar[int]
     batch_id: str
     model: _trainer_service_pb2.ComputeLogprobsRequest.Model
     temperature: float
-    plan: _containers.RepeatedCompositeFieldContainer[RankPlan]
-    def __init__(self, batch_id: _Optional[str] = ..., model: _Optional[_Union[_trainer_service_pb2.ComputeLogprobsRequest.Model, str]] = ..., temperature: _Optional[float] = ..., plan: _Optional[_Iterable[_Union[RankPlan, _Mapping]]] = ...) -> None: ...
+    micro_batches: _containers.RepeatedCompositeFieldContainer[MicroBatchRows]
+    def __init__(self, batch_id: _Optional[str] = ..., model: _Optional[_Union[_trainer_service_pb2.ComputeLogprobsRequest.Model, str]] = ..., temperature: _Optional[float] = ..., micro_batches: _Optional[_Iterable[_Union[MicroBatchRows, _Mapping]]] = ...) -> None: ...
 
 class AdvantagesCommand(_message.Message):
-    __slots__ = ("batch_id", "advantage")
+    __slots__ = ("batch_id", "advantage", "moments_only", "moments")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     ADVANTAGE_FIELD_NUMBER: _ClassVar[int]
+    MOMENTS_ONLY_FIELD_NUMBER: _ClassVar[int]
+    MOMENTS_FIELD_NUMBER: _ClassVar[int]
     batch_id: str
     advantage: _loss_pb2.AdvantageSpec
-    def __init__(self, batch_id: _Optional[str] = ..., advantage: _Optional[_Union[_loss_pb2.AdvantageSpec, _Mapping]] = ...) -> None: ...
+    moments_only: bool
+    moments: TokenMoments
+    def __init__(self, batch_id: _Optional[str] = ..., advantage: _Optional[_Union[_loss_pb2.AdvantageSpec, _Mapping]] = ..., moments_only: bool = ..., moments: _Optional[_Union[TokenMoments, _Mapping]] = ...) -> None: ...
 
 class SetColumns(_message.Message):
     __slots__ = ("batch_id", "rows")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     batch_id: str
-    rows: _containers.RepeatedCompositeFieldContainer[_trainer_service_pb2.RowColumns]
-    def __init__(self, batch_id: _Optional[str] = ..., rows: _Optional[_Iterable[_Union[_trainer_service_pb2.RowColumns, _Mapping]]] = ...) -> None: ...
+    rows: BlobRows
+    def __init__(self, batch_id: _Optional[str] = ..., rows: _Optional[_Union[BlobRows, _Mapping]] = ...) -> None: ...
 
 class ReadColumns(_message.Message):
-    __slots__ = ("batch_id", "columns", "rows")
+    __slots__ = ("batch_id", "columns")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
-    ROWS_FIELD_NUMBER: _ClassVar[int]
     batch_id: str
     columns: _containers.RepeatedScalarFieldContainer[str]
-    rows: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, batch_id: _Optional[str] = ..., columns: _Optional[_Iterable[str]] = ..., rows: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, batch_id: _Optional[str] = ..., columns: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GradientsCommand(_message.Message):
-    __slots__ = ("batch_id", "loss", "plan")
+    __slots__ = ("batch_id", "loss", "micro_batches")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
-    PLAN_FIELD_NUMBER: _ClassVar[int]
+    MICRO_BATCHES_FIELD_NUMBER: _ClassVar[int]
     batch_id: str
     loss: _loss_pb2.LossSpec
-    plan: _containers.RepeatedCompositeFieldContainer[RankPlan]
-    def __init__(self, batch_id: _Optional[str] = ..., loss: _Optional[_Union[_loss_pb2.LossSpec, _Mapping]] = ..., plan: _Optional[_Iterable[_Union[RankPlan, _Mapping]]] = ...) -> None: ...
+    micro_batches: _containers.RepeatedCompositeFieldContainer[MicroBatchRows]
+    def __init__(self, batch_id: _Optional[str] = ..., loss: _Optional[_Union[_loss_pb2.LossSpec, _Mapping]] = ..., micro_batches: _Optional[_Iterable[_Union[MicroBatchRows, _Mapping]]] = ...) -> None: ...
 
 class StepCommand(_message.Message):
     __slots__ = ("normalizer", "learning_rate")
