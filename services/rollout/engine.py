@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from sluice.samples.sample import VersionSpan
 
 if TYPE_CHECKING:
-    from services.rollout.config import EngineConfig
+    from services.rollout.engine_config import EngineConfig
 
 ENGINES = {  # nothing heavy is imported until chosen
     "reference": "services.rollout.backends.reference.engine:ReferenceEngine",
@@ -36,7 +36,12 @@ class PauseMode(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn. `top_k` 0 and `top_p` 1 turn them off; temperature 0 is greedy."""
+    """How tokens are drawn. `top_k` 0 and `top_p` 1 turn them off; temperature 0 is greedy.
+
+    The model's own end-of-sequence tokens stop a sample too; the stop token is part of it.
+    Top-p cuts what top-k left. A seed and a position in the sequence (prompt included) fix a
+    draw, so that a sample cut off and continued by token ids draws as if never cut.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -48,21 +53,26 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """One request: `sample_count` continuations of one prompt, whose KV cache they share."""
+    """One request: `sample_count` continuations of one prompt, whose KV cache they share.
+
+    With `stream` deltas come with every step; without, one delta per sample when it ends.
+    """
 
     request_id: str
     prompt_token_ids: Sequence[int]
     sampling: Sampling
     sample_count: int = 1
     dp_rank: int = 0
+    stream: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Delta:
     """Tokens added to sample `index` of a request; `finish_reason` only on its last one.
 
-    `logprobs` are of the tempered distribution before truncation by top-k and top-p,
-    `logprobs_t1` the same at temperature 1. Spans count from the start of the response.
+    `logprobs` are of the tempered distribution before truncation by top-k and top-p (of
+    temperature 1 when greedy), `logprobs_t1` the same at temperature 1. Spans count from the
+    start of the response.
     """
 
     index: int
@@ -83,7 +93,7 @@ class RankLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStatus:
-    """`version` is None before the first weights."""
+    """`version` is None before the first weights; `failure` says why an engine serves no more."""
 
     version: int | None
     digest: str
@@ -96,6 +106,7 @@ class EngineStatus:
     last_prepare_seconds: float = 0.0
     decode_tokens_total: int = 0
     prefill_tokens_total: int = 0
+    failure: str = ""
     extra: dict[str, float] = field(default_factory=dict)
 
 
@@ -110,7 +121,9 @@ class Engine(ABC):
     def generate(self, generation: Generation) -> AsyncIterator[Delta]:
         """Deltas of all samples as they come; closing the iterator aborts the request.
 
-        Raises NoWeightsError without weights, PromptTooLongError, DuplicateRequestError.
+        The request begins with the first `anext`, which raises NoWeightsError without weights,
+        PromptTooLongError, DuplicateRequestError, QueueFullError or InvalidFieldError.
+        EngineFailedError comes at any time when the engine breaks or closes.
         """
 
     @abstractmethod
@@ -123,7 +136,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def pause(self, mode: PauseMode) -> None:
-        """Stop decoding; new requests wait until `resume`."""
+        """Stop decoding; new requests wait until `resume`. Returns when nothing decodes."""
 
     @abstractmethod
     async def resume(self) -> None: ...
@@ -132,12 +145,16 @@ class Engine(ABC):
     async def prepare(self, version: int, digest: str, directory: Path) -> None:
         """Load and verify a version beside the serving one, while generating.
 
-        Raises DigestMismatchError naming the tensor when bytes differ from the manifest.
+        Raises DigestMismatchError naming the tensor when bytes differ from the manifest, or
+        the manifest from `digest`; UnfitWeightsError for weights of another architecture.
         """
 
     @abstractmethod
     async def commit(self, version: int, mode: PauseMode) -> float:
-        """Swap a prepared version in; returns the seconds generation was paused."""
+        """Swap a prepared version in; returns the seconds in which nothing was decoded.
+
+        Raises VersionNotPreparedError. A paused engine stays paused.
+        """
 
     @abstractmethod
     def status(self) -> EngineStatus: ...

@@ -1,0 +1,184 @@
+"""Attention over packed rows of unequal lengths, plugged into transformers models.
+
+One forward pass carries [1, T] tokens: first one token of each decoding sample, then prompt
+chunks. transformers runs everything but attention on the packed axis; attention follows the
+`ForwardPlan` that travels with the pass as a keyword argument.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+IMPLEMENTATION = "sluice_ragged"
+
+
+@dataclass
+class DecodeBlock:
+    """One token each of samples whose keys and values lie in rows 0, 1 ... of `kv`.
+
+    kv: [layers, 2, rows, kv_heads, capacity, head_dim]; slots: int64[count * kv_heads], where
+    the new token goes in kv's flattened (rows, kv_heads, capacity); positions: int64[count],
+    of the new token; length: the largest position + 1; attended: entries of a row that are
+    read, 0 for `length`; uniform: all positions are equal.
+    """
+
+    kv: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    length: int
+    attended: int
+    uniform: bool
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        return len(self.positions)
+
+    @property
+    def capacity(self) -> int:
+        return self.kv.shape[4]
+
+    def advance(self) -> None:
+        """Every sample is one token longer."""
+        self.positions += 1
+        self.slots += 1
+        self.length += 1
+        self.masks.clear()
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
+        """Additive [count, 1, 1, keys]; the same for every layer of one window."""
+        if self.uniform and (window is None or window >= self.length):
+            return None
+        if window not in self.masks:
+            keys = torch.arange(self.attended or self.length, device=self.positions.device)
+            hidden = keys > self.positions[:, None]
+            if window is not None:
+                hidden |= keys <= self.positions[:, None] - window
+            zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            self.masks[window] = zeros.masked_fill_(hidden, float("-inf"))[:, None, None]
+        return self.masks[window]
+
+    def attend(self, layer: int, q: Heads, scale: float, window: int | None) -> torch.Tensor:
+        """q.query [heads, count, head_dim] -> [count, heads, head_dim]."""
+        keys, values = self.kv[layer, 0], self.kv[layer, 1]
+        kv_heads, dim, reach = keys.shape[1], keys.shape[3], self.attended or self.length
+        keys.view(-1, dim).index_copy_(0, self.slots, q.key.transpose(0, 1).reshape(-1, dim))
+        values.view(-1, dim).index_copy_(0, self.slots, q.value.transpose(0, 1).reshape(-1, dim))
+        # Query heads of one key head see the same keys: they pass as a query axis, not as copies.
+        query = q.query.transpose(0, 1).reshape(self.count, kv_heads, -1, dim)
+        out = scaled_dot_product_attention(
+            query,
+            keys[: self.count, :, :reach],
+            values[: self.count, :, :reach],
+            attn_mask=self.mask(window, query.dtype),
+            scale=scale,
+        )
+        return out.reshape(self.count, -1, dim)
+
+
+@dataclass
+class PromptBlock:
+    """A chunk of `chunk` tokens from `start` on, of `count` prompts that stand alike.
+
+    kv: [layers, 2, count, kv_heads, prompt, head_dim].
+    """
+
+    count: int
+    chunk: int
+    start: int
+    kv: torch.Tensor
+
+    def mask(self, window: int | None, device: torch.device) -> torch.Tensor | None:
+        """Boolean [chunk, start + chunk], True where visible; None for plain causal."""
+        end = self.start + self.chunk
+        if self.start == 0 and (window is None or window >= end):
+            return None
+        rows = torch.arange(self.start, end, device=device)[:, None]
+        keys = torch.arange(end, device=device)
+        visible = keys <= rows
+        if window is not None:
+            visible &= keys > rows - window
+        return visible
+
+    def attend(self, layer: int, q: Heads, scale: float, window: int | None) -> torch.Tensor:
+        """q.query [heads, count * chunk, head_dim] -> [count * chunk, heads, head_dim]."""
+        end = self.start + self.chunk
+        query, key, value = (
+            x.unflatten(1, (self.count, self.chunk)).transpose(0, 1)
+            for x in (q.query, q.key, q.value)
+        )
+        self.kv[layer, 0, :, :, self.start : end] = key
+        self.kv[layer, 1, :, :, self.start : end] = value
+        if self.start:
+            key, value = self.kv[layer, 0, :, :, :end], self.kv[layer, 1, :, :, :end]
+        mask = self.mask(window, query.device)
+        out = scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None and self.chunk > 1,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+@dataclass
+class PaddingBlock:
+    """Rows that keep the packed axis at a fixed length; nothing reads what they give."""
+
+    count: int
+
+    def attend(self, layer: int, q: Heads, scale: float, window: int | None) -> torch.Tensor:
+        return torch.zeros_like(q.query.transpose(0, 1))
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Query [heads, tokens, head_dim], key and value [kv_heads, tokens, head_dim] of a block."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+Block = DecodeBlock | PromptBlock | PaddingBlock
+
+
+@dataclass(frozen=True)
+class ForwardPlan:
+    """The blocks of a pass in packed order."""
+
+    blocks: tuple[Block, ...]
+
+
+def attend_packed(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    plan: ForwardPlan,
+    scaling: float,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers attention function: query [1, heads, T, dim] -> [1, T, heads, dim]."""
+    pieces, first, layer = [], 0, cast(int, module.layer_idx)
+    for block in plan.blocks:
+        width = block.count * block.chunk if isinstance(block, PromptBlock) else block.count
+        span = slice(first, first + width)
+        heads = Heads(query[0, :, span], key[0, :, span], value[0, :, span])
+        pieces.append(block.attend(layer, heads, scaling, sliding_window))
+        first += width
+    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).unsqueeze(0), None
+
+
+AttentionInterface.register(IMPLEMENTATION, attend_packed)

@@ -1,0 +1,135 @@
+"""A transformers model that serves packed rows and changes weights by pointer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from services.rollout.backends.reference.attention import IMPLEMENTATION, ForwardPlan
+from services.rollout.backends.reference.kv_cache import CacheShape
+from services.rollout.errors import UnfitWeightsError, UnsupportedModelError
+
+# Attention that keys, values and a window do not describe.
+FOREIGN_ATTENTION = ("attn_logit_softcapping", "kv_lora_rank", "num_kv_shared_layers")
+
+
+class ServingModel:
+    """The architecture, with parameters that `swap` replaces in microseconds per tensor."""
+
+    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
+        """Build from an HF directory; raises UnsupportedModelError, UnfitWeightsError."""
+        config = read_model_config(directory)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                directory, config=config, dtype=dtype, attn_implementation=IMPLEMENTATION
+            )
+        except (ValueError, OSError, KeyError) as error:
+            raise UnfitWeightsError(f"{directory.name!r} is no usable model: {error}") from error
+        self.module = model.to(device).eval().requires_grad_(False)
+        self.vocabulary_size: int = config.get_text_config().vocab_size
+        self.max_length: int = config.get_text_config().max_position_embeddings
+        self.stop_token_ids = _stop_tokens(model.generation_config, config)
+        self.cache_shape = _cache_shape(config, dtype, device)
+        self._places = _places(model)
+        self._shapes = {names[0]: model.get_parameter(names[0]).shape for names in self._places}
+        self._dtype, self._device = dtype, device
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, plan: ForwardPlan, keep: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits float32[len(keep), V] of the packed rows `keep`; tokens, positions int64[T]."""
+        logits = self.module(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=keep,
+            plan=plan,
+        ).logits
+        return logits[0].float()
+
+    def fit(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.nn.Parameter]:
+        """Match checkpoint tensors with this model's parameters, by first parameter name.
+
+        A tied parameter may stand under any of its names. Raises UnfitWeightsError.
+        """
+        left = dict(tensors)
+        fitted: dict[str, torch.nn.Parameter] = {}
+        for names in self._places:
+            found = [left.pop(name) for name in names if name in left]
+            if not found:
+                raise UnfitWeightsError(f"tensor {names[0]!r} is missing", tensor=names[0])
+            shape, expected = tuple(found[0].shape), tuple(self._shapes[names[0]])
+            if shape != expected:
+                message = f"tensor {names[0]!r} has shape {shape}, not {expected}"
+                raise UnfitWeightsError(message, tensor=names[0])
+            # A copy always: aligned memory of its own, whatever becomes of the file.
+            value = found[0].to(self._device, self._dtype, copy=True)
+            fitted[names[0]] = torch.nn.Parameter(value, requires_grad=False)
+        if left:
+            name = min(left)
+            raise UnfitWeightsError(f"tensor {name!r} is not in this model", tensor=name)
+        return fitted
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters that serve now, as `swap` takes them."""
+        return {names[0]: self.module.get_parameter(names[0]) for names in self._places}
+
+    def swap(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Serve `parameters` (from `fit`) from now on. Copies nothing."""
+        for names, owners in self._places.items():
+            for owner, leaf in owners:
+                owner._parameters[leaf] = parameters[names[0]]
+
+
+Owner = tuple[torch.nn.Module, str]
+
+
+def read_model_config(directory: Path) -> PretrainedConfig:
+    """config.json of a model directory; raises UnfitWeightsError, UnsupportedModelError."""
+    try:
+        config = AutoConfig.from_pretrained(directory)
+    except (ValueError, OSError, KeyError) as error:
+        raise UnfitWeightsError(f"{directory.name!r} has no usable config: {error}") from error
+    text = config.get_text_config()
+    for name in FOREIGN_ATTENTION:
+        if getattr(text, name, None):
+            raise UnsupportedModelError(f"{config.model_type}: {name} is not supported", key=name)
+    return config
+
+
+def _cache_shape(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> CacheShape:
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    return CacheShape(
+        layers=text.num_hidden_layers,
+        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _stop_tokens(*sources: object) -> frozenset[int]:
+    found: set[int] = set()
+    for source in sources:
+        value = getattr(source, "eos_token_id", None)
+        values: Iterable[int] = [value] if isinstance(value, int) else value or []
+        found.update(values)
+    return frozenset(found)
+
+
+def _places(model: torch.nn.Module) -> dict[tuple[str, ...], list[Owner]]:
+    """All names of each parameter (several when tied) -> the modules that hold it."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    modules = dict(model.named_modules())
+
+    def owner(name: str) -> Owner:
+        path, _, leaf = name.rpartition(".")
+        return modules[path], leaf
+
+    return {tuple(same): [owner(name) for name in same] for same in names.values()}

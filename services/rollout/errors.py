@@ -1,0 +1,60 @@
+"""What a rollout server refuses, by gRPC code and reason."""
+
+from __future__ import annotations
+
+import grpc
+
+from sluice.runtime.errors import DataLossError, ServiceError
+
+
+class NoWeightsError(ServiceError):
+    """The engine has no weights yet: prepare and commit a version first."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "NO_WEIGHTS"
+
+
+class PromptTooLongError(ServiceError):
+    """Prompt (and what is to follow it) does not fit the model length or the cache."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "PROMPT_TOO_LONG"
+
+
+class DuplicateRequestError(ServiceError):
+    """A request of this id waits or runs already."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+    reason = "REQUEST_EXISTS"
+
+
+class DigestMismatchError(DataLossError):
+    """Weights are not those that were asked for; metadata names the tensor or file."""
+
+
+class UnfitWeightsError(ServiceError):
+    """A version cannot serve: files missing, malformed, or of another architecture."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "UNFIT_WEIGHTS"
+
+
+class VersionNotPreparedError(ServiceError):
+    """Commit names a version that was not prepared, or that newer ones have displaced."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "VERSION_NOT_PREPARED"
+
+
+class UnsupportedModelError(ServiceError):
+    """This engine cannot run the architecture; the message says why."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "UNSUPPORTED_MODEL"
+
+
+class EngineFailedError(ServiceError):
+    """A step of the engine raised, or it was closed; another replica may serve."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "ENGINE_FAILED"
