@@ -97,11 +97,9 @@ class Client:
         response = await self._call(self._waits.ListWaits, wait_service_pb2.ListWaitsRequest())
         return list(response.waits)
 
-    async def _call(
-        self, method: Callable[..., Awaitable[M]], request: Any, timeout: float | None = None
-    ) -> M:
+    async def _call(self, method: Callable[..., Awaitable[M]], request: Any) -> M:
         with typed_errors():
-            return await method(request, timeout=timeout)
+            return await method(request)
 
     async def _operate(
         self,

@@ -24,7 +24,7 @@ FINISH_REASONS = {
     "length": sample_pb2.FINISH_REASON_LENGTH,
     "aborted": sample_pb2.FINISH_REASON_ABORTED,
 }
-_FINISH_NAMES = {number: name for name, number in FINISH_REASONS.items()}
+_FINISH_NAMES = {int(number): name for name, number in FINISH_REASONS.items()}
 
 
 def loss_from_proto(message: loss_pb2.LossSpec, field: str = "loss") -> LossSpec:
@@ -92,9 +92,7 @@ def column_from_proto(column: sample_pb2.Column, field: str) -> np.ndarray | flo
 def columns_from_proto(
     columns: Mapping[str, sample_pb2.Column], field: str
 ) -> dict[str, np.ndarray | float]:
-    return {
-        name: column_from_proto(column, f"{field}[{name}]") for name, column in columns.items()
-    }
+    return {name: column_from_proto(column, f"{field}[{name}]") for name, column in columns.items()}
 
 
 def spans_to_proto(spans: Iterable[VersionSpan]) -> list[sample_pb2.VersionSpan]:

@@ -1,0 +1,172 @@
+"""`sluice up | train | generate | waits`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from sluice import logs
+from sluice.client import Client, RemoteError
+from sluice.config import ConfigError, load_config
+from sluice.loop.config import RunConfig
+from sluice.loop.evaluation import EvaluationError
+from sluice.loop.feed import RolloutFailedError
+from sluice.loop.fleet import NoEngineError
+from sluice.loop.report import Report
+from sluice.loop.run import Run, TrainerFailedError
+from sluice.loop.workers import NoWorkerError
+from sluice.supervise import ServiceDiedError, Supervisor, UpConfig, read_services
+
+USAGE = """usage:
+  sluice up SERVICES.yaml [--key value ...]      start services, keep them alive until Ctrl-C
+  sluice train RUN.yaml [--up SERVICES.yaml] [--key value ...]
+  sluice waits ADDRESS                           what a server is waiting for, and on whom
+"""
+
+_EXPECTED = (
+    ConfigError,
+    EvaluationError,
+    NoEngineError,
+    NoWorkerError,
+    RemoteError,
+    RolloutFailedError,
+    ServiceDiedError,
+    TrainerFailedError,
+)
+
+
+async def up(arguments: Sequence[str]) -> None:
+    """Run services until SIGINT or SIGTERM."""
+    supervisor = Supervisor(load_config(UpConfig, ["--config", *arguments]))
+    console = Console(stderr=True)
+    async with _stopping(supervisor):
+        await supervisor.start()
+        console.print(f"services are up; addresses in {supervisor.services_file}", highlight=False)
+        await _until_signal(supervisor.watch)
+        console.print("stopping", highlight=False)
+
+
+async def train(arguments: Sequence[str]) -> None:
+    """Train; with `--up` over services that live as long as the run."""
+    rest = list(arguments)
+    services_yaml = _take(rest, "--up")
+    run_config = load_config(RunConfig, ["--config", *rest])
+    if services_yaml is None:
+        await run_training(run_config)
+        return
+    supervisor = Supervisor(load_config(UpConfig, ["--config", services_yaml]))
+    async with _stopping(supervisor):
+        await supervisor.start()
+        async with _watched(supervisor):
+            await run_training(run_config)
+
+
+async def run_training(
+    config: RunConfig, on_end: Callable[[Run], Awaitable[None]] | None = None
+) -> None:
+    """One run, its report and its plot. `on_end` is called before anything is closed."""
+    addresses = {} if config.services is None else read_services(config.services)
+    trainer = config.trainer or addresses["trainer"]
+    router = config.router or addresses["router"]
+    with Report(config.run_dir, config.steps) as report:
+        run = Run(config, trainer, router, report)
+        try:
+            await run.start()
+            await run.train()
+            if on_end is not None:
+                await on_end(run)
+        finally:
+            await run.close()
+            if (plot := report.plot()) is not None:
+                report.note(f"plot: {plot}")
+
+
+async def waits(arguments: Sequence[str]) -> None:
+    """Print what a server waits for."""
+    if len(arguments) != 1:
+        raise ConfigError(USAGE)
+    async with Client(arguments[0]) as client:
+        table = Table("what", "on", "for", "explanation")
+        for wait in await client.list_waits():
+            age = time.time() - wait.start_time.ToNanoseconds() / 1e9
+            table.add_row(wait.what, ", ".join(wait.on), f"{age:.1f} s", wait.explanation)
+    Console().print(table)
+
+
+@contextlib.asynccontextmanager
+async def _stopping(supervisor: Supervisor):  # type: ignore[no-untyped-def]
+    try:
+        yield supervisor
+    finally:
+        await supervisor.stop()
+
+
+@contextlib.asynccontextmanager
+async def _watched(supervisor: Supervisor):  # type: ignore[no-untyped-def]
+    """Restart dead services while the block runs; a service that dies for good ends the block."""
+    async with asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(supervisor.watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
+
+
+async def _until_signal(work: Callable[[], Awaitable[None]]) -> None:
+    """Run until it ends by itself, or SIGINT or SIGTERM."""
+    task = asyncio.ensure_future(work())
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+def _take(arguments: list[str], flag: str) -> str | None:
+    """Remove `flag value`."""
+    if flag not in arguments:
+        return None
+    index = arguments.index(flag)
+    if index + 1 == len(arguments):
+        raise ConfigError(f"{flag} needs a value")
+    value = arguments[index + 1]
+    del arguments[index : index + 2]
+    return value
+
+
+def main() -> int:
+    """Entry point; a refusal is one line on stderr and exit code 2, never a trace."""
+    commands = {"up": up, "train": train, "waits": waits}
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] not in commands or len(arguments) < 2:
+        print(USAGE, end="", file=sys.stderr)
+        return 2
+    logs.configure("WARNING")
+    code = 0
+    try:
+        asyncio.run(commands[arguments[0]](arguments[1:]))
+    except* _EXPECTED as errors:
+        for error in _flatten(errors):
+            print(f"sluice: {error}", file=sys.stderr)
+        code = 2
+    except* KeyboardInterrupt:
+        code = 130
+    return code
+
+
+def _flatten(group: BaseExceptionGroup) -> list[BaseException]:
+    flat: list[BaseException] = []
+    for error in group.exceptions:
+        flat += _flatten(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return flat
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""A cut: one manifest, written last, that names everything a run resumes from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from sluice.durable import replace_file
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """`step` is the loop's, `optimizer_step` the trainer's; `position` the ledger's next row."""
+
+    step: int
+    optimizer_step: int
+    checkpoint: str
+    weight_version: int
+    weight_digest: str
+    position: int
+    seed: int
+
+
+def write_cut(directory: Path, cut: Cut) -> None:
+    """Write the manifest; it is durable and whole, or not there."""
+    directory.mkdir(parents=True, exist_ok=True)
+    data = json.dumps(asdict(cut), indent=1).encode()
+    replace_file(directory / f"{cut.step:08}.json", data, temporary=directory)
+
+
+def latest_cut(directory: Path) -> Cut | None:
+    """The cut of the highest step, None if there is none."""
+    if not directory.is_dir():
+        return None
+    names = sorted(path for path in directory.iterdir() if path.suffix == ".json")
+    return Cut(**json.loads(names[-1].read_text())) if names else None

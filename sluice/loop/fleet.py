@@ -1,0 +1,127 @@
+"""Keeps every engine of the pool on the current weights."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+from sluice.api.common.v1 import sample_pb2
+from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
+from sluice.api.router.v1 import router_service_pb2 as router_pb
+from sluice.client import EngineClient, RemoteError, RouterClient
+from sluice.runtime.security import SecurityConfig
+
+logger = logging.getLogger(__name__)
+
+PAUSE_MODES = {
+    "wait": engine_pb.PAUSE_MODE_WAIT,
+    "abort": engine_pb.PAUSE_MODE_ABORT,
+    "in_place": engine_pb.PAUSE_MODE_IN_PLACE,
+}
+
+
+class NoEngineError(Exception):
+    """No engine could be brought to the current weights; the message says why each failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommitReport:
+    """Seconds of the slowest engine, and how many engines serve the version."""
+
+    engine_count: int
+    prepare_seconds: float
+    pause_seconds: float
+
+
+class EngineFleet:
+    """Prepares and commits weights on the engines that the router knows."""
+
+    def __init__(
+        self, router: RouterClient, security: SecurityConfig, pause_mode: str, poll_seconds: float
+    ) -> None:
+        self._router, self._security = router, security
+        self._mode = PAUSE_MODES[pause_mode]
+        self._poll_seconds = poll_seconds
+        self._clients: dict[str, EngineClient] = {}
+        self._weights: sample_pb2.WeightVersion | None = None
+        self._updating = asyncio.Lock()
+
+    @property
+    def version(self) -> int:
+        assert self._weights is not None, "no weights were committed yet"
+        return self._weights.version
+
+    async def close(self) -> None:
+        for client in self._clients.values():
+            await client.close()
+
+    async def commit(self, weights: sample_pb2.WeightVersion, wait_seconds: float) -> CommitReport:
+        """Bring every engine to `weights`; waits until at least one is there.
+
+        An engine that fails is named in the log and left behind: version bounds keep requests
+        away from it, and `keep_up` tries again.
+        """
+        async with self._updating:
+            self._weights = weights
+            failures: dict[str, str] = {}
+            try:
+                async with asyncio.timeout(wait_seconds):
+                    while True:
+                        report = await self._update_all(failures)
+                        if report.engine_count:
+                            return report
+                        await asyncio.sleep(self._poll_seconds)
+            except TimeoutError:
+                causes = "; ".join(f"{name}: {cause}" for name, cause in failures.items())
+                raise NoEngineError(
+                    f"no engine took weight version {weights.version} in {wait_seconds:g} s: "
+                    f"{causes or 'the router knows no engine'}"
+                ) from None
+
+    async def keep_up(self) -> None:
+        """Bring engines that come late, or come back, to the current weights; until cancelled."""
+        while True:
+            await asyncio.sleep(self._poll_seconds)
+            if self._weights is None:
+                continue
+            async with self._updating:
+                try:
+                    await self._update_all({})
+                except RemoteError as error:
+                    logger.warning("router: %s", error)
+
+    async def _update_all(self, failures: dict[str, str]) -> CommitReport:
+        assert self._weights is not None
+        engines = await self._router.list_engines(router_pb.ROLE_ENGINE)
+        alive = [e for e in engines if e.state != router_pb.ENGINE_STATE_LOST]
+        stale = [e for e in alive if e.weights != self._weights]
+        results = await asyncio.gather(*(self._update(engine) for engine in stale))
+        done = [result for result in results if not isinstance(result, str)]
+        for engine, result in zip(stale, results, strict=True):
+            if isinstance(result, str):
+                failures[engine.engine_id] = result
+                logger.warning("engine %s is left behind: %s", engine.engine_id, result)
+        return CommitReport(
+            engine_count=len(alive) - len(stale) + len(done),
+            prepare_seconds=max((prepare for prepare, _ in done), default=0.0),
+            pause_seconds=max((pause for _, pause in done), default=0.0),
+        )
+
+    async def _update(self, engine: router_pb.Engine) -> tuple[float, float] | str:
+        """(prepare, pause) seconds, or why it failed."""
+        assert self._weights is not None
+        client = self._client(engine.address)
+        try:
+            known = await client.get()
+            if known.HasField("weights") and known.weights == self._weights:
+                return 0.0, 0.0  # the router has not heard of it yet
+            prepare = await client.prepare_weights(self._weights)
+            return prepare, await client.commit_weights(self._weights, self._mode)
+        except RemoteError as error:
+            return str(error)
+
+    def _client(self, address: str) -> EngineClient:
+        if address not in self._clients:
+            self._clients[address] = EngineClient(address, self._security)
+        return self._clients[address]

@@ -1,0 +1,195 @@
+"""Where every group of the run stands: issued -> generated -> consumed(step) | dropped(reason).
+
+References and scalars only; the samples lie in the blob store. One SQLite file in the run
+directory, in WAL mode, each transition one durable transaction.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sluice.samples.blobs import BlobReference
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS groups (
+  position INTEGER PRIMARY KEY,
+  group_id TEXT NOT NULL UNIQUE,
+  state TEXT NOT NULL CHECK (state IN ('issued', 'generated', 'consumed', 'dropped')),
+  issue_step INTEGER NOT NULL,
+  attempts INTEGER NOT NULL DEFAULT 1,
+  blob_digest TEXT, blob_size INTEGER,
+  sample_count INTEGER, reward_mean REAL, response_tokens INTEGER,
+  oldest_step INTEGER,
+  newest_step INTEGER,
+  consumed_step INTEGER,
+  reason TEXT
+);
+CREATE INDEX IF NOT EXISTS groups_state ON groups (state, position);
+CREATE TABLE IF NOT EXISTS versions (
+  version INTEGER PRIMARY KEY, digest TEXT NOT NULL, step INTEGER NOT NULL
+);
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerGroup:
+    """A group as the ledger knows it. Steps count optimizer steps taken when it happened."""
+
+    position: int
+    group_id: str
+    state: str
+    issue_step: int
+    attempts: int = 1
+    blob: BlobReference | None = None
+    sample_count: int = 0
+    reward_mean: float = 0.0
+    response_tokens: int = 0
+    oldest_step: int = 0
+    newest_step: int = 0
+    consumed_step: int | None = None
+
+
+class Ledger:
+    """One writer, the loop. Every method commits before it returns."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._db = sqlite3.connect(path, isolation_level=None, timeout=30)
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=FULL")
+        self._db.executescript(_SCHEMA)
+
+    def close(self) -> None:
+        self._db.close()
+
+    def issue(self, groups: Sequence[tuple[int, str]], step: int) -> None:
+        """Record (position, group id) before anything is asked of a service."""
+        with self._transaction():
+            self._db.executemany(
+                "INSERT INTO groups (position, group_id, state, issue_step)"
+                " VALUES (?, ?, 'issued', ?)",
+                [(position, group_id, step) for position, group_id in groups],
+            )
+
+    def reissue(self, group_id: str, step: int) -> None:
+        """Count another attempt at a group that failed."""
+        self._db.execute(
+            "UPDATE groups SET attempts = attempts + 1, issue_step = ?"
+            " WHERE group_id = ? AND state = 'issued'",
+            (step, group_id),
+        )
+
+    def generated(self, group: LedgerGroup) -> bool:
+        """Record a group whose blob is durable; false if it was recorded before."""
+        assert group.blob is not None
+        cursor = self._db.execute(
+            "UPDATE groups SET state = 'generated', blob_digest = ?, blob_size = ?,"
+            " sample_count = ?, reward_mean = ?, response_tokens = ?, oldest_step = ?,"
+            " newest_step = ? WHERE group_id = ? AND state = 'issued'",
+            (
+                group.blob.digest,
+                group.blob.size,
+                group.sample_count,
+                group.reward_mean,
+                group.response_tokens,
+                group.oldest_step,
+                group.newest_step,
+                group.group_id,
+            ),
+        )
+        return cursor.rowcount == 1
+
+    def consume(self, group_ids: Iterable[str], step: int) -> None:
+        """Record the groups of one optimizer step, all or none. Raises if one is not generated."""
+        with self._transaction():
+            for group_id in group_ids:
+                cursor = self._db.execute(
+                    "UPDATE groups SET state = 'consumed', consumed_step = ?"
+                    " WHERE group_id = ? AND state = 'generated'",
+                    (step, group_id),
+                )
+                assert cursor.rowcount == 1, f"group {group_id} consumed twice or never generated"
+
+    def drop(self, group_id: str, reason: str) -> None:
+        self._db.execute(
+            "UPDATE groups SET state = 'dropped', reason = ?"
+            " WHERE group_id = ? AND state IN ('issued', 'generated')",
+            (reason, group_id),
+        )
+
+    def roll_back(self, step: int) -> int:
+        """Return groups consumed after the cut at `step` to `generated`; how many they were."""
+        cursor = self._db.execute(
+            "UPDATE groups SET state = 'generated', consumed_step = NULL"
+            " WHERE state = 'consumed' AND consumed_step > ?",
+            (step,),
+        )
+        return cursor.rowcount
+
+    def groups(self, state: str) -> list[LedgerGroup]:
+        """Groups in a state, by position."""
+        rows = self._db.execute(
+            "SELECT position, group_id, state, issue_step, attempts, blob_digest, blob_size,"
+            " sample_count, reward_mean, response_tokens, oldest_step, newest_step, consumed_step"
+            " FROM groups WHERE state = ? ORDER BY position",
+            (state,),
+        )
+        return [_group_from_row(row) for row in rows]
+
+    def next_position(self) -> int:
+        """The first position never issued."""
+        (last,) = self._db.execute("SELECT MAX(position) FROM groups").fetchone()
+        return 0 if last is None else last + 1
+
+    def dropped_count(self) -> int:
+        query = "SELECT COUNT(*) FROM groups WHERE state = 'dropped'"
+        return int(self._db.execute(query).fetchone()[0])
+
+    def record_version(self, version: int, digest: str, step: int) -> None:
+        """Which step a weight version holds; staleness is counted in steps."""
+        self._db.execute(
+            "INSERT OR REPLACE INTO versions (version, digest, step) VALUES (?, ?, ?)",
+            (version, digest, step),
+        )
+
+    def step_of_version(self, version: int) -> int:
+        row = self._db.execute("SELECT step FROM versions WHERE version = ?", (version,)).fetchone()
+        assert row is not None, f"weight version {version} was not published by this run"
+        return int(row[0])
+
+    def _transaction(self) -> _Transaction:
+        return _Transaction(self._db)
+
+
+class _Transaction:
+    """BEGIN IMMEDIATE ... COMMIT, or ROLLBACK when the block raises."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+
+    def __enter__(self) -> None:
+        self._db.execute("BEGIN IMMEDIATE")
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._db.execute("ROLLBACK" if kind else "COMMIT")
+
+
+def _group_from_row(row: tuple) -> LedgerGroup:
+    digest, size = row[5], row[6]
+    return LedgerGroup(
+        position=row[0],
+        group_id=row[1],
+        state=row[2],
+        issue_step=row[3],
+        attempts=row[4],
+        blob=None if digest is None else BlobReference(digest, size),
+        sample_count=row[7] or 0,
+        reward_mean=row[8] or 0.0,
+        response_tokens=row[9] or 0,
+        oldest_step=row[10] or 0,
+        newest_step=row[11] or 0,
+        consumed_step=row[12],
+    )

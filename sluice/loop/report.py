@@ -1,0 +1,122 @@
+"""What a run leaves behind: progress on the terminal, metrics.jsonl, reward.png."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+_LINE = "reward {reward_mean:.3f}  length {response_length_mean:.1f}  mismatch {mismatch:.1e}"
+
+
+class Report:
+    """Owns the progress display and the files in the run directory. Use as a context manager."""
+
+    def __init__(self, run_dir: Path, steps: int, console: Console | None = None) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._run_dir = run_dir
+        self._path = run_dir / "metrics.jsonl"
+        self._console = console or Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[line]}"),
+            TimeElapsedColumn(),
+            console=self._console,
+            refresh_per_second=4,
+        )
+        self._task = self._progress.add_task("training", total=steps, line="starting")
+
+    def __enter__(self) -> Report:
+        if self._console.is_terminal:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._console.is_terminal:
+            self._progress.stop()
+
+    def step(self, row: dict[str, Any]) -> None:
+        """One training step: a line of metrics.jsonl and a move of the bar."""
+        self._append(row)
+        line = _LINE.format(mismatch=row.get("rollout_mismatch", math.nan), **row)
+        self._progress.update(self._task, completed=row["step"], line=line)
+        if not self._console.is_terminal and row["step"] % 10 == 1:
+            self._console.print(f"step {row['step']:4}  {line}", highlight=False)
+        for reason in row["skipped"]:
+            self.note(f"step {row['step']}: optimizer step skipped: {reason}")
+
+    def evaluation(self, when: str, step: int, score: float) -> None:
+        self._append({"evaluation": when, "step": step, "score": score})
+        self.note(f"greedy score on held-out prompts, {when} (step {step}): {score:.3f}")
+
+    def note(self, text: str) -> None:
+        self._console.print(text, highlight=False)
+
+    def truncate(self, step: int) -> list[float]:
+        """Drop rows after `step`, whose work is done again; rewards of the rows that stay."""
+        kept = [row for row in read_metrics(self._run_dir) if row["step"] <= step]
+        self._path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        return [row["reward_mean"] for row in kept if "reward_mean" in row]
+
+    def plot(self) -> Path | None:
+        """Reward, response length and log-prob mismatch over steps, as reward.png."""
+        rows = [row for row in read_metrics(self._run_dir) if "reward_mean" in row]
+        return draw(rows, self._run_dir / "reward.png") if rows else None
+
+    def _append(self, row: dict[str, Any]) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Rows of metrics.jsonl; a last line cut off by a crash is left out."""
+    path = run_dir / "metrics.jsonl"
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> Path:
+    """Three panels that share the step axis."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    steps = [row["step"] for row in rows]
+    figure, axes = pyplot.subplots(3, 1, sharex=True, figsize=(7, 7), layout="constrained")
+    rewards = [row["reward_mean"] for row in rows]
+    axes[0].plot(steps, rewards, color="0.75", linewidth=1, label="step")
+    axes[0].plot(steps, _moving_mean(rewards, 10), color="C0", label="mean of 10 steps")
+    axes[0].set(ylabel="mean reward", ylim=(0, max(1.0, *rewards) * 1.05))
+    axes[0].legend(loc="lower right", frameon=False)
+    axes[1].plot(steps, [row["response_length_mean"] for row in rows], color="C1")
+    axes[1].set(ylabel="response length\n(tokens)", ylim=(0, None))
+    axes[2].plot(steps, [row.get("rollout_mismatch", math.nan) for row in rows], color="C2")
+    axes[2].set(ylabel="|train - rollout|\nlog-prob", xlabel="step", yscale="log")
+    for axis in axes:
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return path
+
+
+def _moving_mean(values: list[float], window: int) -> list[float]:
+    means = []
+    for end in range(1, len(values) + 1):
+        part = values[max(0, end - window) : end]
+        means.append(sum(part) / len(part))
+    return means

@@ -1,0 +1,92 @@
+"""The episode workers that the router knows, and Rollout calls that outlive one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+
+import grpc
+
+from sluice.api.rollout.v1 import rollout_service_pb2 as pb
+from sluice.api.router.v1 import router_service_pb2 as router_pb
+from sluice.client import RemoteError, RolloutClient, RouterClient
+from sluice.loop.ledger import LedgerGroup
+from sluice.runtime.security import SecurityConfig
+
+logger = logging.getLogger(__name__)
+
+_WORKER_GONE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED}
+_BUSY = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class WorkerLostError(Exception):
+    """An episode worker went away, or was too busy, in the middle of a Rollout."""
+
+
+class NoWorkerError(Exception):
+    """The router knows no episode worker."""
+
+
+class EpisodeWorkers:
+    """Chooses a worker for every Rollout call, in turn."""
+
+    def __init__(self, router: RouterClient, security: SecurityConfig, wait_seconds: float) -> None:
+        self._router, self._security, self._wait_seconds = router, security, wait_seconds
+        self._clients: dict[str, RolloutClient] = {}
+        self._worker_count = 1
+        self._turn = 0
+
+    async def close(self) -> None:
+        for client in self._clients.values():
+            await client.close()
+
+    def split(self, groups: Sequence[LedgerGroup]) -> list[Sequence[LedgerGroup]]:
+        """One share a worker, as even as can be; no empty ones."""
+        shares = [groups[i :: self._worker_count] for i in range(self._worker_count)]
+        return [share for share in shares if share]
+
+    async def refresh(self) -> list[str]:
+        """Addresses of the workers; waits for the first one. Raises NoWorkerError."""
+        try:
+            async with asyncio.timeout(self._wait_seconds):
+                while True:
+                    addresses = await self._addresses()
+                    if addresses:
+                        break
+                    await asyncio.sleep(0.2)
+        except TimeoutError:
+            raise NoWorkerError(
+                f"the router knew no episode worker for {self._wait_seconds:g} s"
+            ) from None
+        self._worker_count = len(addresses)
+        return addresses
+
+    async def _addresses(self) -> list[str]:
+        try:
+            workers = await self._router.list_engines(router_pb.ROLE_EPISODES)
+        except RemoteError as error:
+            if error.code not in _WORKER_GONE:
+                raise
+            return []  # the router restarts
+        return [w.address for w in workers if w.state == router_pb.ENGINE_STATE_ACTIVE]
+
+    async def rollout(self, request: pb.RolloutRequest) -> AsyncIterator[pb.RolloutResponse]:
+        """The stream of one call. Raises WorkerLostError when a repeat elsewhere may help."""
+        addresses = await self.refresh()
+        self._turn += 1
+        client = self._client(addresses[self._turn % len(addresses)])
+        try:
+            async for response in client.rollout(request):
+                yield response
+        except RemoteError as error:
+            if error.code is _BUSY:
+                await asyncio.sleep(float(error.metadata.get("retry_seconds", 1.0)))
+            elif error.code not in _WORKER_GONE:
+                raise
+            raise WorkerLostError(f"episode worker {client.address}: {error}") from error
+
+    def _client(self, address: str) -> RolloutClient:
+        if address not in self._clients:
+            self._clients[address] = RolloutClient(address, self._security)
+        return self._clients[address]

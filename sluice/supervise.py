@@ -1,0 +1,241 @@
+"""`sluice up`: the services as local processes on free ports, restarted when they die."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import yaml
+from pydantic import Field
+
+from sluice.config import RESERVED_ENV, Config, ConfigError, ProcessConfig
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["router", "trainer", "rollout"]
+START_ORDER: tuple[Kind, ...] = ("router", "trainer", "rollout")
+
+
+class ServiceEntry(Config):
+    """One process. `config` is the service's own; ports, store and router are filled in."""
+
+    kind: Kind
+    config: dict[str, Any] = Field(default_factory=dict)
+    replicas: int = Field(1, gt=0)
+
+
+class UpConfig(ProcessConfig):
+    """Services to run on this machine."""
+
+    run_dir: Path
+    services: dict[str, ServiceEntry]
+    start_timeout_seconds: float = Field(180, gt=0)
+    stop_timeout_seconds: float = Field(40, gt=0)
+    restarts: int = Field(20, ge=0)  # of one process, before it is left dead
+
+
+class ServiceDiedError(Exception):
+    """A service ended while starting, or too often; the message names its log."""
+
+
+@dataclass(eq=False)
+class _Service:
+    name: str
+    kind: Kind
+    config: dict[str, Any]
+    address_file: Path
+    log: Path
+    process: asyncio.subprocess.Process | None = None
+    addresses: dict[str, Any] = field(default_factory=dict)
+    restarts: int = 0
+
+
+class Supervisor:
+    """Owns the processes. `start`, then `watch` until cancelled, then `stop`."""
+
+    def __init__(self, config: UpConfig) -> None:
+        self.config = config
+        self.run_dir = config.run_dir.absolute()
+        (self.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        (self.run_dir / "services").mkdir(exist_ok=True)
+        self._services = [
+            self._service(name, entry, replica)
+            for kind in START_ORDER
+            for name, entry in config.services.items()
+            if entry.kind == kind
+            for replica in range(entry.replicas)
+        ]
+        self._ended_cpu_seconds = 0.0
+
+    @property
+    def services_file(self) -> Path:
+        return self.run_dir / "services.json"
+
+    def _service(self, name: str, entry: ServiceEntry, replica: int) -> _Service:
+        name = name if entry.replicas == 1 else f"{name}-{replica}"
+        return _Service(
+            name=name,
+            kind=entry.kind,
+            config=dict(entry.config),
+            address_file=self.run_dir / "services" / f"{name}.address.json",
+            log=self.run_dir / "logs" / f"{name}.log",
+        )
+
+    async def start(self) -> None:
+        """Start all, the router first. Raises ServiceDiedError; then all are stopped again."""
+        try:
+            for kind in START_ORDER:
+                starting = [service for service in self._services if service.kind == kind]
+                for service in starting:
+                    await self._spawn(service)
+                await asyncio.gather(*(self._opened(service) for service in starting))
+        except BaseException:
+            await self.stop()
+            raise
+        self._write_services()
+
+    async def watch(self) -> None:
+        """Restart what dies, on its old ports; until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for service in self._services:
+                tasks.create_task(self._keep_alive(service))
+
+    async def stop(self) -> None:
+        """SIGTERM to all, SIGKILL to those that do not end in time."""
+        for service in reversed(self._services):
+            await self._end(service)
+        self.services_file.unlink(missing_ok=True)
+
+    def cpu_seconds(self) -> float:
+        """Processor time of all services with their children, and of this process, so far."""
+        total = self._ended_cpu_seconds
+        roots = [os.getpid(), *(s.process.pid for s in self._services if s.process is not None)]
+        for pid in roots:
+            try:
+                root = psutil.Process(pid)
+                tree = [root] if pid == os.getpid() else [root, *root.children(recursive=True)]
+            except psutil.NoSuchProcess:
+                continue
+            total += sum(_cpu_seconds(process) for process in tree)
+        return total
+
+    async def _spawn(self, service: _Service) -> None:
+        service.address_file.unlink(missing_ok=True)
+        path = self.run_dir / "services" / f"{service.name}.yaml"
+        path.write_text(yaml.safe_dump(self._filled_in(service)))
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("SLUICE_") or name in RESERVED_ENV
+        }
+        environment.setdefault("OMP_WAIT_POLICY", "passive")
+        with service.log.open("ab") as log:
+            service.process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", f"services.{service.kind}", "--config", str(path)),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,  # Ctrl-C is for the supervisor, which stops in order
+            )
+
+    def _filled_in(self, service: _Service) -> dict[str, Any]:
+        config = dict(service.config)
+        server = {**config.get("server", {}), "address_file": str(service.address_file)}
+        if service.addresses:  # a restart keeps the ports that others know
+            server["port"] = int(service.addresses["address"].rpartition(":")[2])
+            server["metrics_port"] = int(service.addresses["metrics_address"].rpartition(":")[2])
+        config["server"] = server
+        if service.kind != "router":
+            config.setdefault("store", str(self.run_dir / "store"))
+        if service.kind == "rollout":
+            config.setdefault("router", self._router_address())
+            config.setdefault("engine_id", service.name)
+        return config
+
+    def _router_address(self) -> str:
+        for service in self._services:
+            if service.kind == "router":
+                return str(service.addresses["address"])
+        raise ConfigError("services: a rollout service needs a router")
+
+    async def _opened(self, service: _Service) -> None:
+        """Wait until a service has opened its ports."""
+        assert service.process is not None
+        deadline = time.monotonic() + self.config.start_timeout_seconds
+        while not service.address_file.exists():
+            if service.process.returncode is not None:
+                raise ServiceDiedError(
+                    f"{service.name} ended with {service.process.returncode} while starting: "
+                    f"{_last_line(service.log)} (log: {service.log})"
+                )
+            if time.monotonic() > deadline:
+                raise ServiceDiedError(f"{service.name} did not open its port; see {service.log}")
+            await asyncio.sleep(0.02)
+        service.addresses = json.loads(service.address_file.read_text())
+
+    async def _keep_alive(self, service: _Service) -> None:
+        while True:
+            assert service.process is not None
+            code = await service.process.wait()
+            service.restarts += 1
+            if service.restarts > self.config.restarts:
+                raise ServiceDiedError(f"{service.name} died too often; see {service.log}")
+            logger.warning("%s ended with %s; restarting it", service.name, code)
+            await asyncio.sleep(min(5.0, 0.2 * 2 ** min(service.restarts - 1, 5)))
+            await self._spawn(service)
+            await self._opened(service)
+            self._write_services()
+
+    async def _end(self, service: _Service) -> None:
+        process = service.process
+        if process is None or process.returncode is not None:
+            return
+        process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(self.config.stop_timeout_seconds):
+                await process.wait()
+        except TimeoutError:
+            logger.warning("%s does not stop; killing it", service.name)
+            os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+
+    def _write_services(self) -> None:
+        known = {
+            service.name: {"kind": service.kind, **service.addresses} for service in self._services
+        }
+        partial = self.services_file.with_suffix(".partial")
+        partial.write_text(json.dumps(known, indent=1))
+        partial.rename(self.services_file)
+
+
+def read_services(path: Path) -> dict[str, str]:
+    """Addresses of the trainer and the router in a services.json."""
+    try:
+        services = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"services: {path} does not exist; is `sluice up` running?") from None
+    return {entry["kind"]: entry["address"] for entry in services.values()}
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "no output"
