@@ -1,0 +1,260 @@
+"""Log-probs and entropy of given tokens from logits, without a softmax in memory.
+
+Forward walks over blocks of rows and keeps two numbers a row; backward recomputes the block's
+probabilities straight into the gradient. The vocabulary may be sharded over a process group:
+forward runs one MAX and one SUM all-reduce whatever the sizes and settings, backward none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from sluice.algo.collectives import Collectives
+
+EntropyMode = Literal["off", "metric", "gradient"]
+
+CPU_BLOCK_BYTES = 2**20  # stays in a core's cache from the first touch to the last
+DEVICE_BLOCK_BYTES = 2**28  # few kernel launches, little beside the logits
+LOWEST_LOG_WEIGHT = -1e4  # exp of it is 0; keeps 0 x -inf out of the entropy of banned tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabShard:
+    """Which token ids the columns (or the rows of the output weight) stand for.
+
+    start: token id of the first column. size: ids from this on are padding, which gets no
+    probability and no gradient; None for no padding. collectives: over the ranks that hold the
+    other columns; None when all are here.
+    """
+
+    start: int = 0
+    size: int | None = None
+    collectives: Collectives | None = None
+
+    def real_columns(self, columns: int) -> int:
+        """How many of the first `columns` columns are no padding."""
+        return columns if self.size is None else max(0, min(columns, self.size - self.start))
+
+
+WHOLE_VOCAB = VocabShard()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOptions:
+    """What rows of logits are turned into; hashable, so that it can pass through autograd."""
+
+    temperature: float
+    entropy: EntropyMode
+    chunk_rows: int
+    vocab: VocabShard
+
+
+def token_logprobs(
+    logits_TV: torch.Tensor,
+    targets_T: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    entropy: EntropyMode = "metric",
+    chunk_rows: int | None = None,
+    vocab: VocabShard = WHOLE_VOCAB,
+    reuse_logits: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logprobs_T, entropy_T) in nats, float32 (float64 for float64 logits).
+
+    logits_TV: float[T, V], any float dtype; accumulation is float32 or better. targets_T: int64[T]
+    token ids in [0, vocabulary). The distribution is softmax(logits / temperature).
+    entropy: "metric" carries no gradient, "gradient" does, "off" answers zeros and saves a pass.
+    chunk_rows: temporaries take at most chunk_rows x V x 4 bytes; None chooses for the device.
+    reuse_logits: backward overwrites `logits_TV` with its gradient instead of allocating one;
+    only when nobody reads the logits afterwards.
+    Raises ValueError for a temperature that is not positive and, on a CPU, bad targets.
+    """
+    options = check_options(
+        temperature, entropy, chunk_rows, vocab, targets_T, logits_TV.shape[1], logits_TV.device
+    )
+    apply: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _TokenLogprobs.apply
+    return apply(logits_TV, targets_T, options, reuse_logits)
+
+
+def check_options(
+    temperature: float,
+    entropy: EntropyMode,
+    chunk_rows: int | None,
+    vocab: VocabShard,
+    targets_T: torch.Tensor,
+    columns: int,
+    device: torch.device,
+) -> RowOptions:
+    """Options with every default chosen, after the checks `token_logprobs` promises."""
+    if not (temperature > 0 and math.isfinite(temperature)):
+        raise ValueError(f"temperature must be positive and finite, not {temperature}")
+    if chunk_rows is None:
+        budget = CPU_BLOCK_BYTES if device.type == "cpu" else DEVICE_BLOCK_BYTES
+        chunk_rows = max(2, budget // (4 * max(1, columns)))
+    if chunk_rows < 1:
+        raise ValueError(f"chunk_rows must be positive, not {chunk_rows}")
+    whole = vocab.size
+    if whole is None and vocab.collectives is None:
+        whole = columns
+    if targets_T.device.type == "cpu" and targets_T.numel():  # elsewhere it would be a sync
+        low, high = int(targets_T.min()), int(targets_T.max())
+        if low < 0 or (whole is not None and high >= whole):
+            raise ValueError(f"targets span {low}..{high} but the vocabulary has {whole} tokens")
+    return RowOptions(temperature=temperature, entropy=entropy, chunk_rows=chunk_rows, vocab=vocab)
+
+
+class RowSums:
+    """The running numbers of T rows: local maximum, sum of weights, and what the entropy needs."""
+
+    def __init__(self, like_TV: torch.Tensor, rows: int, options: RowOptions) -> None:
+        dtype = torch.promote_types(like_TV.dtype, torch.float32)
+        self.max_T = torch.full((rows,), -1e30, dtype=dtype, device=like_TV.device)
+        self.sums_3T = torch.zeros(3, rows, dtype=dtype, device=like_TV.device)
+        self.options = options
+
+    def add_rows(self, start: int, logits_RV: torch.Tensor, targets_R: torch.Tensor) -> None:
+        """Rows start..start+R of this shard, without padding columns."""
+        if logits_RV.shape[1] == 0:
+            return
+        stop = start + len(logits_RV)
+        dtype, options = self.max_T.dtype, self.options
+        scaled_RV = logits_RV.to(dtype) if logits_RV.dtype != dtype else logits_RV.clone()
+        if options.temperature != 1:
+            scaled_RV.div_(options.temperature)
+        max_R = torch.amax(scaled_RV, dim=1, out=self.max_T[start:stop])
+        local_R, owned_R = local_targets(targets_R, logits_RV.shape[1], options.vocab)
+        found_R = scaled_RV.gather(1, local_R[:, None]).squeeze(1)
+        self.sums_3T[1, start:stop] = torch.where(owned_R, found_R, 0.0)
+        scaled_RV.sub_(max_R[:, None])
+        if options.entropy == "off":
+            torch.sum(scaled_RV.exp_(), dim=1, out=self.sums_3T[0, start:stop])
+            return
+        scaled_RV.clamp_(min=LOWEST_LOG_WEIGHT)
+        weights_RV = scaled_RV.exp()
+        torch.sum(weights_RV, dim=1, out=self.sums_3T[0, start:stop])
+        torch.sum(weights_RV.mul_(scaled_RV), dim=1, out=self.sums_3T[2, start:stop])
+
+    def finish(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(logprobs_T, entropy_T, log_total_T), after the group's two all-reduces.
+
+        A token's probability is exp(x - max - log_total); the two are never added up, which
+        would cost the digits of large logits.
+        """
+        collectives = self.options.vocab.collectives
+        if collectives is not None:
+            local_T = self.max_T.clone()
+            collectives.all_reduce(self.max_T, "max")
+            shift_T = (local_T - self.max_T).clamp(min=LOWEST_LOG_WEIGHT)
+            weight_T = shift_T.exp()
+            # sum e^(x - M) (x - M), M the maximum of all shards, from the sums around this one's
+            self.sums_3T[2].addcmul_(self.sums_3T[0], shift_T).mul_(weight_T)
+            self.sums_3T[0].mul_(weight_T)
+            collectives.all_reduce(self.sums_3T, "sum")
+        total_T, target_T, weighted_T = self.sums_3T
+        log_total_T = total_T.log()
+        logprobs_T = target_T - self.max_T - log_total_T
+        if self.options.entropy == "off":
+            return logprobs_T, torch.zeros_like(logprobs_T), log_total_T
+        return logprobs_T, log_total_T - weighted_T / total_T, log_total_T
+
+
+@dataclass(frozen=True)
+class RowGradients:
+    """Gradients of both outputs and what backward needs of each row; float[T]."""
+
+    logprobs: torch.Tensor
+    entropies: torch.Tensor  # gradient of the entropy; read only in mode "gradient"
+    entropy: torch.Tensor
+    max: torch.Tensor
+    log_total: torch.Tensor
+
+    def write(
+        self,
+        rows: slice,
+        logits_RV: torch.Tensor,
+        targets_R: torch.Tensor,
+        out_RV: torch.Tensor,
+        options: RowOptions,
+    ) -> None:
+        """d(outputs)/d(logits) of these rows into `out_RV`, which may be `logits_RV` itself.
+
+        d logp / dx = 1[target] - p and dH / dx = -p (log p + H), both over the temperature.
+        """
+        dtype = self.log_total.dtype
+        work_RV = out_RV if out_RV.dtype == dtype else torch.empty_like(out_RV, dtype=dtype)
+        work_RV.copy_(logits_RV)
+        if options.temperature != 1:
+            work_RV.div_(options.temperature)
+        work_RV.sub_(self.max[rows, None]).sub_(self.log_total[rows, None])
+        scaled_R = self.logprobs[rows] / options.temperature
+        if options.entropy == "gradient":
+            entropy_R = self.entropies[rows, None] / options.temperature
+            work_RV.clamp_(min=LOWEST_LOG_WEIGHT)
+            weights_RV = work_RV.exp()
+            work_RV.add_(self.entropy[rows, None]).mul_(entropy_R).add_(scaled_R[:, None])
+            work_RV.mul_(weights_RV).neg_()
+        else:
+            work_RV.exp_().mul_(-scaled_R[:, None])
+        if work_RV.shape[1]:
+            local_R, owned_R = local_targets(targets_R, work_RV.shape[1], options.vocab)
+            extra_R = torch.where(owned_R, scaled_R, 0.0)
+            work_RV.scatter_add_(1, local_R[:, None], extra_R[:, None])
+        if work_RV is not out_RV:
+            out_RV.copy_(work_RV)
+
+
+def local_targets(
+    targets_R: torch.Tensor, columns: int, vocab: VocabShard
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(column of each target, clamped into range; bool whether it is in this shard)."""
+    local_R = targets_R - vocab.start
+    owned_R = (local_R >= 0) & (local_R < columns)
+    return local_R.clamp(0, max(0, columns - 1)), owned_R
+
+
+def row_blocks(rows: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_TV: torch.Tensor,
+        targets_T: torch.Tensor,
+        options: RowOptions,
+        reuse_logits: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        real = options.vocab.real_columns(logits_TV.shape[1])
+        sums = RowSums(logits_TV, len(logits_TV), options)
+        for rows in row_blocks(len(logits_TV), max(1, options.chunk_rows // 2)):  # two buffers
+            sums.add_rows(rows.start, logits_TV[rows, :real], targets_T[rows])
+        logprobs_T, entropy_T, log_total_T = sums.finish()
+        ctx.save_for_backward(logits_TV, targets_T, entropy_T, sums.max_T, log_total_T)
+        ctx.options, ctx.reuse_logits = options, reuse_logits
+        if options.entropy != "gradient":
+            ctx.mark_non_differentiable(entropy_T)
+        return logprobs_T, entropy_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs_T: torch.Tensor, grad_entropy_T: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None]:
+        logits_TV, targets_T, entropy_T, max_T, log_total_T = ctx.saved_tensors
+        options: RowOptions = ctx.options
+        grad_TV = logits_TV.detach() if ctx.reuse_logits else torch.empty_like(logits_TV)
+        real = options.vocab.real_columns(logits_TV.shape[1])
+        gradients = RowGradients(grad_logprobs_T, grad_entropy_T, entropy_T, max_T, log_total_T)
+        for rows in row_blocks(len(logits_TV), max(1, options.chunk_rows // 2)):
+            gradients.write(
+                rows, logits_TV[rows, :real], targets_T[rows], grad_TV[rows, :real], options
+            )
+        grad_TV[:, real:] = 0
+        return grad_TV, None, None, None

@@ -1,0 +1,172 @@
+"""Log-probs and entropy against log_softmax and autograd in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sluice.algo.linear_logprobs import linear_logprobs
+from sluice.algo.logprobs import VocabShard, token_logprobs
+
+HIDDEN = 6
+
+
+def plain(logits, targets, temperature=1.0, size=None):
+    scaled = (logits[:, :size] / temperature).log_softmax(-1)
+    entropy = -(scaled.exp() * scaled).sum(-1)
+    return scaled.gather(1, targets[:, None]).squeeze(1), entropy
+
+
+def fused(kind, hidden, weight, targets, **options):
+    if kind == "linear":
+        return linear_logprobs(hidden, weight, targets, **options)
+    return token_logprobs(hidden @ weight.T, targets, **options)
+
+
+def draw(seed, rows, columns, dtype=torch.float64, size=None):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(rows, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
+    weight = torch.randn(columns, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
+    targets = torch.randint(0, size or columns, (rows,), generator=generator)
+    return hidden.requires_grad_(), weight.requires_grad_(), targets
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["logits", "linear"]),
+    st.integers(0, 2**31),
+    st.integers(0, 17),
+    st.integers(2, 40),
+    st.integers(1, 40),
+    st.sampled_from([1.0, 0.6, 2.5]),
+    st.sampled_from(["metric", "gradient", "off"]),
+    st.booleans(),
+)
+def test_values_and_gradients_equal_autograd(
+    kind, seed, rows, columns, chunk, temperature, entropy, padded
+):
+    size = columns - 1 if padded else None
+    leaves = draw(seed, rows, columns, size=size)
+    hidden, weight, targets = leaves
+    options = {"temperature": temperature, "entropy": entropy, "chunk_rows": chunk}
+    found = fused(kind, hidden, weight, targets, vocab=VocabShard(size=size), **options)
+    wanted = plain(hidden @ weight.T, targets, temperature, size)
+    torch.testing.assert_close(found[0], wanted[0])
+    if entropy == "off":
+        assert not found[1].any()
+    else:
+        torch.testing.assert_close(found[1], wanted[1])
+    assert found[1].requires_grad == (entropy == "gradient")
+    upstream = torch.randn(2, rows, dtype=torch.float64)
+    if entropy != "gradient":
+        upstream[1] = 0
+    mine = torch.autograd.grad(
+        (upstream[0] * found[0]).sum() + (upstream[1] * found[1]).sum(), (hidden, weight)
+    )
+    theirs = torch.autograd.grad(
+        (upstream[0] * wanted[0]).sum() + (upstream[1] * wanted[1]).sum(), (hidden, weight)
+    )
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("entropy", ["metric", "gradient"])
+def test_overwriting_the_logits_gives_the_same_gradient(entropy):
+    hidden, weight, targets = draw(0, 9, 21)
+    gradients = []
+    for reuse in (False, True):
+        logits = hidden @ weight.T
+        seen = logits.data_ptr()
+        found = token_logprobs(logits, targets, entropy=entropy, reuse_logits=reuse, chunk_rows=4)
+        logits.register_hook(lambda grad, seen=seen, r=reuse: _check(grad.data_ptr() == seen, r))
+        loss = found[0].sum() + (found[1].sum() if entropy == "gradient" else 0)
+        gradients.append(torch.autograd.grad(loss, hidden)[0])
+    torch.testing.assert_close(*gradients)
+
+
+def _check(same, expected):
+    assert same == expected
+
+
+@pytest.mark.parametrize("kind", ["logits", "linear"])
+def test_padding_columns_get_no_probability_and_no_gradient(kind):
+    hidden, weight, targets = draw(1, 7, 12, size=10)
+    with torch.no_grad():
+        weight[10:] = 50.0  # would take all the probability
+    found = fused(kind, hidden, weight, targets, vocab=VocabShard(size=10))
+    found[0].sum().backward()
+    torch.testing.assert_close(found[0], plain(hidden @ weight.T, targets, size=10)[0])
+    assert not weight.grad[10:].any()
+    assert weight.grad[:10].any()
+
+
+@pytest.mark.parametrize("kind", ["logits", "linear"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_low_precision_inputs_accumulate_in_float32(kind, dtype):
+    """As exact as the given logits allow: a low-precision softmax would be off by 1e-2."""
+    hidden, weight, targets = draw(2, 33, 700, dtype)
+    found = fused(kind, hidden, weight, targets, entropy="gradient", chunk_rows=8)
+    assert found[0].dtype == torch.float32
+    wanted = plain((hidden @ weight.T).double(), targets)
+    torch.testing.assert_close(found[0].double(), wanted[0], atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(found[1].double(), wanted[1], atol=1e-5, rtol=1e-6)
+    (found[0].sum() + found[1].sum()).backward()
+    exact_hidden = hidden.detach().double().requires_grad_()
+    exact_weight = weight.detach().double().requires_grad_()
+    exact = plain(exact_hidden @ exact_weight.T, targets)
+    (exact[0].sum() + exact[1].sum()).backward()
+    assert hidden.grad.dtype == dtype
+    for mine, wanted in ((hidden, exact_hidden), (weight, exact_weight)):
+        error = (mine.grad.double() - wanted.grad).norm() / wanted.grad.norm()
+        assert error < 8 * torch.finfo(dtype).eps
+
+
+def test_large_logits_neither_overflow_nor_cancel():
+    logits = torch.tensor([[1e4, 1e4 - 1, -1e4], [-3e4, -3e4, -3e4]], requires_grad=True)
+    found = token_logprobs(logits, torch.tensor([1, 2]), entropy="gradient")
+    wanted = plain(logits.double(), torch.tensor([1, 2]))
+    torch.testing.assert_close(found[0].double(), wanted[0])
+    torch.testing.assert_close(found[1].double(), wanted[1])
+    (found[0].sum() + found[1].sum()).backward()
+    assert logits.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("entropy", ["metric", "gradient"])
+def test_a_banned_token_has_no_entropy(entropy):
+    """A logit of -inf weighs 0 x inf in the plain entropy; here it weighs nothing."""
+    logits = torch.tensor([[0.5, -torch.inf, 1.0]], requires_grad=True)
+    found = token_logprobs(logits, torch.tensor([0]), entropy=entropy)
+    kept = plain(logits[:, [0, 2]].detach(), torch.tensor([0]))
+    torch.testing.assert_close(found[0].detach(), kept[0])
+    torch.testing.assert_close(found[1].detach(), kept[1])
+    (found[0].sum() + (found[1].sum() if entropy == "gradient" else 0)).backward()
+    assert logits.grad.isfinite().all()
+    assert logits.grad[0, 1] == 0
+
+
+@pytest.mark.parametrize("kind", ["logits", "linear"])
+def test_bad_arguments_are_errors(kind):
+    hidden, weight, targets = draw(3, 4, 8)
+    for temperature in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="temperature"):
+            fused(kind, hidden, weight, targets, temperature=temperature)
+    with pytest.raises(ValueError, match="chunk_rows"):
+        fused(kind, hidden, weight, targets, chunk_rows=0)
+    for bad in (-100, 8):
+        with pytest.raises(ValueError, match="targets span"):
+            fused(kind, hidden, weight, targets.index_fill(0, torch.tensor([1]), bad))
+    with pytest.raises(ValueError, match="vocabulary has 6"):
+        fused(kind, hidden, weight, targets.fill_(7), vocab=VocabShard(size=6))
+
+
+def test_linear_refuses_mixed_dtypes():
+    hidden, weight, targets = draw(4, 4, 8)
+    with pytest.raises(ValueError, match="float64"):
+        linear_logprobs(hidden.float(), weight, targets)
+
+
+def test_a_frozen_output_weight_gets_no_gradient():
+    hidden, weight, targets = draw(5, 4, 8)
+    linear_logprobs(hidden, weight.detach(), targets)[0].sum().backward()
+    expected = torch.autograd.grad(plain(hidden @ weight.detach().T, targets)[0].sum(), hidden)[0]
+    torch.testing.assert_close(hidden.grad, expected)
