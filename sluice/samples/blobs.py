@@ -73,8 +73,7 @@ class BlobStore:
         self._pins = self.root / "blob_pins"
         self._temporary.mkdir(parents=True, exist_ok=True)
         self._pins.mkdir(exist_ok=True)
-        for prefix in range(256):
-            (self._blobs / f"{prefix:02x}").mkdir(exist_ok=True)
+        self._durable_folders = set(os.listdir(self._blobs))
         for directory in (self._blobs, self.root):
             self._sync(directory)
 
@@ -180,9 +179,11 @@ class BlobStore:
                 return False
             self._sync(path)  # its writer may not have come so far
             self._sync(path.parent)
+        self._make_durable(path.parent)
         return True
 
     def _write(self, path: Path, data: bytes | memoryview) -> None:
+        self._make_durable(path.parent)
         source = temporary_path(self._temporary, path.name)
         try:
             write_new(source, data, sync=self.sync)
@@ -194,11 +195,17 @@ class BlobStore:
             raise
         self._sync(path.parent)
 
+    def _make_durable(self, folder: Path) -> None:
+        """A folder that is there may be one that another process has not synced yet."""
+        if folder.name not in self._durable_folders:
+            folder.mkdir(exist_ok=True)
+            self._sync(self._blobs)
+            self._durable_folders.add(folder.name)
+
     def _older(self, oldest: float) -> Iterator[Path]:
-        for prefix in range(256):
-            for entry in os.scandir(self._blobs / f"{prefix:02x}"):
-                if _modified(Path(entry.path)) <= oldest:
-                    yield Path(entry.path)
+        for path in self._blobs.glob("[0-9a-f][0-9a-f]/*"):
+            if _modified(path) <= oldest:
+                yield path
 
     def _sweep(self, oldest: float) -> None:
         for path in self._temporary.iterdir():

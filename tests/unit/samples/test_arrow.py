@@ -1,0 +1,185 @@
+"""Groups as Arrow files: nothing is lost, nothing absent becomes a number."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import feather
+
+from sluice.samples.arrow import (
+    InvalidGroupError,
+    count_rows,
+    decode_group,
+    encode_group,
+    read_metadata,
+)
+from sluice.samples.blobs import BlobStore
+from sluice.samples.columns import COLUMNS, UnknownColumnError
+from sluice.samples.sample import Sample, VersionSpan
+
+
+def same(one: Sample, other: Sample) -> bool:
+    """Bit for bit, so that NaN equals itself and -0.0 differs from 0.0."""
+    if one.columns.keys() != other.columns.keys():
+        return False
+    pairs = [(one.token_ids, other.token_ids)]
+    pairs += [(np.asarray(one.columns[n]), np.asarray(other.columns[n])) for n in one.columns]
+    if any(
+        a.dtype != b.dtype or a.shape != b.shape or a.tobytes() != b.tobytes() for a, b in pairs
+    ):
+        return False
+    none = np.zeros(0, np.int32)
+    return replace(one, token_ids=none, columns={}) == replace(other, token_ids=none, columns={})
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> Sample:
+    prompt, response = draw(st.integers(1, 4)), draw(st.integers(0, 6))
+    columns: dict[str, np.ndarray | float] = {}
+    for name in draw(st.sets(st.sampled_from(sorted(COLUMNS)))):
+        column = COLUMNS[name]
+        width = 64 if column.dtype == np.float64 else 32
+        values = st.booleans() if column.dtype == np.bool_ else st.floats(width=width)
+        if column.per_token:
+            drawn = draw(st.lists(values, min_size=response, max_size=response))
+            columns[name] = np.array(drawn, column.dtype)
+        else:
+            columns[name] = draw(values)
+    ids = draw(
+        st.lists(st.integers(0, 2**31 - 1), min_size=prompt + response, max_size=prompt + response)
+    )
+    group = draw(st.text(max_size=5))
+    spans = tuple(
+        VersionSpan(version=draw(st.integers(0, 2**40)), digest="d", first_token=i, last_token=i)
+        for i in range(draw(st.integers(0, response)))
+    )
+    return Sample(
+        sample_id=f"{group}/{draw(st.integers(0, 99))}",
+        group_id=group,
+        token_ids=np.array(ids, np.int32),
+        prompt_length=prompt,
+        finish_reason=draw(st.sampled_from(["", "stop", "length"])),
+        columns=columns,
+        spans=spans,
+    )
+
+
+@settings(max_examples=50, deadline=None)
+@given(group=st.lists(samples(), max_size=5), data=st.data())
+def test_a_group_comes_back_whole_and_by_rows(group: list[Sample], data: st.DataObject) -> None:
+    texts = data.draw(st.dictionaries(st.text(max_size=3), st.text(max_size=5), max_size=2))
+    encoded = encode_group(group, texts)
+    assert read_metadata(encoded) == texts
+    assert count_rows(encoded) == len(group)
+    decoded = decode_group(memoryview(encoded))
+    assert len(decoded) == len(group)
+    assert all(map(same, decoded, group))
+    if group:
+        rows = data.draw(st.lists(st.integers(0, len(group) - 1), max_size=4))
+        chosen = decode_group(encoded, rows)
+        assert len(chosen) == len(rows)
+        assert all(same(sample, group[row]) for sample, row in zip(chosen, rows, strict=True))
+
+
+def sample(index: int = 0, **columns: np.ndarray | float) -> Sample:
+    return Sample(
+        sample_id=f"g/{index}",
+        group_id="g",
+        token_ids=np.arange(5, dtype=np.int32),
+        prompt_length=2,
+        finish_reason="stop",
+        columns=columns,
+    )
+
+
+def test_absent_is_neither_zero_nor_empty() -> None:
+    zeros, nan = np.zeros(3, np.float32), np.full(3, np.nan, np.float32)
+    group = [sample(0), sample(1, reward=0.0, values=zeros), sample(2, reward=np.nan, values=nan)]
+    group.append(replace(sample(3, values=zeros[:0]), prompt_length=5))
+    none, zero, not_a_number, empty = decode_group(encode_group(group))
+    assert not none.columns
+    assert (zero.columns["reward"], list(zero.columns["values"])) == (0.0, [0.0] * 3)
+    assert np.isnan(not_a_number.columns["reward"])
+    assert np.isnan(not_a_number.columns["values"]).all()
+    assert len(empty.columns["values"]) == 0
+
+
+def test_numbers_are_views_of_the_blob(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path, sync=False)
+    group = [sample(i, old_logprobs=np.full(3, -1.5, np.float32)) for i in range(3)]
+    reference = store.put(encode_group(group))
+    view = store.get(reference)
+    address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    second = decode_group(view, [1])[0]
+    del view
+    gc.collect()  # the samples keep the mapping alive
+    for array in (second.token_ids, second.columns["old_logprobs"]):
+        start = array.__array_interface__["data"][0]
+        assert address <= start < address + reference.size
+        assert not array.flags.writeable
+    assert second.columns["old_logprobs"].tolist() == [-1.5] * 3
+
+
+def test_other_tools_read_the_file(tmp_path: Path) -> None:
+    group = [sample(0, reward=1.0, loss_mask=np.array([True, False, True])), sample(1)]
+    path = tmp_path / "group.arrow"
+    path.write_bytes(encode_group(group, {"prompt": "2+2?"}))
+    table = feather.read_table(path)
+    assert table.schema.field("loss_mask").type == pa.list_(pa.bool_())
+    assert table.schema.metadata[b"prompt"] == b"2+2?"
+    assert table.drop_columns(["spans"]).to_pylist() == [
+        {
+            "sample_id": "g/0", "group_id": "g", "token_ids": [0, 1, 2, 3, 4], "prompt_length": 2,
+            "finish_reason": "stop", "loss_mask": [True, False, True], "reward": 1.0,
+        },
+        {
+            "sample_id": "g/1", "group_id": "g", "token_ids": [0, 1, 2, 3, 4], "prompt_length": 2,
+            "finish_reason": "stop", "loss_mask": None, "reward": None,
+        },
+    ]  # fmt: skip
+
+
+def other_table(metadata: dict[str, str], batches: int) -> bytes:
+    sink = pa.BufferOutputStream()
+    batch = pa.record_batch({"x": [1]})
+    schema = batch.schema.with_metadata(metadata)
+    with pa.ipc.new_file(sink, schema) as writer:
+        for _ in range(batches):
+            writer.write_batch(batch.replace_schema_metadata(metadata))
+    return bytes(sink.getvalue().to_pybytes())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"not arrow",
+        encode_group([sample()])[:-20],
+        other_table({}, 1),
+        other_table({"sluice.format": "0"}, 1),
+        other_table({"sluice.format": "1"}, 0),
+        other_table({"sluice.format": "1"}, 2),
+        other_table({"sluice.format": "1"}, 1),
+    ],
+)
+def test_other_bytes_are_refused(content: bytes) -> None:
+    with pytest.raises(InvalidGroupError):
+        decode_group(content)
+
+
+def test_faults_of_the_caller_are_named() -> None:
+    with pytest.raises(UnknownColumnError, match=r"g/7.*'oops'"):
+        encode_group([sample(0), sample(7, oops=1.0)])
+    with pytest.raises(ValueError, match=r"sluice\.format"):
+        encode_group([sample()], {"sluice.format": "x"})
+    encoded = encode_group([sample()])
+    for row in (1, -1):
+        with pytest.raises(IndexError, match="of a group of 1"):
+            decode_group(encoded, [row])

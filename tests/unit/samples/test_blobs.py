@@ -1,0 +1,200 @@
+"""Blobs: by content, verified, and collected only when nobody names them."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReference, BlobStore
+from sluice.samples.pins import COMPACT_LINES, append, pin_path
+
+NOW = -5.0  # a grace that spares nothing, not even what was put this moment
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> BlobStore:
+    return BlobStore(tmp_path, sync=False)
+
+
+def path_of(store: BlobStore, reference: BlobReference) -> Path:
+    return store.root / "blobs" / reference.digest[:2] / reference.digest
+
+
+@settings(max_examples=30)
+@given(content=st.binary(max_size=300))
+def test_content_comes_back(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    store = BlobStore(tmp_path_factory.mktemp("blobs"), sync=False)
+    reference = store.put(memoryview(content))
+    assert store.get(reference) == content
+    assert reference.size == len(content)
+    assert BlobStore(store.root).put(content) == reference
+    assert len(list(store.root.glob("blobs/??/*"))) == 1
+    assert not list(store.root.glob("blobs/tmp/*"))
+
+
+def test_damage_is_refused_and_healed_by_the_next_put(store: BlobStore) -> None:
+    reference = store.put(b"content")
+    path_of(store, reference).write_bytes(b"contemt")
+    with pytest.raises(BlobDigestError) as failure:
+        store.get(reference)
+    assert failure.value.expected == reference.digest
+    path_of(store, reference).write_bytes(b"")
+    with pytest.raises(BlobDigestError):
+        store.get(reference)
+    assert store.get(store.put(b"content")) == b"content"
+
+
+def test_a_view_outlives_its_blob(store: BlobStore) -> None:
+    reference = store.put(b"content")
+    view = store.get(reference)
+    assert store.collect(NOW) == [reference.digest]
+    assert view == b"content"
+    with pytest.raises(BlobNotFoundError):
+        store.get(reference)
+
+
+@pytest.mark.parametrize("digest", ["0" * 32, "short", "../../../etc/passwd", "A" * 32])
+def test_what_is_not_there_is_a_typed_error(store: BlobStore, digest: str) -> None:
+    with pytest.raises(BlobNotFoundError):
+        store.get(BlobReference(digest, 1))
+    with pytest.raises(BlobNotFoundError):
+        store.pin("x", [store.put(b"there").digest, digest])
+    assert store.pinned("x") == set()
+
+
+def test_malformed_digests_never_reach_a_pin_file(store: BlobStore) -> None:
+    reference = store.put(b"a")
+    store.pin("x", [reference.digest])
+    with pytest.raises(BlobNotFoundError):
+        store.unpin("x", ["short"])
+    assert store.pinned("x") == {reference.digest}
+    with pytest.raises(ValueError, match="owner"):
+        store.pin("", [reference.digest])
+
+
+def test_the_collector_spares_the_named_and_the_young(store: BlobStore) -> None:
+    old, young, pinned, extra = (store.put(text) for text in (b"o", b"y", b"p", b"e"))
+    for reference in (old, pinned, extra):
+        os.utime(path_of(store, reference), (time.time() - 100, time.time() - 100))
+    store.pin("engine/0", [pinned.digest])
+    assert store.collect(50, extra_live={extra.digest}) == [old.digest]
+    assert store.collect(NOW, extra_live={extra.digest}) == [young.digest]
+
+
+def test_a_put_makes_old_content_young(store: BlobStore) -> None:
+    reference = store.put(b"again")
+    os.utime(path_of(store, reference), (0, 0))
+    store.put(b"again")
+    assert store.collect(50) == []
+
+
+def test_every_owner_must_let_go(store: BlobStore) -> None:
+    reference = store.put(b"shared")
+    owners = ["ledger", "batch/1", "batch/2", "..", "\u00e4 b"]
+    for owner in owners:
+        store.pin(owner, [reference.digest])
+    assert sorted(store.owners()) == sorted(owners)
+    store.pin("ledger", [reference.digest])  # a pin is no count
+    for owner in owners:
+        assert BlobStore(store.root).collect(NOW) == []
+        if owner.startswith("batch"):
+            store.unpin(owner)
+        else:
+            store.unpin(owner, [reference.digest])
+    store.unpin("nobody")
+    assert store.collect(NOW) == [reference.digest]
+
+
+def test_long_histories_are_compacted(store: BlobStore) -> None:
+    kept, passing = store.put(b"kept").digest, store.put(b"passing").digest
+    store.pin("ledger", [kept])
+    path = pin_path(store.root / "blob_pins", "ledger")
+    for _ in range(COMPACT_LINES // 200 + 1):
+        append(path, "+", [passing] * 100, sync=False)
+        append(path, "-", [passing] * 100, sync=False)
+    assert store.collect(NOW) == [passing]
+    assert path.stat().st_size < 100
+    assert store.pinned("ledger") == {kept}
+    again = store.put(b"passing").digest
+    store.pin("ledger", [again])
+    assert BlobStore(store.root).collect(NOW) == []
+
+
+def test_files_of_dead_writers_are_swept(store: BlobStore) -> None:
+    dead, live = (store.root / "blobs" / "tmp" / name for name in ("dead", "live"))
+    dead.touch()
+    live.touch()
+    os.utime(dead, (0, 0))
+    store.collect(0)
+    assert live.exists() and not dead.exists()
+
+
+def test_a_synced_store_behaves_alike(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    reference = store.put(b"x")
+    assert store.put(b"x") == reference
+    store.pin("a", [reference.digest])
+    assert store.collect(NOW) == []
+    store.unpin("a")
+    assert store.collect(NOW) == [reference.digest]
+
+
+class Pins(RuleBasedStateMachine):
+    """Against a dict: what is pinned stays, what nobody names goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = self.directories.mktemp("pins")
+        self.store = BlobStore(self.root, sync=False)
+        self.digests: dict[int, str] = {}
+        self.pins: dict[str, set[str]] = {}
+
+    directories: pytest.TempPathFactory
+
+    @rule(content=st.integers(0, 4), owner=st.sampled_from("ab"))
+    def put_and_pin(self, content: int, owner: str) -> None:
+        digest = self.store.put(b"%d" % content).digest
+        self.store.pin(owner, [digest])
+        self.digests[content] = digest
+        self.pins.setdefault(owner, set()).add(digest)
+
+    @rule(content=st.integers(0, 4), owner=st.sampled_from("ab"))
+    def unpin(self, content: int, owner: str) -> None:
+        if digest := self.digests.get(content):
+            self.store.unpin(owner, [digest])
+            self.pins.get(owner, set()).discard(digest)
+
+    @rule(owner=st.sampled_from("ab"))
+    def unpin_all(self, owner: str) -> None:
+        self.store.unpin(owner)
+        self.pins.pop(owner, None)
+
+    @rule()
+    def collect(self) -> None:
+        self.store.collect(NOW)
+        found = {path.name for path in self.root.glob("blobs/??/*")}
+        assert found == set().union(*self.pins.values())
+
+    @rule()
+    def reopen(self) -> None:
+        self.store = BlobStore(self.root, sync=False)
+
+    @invariant()
+    def pinned_blobs_are_there(self) -> None:
+        for owner in "ab":
+            assert self.store.pinned(owner) == self.pins.get(owner, set())
+            for digest in self.pins.get(owner, ()):
+                assert self.store.exists(BlobReference(digest, 0))
+
+
+def test_pins_follow_their_model(tmp_path_factory: pytest.TempPathFactory) -> None:
+    Pins.directories = tmp_path_factory
+    machine = Pins.TestCase()
+    machine.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
+    machine.runTest()
