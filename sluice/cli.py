@@ -7,7 +7,7 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -46,10 +46,9 @@ async def up(arguments: Sequence[str]) -> None:
     """Run services until SIGINT or SIGTERM."""
     supervisor = Supervisor(load_config(UpConfig, ["--config", *arguments]))
     console = Console(stderr=True)
-    async with _stopping(supervisor):
-        await supervisor.start()
+    async with supervised(supervisor):
         console.print(f"services are up; addresses in {supervisor.services_file}", highlight=False)
-        await _until_signal(supervisor.watch)
+        await _until_signal()
         console.print("stopping", highlight=False)
 
 
@@ -62,10 +61,8 @@ async def train(arguments: Sequence[str]) -> None:
         await run_training(run_config)
         return
     supervisor = Supervisor(load_config(UpConfig, ["--config", services_yaml]))
-    async with _stopping(supervisor):
-        await supervisor.start()
-        async with _watched(supervisor):
-            await run_training(run_config)
+    async with supervised(supervisor):
+        await run_training(run_config)
 
 
 async def run_training(
@@ -101,32 +98,27 @@ async def waits(arguments: Sequence[str]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _stopping(supervisor: Supervisor):  # type: ignore[no-untyped-def]
+async def supervised(supervisor: Supervisor) -> AsyncIterator[Supervisor]:
+    """Services that live as long as the block; one that dies for good ends the block."""
+    await supervisor.start()
     try:
-        yield supervisor
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(supervisor.watch())
+            try:
+                yield supervisor
+            finally:
+                watching.cancel()
     finally:
         await supervisor.stop()
 
 
-@contextlib.asynccontextmanager
-async def _watched(supervisor: Supervisor):  # type: ignore[no-untyped-def]
-    """Restart dead services while the block runs; a service that dies for good ends the block."""
-    async with asyncio.TaskGroup() as tasks:
-        watching = tasks.create_task(supervisor.watch())
-        try:
-            yield
-        finally:
-            watching.cancel()
-
-
-async def _until_signal(work: Callable[[], Awaitable[None]]) -> None:
-    """Run until it ends by itself, or SIGINT or SIGTERM."""
-    task = asyncio.ensure_future(work())
+async def _until_signal() -> None:
+    """Wait for SIGINT or SIGTERM."""
+    stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
+        loop.add_signal_handler(number, stop.set)
+    await stop.wait()
 
 
 def _take(arguments: list[str], flag: str) -> str | None:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -97,7 +97,7 @@ def load_config(cls: type[C], argv: Sequence[str] | None = None) -> C:
         loaded = Loaded()
     except ValidationError as error:
         raise ConfigError(describe(error)) from None
-    return cls.model_construct(**{name: getattr(loaded, name) for name in cls.model_fields})
+    return cast(C, cls.model_construct(**{n: getattr(loaded, n) for n in cls.model_fields}))
 
 
 def parse_config(cls: type[C], values: Mapping[str, Any]) -> C:
@@ -114,7 +114,7 @@ def parse_config(cls: type[C], values: Mapping[str, Any]) -> C:
         parsed = Parsed(**values)
     except ValidationError as error:
         raise ConfigError(describe(error)) from None
-    return cls.model_construct(**{name: getattr(parsed, name) for name in cls.model_fields})
+    return cast(C, cls.model_construct(**{n: getattr(parsed, n) for n in cls.model_fields}))
 
 
 def describe(error: ValidationError) -> str:

@@ -25,7 +25,7 @@ from sluice.algo.logprobs import (
 )
 
 DEFAULT_CHUNK_ROWS = 512  # enough rows for a full-speed matrix product
-SUB_BLOCKS = 16  # temporaries beside a chunk's logits are 2/16 of them
+SUB_BLOCKS = 16  # temporaries beside a chunk's logits are at most 2/16 of them
 
 
 def linear_logprobs(
@@ -69,7 +69,7 @@ class _LinearLogprobs(torch.autograd.Function):
         for rows in row_blocks(len(hidden_TH), options.chunk_rows):
             logits_RV = buffer_RV[: rows.stop - rows.start]
             torch.mm(hidden_TH[rows], real_VH.t(), out=logits_RV)
-            for part in _sub_blocks(logits_RV):
+            for part in _sub_blocks(logits_RV, options):
                 at = rows.start + part.start
                 sums.add_rows(at, logits_RV[part], targets_T[at : rows.start + part.stop])
         logprobs_T, entropy_T, log_total_T = sums.finish()
@@ -97,7 +97,7 @@ class _LinearLogprobs(torch.autograd.Function):
         for rows in row_blocks(len(hidden_TH), options.chunk_rows):
             chunk_RV = buffer_RV[: rows.stop - rows.start]
             torch.mm(hidden_TH[rows], real_VH.t(), out=chunk_RV)
-            for part in _sub_blocks(chunk_RV):
+            for part in _sub_blocks(chunk_RV, options):
                 whole = slice(rows.start + part.start, rows.start + part.stop)
                 gradients.write(whole, chunk_RV[part], targets_T[whole], chunk_RV[part], options)
             if grad_hidden_TH is not None:
@@ -121,8 +121,9 @@ def _chunk_buffer(
     return hidden_TH.new_empty(rows, len(real_VH))
 
 
-def _sub_blocks(chunk_RV: torch.Tensor) -> list[slice]:
-    return row_blocks(len(chunk_RV), max(1, len(chunk_RV) // SUB_BLOCKS))
+def _sub_blocks(chunk_RV: torch.Tensor, options: RowOptions) -> list[slice]:
+    rows = min(options.block_rows, max(1, len(chunk_RV) // SUB_BLOCKS))
+    return row_blocks(len(chunk_RV), rows)
 
 
 def _add_product(sum_MN: torch.Tensor, left_MK: torch.Tensor, right_KN: torch.Tensor) -> None:

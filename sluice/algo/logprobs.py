@@ -52,6 +52,7 @@ class RowOptions:
     temperature: float
     entropy: EntropyMode
     chunk_rows: int
+    block_rows: int  # rows of elementwise work at a time: two buffers of them fit in a chunk
     vocab: VocabShard
 
 
@@ -94,9 +95,10 @@ def check_options(
     """Options with every default chosen, after the checks `token_logprobs` promises."""
     if not (temperature > 0 and math.isfinite(temperature)):
         raise ValueError(f"temperature must be positive and finite, not {temperature}")
+    budget = CPU_BLOCK_BYTES if device.type == "cpu" else DEVICE_BLOCK_BYTES
+    fitting_rows = max(2, budget // (4 * max(1, columns)))
     if chunk_rows is None:
-        budget = CPU_BLOCK_BYTES if device.type == "cpu" else DEVICE_BLOCK_BYTES
-        chunk_rows = max(2, budget // (4 * max(1, columns)))
+        chunk_rows = fitting_rows
     if chunk_rows < 1:
         raise ValueError(f"chunk_rows must be positive, not {chunk_rows}")
     whole = vocab.size
@@ -106,7 +108,13 @@ def check_options(
         low, high = int(targets_T.min()), int(targets_T.max())
         if low < 0 or (whole is not None and high >= whole):
             raise ValueError(f"targets span {low}..{high} but the vocabulary has {whole} tokens")
-    return RowOptions(temperature=temperature, entropy=entropy, chunk_rows=chunk_rows, vocab=vocab)
+    return RowOptions(
+        temperature=temperature,
+        entropy=entropy,
+        chunk_rows=chunk_rows,
+        block_rows=max(1, min(chunk_rows, fitting_rows) // 2),
+        vocab=vocab,
+    )
 
 
 class RowSums:
@@ -233,7 +241,7 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         real = options.vocab.real_columns(logits_TV.shape[1])
         sums = RowSums(logits_TV, len(logits_TV), options)
-        for rows in row_blocks(len(logits_TV), max(1, options.chunk_rows // 2)):  # two buffers
+        for rows in row_blocks(len(logits_TV), options.block_rows):
             sums.add_rows(rows.start, logits_TV[rows, :real], targets_T[rows])
         logprobs_T, entropy_T, log_total_T = sums.finish()
         ctx.save_for_backward(logits_TV, targets_T, entropy_T, sums.max_T, log_total_T)
@@ -252,7 +260,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_TV = logits_TV.detach() if ctx.reuse_logits else torch.empty_like(logits_TV)
         real = options.vocab.real_columns(logits_TV.shape[1])
         gradients = RowGradients(grad_logprobs_T, grad_entropy_T, entropy_T, max_T, log_total_T)
-        for rows in row_blocks(len(logits_TV), max(1, options.chunk_rows // 2)):
+        for rows in row_blocks(len(logits_TV), options.block_rows):
             gradients.write(
                 rows, logits_TV[rows, :real], targets_T[rows], grad_TV[rows, :real], options
             )

@@ -87,8 +87,21 @@ def spread(packed: Sequence[Sequence[Piece]], count: int, cap: int) -> Arrangeme
     ]
     if not choices:
         choices = [_arrange(tokens, costs, as_packed, count, cap)]
-        _fill_empty_bins(choices[0])
+        fill_empty_bins(choices[0])
     return min(choices, key=lambda choice: float(choice.loads.max(initial=0.0)))
+
+
+def fill_empty_bins(arrangement: Arrangement) -> None:
+    """Move half of the heaviest bin of several pieces into each empty bin."""
+    for empty in np.flatnonzero(arrangement.sizes == 0).tolist():
+        donors = np.flatnonzero(arrangement.sizes > 1)
+        if not len(donors):
+            return
+        donor = int(donors[arrangement.loads[donors].argmax()])
+        content = np.flatnonzero(arrangement.bin_of == donor)
+        for piece in content[np.argsort(-arrangement.costs[content], kind="stable")][1:].tolist():
+            if arrangement.loads[empty] + arrangement.costs[piece] <= arrangement.loads[donor]:
+                arrangement.move(piece, empty)
 
 
 def even_out(arrangement: Arrangement, container_of: np.ndarray, rounds: int) -> None:
@@ -160,19 +173,6 @@ def _arrange(
         loads=np.bincount(bin_of, weights=costs, minlength=count),
         sizes=np.bincount(bin_of, minlength=count),
     )
-
-
-def _fill_empty_bins(arrangement: Arrangement) -> None:
-    """Move half of the heaviest bin of several pieces into each empty bin."""
-    for empty in np.flatnonzero(arrangement.sizes == 0).tolist():
-        donors = np.flatnonzero(arrangement.sizes > 1)
-        if not len(donors):
-            return
-        donor = int(donors[arrangement.loads[donors].argmax()])
-        content = np.flatnonzero(arrangement.bin_of == donor)
-        for piece in content[np.argsort(-arrangement.costs[content], kind="stable")][1:].tolist():
-            if arrangement.loads[empty] + arrangement.costs[piece] <= arrangement.loads[donor]:
-                arrangement.move(piece, empty)
 
 
 def _exchange(

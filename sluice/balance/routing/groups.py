@@ -1,0 +1,156 @@
+"""What is known of groups: how long their samples run, and where their siblings are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+
+NO_GROUP = -1
+_PACE_SHARE = 0.05  # of a new observation in the running means
+_PRIOR_WEIGHT = 2.0  # a caller's expectation counts as this many finished samples
+
+
+class GroupTable:
+    """Groups by id, as slots of columns; forgotten when idle and without leases."""
+
+    def __init__(self, idle_seconds: float) -> None:
+        self._idle_seconds = idle_seconds
+        self._slots: dict[str, int] = {}
+        self._keys: list[str | None] = []
+        self._free: list[int] = []
+        self._siblings: list[list[IntArray]] = []  # targets given to earlier samples
+        self.mean_tokens = 0.0  # of recently finished samples, of any group
+        self.seconds_per_token = 0.02  # of groups' first finished samples
+        self._used = np.zeros(0)  # float64[slot]: last use; inf where the slot is free
+        self.prior = np.zeros(0)  # float64[slot]: tokens the caller expects, NaN unknown
+        self.tokens = np.zeros(0)  # float64[slot]: output tokens of finished samples
+        self.finished = np.zeros(0)  # float64[slot]: number of finished samples
+        self.started = np.zeros(0)  # float64[slot]: when the first sample was bound, NaN before
+        self.live = np.zeros(0, dtype=np.int64)  # int64[slot]: leases queued or bound
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def slots(self, keys: Sequence[str], now: float) -> IntArray:
+        """int64[n]: slots of `keys`, taken where new; NO_GROUP for an empty key."""
+        known = [self._slots.get(key, NO_GROUP) for key in keys]
+        slots = np.asarray(known, dtype=np.int64)
+        if NO_GROUP in known:
+            self._take([key for key in dict.fromkeys(keys) if key and key not in self._slots])
+            slots[:] = [self._slots[key] if key else NO_GROUP for key in keys]
+        self._used[slots[slots >= 0]] = now
+        return slots
+
+    def expect(self, slots: IntArray, tokens: FloatArray) -> None:
+        """Take the caller's expectations of output tokens per sample; NaN says nothing."""
+        told = (slots >= 0) & ~np.isnan(tokens)
+        self.prior[slots[told]] = tokens[told]
+
+    def knows_any(self, slots: IntArray) -> bool:
+        """Whether anything is expected of any of these groups."""
+        return bool(self.finished[slots].any() or not np.isnan(self.prior[slots]).all())
+
+    def expected(self, slots: IntArray) -> FloatArray:
+        """float64[n]: expected output tokens, from siblings and the caller; NaN unknown."""
+        prior = self.prior[slots]
+        weight = np.where(np.isnan(prior), 0.0, _PRIOR_WEIGHT)
+        total = weight * np.nan_to_num(prior) + self.tokens[slots]
+        count = weight + self.finished[slots]
+        return np.where(count > 0, total / np.maximum(count, 1e-9), np.nan)
+
+    def hold(self, slots: IntArray) -> None:
+        """Note leases granted to slots[i] (or NO_GROUP), bound or queued."""
+        np.add.at(self.live, slots[slots >= 0], 1)
+
+    def start(self, slots: IntArray, targets: IntArray, now: float) -> None:
+        """Note that a sample of slots[i] was bound to targets[i]; slots may be NO_GROUP."""
+        grouped = slots >= 0
+        if not grouped.all():
+            slots, targets = slots[grouped], targets[grouped]
+        if not len(slots):
+            return
+        self.started[slots[np.isnan(self.started[slots])]] = now
+        ends = [*(np.flatnonzero(slots[1:] != slots[:-1]) + 1).tolist(), len(slots)]
+        start = 0
+        for slot, end in zip(slots[np.asarray(ends) - 1].tolist(), ends, strict=True):
+            self._siblings[slot].append(targets[start:end])
+            start = end
+
+    def finish(self, slots: IntArray, tokens: FloatArray, now: float) -> None:
+        """Note samples that ended; tokens[i] < 0 says nothing was learnt."""
+        grouped = slots >= 0
+        if not grouped.all():
+            slots, tokens = slots[grouped], tokens[grouped]
+        if not len(slots):
+            return
+        np.subtract.at(self.live, slots, 1)
+        self._used[slots] = now
+        learnt = tokens >= 0
+        if not learnt.all():
+            slots, tokens = slots[learnt], tokens[learnt]
+        if not len(slots):
+            return
+        self._learn_pace(slots, tokens, now)
+        np.add.at(self.tokens, slots, tokens)
+        np.add.at(self.finished, slots, 1.0)
+
+    def _learn_pace(self, slots: IntArray, tokens: FloatArray, now: float) -> None:
+        share = 1.0 - (1.0 - _PACE_SHARE) ** len(tokens) if self.mean_tokens else 1.0
+        self.mean_tokens += share * (float(tokens.mean()) - self.mean_tokens)
+        first = (self.finished[slots] == 0) & (tokens > 0) & (self.started[slots] < now)
+        count = int(first.sum())
+        if count:
+            pace = float(((now - self.started[slots[first]]) / tokens[first]).mean())
+            share = 1.0 - (1.0 - _PACE_SHARE) ** count
+            self.seconds_per_token += share * (pace - self.seconds_per_token)
+
+    def sibling_counts(self, slot: int, target_count: int) -> IntArray | None:
+        """int64[target_count]: samples of the group given to each target; None if none."""
+        targets = self._siblings[slot]
+        if not targets:
+            return None
+        return np.bincount(np.concatenate(targets), minlength=target_count)
+
+    def expire(self, now: float) -> int:
+        """Forget groups that are idle and hold no lease; returns how many."""
+        idle = np.flatnonzero((self._used <= now - self._idle_seconds) & (self.live <= 0))
+        for slot in idle.tolist():
+            key = self._keys[slot]
+            assert key is not None
+            del self._slots[key]
+            self._keys[slot] = None
+            self._siblings[slot] = []
+            self._free.append(slot)
+        self._used[idle] = np.inf
+        return len(idle)
+
+    def _take(self, keys: list[str]) -> None:
+        while len(self._free) < len(keys):
+            self._grow()
+        taken = self._free[-len(keys) :] if keys else []
+        del self._free[len(self._free) - len(keys) :]
+        for key, slot in zip(keys, taken, strict=True):
+            self._slots[key] = slot
+            self._keys[slot] = key
+        self.prior[taken] = self.started[taken] = np.nan
+        self.tokens[taken] = self.finished[taken] = 0.0
+        self.live[taken] = 0
+
+    def _grow(self) -> None:
+        size = len(self._keys)
+        more = max(64, size)
+        self._keys += [None] * more
+        self._siblings += [[] for _ in range(more)]
+        self._free += range(size + more - 1, size - 1, -1)
+        pad = np.zeros(more)
+        self._used = np.concatenate([self._used, np.full(more, np.inf)])
+        self.prior = np.concatenate([self.prior, pad])
+        self.tokens = np.concatenate([self.tokens, pad])
+        self.finished = np.concatenate([self.finished, pad])
+        self.started = np.concatenate([self.started, pad])
+        self.live = np.concatenate([self.live, pad.astype(np.int64)])

@@ -1,0 +1,256 @@
+"""Lease columns: every lease is charged once to one target and given back once, by id.
+
+Recent leases live in flat arrays indexed by id (a sliding window), so granting, releasing and
+expiring a batch are vector operations and a lease costs 20 bytes. The few that outlive the
+window, and those adopted from an earlier router process, live in a dictionary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+
+FREE = -1  # no such lease: never granted, or given back
+QUEUED = -2  # granted an id, not yet bound to a target
+NOBODY = -1
+_FIRST_WINDOW = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Leases:
+    """Columns of some leases; each int64[n]. target may be QUEUED, session and group -1."""
+
+    ids: IntArray
+    targets: IntArray
+    sessions: IntArray
+    groups: IntArray
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class LeaseTable:
+    """Ids are handed out in ascending, contiguous ranges from `first_id`, never twice."""
+
+    def __init__(self, first_id: int = 1) -> None:
+        self.first_id = first_id
+        self.next_id = first_id
+        self.live_count = 0  # leases that are bound or queued
+        self._base = first_id  # ids in [base, next_id) are in the window
+        self._columns = np.full((4, _FIRST_WINDOW), FREE, dtype=np.int32)
+        self._old: dict[int, tuple[int, int, int, int]] = {}
+        self._held: dict[int, _Held] = {}
+
+    def grant(
+        self, client: int, targets: IntArray, sessions: IntArray | int, groups: IntArray | int
+    ) -> int:
+        """Record len(targets) new leases of `client`; returns the first of their ids."""
+        count = len(targets)
+        self._make_room(count)
+        first = self.next_id
+        self.next_id += count
+        where = slice(first - self._base, self.next_id - self._base)
+        self._columns[0, where] = targets
+        self._columns[1, where] = client
+        self._columns[2, where] = sessions
+        self._columns[3, where] = groups
+        self.live_count += count
+        self._held_by(client).extend_range(first, count)
+        return first
+
+    def adopt(self, client: int, ids: IntArray, targets: IntArray) -> None:
+        """Record leases that an earlier process granted; none of `ids` may be live here."""
+        for lease, target in zip(ids.tolist(), targets.tolist(), strict=True):
+            self._old[lease] = (target, client, -1, -1)
+        self.live_count += len(ids)
+        self._held_by(client).extend(ids)
+
+    def bind(self, lease: int, target: int) -> None:
+        """Give a queued lease its target."""
+        if self._base <= lease < self.next_id:
+            self._columns[0, lease - self._base] = target
+        else:
+            _, client, session, group = self._old[lease]
+            self._old[lease] = (target, client, session, group)
+
+    def target_of(self, lease: int) -> int:
+        """Its target, QUEUED, or FREE."""
+        if self._base <= lease < self.next_id:
+            return int(self._columns[0, lease - self._base])
+        entry = self._old.get(lease)
+        return FREE if entry is None else entry[0]
+
+    def client_of(self, lease: int) -> int:
+        """The client that holds it, or NOBODY."""
+        if self._base <= lease < self.next_id:
+            inside = lease - self._base
+            return NOBODY if self._columns[0, inside] == FREE else int(self._columns[1, inside])
+        entry = self._old.get(lease)
+        return NOBODY if entry is None else entry[1]
+
+    def count_of(self, client: int) -> int:
+        """How many live leases `client` holds."""
+        held = self._held.get(client)
+        return held.live if held is not None else 0
+
+    def read(self, ids: IntArray) -> Leases:
+        """Columns of live leases."""
+        return Leases(ids, *self._gather(ids)[[0, 2, 3]])
+
+    def is_live(self, client: int, ids: IntArray) -> NDArray[np.bool_]:
+        """bool[n]: which ids are live leases of `client`."""
+        if self._all_inside(ids):
+            where = ids - self._base
+            return (self._columns[0, where] != FREE) & (self._columns[1, where] == client)
+        inside = (ids >= self._base) & (ids < self.next_id)
+        live = np.zeros(len(ids), dtype=bool)
+        where = ids[inside] - self._base
+        live[inside] = (self._columns[0, where] != FREE) & (self._columns[1, where] == client)
+        for index in np.flatnonzero(~inside).tolist() if self._old else ():
+            entry = self._old.get(int(ids[index]))
+            live[index] = entry is not None and entry[1] == client
+        return live
+
+    def release(self, client: int, ids: IntArray) -> tuple[Leases, NDArray[np.bool_]]:
+        """Forget live leases of `client`; returns their columns and bool[n]: which ids they were.
+
+        An id that is not a live lease of `client`, or appears a second time, counts for nothing.
+        """
+        live = self.is_live(client, ids)
+        if len(ids) > 1 and not bool((ids[1:] > ids[:-1]).all()):
+            live &= _first_occurrence(ids)
+        released = self._forget(ids if live.all() else ids[live])
+        if held := self._held.get(client):
+            held.live -= len(released)
+            if held.live <= 0:
+                del self._held[client]
+            elif held.size > 2 * held.live + _FIRST_WINDOW:
+                self._trim(client, held)
+        return released, live
+
+    def release_client(self, client: int) -> Leases:
+        """Forget all leases of `client`, in time proportional to their number."""
+        return self.release(client, self.held_by(client))[0]
+
+    def held_by(self, client: int) -> IntArray:
+        """Ids of the live leases of `client`, int64[n]."""
+        held = self._held.get(client)
+        if held is None:
+            return np.empty(0, dtype=np.int64)
+        ids = held.ids()
+        return ids[self.is_live(client, ids)]
+
+    def bound_within(self, first_target: int, stop_target: int) -> tuple[IntArray, IntArray]:
+        """(ids, clients) of all leases bound to targets in [first, stop); scans the table."""
+        size = self.next_id - self._base
+        targets = self._columns[0, :size]
+        inside = np.flatnonzero((targets >= first_target) & (targets < stop_target))
+        old = [(i, e[1]) for i, e in self._old.items() if first_target <= e[0] < stop_target]
+        ids = np.concatenate([inside + self._base, _int64(i for i, _ in old)])
+        clients = np.concatenate([self._columns[1, inside], _int64(c for _, c in old)])
+        return ids, clients.astype(np.int64)
+
+    def _forget(self, ids: IntArray) -> Leases:
+        columns = self._gather(ids)
+        if self._all_inside(ids):
+            self._columns[0, ids - self._base] = FREE
+        else:
+            inside = (ids >= self._base) & (ids < self.next_id)
+            self._columns[0, ids[inside] - self._base] = FREE
+            for index in np.flatnonzero(~inside).tolist():
+                del self._old[int(ids[index])]
+        self.live_count -= len(ids)
+        return Leases(ids, columns[0], columns[2], columns[3])
+
+    def _all_inside(self, ids: IntArray) -> bool:
+        return not len(ids) or bool(ids.min() >= self._base and ids.max() < self.next_id)
+
+    def _gather(self, ids: IntArray) -> IntArray:
+        """int64[4, n]: target, client, session and group of live leases."""
+        if self._all_inside(ids):
+            return self._columns[:, ids - self._base].astype(np.int64)
+        inside = (ids >= self._base) & (ids < self.next_id)
+        columns = np.empty((4, len(ids)), dtype=np.int64)
+        columns[:, inside] = self._columns[:, ids[inside] - self._base]
+        for index in np.flatnonzero(~inside).tolist():
+            columns[:, index] = self._old[int(ids[index])]
+        return columns
+
+    def _held_by(self, client: int) -> _Held:
+        held = self._held.get(client)
+        if held is None:
+            held = self._held[client] = _Held()
+        return held
+
+    def _trim(self, client: int, held: _Held) -> None:
+        ids = self.held_by(client)
+        held.ranges, held.size = [(ids, 0)], len(ids)
+
+    def _make_room(self, count: int) -> None:
+        """Slide the window past its oldest part, or widen it when many there are live."""
+        size, capacity = self.next_id - self._base, self._columns.shape[1]
+        if size + count <= capacity:
+            return
+        drop = min(size, max(capacity // 2, size + count - capacity))
+        leaving = np.flatnonzero(self._columns[0, :drop] != FREE)
+        if size + count - drop > capacity or len(leaving) * 8 > capacity:
+            wider = 1 << (size + count + capacity // 2).bit_length()
+            columns = np.full((4, wider), FREE, dtype=np.int32)
+            columns[:, :size] = self._columns[:, :size]
+            self._columns = columns
+            return
+        for index in leaving.tolist():
+            target, client, session, group = self._columns[:, index].tolist()
+            self._old[self._base + index] = (target, client, session, group)
+        kept = self._columns[:, drop:size].copy()
+        if capacity > _FIRST_WINDOW and self.live_count * 16 < capacity:
+            self._columns = np.full((4, max(capacity // 2, size - drop + count)), FREE, np.int32)
+        self._columns[:, : size - drop] = kept
+        self._columns[0, size - drop :] = FREE
+        self._base += drop
+
+
+class _Held:
+    """Ids once granted to one client, a superset of what it holds, as ranges or arrays."""
+
+    __slots__ = ("live", "ranges", "size")
+
+    def __init__(self) -> None:
+        self.ranges: list[tuple[IntArray | int, int]] = []
+        self.size = 0
+        self.live = 0
+
+    def extend_range(self, first: int, count: int) -> None:
+        self.ranges.append((first, count))
+        self.size += count
+        self.live += count
+
+    def extend(self, ids: IntArray) -> None:
+        self.ranges.append((ids, 0))
+        self.size += len(ids)
+        self.live += len(ids)
+
+    def ids(self) -> IntArray:
+        parts = [
+            np.arange(start, start + count) if isinstance(start, int) else start
+            for start, count in self.ranges
+        ]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+
+def _int64(values: Iterable[int]) -> IntArray:
+    return np.fromiter(values, dtype=np.int64)
+
+
+def _first_occurrence(ids: IntArray) -> NDArray[np.bool_]:
+    order = np.argsort(ids, kind="stable")
+    ordered = ids[order]
+    first = np.empty(len(ids), dtype=bool)
+    first[order[:1]] = True
+    first[order[1:]] = ordered[1:] != ordered[:-1]
+    return first

@@ -1,0 +1,158 @@
+"""Which target each lease of a request gets: its session's, or the policy's choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sluice.balance.routing.groups import NO_GROUP
+from sluice.balance.routing.leases import QUEUED
+from sluice.balance.routing.policies import PlaceHints, create_policy
+from sluice.balance.routing.sessions import NO_SESSION, UNPLACED
+from sluice.balance.routing.speed import UNIT
+from sluice.balance.routing.tables import Tables
+from sluice.balance.routing.types import LeaseRequest, Needs
+from sluice.balance.routing.waterfill import Fleet
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+_TURN_TOKENS = 256.0  # of a session's turn, when nothing is known
+
+
+@dataclass(frozen=True)
+class Sticky:
+    """targets int64[n]: of leases whose session stays, QUEUED for the others; sessions
+    int64[n]: session slots, or NO_SESSION; fresh: leases of each session that needs a target."""
+
+    targets: IntArray
+    sessions: IntArray
+    fresh: dict[int, list[int]]
+
+
+class Placement:
+    """Chooses targets; charges nothing."""
+
+    def __init__(self, tables: Tables, rng: np.random.Generator) -> None:
+        config = self._config = tables.config
+        self._targets = tables.targets
+        self._sessions = tables.sessions
+        self._groups = tables.groups
+        self._rng = rng
+        self._base = max(round(config.step_base / config.step_per_request), 1)
+        self._policy = create_policy(config.policy, self._base)
+        self._by_key = config.policy == "cache_aware"
+
+    def spread(
+        self, fleet: Fleet, groups: IntArray, expected: FloatArray, keys: list[str] | None
+    ) -> IntArray:
+        """Targets for len(groups) leases, int64[n], QUEUED for those beyond the free slots.
+
+        Leases are served probes first, then by expected tokens, longest first; so those that
+        wait are the short ones, and the long ones get the emptiest ranks.
+        """
+        count = len(groups)
+        hints = PlaceHints(affinity=keys, avoid=self._siblings(groups))
+        targets = self._policy.place(fleet, count, self._rng, hints)
+        if len(targets) == count and (count == 1 or np.isnan(expected).all()):
+            return targets
+        placed = np.full(count, QUEUED, dtype=np.int64)
+        order = self._order(groups, expected) if not keys else np.arange(count)
+        placed[order[: len(targets)]] = targets
+        return placed
+
+    def open_sessions(self, fleet: Fleet, slots: list[int]) -> IntArray:
+        """Targets for new sessions: the ranks with the fewest, int64[<= len(slots)]."""
+        # A session between turns loads nothing now but will: it counts like a lease.
+        load = np.maximum(self._sessions.active, fleet.load)
+        by_session = Fleet.create(
+            load, load + fleet.room, fleet.engine_of, fleet.starts, fleet.slowdown
+        )
+        targets = self._policy.place(by_session, len(slots), self._rng)
+        for slot, target in zip(slots, targets.tolist(), strict=False):
+            self._sessions.place(slot, target)
+        return targets
+
+    def sticky(self, request: LeaseRequest, expected: FloatArray, now: float) -> Sticky:
+        """Look up (or open) the sessions of a request; those that must move are taken off."""
+        targets = np.full(request.count, QUEUED, dtype=np.int64)
+        slots = np.full(request.count, NO_SESSION, dtype=np.int64)
+        fresh: dict[int, list[int]] = {}
+        if not request.sessions:
+            return Sticky(targets, slots, fresh)
+        fleet = self._targets.fleet(request.needs, unlimited=True)
+        for index, key in enumerate(request.sessions):
+            if not key:
+                continue
+            slot = self._sessions.open(key, now)
+            slots[index] = slot
+            prefix = 0 if request.prefix_tokens is None else int(request.prefix_tokens[index])
+            if self._keeps(slot, fleet, request.needs, float(expected[index]), prefix):
+                targets[index] = self._sessions.target(slot)
+            else:
+                self._sessions.place(slot, UNPLACED)
+                fresh.setdefault(slot, []).append(index)
+        return Sticky(targets, slots, fresh)
+
+    def affinity(self, request: LeaseRequest, chosen: IntArray) -> list[str] | None:
+        """A key per chosen lease, where the policy goes by one: its session's or group's."""
+        if not self._by_key:
+            return None
+        keys = list(request.sessions) or [""] * request.count
+        start = 0
+        for key, size in request.groups:
+            keys[start : start + size] = [own or key for own in keys[start : start + size]]
+            start += size
+        return [keys[index] for index in chosen.tolist()]
+
+    def _keeps(self, slot: int, fleet: Fleet, needs: Needs, expected: float, prefix: int) -> bool:
+        """Whether a session's next turn stays on its target.
+
+        It leaves a target that may not serve it, and one whose predicted slow-down over this
+        turn exceeds `break_margin` times what filling `prefix` tokens again costs elsewhere.
+        """
+        target = self._sessions.target(slot)
+        if target == UNPLACED or not self._targets.able(needs)[fleet.engine_of[target]]:
+            return False
+        if prefix <= 0:
+            return True
+        tokens = expected if expected == expected else self._groups.mean_tokens or _TURN_TOKENS
+        per_token = self._step_times(fleet)
+        gain = float(per_token[target] - per_token.min()) * tokens
+        return gain <= self._config.break_margin * prefix / self._config.prefill_rate
+
+    def _step_times(self, fleet: Fleet) -> FloatArray:
+        """float64[m]: seconds per token on each target with one more lease, inf where closed."""
+        largest = np.maximum.reduceat(fleet.load, fleet.starts)[fleet.engine_of]
+        step = self._base + np.maximum(largest, fleet.load + 1)
+        seconds = step * (fleet.slowdown / UNIT)[fleet.engine_of] * self._config.step_per_request
+        return np.where(fleet.limit > 0, seconds, np.inf)
+
+    def _siblings(self, groups: IntArray) -> IntArray | None:
+        first = int(groups[0]) if len(groups) else NO_GROUP
+        if first == NO_GROUP or int(groups[-1]) != first:
+            return None
+        return self._groups.sibling_counts(first, len(self._targets))
+
+    def _order(self, groups: IntArray, expected: FloatArray) -> IntArray:
+        """Indices of leases, the most urgent first; ties in the order they came."""
+        known = ~np.isnan(expected)
+        grouped = groups != NO_GROUP
+        probe = np.zeros(len(groups), dtype=bool)
+        probe[np.unique(groups, return_index=True)[1]] = True
+        probe &= grouped & ~known
+        probe[probe] = np.isnan(self._groups.started[groups[probe]])
+        length = np.where(known, expected, self._groups.mean_tokens)
+        return np.lexsort((-length, ~probe))
+
+    def expected(self, request: LeaseRequest, groups: IntArray) -> FloatArray:
+        """float64[count]: expected tokens of each lease, NaN unknown."""
+        given = request.expected_tokens
+        if given is None:
+            given = np.full(request.count, np.nan)
+        grouped = groups >= 0
+        if not grouped.any() or not self._groups.knows_any(groups[grouped]):
+            return given
+        of_group = self._groups.expected(np.where(grouped, groups, 0))
+        return np.where(grouped & ~np.isnan(of_group), of_group, given)

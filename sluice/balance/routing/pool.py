@@ -1,0 +1,302 @@
+"""One pool of engines that serve the same model, and the leases on them.
+
+Pure: time is passed in (seconds from any origin, never falling), randomness is a seeded
+generator. At every moment the charges of a target equal the live leases bound to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sluice.balance.routing.admission import admit
+from sluice.balance.routing.breaker import Outcome
+from sluice.balance.routing.clients import ClientRow
+from sluice.balance.routing.groups import NO_GROUP
+from sluice.balance.routing.leases import NOBODY, QUEUED, Leases
+from sluice.balance.routing.placement import Placement, Sticky
+from sluice.balance.routing.reported import RankReport
+from sluice.balance.routing.returned import ReturnedIds
+from sluice.balance.routing.tables import Tables
+from sluice.balance.routing.targets import EngineRow
+from sluice.balance.routing.types import (
+    EngineSpec,
+    EngineView,
+    Grant,
+    Held,
+    LeaseRequest,
+    PoolConfig,
+    Renewal,
+)
+from sluice.balance.routing.waiting import WaitingRoom
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+_FORGET_AFTER = 10  # engine TTLs without a heartbeat
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expired:
+    """What `Pool.expire` ended."""
+
+    lease_count: int = 0
+    clients: tuple[str, ...] = ()
+    engines: tuple[str, ...] = ()
+    session_count: int = 0
+
+
+class Pool:
+    """See the module; `first_lease_id` must exceed every id an earlier process handed out."""
+
+    def __init__(
+        self, config: PoolConfig, rng: np.random.Generator, *, first_lease_id: int = 1
+    ) -> None:
+        self.config = config
+        self.tables = Tables.create(config, first_lease_id)
+        self._placement = Placement(self.tables, rng)
+        self.waiting = WaitingRoom(self.tables, self._placement)
+        self._returned = ReturnedIds(config.client_ttl)
+
+    # Engines
+
+    def register(self, spec: EngineSpec, now: float) -> EngineView:
+        """Add an engine, or take its heartbeat and news. Leases of an earlier process end."""
+        targets = self.tables.targets
+        known = targets.find(spec.name)
+        if known is not None and known.replaced_by(spec):
+            self._void(known, now)
+        engine, _ = targets.register(spec, now)
+        self.tables.sessions.widen(len(targets))
+        self.waiting.dispatch(now)
+        return targets.view(engine)
+
+    def drain(self, name: str, draining: bool, now: float) -> EngineView | None:
+        """Stop or resume giving leases on an engine; None if unknown."""
+        engine = self.tables.targets.find(name)
+        if engine is None:
+            return None
+        self.tables.targets.drain(engine, draining)
+        self.waiting.dispatch(now)
+        return self.tables.targets.view(engine)
+
+    def remove(self, name: str, now: float) -> bool:
+        """Forget an engine and end its leases; False if unknown."""
+        engine = self.tables.targets.find(name)
+        if engine is None:
+            return False
+        self._void(engine, now)
+        self.tables.targets.remove(engine)
+        return True
+
+    def report_load(
+        self,
+        name: str,
+        ranks: Sequence[RankReport],
+        now: float,
+        *,
+        seconds_per_token: float = 0.0,
+        age: float = 0.0,
+    ) -> bool:
+        """Take what an engine measured `age` seconds ago; False if unknown."""
+        engine = self.tables.targets.find(name)
+        if engine is None:
+            return False
+        self.tables.targets.snapshot(now)
+        self.tables.targets.report(engine, ranks, seconds_per_token, now - age, now)
+        self.waiting.dispatch(now)
+        return True
+
+    def engines(self) -> list[EngineView]:
+        return [self.tables.targets.view(engine) for engine in self.tables.targets.engines]
+
+    # Leases
+
+    def acquire(self, client: str, request: LeaseRequest, now: float) -> Grant:
+        """Lease `request.count` targets. Raises RefusedError; nothing is charged then."""
+        row = self.tables.clients.touch(client, now)
+        groups = self._group_slots(request, now)
+        expected = self._placement.expected(request, groups)
+        sticky = self._placement.sticky(request, expected, now)
+        admit(self.tables, self.waiting, row, request, int((sticky.targets == QUEUED).sum()))
+        self.tables.charge(sticky.targets, groups, now)
+        targets = sticky.targets
+        if not self.waiting.has(request.needs):
+            self._place(request, sticky, groups, expected, now)
+        first = self.tables.leases.grant(row.slot, targets, sticky.sessions, groups)
+        self.tables.sessions.hold(sticky.sessions)
+        self.tables.groups.hold(groups)
+        wait = np.flatnonzero(targets == QUEUED)
+        if len(wait):
+            self.waiting.add(row, first + wait, groups[wait], expected[wait], request.needs, now)
+            self.waiting.dispatch(now)
+        return Grant(first_id=first, targets=targets)
+
+    def release(
+        self,
+        client: str,
+        ids: IntArray,
+        now: float,
+        *,
+        outcomes: IntArray | None = None,
+        output_tokens: IntArray | None = None,
+    ) -> int:
+        """Give leases back, queued ones included; returns how many were live.
+
+        outcomes int64[n]: Outcome per id; output_tokens int64[n]: -1 unknown. An id that is not
+        a live lease of the client changes nothing.
+        """
+        row = self.tables.clients.touch(client, now)
+        released, live = self.tables.leases.release(row.slot, ids)
+        if not live.all():
+            self._returned.add(ids[~live].tolist())
+        if outcomes is not None:
+            self._record(released, outcomes[live], now)
+        tokens = None if output_tokens is None else output_tokens[live].astype(np.float64)
+        self.tables.give_back(released, row, now, tokens)
+        if tokens is not None:
+            self.waiting.learnt(released.groups)
+        self.waiting.dispatch(now)
+        return len(released)
+
+    def renew(self, client: str, held: Held, now: float) -> Renewal:
+        """Take a client's heartbeat with all it holds, and bring the table in line with that.
+
+        Ids granted by an earlier router, or before the client had expired, are charged again;
+        leases granted here that are absent from two renewals in a row were never received.
+        """
+        leases = self.tables.leases
+        row = self.tables.clients.touch(client, now)
+        known = leases.is_live(row.slot, held.ids)
+        adopted = self._adopt(row, held, np.flatnonzero(~known), now)
+        row.returning = False
+        unlisted = np.setdiff1d(leases.held_by(row.slot), held.ids)
+        lost = np.intersect1d(unlisted, row.unlisted)
+        released, _ = leases.release(row.slot, lost)
+        self.tables.give_back(released, row, now)
+        row.unlisted = np.setdiff1d(unlisted, lost)
+        self.waiting.dispatch(now)
+        known[adopted] = True
+        return Renewal(
+            adopted_count=len(adopted), unknown=held.ids[~known], dropped_count=len(released)
+        )
+
+    def end_sessions(self, keys: Sequence[str]) -> int:
+        """End sessions; returns how many were known."""
+        return sum(self.tables.sessions.end(key) for key in keys)
+
+    def collect(self, client: str) -> list[tuple[int, int]]:
+        """(lease, target) of queued leases that got their target since the last call."""
+        row = self.tables.clients.find(client)
+        if row is None:
+            return []
+        bound, row.bound = row.bound, []
+        self.waiting.woken.discard(client)
+        return bound
+
+    def expire(self, now: float) -> Expired:
+        """End what is overdue; to be called about once a second."""
+        tables = self.tables
+        gone = tables.clients.expired(now)
+        count = 0
+        for row in gone:
+            released = tables.leases.release_client(row.slot)
+            tables.give_back(released, row, now)
+            count += len(released)
+        lost = self._expire_engines(now)
+        tables.targets.probe_breakers(now)
+        tables.targets.snapshot(now)
+        self._returned.turn(now)
+        tables.groups.expire(now)
+        ended = tables.sessions.expire(now)
+        self.waiting.dispatch(now)
+        return Expired(
+            lease_count=count,
+            clients=tuple(row.name for row in gone),
+            engines=tuple(lost),
+            session_count=ended,
+        )
+
+    def _expire_engines(self, now: float) -> list[str]:
+        lost = []
+        for engine in self.tables.targets.engines:
+            silent = now - engine.last_seen
+            if silent > self.config.engine_ttl and not engine.lost:
+                self.tables.targets.lose(engine)
+                lost.append(engine.spec.name)
+            if silent > self.config.engine_ttl * _FORGET_AFTER:
+                self.remove(engine.spec.name, now)
+        return lost
+
+    def _group_slots(self, request: LeaseRequest, now: float) -> IntArray:
+        if not request.groups:
+            return np.full(request.count, NO_GROUP, dtype=np.int64)
+        keys, sizes = zip(*request.groups, strict=True)
+        slots = self.tables.groups.slots(keys, now)
+        if request.expected_tokens is not None:
+            firsts = np.cumsum(sizes) - sizes
+            self.tables.groups.expect(slots, request.expected_tokens[firsts])
+        return np.repeat(slots, sizes)
+
+    def _place(
+        self,
+        request: LeaseRequest,
+        sticky: Sticky,
+        groups: IntArray,
+        expected: FloatArray,
+        now: float,
+    ) -> None:
+        """Fill in sticky.targets as far as there are free slots, charging them."""
+        targets = sticky.targets
+        if sticky.fresh:
+            fleet = self.tables.targets.fleet(request.needs)
+            chosen = self._placement.open_sessions(fleet, list(sticky.fresh))
+            for leases, target in zip(sticky.fresh.values(), chosen.tolist(), strict=False):
+                targets[leases] = target
+                self.tables.charge(targets[leases], groups[leases], now)
+        rest = np.flatnonzero((targets == QUEUED) & (sticky.sessions < 0))
+        if len(rest):
+            fleet = self.tables.targets.fleet(request.needs)
+            keys = self._placement.affinity(request, rest)
+            targets[rest] = self._placement.spread(fleet, groups[rest], expected[rest], keys)
+            self.tables.charge(targets[rest], groups[rest], now)
+
+    def _record(self, released: Leases, outcomes: IntArray, now: float) -> None:
+        """Tell breakers; successes only where one would change something."""
+        table = self.tables.targets
+        failed = (outcomes >= Outcome.CONNECT_ERROR) & (outcomes <= Outcome.TIMEOUT)
+        if not table.watched and not failed.any():
+            return
+        told = (outcomes != Outcome.UNKNOWN) & (released.targets >= 0)
+        for index in np.flatnonzero(told).tolist():
+            engine = table.engine_at(int(released.targets[index]))
+            if engine is not None and (failed[index] or engine.row in table.watched):
+                table.record(engine, Outcome(int(outcomes[index])), now)
+
+    def _void(self, engine: EngineRow, now: float) -> None:
+        """The engine's process is gone: its leases end, its sessions lose their cache."""
+        ids, clients = self.tables.leases.bound_within(engine.first, engine.stop)
+        for slot in np.unique(clients).tolist():
+            released, _ = self.tables.leases.release(slot, ids[clients == slot])
+            self.tables.give_back(released, self.tables.clients.at(slot), now)
+        self.tables.sessions.clear_target(engine.first, engine.stop)
+
+    def _adopt(self, row: ClientRow, held: Held, indices: IntArray, now: float) -> IntArray:
+        """Charge leases that another router, or this one before an expiry, had granted."""
+        leases = self.tables.leases
+        chosen: dict[int, tuple[int, int]] = {}  # id -> (index, target)
+        for index in indices.tolist():
+            lease, rank = int(held.ids[index]), int(held.ranks[index])
+            foreign = not leases.first_id <= lease < leases.next_id
+            if rank < 0 or lease in self._returned or not (foreign or row.returning):
+                continue
+            engine = self.tables.targets.find(held.names[int(held.engines[index])])
+            if engine is None or rank >= engine.spec.dp_size or leases.client_of(lease) != NOBODY:
+                continue
+            chosen[lease] = (index, engine.first + rank)
+        targets = np.asarray([target for _, target in chosen.values()], dtype=np.int64)
+        leases.adopt(row.slot, np.asarray(list(chosen), dtype=np.int64), targets)
+        self.tables.charge(targets, np.full(len(targets), NO_GROUP), now)
+        return np.asarray([index for index, _ in chosen.values()], dtype=np.int64)

@@ -1,0 +1,121 @@
+"""Loads that engines report, beside the charges the router made itself.
+
+A report is always older than the newest charges. It therefore never replaces them: what it
+shows beyond (or short of) the charges at the time it was taken is kept apart, smoothed, and
+added to the charges of now.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+
+NO_LIMIT = 1 << 40
+_SNAPSHOTS = 32
+_FILL = 0.95  # share of the KV cache that credits may plan with
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """One dp rank as its engine sees it; max_tokens 0 means no KV limit is known."""
+
+    running_count: int
+    waiting_count: int = 0
+    used_tokens: int = 0
+    max_tokens: int = 0
+
+
+class ReportedLoad:
+    """One row per target."""
+
+    def __init__(self, smoothing_seconds: float = 10.0, snapshot_seconds: float = 0.25) -> None:
+        self._smoothing = smoothing_seconds
+        self._snapshot_seconds = snapshot_seconds
+        self._times: list[float] = []
+        self._snapshots: list[tuple[IntArray, IntArray]] = []  # charges, charges ever made
+        self._external = np.zeros(0)
+        self._report_time = np.zeros(0)
+        self._charged_before = np.zeros(0, dtype=np.int64)
+        self._any = False
+        self.kv_limit = np.zeros(0, dtype=np.int64)  # requests that fit, NO_LIMIT if unknown
+
+    def widen(self, target_count: int) -> None:
+        """Make room for more targets."""
+        more = target_count - len(self._external)
+        none = np.zeros(more, dtype=np.int64)
+        self._external = np.concatenate([self._external, np.zeros(more)])
+        self._report_time = np.concatenate([self._report_time, np.full(more, -math.inf)])
+        self._charged_before = np.concatenate([self._charged_before, none])
+        self.kv_limit = np.concatenate([self.kv_limit, none + NO_LIMIT])
+        self._snapshots = [
+            (np.concatenate([charges, none]), np.concatenate([ever, none]))
+            for charges, ever in self._snapshots
+        ]
+
+    def forget(self, first: int, stop: int, charged_ever: IntArray) -> None:
+        """Targets of a restarted engine have no report."""
+        self._external[first:stop] = 0.0
+        self._report_time[first:stop] = -math.inf
+        self._charged_before[first:stop] = charged_ever[first:stop]
+        self.kv_limit[first:stop] = NO_LIMIT
+
+    def snapshot(self, charges: IntArray, charged_ever: IntArray, now: float) -> None:
+        """Remember the charges of now, at most once per snapshot interval."""
+        if self._times and now - self._times[-1] < self._snapshot_seconds:
+            return
+        self._times.append(now)
+        self._snapshots.append((charges.copy(), charged_ever.copy()))
+        if len(self._times) > _SNAPSHOTS:
+            del self._times[0], self._snapshots[0]
+
+    def report(self, target: int, rank: RankReport, taken: float, now: float) -> None:
+        """Take a report of the state at time `taken` (<= now); older ones are ignored."""
+        if taken <= self._report_time[target]:
+            return
+        past = self._at(taken, target)
+        if past is not None:
+            self._correct(target, rank, past, now)
+        self._report_time[target] = taken
+        self.kv_limit[target] = _kv_limit(rank)
+
+    def _correct(self, target: int, rank: RankReport, past: tuple[int, int], now: float) -> None:
+        charges, ever = past
+        seen = rank.running_count + rank.waiting_count
+        elapsed = now - max(self._report_time[target], now - self._smoothing)
+        share = -math.expm1(-max(elapsed, 0.0) / self._smoothing)
+        self._external[target] += share * (seen - charges - self._external[target])
+        self._charged_before[target] = ever
+        self._any = True
+
+    def load(self, charges: IntArray, charged_ever: IntArray) -> IntArray:
+        """int64[m]: charges corrected by reports, never below charges made since the report."""
+        if not self._any:
+            return charges
+        young = np.minimum(charges, charged_ever - self._charged_before)
+        corrected = charges + np.rint(self._external).astype(np.int64)
+        return np.maximum(corrected, np.maximum(young, 0))
+
+    def _at(self, taken: float, target: int) -> tuple[int, int] | None:
+        """Charges of a target, and charges ever made on it, at a past time, if remembered."""
+        for time, (charges, ever) in zip(
+            reversed(self._times), reversed(self._snapshots), strict=True
+        ):
+            if time <= taken:
+                return int(charges[target]), int(ever[target])
+        return None
+
+
+def _kv_limit(rank: RankReport) -> int:
+    if rank.max_tokens <= 0:
+        return NO_LIMIT
+    if rank.waiting_count > 0:
+        return max(rank.running_count, 1)
+    if rank.running_count == 0 or rank.used_tokens <= 0:
+        return NO_LIMIT
+    each = rank.used_tokens / rank.running_count
+    return max(int(rank.max_tokens * _FILL / each), 1)

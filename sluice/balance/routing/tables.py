@@ -1,0 +1,62 @@
+"""The tables of one pool, and the two moves that keep them in step: charge and give back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sluice.balance.routing.clients import ClientRow, ClientTable
+from sluice.balance.routing.groups import GroupTable
+from sluice.balance.routing.leases import QUEUED, Leases, LeaseTable
+from sluice.balance.routing.sessions import SessionTable
+from sluice.balance.routing.targets import TargetTable
+from sluice.balance.routing.types import PoolConfig
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Tables:
+    config: PoolConfig
+    targets: TargetTable
+    leases: LeaseTable
+    clients: ClientTable
+    sessions: SessionTable
+    groups: GroupTable
+
+    @classmethod
+    def create(cls, config: PoolConfig, first_lease_id: int) -> Tables:
+        return cls(
+            config=config,
+            targets=TargetTable(config),
+            leases=LeaseTable(first_lease_id),
+            clients=ClientTable(config.client_ttl),
+            sessions=SessionTable(config.session_ttl),
+            groups=GroupTable(config.group_ttl),
+        )
+
+    def charge(self, targets: IntArray, groups: IntArray, now: float) -> None:
+        """Charge leases to targets[i] as samples of groups[i]; QUEUED ones are left out."""
+        bound = targets >= 0
+        if not bound.all():
+            targets, groups = targets[bound], groups[bound]
+        self.targets.charge(targets)
+        self.groups.start(groups, targets, now)
+
+    def give_back(
+        self, leases: Leases, row: ClientRow | None, now: float, tokens: FloatArray | None = None
+    ) -> None:
+        """Undo the charges of leases just released; tokens float64[n], negative unknown."""
+        if not len(leases):
+            return
+        bound = leases.targets >= 0
+        self.targets.uncharge(leases.targets[bound])
+        if row is not None:
+            row.queued -= int((leases.targets == QUEUED).sum())
+        self.sessions.let_go(leases.sessions, now)
+        if tokens is None:
+            tokens = np.full(len(leases), -1.0)
+        self.groups.finish(leases.groups, tokens, now)

@@ -1,0 +1,299 @@
+"""The joint table of targets (engine, dp rank): who may get leases, and how many each holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sluice.balance.routing.breaker import Breaker, BreakerState, Outcome
+from sluice.balance.routing.reported import NO_LIMIT, RankReport, ReportedLoad
+from sluice.balance.routing.speed import UNIT, SpeedTable
+from sluice.balance.routing.types import (
+    EngineSpec,
+    EngineState,
+    EngineView,
+    Needs,
+    PoolConfig,
+)
+from sluice.balance.routing.waterfill import Fleet
+
+IntArray = NDArray[np.int64]
+
+
+class Registered(Enum):
+    """What a registration was."""
+
+    NEW = "new"
+    RENEWED = "renewed"  # a heartbeat; nothing but the time changed
+    CHANGED = "changed"  # version, address or limits
+    RESTARTED = "restarted"  # another process under the same name
+    RESIZED = "resized"  # a restart with another number of ranks: it moves to new rows
+
+
+@dataclass
+class EngineRow:
+    """One engine: targets [first, first + spec.dp_size)."""
+
+    spec: EngineSpec
+    row: int
+    first: int
+    breaker: Breaker
+    last_seen: float
+    draining: bool = False
+    lost: bool = False
+    probing: bool = False  # half-open, and its one trial lease is out
+
+    def replaced_by(self, spec: EngineSpec) -> bool:
+        """Whether `spec` is another process under the same name."""
+        return self.spec.instance != spec.instance or self.spec.dp_size != spec.dp_size
+
+    @property
+    def stop(self) -> int:
+        return self.first + self.spec.dp_size
+
+    @property
+    def state(self) -> EngineState:
+        if self.lost:
+            return EngineState.LOST
+        if self.draining:
+            return EngineState.DRAINING
+        if self.breaker.state is BreakerState.OPEN:
+            return EngineState.BROKEN
+        return EngineState.ACTIVE
+
+
+class TargetTable:
+    """Rows are never moved while charged; `epoch` rises when clients should look again."""
+
+    def __init__(self, config: PoolConfig) -> None:
+        self._config = config
+        self.epoch = 1
+        self.charges: IntArray = np.zeros(0, dtype=np.int64)  # live leases per target
+        self.charged_ever: IntArray = np.zeros(0, dtype=np.int64)
+        self.engine_of: IntArray = np.zeros(0, dtype=np.int64)
+        self.starts: IntArray = np.zeros(0, dtype=np.int64)
+        self.speed = SpeedTable(config.step_base, config.step_per_request)
+        self.reported = ReportedLoad()
+        self._rows: list[EngineRow | None] = []
+        self._by_name: dict[str, EngineRow] = {}
+        self._sizes: list[int] = []
+        self._usable = np.zeros(0, dtype=bool)  # may get leases now, version aside
+        self._version = np.zeros(0, dtype=np.int64)
+        self._credit = np.zeros(0, dtype=np.int64)
+        self._half_open: set[int] = set()
+        self.watched: set[int] = set()  # rows whose breaker would heed a success
+        self._fleets: dict[tuple[Needs, bool], Fleet] = {}  # until charges or rows change
+
+    def __len__(self) -> int:
+        return len(self.charges)
+
+    @property
+    def engines(self) -> list[EngineRow]:
+        return list(self._by_name.values())
+
+    def find(self, name: str) -> EngineRow | None:
+        return self._by_name.get(name)
+
+    def engine_at(self, target: int) -> EngineRow | None:
+        return self._rows[int(self.engine_of[target])]
+
+    def view(self, engine: EngineRow) -> EngineView:
+        return EngineView(
+            spec=engine.spec,
+            state=engine.state,
+            first_target=engine.first,
+            lease_counts=tuple(self.charges[engine.first : engine.stop].tolist()),
+            slowdown=float(self.speed.slowdown[engine.row]) / UNIT,
+            last_seen=engine.last_seen,
+        )
+
+    def register(self, spec: EngineSpec, now: float) -> tuple[EngineRow, Registered]:
+        """Add an engine or renew it. The caller voids the leases of a RESTARTED one first."""
+        engine = self._by_name.get(spec.name)
+        if engine is None:
+            return self._add(spec, now), Registered.NEW
+        engine.last_seen = now
+        if engine.spec == spec and not engine.lost:
+            return engine, Registered.RENEWED
+        restarted = engine.spec.instance != spec.instance
+        if engine.spec.dp_size != spec.dp_size:
+            self.remove(engine)
+            return self._add(spec, now), Registered.RESIZED
+        if engine.lost or restarted:
+            engine.breaker.registered_again()
+        engine.spec, engine.lost = spec, False
+        if restarted:
+            engine.draining = False
+            self._start_over(engine)
+        self.refresh(engine)
+        return engine, Registered.RESTARTED if restarted else Registered.CHANGED
+
+    def remove(self, engine: EngineRow) -> None:
+        """Forget an engine; its rows are used again once nothing is charged to them."""
+        del self._by_name[engine.spec.name]
+        self._rows[engine.row] = None
+        self._usable[engine.row] = False
+        self._half_open.discard(engine.row)
+        self.watched.discard(engine.row)
+        self._fleets.clear()
+        self.epoch += 1
+
+    def drain(self, engine: EngineRow, draining: bool) -> None:
+        """Stop (or resume) giving leases on an engine."""
+        if engine.draining != draining:
+            engine.draining = draining
+            self.refresh(engine)
+
+    def lose(self, engine: EngineRow) -> None:
+        """Its heartbeat is overdue."""
+        engine.lost = True
+        self.refresh(engine)
+
+    def record(self, engine: EngineRow, outcome: Outcome, now: float) -> None:
+        """Tell its breaker how a request ended."""
+        if engine.breaker.record(outcome, now):
+            self.refresh(engine)
+        heeds = engine.breaker.counts_successes
+        (self.watched.add if heeds else self.watched.discard)(engine.row)
+
+    def probe_breakers(self, now: float) -> None:
+        """Half-open the breakers whose time has come."""
+        for engine in self._by_name.values():
+            if engine.breaker.probe(now):
+                self.refresh(engine)
+
+    def report(
+        self, engine: EngineRow, ranks: list[RankReport], latency: float, taken: float, now: float
+    ) -> None:
+        """Take an engine's loads (rank by rank) and seconds per token (0 unknown)."""
+        for rank, report in enumerate(ranks[: engine.spec.dp_size]):
+            self.reported.report(engine.first + rank, report, taken, now)
+        running = max((rank.running_count for rank in ranks), default=0)
+        if running:
+            self.speed.report(engine.row, latency, running, now)
+        self._fleets.clear()
+
+    def charge(self, targets: IntArray) -> None:
+        """Count one lease on each of `targets` (repeats count)."""
+        added = np.bincount(targets, minlength=len(self.charges))
+        self.charges += added
+        self.charged_ever += added
+        self._fleets.clear()
+        for row in self._half_open:
+            engine = self._rows[row]
+            if engine is not None and added[engine.first : engine.stop].any():
+                engine.probing = True
+
+    def uncharge(self, targets: IntArray) -> None:
+        """Take leases off; repeats count."""
+        removed = np.bincount(targets, minlength=len(self.charges))
+        self.charges -= removed
+        self._fleets.clear()
+        for row in self._half_open:
+            engine = self._rows[row]
+            if engine is not None and removed[engine.first : engine.stop].any():
+                engine.probing = False
+
+    def snapshot(self, now: float) -> None:
+        """Remember the charges of now, for reports that will be as old as this."""
+        self.reported.snapshot(self.charges, self.charged_ever, now)
+
+    def load(self) -> IntArray:
+        """int64[m]: charges corrected by what engines reported."""
+        return self.reported.load(self.charges, self.charged_ever)
+
+    def fleet(self, needs: Needs, *, unlimited: bool = False) -> Fleet:
+        """What a policy may choose from; `unlimited` ignores credits, not health or version."""
+        cached = self._fleets.get((needs, unlimited))
+        if cached is not None:
+            return cached
+        load = self.load()
+        able = self.able(needs)
+        if unlimited or not self._config.late_binding:
+            limit = np.where(able, NO_LIMIT, 0)[self.engine_of]
+        else:
+            credit = np.where(able, self._credit, 0)[self.engine_of]
+            limit = np.minimum(credit, self.reported.kv_limit)
+        for row in self._half_open:
+            self._allow_one(limit, load, row)
+        fleet = Fleet.create(load, limit, self.engine_of, self.starts, self.speed.slowdown)
+        self._fleets[needs, unlimited] = fleet
+        return fleet
+
+    def able(self, needs: Needs) -> NDArray[np.bool_]:
+        """bool[e]: engines that may get leases with these needs."""
+        if needs.exact is not None:
+            return self._usable & (self._version == needs.exact)
+        return self._usable & (self._version >= needs.minimum)
+
+    def any_usable(self) -> bool:
+        return bool(self._usable.any())
+
+    def refresh(self, engine: EngineRow) -> None:
+        """Bring the columns in line with the engine's row."""
+        row, spec = engine.row, engine.spec
+        self._usable[row] = engine.state is EngineState.ACTIVE
+        self._version[row] = spec.version
+        factor = self._config.credit_factor
+        self._credit[row] = max(int(spec.max_running * factor), 1) if spec.max_running else NO_LIMIT
+        half_open = engine.breaker.state is BreakerState.HALF_OPEN
+        (self._half_open.add if half_open else self._half_open.discard)(row)
+        if half_open:
+            self.watched.add(row)
+        engine.probing = engine.probing and half_open
+        self._fleets.clear()
+        self.epoch += 1
+
+    def _allow_one(self, limit: IntArray, load: IntArray, row: int) -> None:
+        engine = self._rows[row]
+        if engine is None:
+            return
+        where = slice(engine.first, engine.stop)
+        open_ = bool((limit[where] > 0).any())
+        limit[where] = 0
+        if open_ and not engine.probing:
+            least = engine.first + int(load[where].argmin())
+            limit[least] = load[least] + 1
+
+    def _start_over(self, engine: EngineRow) -> None:
+        engine.probing = False
+        self.speed.forget(engine.row)
+        self.reported.forget(engine.first, engine.stop, self.charged_ever)
+
+    def _add(self, spec: EngineSpec, now: float) -> EngineRow:
+        row = self._vacant_row(spec.dp_size)
+        if row is None:
+            row = self._append_row(spec.dp_size)
+        first = int(self.starts[row])
+        engine = EngineRow(spec, row, first, Breaker(self._config.breaker), now)
+        self._rows[row] = self._by_name[spec.name] = engine
+        self._start_over(engine)
+        self.refresh(engine)
+        return engine
+
+    def _vacant_row(self, dp_size: int) -> int | None:
+        for row, engine in enumerate(self._rows):
+            if engine is None and self._sizes[row] == dp_size:
+                first = int(self.starts[row])
+                if not self.charges[first : first + dp_size].any():
+                    return row
+        return None
+
+    def _append_row(self, dp_size: int) -> int:
+        row, count = len(self._rows), len(self.charges)
+        none = np.zeros(dp_size, dtype=np.int64)
+        self.charges = np.concatenate([self.charges, none])
+        self.charged_ever = np.concatenate([self.charged_ever, none])
+        self.engine_of = np.concatenate([self.engine_of, none + row])
+        self.starts = np.append(self.starts, count)
+        self.speed.add_engine()
+        self.reported.widen(count + dp_size)
+        self._rows.append(None)
+        self._sizes.append(dp_size)
+        self._usable = np.append(self._usable, False)
+        self._version = np.append(self._version, 0)
+        self._credit = np.append(self._credit, 0)
+        return row

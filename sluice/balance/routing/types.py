@@ -1,0 +1,154 @@
+"""What goes into a pool and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sluice.balance.routing.breaker import BreakerConfig
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+
+NO_VERSION = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolConfig:
+    """Times in seconds, rates in tokens per second."""
+
+    policy: str = "step_time"
+    late_binding: bool = True  # hold what exceeds the credits of the ranks
+    credit_factor: float = 1.0  # credit of a rank = this x its max_running
+    step_base: float = 0.020  # an engine step with no request
+    step_per_request: float = 0.0002  # what one more request on the fullest rank adds
+    prefill_rate: float = 20_000.0
+    break_margin: float = 4.0  # a session moves when that gains this x its prefill
+    client_ttl: float = 60.0
+    engine_ttl: float = 20.0
+    session_ttl: float = 1800.0
+    group_ttl: float = 600.0
+    max_leases: int = 1_000_000
+    max_leases_per_client: int = 200_000
+    max_queued: int = 200_000
+    breaker: BreakerConfig = field(default_factory=BreakerConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """One engine replica as it registers.
+
+    instance: changes when the process does; what the earlier one ran is lost.
+    max_running: requests one dp rank runs at a time, 0 for no limit.
+    version: of the serving weights, NO_VERSION without any.
+    """
+
+    name: str
+    address: str = ""
+    instance: str = ""
+    dp_size: int = 1
+    max_running: int = 0
+    version: int = 0
+    digest: str = ""
+
+
+class EngineState(StrEnum):
+    ACTIVE = "active"
+    DRAINING = "draining"
+    BROKEN = "broken"  # its breaker is open
+    LOST = "lost"  # no heartbeat
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineView:
+    """An engine and its ranks now; `first_target` is the row of rank 0, the others follow."""
+
+    spec: EngineSpec
+    state: EngineState
+    first_target: int
+    lease_counts: tuple[int, ...]
+    slowdown: float
+    last_seen: float
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Weight versions a lease accepts: at least `minimum`, and only `exact` if not None."""
+
+    minimum: int = 0
+    exact: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseRequest:
+    """`count` leases.
+
+    groups: (group id, how many) for consecutive leases; empty, or the numbers sum to count.
+    expected_tokens: float64[count] of output, NaN unknown.
+    sessions: one key per lease, "" for none; prefix_tokens int64[count]: what a session's
+    next turn finds in the cache of its rank.
+    may_wait: leases beyond the credits are queued instead of refused.
+    """
+
+    count: int
+    groups: Sequence[tuple[str, int]] = ()
+    expected_tokens: FloatArray | None = None
+    sessions: Sequence[str] = ()
+    prefix_tokens: IntArray | None = None
+    needs: Needs = Needs()
+    may_wait: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grant:
+    """Lease ids first_id, first_id + 1, ...; targets int64[count], QUEUED where one waits."""
+
+    first_id: int
+    targets: IntArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Leases a client says it holds: int64[n] each; ranks[i] is -1 for a queued one.
+
+    engines[i] indexes `names`.
+    """
+
+    ids: IntArray
+    names: Sequence[str] = ()
+    engines: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    ranks: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Renewal:
+    """adopted: taken over from an earlier router; unknown: int64[n], ids not charged here;
+    dropped: leases granted here that the client does not hold."""
+
+    adopted_count: int
+    unknown: IntArray
+    dropped_count: int
+
+
+class Refusal(StrEnum):
+    """Why leases were refused; each is a reason a caller can act on."""
+
+    NO_ENGINE = "NO_ENGINE"
+    NO_ENGINE_WITH_VERSION = "NO_ENGINE_WITH_VERSION"
+    NO_CREDIT = "NO_CREDIT"
+    TOO_MANY_LEASES = "TOO_MANY_LEASES"
+    TOO_MANY_LEASES_OF_CLIENT = "TOO_MANY_LEASES_OF_CLIENT"
+    QUEUE_FULL = "QUEUE_FULL"
+
+
+class RefusedError(Exception):
+    """Leases were refused and nothing was charged; worth trying again after `retry_seconds`."""
+
+    def __init__(self, reason: Refusal, message: str, retry_seconds: float) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.retry_seconds = retry_seconds

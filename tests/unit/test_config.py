@@ -1,0 +1,89 @@
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from sluice.config import Config, ConfigError, ProcessConfig, load_config, parse_config
+from sluice.runtime.server import ServerConfig
+
+
+class OptimConfig(Config):
+    lr: float = 1e-6
+    betas: tuple[float, ...] = (0.9, 0.95)
+
+
+class TrainerConfig(ProcessConfig):
+    """Trainer service."""
+
+    model: str
+    backend: Literal["transformers", "megatron"] = "transformers"
+    offload: bool = False
+    optim: OptimConfig = OptimConfig()
+
+
+def write(tmp_path: Path, text: str) -> list[str]:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    return ["--config", str(file)]
+
+
+def test_flags_beat_environment_beats_file_beats_defaults(tmp_path, monkeypatch):
+    file = write(
+        tmp_path, "model: from-file\nbackend: megatron\noptim: {lr: 1.0e-5, betas: [0.8, 0.9]}\n"
+    )
+    monkeypatch.setenv("SLUICE_OPTIM__LR", "2e-5")
+    monkeypatch.setenv("SLUICE_OFFLOAD", "true")
+    config = load_config(TrainerConfig, [*file, "--model", "from-flag"])
+    assert config == parse_config(
+        TrainerConfig,
+        {
+            "model": "from-flag",
+            "backend": "megatron",
+            "offload": True,
+            "optim": {"lr": 2e-5, "betas": (0.8, 0.9)},
+        },
+    )
+    assert type(config) is TrainerConfig
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: m\noptim: {leaning_rate: 1}", r"optim\.leaning_rate: unknown key"),
+        ("model: m\nmodle: x", "modle: unknown key"),
+        ("model: m\nbackend: jax", "backend: .*'transformers' or 'megatron'.*'jax'"),
+        ("model: m\noptim: {lr: fast}", r"optim\.lr: .*number.*'fast'"),
+        ("backend: megatron", "model: Field required"),
+        ("- a list", "must hold a mapping"),
+        ("model: [", "not valid YAML"),
+    ],
+)
+def test_bad_settings_name_the_key(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(TrainerConfig, write(tmp_path, text))
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent\.yaml does not exist"):
+        load_config(TrainerConfig, ["--config", str(tmp_path / "absent.yaml")])
+
+
+def test_mistyped_environment_variable_is_refused(monkeypatch):
+    monkeypatch.setenv("SLUICE_OPTIM__LEARNING_RATE", "1")
+    with pytest.raises(ConfigError, match="SLUICE_OPTIM__LEARNING_RATE"):
+        load_config(TrainerConfig, ["--model", "m"])
+
+
+def test_unknown_flag_ends_with_usage(capsys):
+    with pytest.raises(SystemExit):
+        load_config(TrainerConfig, ["--model", "m", "--leaning-rate", "1"])
+    assert "leaning-rate" in capsys.readouterr().err
+
+
+def test_insecure_beyond_loopback_must_be_asked_for():
+    class Process(ProcessConfig):
+        server: ServerConfig = ServerConfig()
+
+    with pytest.raises(ConfigError, match="not loopback"):
+        parse_config(Process, {"server": {"host": "0.0.0.0"}})
+    assert parse_config(Process, {"server": {"host": "0.0.0.0", "allow_insecure": True}})

@@ -1,0 +1,69 @@
+"""House rules that no linter knows: budgets, device words, names, and who may catch everything."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+MAX_LINES, MAX_FUNCTION = 400, 50
+DEVICE_FREE = ("sluice/", "services/", "examples/")
+DEVICE_FILES = {"sluice/platform.py"}
+DEVICE_WORDS = re.compile(r"""["'](cuda|npu|nccl|hccl)["']|\.cuda\(|torch\.cuda""")
+BROAD = {"sluice/runtime/interceptors.py"}
+BAD_NAMES = re.compile(r"(utils?|helpers?|manager|misc)\.py$")
+
+
+def files() -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "*.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [Path(name) for name in listed.stdout.split() if not name.startswith("sluice/api/")]
+
+
+def check(path: Path) -> list[str]:
+    text = (ROOT / path).read_text()
+    lines, name, found = text.splitlines(), str(path), []
+    if len(lines) > MAX_LINES:
+        found.append(f"{name}: {len(lines)} lines, at most {MAX_LINES}")
+    if BAD_NAMES.search(name):
+        found.append(f"{name}: name it after what it holds")
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or 0) - node.lineno + 1
+            if length > MAX_FUNCTION:
+                found.append(f"{name}:{node.lineno}: {node.name} has {length} lines")
+        broad = isinstance(node, ast.ExceptHandler) and (
+            node.type is None or getattr(node.type, "id", "") in ("Exception", "BaseException")
+        )
+        if broad and name not in BROAD and not _raises(node):
+            found.append(f"{name}:{node.lineno}: catches everything")
+    if name.startswith(DEVICE_FREE) and name not in DEVICE_FILES:
+        for number, line in enumerate(lines, 1):
+            if DEVICE_WORDS.search(line):
+                found.append(f"{name}:{number}: only sluice/platform.py knows devices")
+    return found
+
+
+def _raises(handler: ast.ExceptHandler) -> bool:
+    """Clean-up that raises again hides nothing."""
+    last = handler.body[-1]
+    return isinstance(last, ast.Raise) and last.exc is None
+
+
+def main() -> int:
+    problems = [problem for path in files() if (ROOT / path).exists() for problem in check(path)]
+    print("\n".join(problems), file=sys.stderr, end="\n" if problems else "")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
