@@ -153,6 +153,12 @@ def test_siblings_share_a_micro_batch_that_they_could_not_fill_alone():
     assert plan_micro_batches(apart, PlanLimits(token_cap=120)).statistics.micro_batch_count == 4
 
 
+def test_a_group_over_the_cap_repeats_its_prompt_as_seldom_as_possible():
+    rows = PlanRows(lengths=[90] * 8, groups=[7] * 8, prompt_lengths=[80] * 8)
+    plan = plan_micro_batches(rows, PlanLimits(token_cap=120))
+    assert plan.ranks == (((0, 1, 2, 3), (4, 5, 6, 7)),)
+
+
 def test_the_cost_of_a_shared_prompt_is_paid_once():
     rows = PlanRows(
         lengths=[10, 10, 10],
@@ -217,6 +223,11 @@ def test_no_leftovers_when_everything_fits():
     assert plan_micro_batches(PlanRows(lengths=[60, 60, 30]), limits).leftover == ()
 
 
+def test_the_most_micro_batches_count_per_rank():
+    limits = PlanLimits(token_cap=100, data_size=3, max_micro_batches=1)
+    assert placed(plan_micro_batches(PlanRows(lengths=[60] * 4), limits)) == [0, 1, 2]
+
+
 def test_a_group_that_never_fits_is_named():
     rows = PlanRows(lengths=[90] * 3, groups=[4] * 3, prompt_lengths=[1] * 3)
     with pytest.raises(GroupTooLargeError, match="group of row 0 needs 3") as caught:
@@ -248,6 +259,16 @@ class TestOversize:
         limits = PlanLimits(token_cap=50, oversize=OversizePolicy.TRUNCATE)
         with pytest.raises(OversizeRowError, match="row 1 has 250 tokens, a micro-batch holds 50"):
             plan_micro_batches(self.rows, limits)
+
+    def test_a_truncated_row_costs_less(self):
+        limits = PlanLimits(token_cap=100, data_size=2, oversize=OversizePolicy.TRUNCATE)
+        plan = plan_micro_batches(PlanRows(lengths=[200, 100], costs=[8.0, 4.0]), limits)
+        assert plan.statistics.imbalance == 1.0
+
+    def test_alone_shares_with_nobody_even_when_it_is_cheap(self):
+        limits = PlanLimits(token_cap=100, oversize=OversizePolicy.ALONE)
+        rows = PlanRows(lengths=[150, 40, 40, 40], costs=[1.0, 40.0, 40.0, 40.0])
+        assert (0,) in contents(plan_micro_batches(rows, limits))
 
     @settings(max_examples=30, deadline=None)
     @given(st.lists(st.integers(1, 3 * CAP), max_size=40), limits_strategy)
@@ -303,6 +324,14 @@ class TestWhereThePredecessorFailed:
         rows = PlanRows(lengths=[80, 80, 80, 80], owners=[0, 0, 0, 1])
         plan = plan_micro_batches(rows, PlanLimits(token_cap=100, data_size=3))
         assert plan.ranks == (((0,), (1,), (2,)), ((3,), (), ()), ((), (), ()))
+
+
+def test_balancing_ranks_never_makes_a_dummy_where_there_is_work():
+    rows = PlanRows(
+        lengths=[15, 27, 44, 59, 60, 9, 30], costs=[10.0, 1.0, 30.0, 5.0, 10.0, 10.0, 2.0]
+    )
+    plan = plan_micro_batches(rows, PlanLimits(token_cap=100, data_size=2, micro_batch_multiple=3))
+    assert plan.statistics.dummy_count == 0
 
 
 def test_no_rows_at_all_still_give_every_rank_a_dummy():

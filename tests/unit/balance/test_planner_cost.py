@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,9 +40,17 @@ def by_token(shape: TransformerShape, start: int, stop: int) -> float:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 50), st.integers(0, 3))
-def test_flops_equal_the_sum_over_tokens(cached: int, more: int, window: int, windowed: int):
-    shape = TransformerShape(**{**vars(SMALL), "window": window, "windowed_layer_count": windowed})
+@given(
+    cached=st.integers(0, 40),
+    more=st.integers(0, 40),
+    window=st.integers(1, 50),
+    windowed=st.integers(0, 3),
+    gated=st.booleans(),
+)
+def test_flops_equal_the_sum_over_tokens(
+    cached: int, more: int, window: int, windowed: int, gated: bool
+):
+    shape = replace(SMALL, window=window, windowed_layer_count=windowed, gated=gated)
     expected = by_token(shape, cached, cached + more)
     assert forward_flops(shape, cached + more, cached) == pytest.approx(expected)
 
@@ -70,7 +80,7 @@ DENSE = {
 
 
 def test_a_dense_config():
-    assert shape_from_config(DENSE) == TransformerShape(**{**vars(SMALL), "window": 4096})
+    assert shape_from_config(DENSE) == replace(SMALL, window=4096)
     assert shape_from_config({"text_config": DENSE}) == shape_from_config(DENSE)
 
 
