@@ -39,7 +39,9 @@ class MetricsServer:
                 self._server.socket, server_side=True
             )
         self.port = int(self._server.server_port)
-        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics")
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), name="metrics"
+        )
         self._thread.daemon = True
         self._thread.start()
 

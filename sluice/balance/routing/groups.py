@@ -65,10 +65,13 @@ class GroupTable:
 
     def hold(self, slots: IntArray) -> None:
         """Note leases granted to slots[i] (or NO_GROUP), bound or queued."""
-        np.add.at(self.live, slots[slots >= 0], 1)
+        if self._slots:
+            np.add.at(self.live, slots[slots >= 0], 1)
 
     def start(self, slots: IntArray, targets: IntArray, now: float) -> None:
         """Note that a sample of slots[i] was bound to targets[i]; slots may be NO_GROUP."""
+        if not self._slots:
+            return
         grouped = slots >= 0
         if not grouped.all():
             slots, targets = slots[grouped], targets[grouped]
@@ -81,15 +84,20 @@ class GroupTable:
             self._siblings[slot].append(targets[start:end])
             start = end
 
-    def finish(self, slots: IntArray, tokens: FloatArray, now: float) -> None:
+    def finish(self, slots: IntArray, tokens: FloatArray | None, now: float) -> None:
         """Note samples that ended; tokens[i] < 0 says nothing was learnt."""
+        if not self._slots:
+            return
         grouped = slots >= 0
         if not grouped.all():
-            slots, tokens = slots[grouped], tokens[grouped]
+            slots = slots[grouped]
+            tokens = None if tokens is None else tokens[grouped]
         if not len(slots):
             return
         np.subtract.at(self.live, slots, 1)
         self._used[slots] = now
+        if tokens is None:
+            return
         learnt = tokens >= 0
         if not learnt.all():
             slots, tokens = slots[learnt], tokens[learnt]
@@ -101,7 +109,7 @@ class GroupTable:
 
     def _learn_pace(self, slots: IntArray, tokens: FloatArray, now: float) -> None:
         share = 1.0 - (1.0 - _PACE_SHARE) ** len(tokens) if self.mean_tokens else 1.0
-        self.mean_tokens += share * (float(tokens.mean()) - self.mean_tokens)
+        self.mean_tokens += share * (float(tokens.sum()) / len(tokens) - self.mean_tokens)
         first = (self.finished[slots] == 0) & (tokens > 0) & (self.started[slots] < now)
         count = int(first.sum())
         if count:

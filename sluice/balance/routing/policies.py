@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sluice.balance.routing.waterfill import Fleet, deal, place_level, place_step_time
+from sluice.balance.routing.waterfill import Fleet, deal, pick_step_time, place_level
 
 IntArray = NDArray[np.int64]
 
@@ -56,8 +56,7 @@ class StepTime:
     def place(
         self, fleet: Fleet, count: int, rng: np.random.Generator, hints: PlaceHints = NO_HINTS
     ) -> IntArray:
-        added = place_step_time(fleet, self.base, count, rng, hints.avoid)
-        return deal(added, fleet.load, rng)
+        return pick_step_time(fleet, self.base, count, rng, hints.avoid)
 
 
 @dataclass

@@ -58,12 +58,16 @@ class SessionTable:
 
     def hold(self, slots: IntArray) -> None:
         """Note leases granted in sessions (or NO_SESSION); none idles while one is held."""
+        if not self._keys:
+            return
         held = slots[slots >= 0]
         if len(held):
             np.add.at(self._live, held, 1)
 
     def let_go(self, slots: IntArray, now: float) -> None:
         """Note leases given back; slots may hold NO_SESSION."""
+        if not self._keys:
+            return
         chosen = slots[slots >= 0]
         if len(chosen):
             np.subtract.at(self._live, chosen, 1)

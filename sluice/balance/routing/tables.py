@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from sluice.balance.routing.clients import ClientRow, ClientTable
 from sluice.balance.routing.groups import GroupTable
-from sluice.balance.routing.leases import QUEUED, Leases, LeaseTable
+from sluice.balance.routing.leases import Leases, LeaseTable
 from sluice.balance.routing.sessions import SessionTable
 from sluice.balance.routing.targets import TargetTable
 from sluice.balance.routing.types import PoolConfig
@@ -43,20 +43,22 @@ class Tables:
         bound = targets >= 0
         if not bound.all():
             targets, groups = targets[bound], groups[bound]
+        if not len(targets):
+            return
         self.targets.charge(targets)
         self.groups.start(groups, targets, now)
 
     def give_back(
-        self, leases: Leases, row: ClientRow | None, now: float, tokens: FloatArray | None = None
+        self, leases: Leases, row: ClientRow, now: float, tokens: FloatArray | None = None
     ) -> None:
         """Undo the charges of leases just released; tokens float64[n], negative unknown."""
         if not len(leases):
             return
-        bound = leases.targets >= 0
-        self.targets.uncharge(leases.targets[bound])
-        if row is not None:
-            row.queued -= int((leases.targets == QUEUED).sum())
+        targets = leases.targets
+        bound = targets >= 0
+        if not bound.all():
+            targets = targets[bound]
+            row.queued -= len(bound) - len(targets)
+        self.targets.uncharge(targets)
         self.sessions.let_go(leases.sessions, now)
-        if tokens is None:
-            tokens = np.full(len(leases), -1.0)
         self.groups.finish(leases.groups, tokens, now)

@@ -85,7 +85,8 @@ class TargetTable:
         self._credit = np.zeros(0, dtype=np.int64)
         self._half_open: set[int] = set()
         self.watched: set[int] = set()  # rows whose breaker would heed a success
-        self._fleets: dict[tuple[Needs, bool], Fleet] = {}  # until charges or rows change
+        self._fleets: dict[tuple[Needs, bool], Fleet] = {}  # until charges change
+        self._limits: dict[tuple[Needs, bool], IntArray] = {}  # until rows or reports change
 
     def __len__(self) -> int:
         return len(self.charges)
@@ -138,7 +139,7 @@ class TargetTable:
         self._usable[engine.row] = False
         self._half_open.discard(engine.row)
         self.watched.discard(engine.row)
-        self._fleets.clear()
+        self._forget_fleets()
         self.epoch += 1
 
     def drain(self, engine: EngineRow, draining: bool) -> None:
@@ -174,10 +175,12 @@ class TargetTable:
         running = max((rank.running_count for rank in ranks), default=0)
         if running:
             self.speed.report(engine.row, latency, running, now)
-        self._fleets.clear()
+        self._forget_fleets()
 
     def charge(self, targets: IntArray) -> None:
         """Count one lease on each of `targets` (repeats count)."""
+        if not len(targets):
+            return
         added = np.bincount(targets, minlength=len(self.charges))
         self.charges += added
         self.charged_ever += added
@@ -189,6 +192,8 @@ class TargetTable:
 
     def uncharge(self, targets: IntArray) -> None:
         """Take leases off; repeats count."""
+        if not len(targets):
+            return
         removed = np.bincount(targets, minlength=len(self.charges))
         self.charges -= removed
         self._fleets.clear()
@@ -211,17 +216,30 @@ class TargetTable:
         if cached is not None:
             return cached
         load = self.load()
-        able = self.able(needs)
-        if unlimited or not self._config.late_binding:
-            limit = np.where(able, NO_LIMIT, 0)[self.engine_of]
-        else:
-            credit = np.where(able, self._credit, 0)[self.engine_of]
-            limit = np.minimum(credit, self.reported.kv_limit)
-        for row in self._half_open:
-            self._allow_one(limit, load, row)
+        limit = self._limit(needs, unlimited)
+        if self._half_open:
+            limit = limit.copy()
+            for row in self._half_open:
+                self._allow_one(limit, load, row)
         fleet = Fleet.create(load, limit, self.engine_of, self.starts, self.speed.slowdown)
         self._fleets[needs, unlimited] = fleet
         return fleet
+
+    def _limit(self, needs: Needs, unlimited: bool) -> IntArray:
+        limit = self._limits.get((needs, unlimited))
+        if limit is None:
+            able = self.able(needs)
+            if unlimited or not self._config.late_binding:
+                limit = np.where(able, NO_LIMIT, 0)[self.engine_of]
+            else:
+                credit = np.where(able, self._credit, 0)[self.engine_of]
+                limit = np.minimum(credit, self.reported.kv_limit)
+            self._limits[needs, unlimited] = limit
+        return limit
+
+    def _forget_fleets(self) -> None:
+        self._fleets.clear()
+        self._limits.clear()
 
     def able(self, needs: Needs) -> NDArray[np.bool_]:
         """bool[e]: engines that may get leases with these needs."""
@@ -244,7 +262,7 @@ class TargetTable:
         if half_open:
             self.watched.add(row)
         engine.probing = engine.probing and half_open
-        self._fleets.clear()
+        self._forget_fleets()
         self.epoch += 1
 
     def _allow_one(self, limit: IntArray, load: IntArray, row: int) -> None:

@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
 
+_LEVELS = 1 << 32  # above every load
+_NEVER = np.iinfo(np.int64).max
+
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
@@ -33,6 +36,7 @@ class Fleet:
     slowdown: IntArray
     room: IntArray  # int64[m]: free slots
     free_count: int  # their sum
+    is_even: bool  # every engine is as fast as the others
 
     @classmethod
     def create(
@@ -44,7 +48,9 @@ class Fleet:
         slowdown: IntArray,
     ) -> Fleet:
         room = np.maximum(limit - load, 0)
-        return cls(load, limit, engine_of, starts, slowdown, room, int(room.sum()))
+        is_even = bool((slowdown == slowdown[0]).all()) if len(slowdown) else True
+        free = int(room.sum())
+        return cls(load, limit, engine_of, starts, slowdown, room, free, is_even)
 
 
 def place_level(
@@ -124,6 +130,34 @@ def place_step_time(
     return below + _lowest(fleet.load + below, tied, missing, rng, avoid)
 
 
+def pick_step_time(
+    fleet: Fleet,
+    base: int,
+    count: int,
+    rng: np.random.Generator,
+    avoid: IntArray | None = None,
+) -> IntArray:
+    """The slots of `place_step_time` as targets in the order of `deal`, int64[<= count]."""
+    if 0 < count < fleet.free_count:
+        ties = _cheapest(fleet, base)
+        if len(ties) >= count:  # one key holds them all: no search
+            chosen = _draw(ties, count, rng, avoid)
+            return chosen[rng.permutation(count)] if count == len(ties) else chosen
+    return deal(place_step_time(fleet, base, count, rng, avoid), fleet.load, rng)
+
+
+def _cheapest(fleet: Fleet, base: int) -> IntArray:
+    """Targets whose next slot has the least step time and, of those, the least load."""
+    largest = np.maximum.reduceat(fleet.load, fleet.starts)
+    level = fleet.load + 1
+    step = np.maximum(largest[fleet.engine_of], level)
+    if not fleet.is_even:
+        step = (step + base) * fleet.slowdown[fleet.engine_of]
+    key = step * _LEVELS + level
+    key[fleet.room == 0] = _NEVER
+    return np.flatnonzero(key == key.min())
+
+
 class _StepTimes:
     """How many slots of each target have a step time of at most a bound."""
 
@@ -173,7 +207,7 @@ def _draw(ties: IntArray, count: int, rng: np.random.Generator, avoid: IntArray 
         key += avoid[ties]
     if count == 1:
         return ties[[int(key.argmin())]]
-    return ties[np.argpartition(key, count)[:count]]
+    return ties[key.argpartition(count)[:count]]
 
 
 def deal(added: IntArray, load: IntArray, rng: np.random.Generator) -> IntArray:
