@@ -67,8 +67,11 @@ class DecodeBlock:
         """q.query [heads, count, head_dim] -> [count, heads, head_dim]."""
         keys, values = self.kv[layer, 0], self.kv[layer, 1]
         kv_heads, dim, reach = keys.shape[1], keys.shape[3], self.attended or self.length
-        keys.view(-1, dim).index_copy_(0, self.slots, q.key.transpose(0, 1).reshape(-1, dim))
-        values.view(-1, dim).index_copy_(0, self.slots, q.value.transpose(0, 1).reshape(-1, dim))
+        for rows, new in ((keys, q.key), (values, q.value)):
+            if self.uniform:
+                rows[: self.count, :, self.length - 1] = new.transpose(0, 1)
+            else:
+                rows.view(-1, dim).index_copy_(0, self.slots, new.transpose(0, 1).reshape(-1, dim))
         # Query heads of one key head see the same keys: they pass as a query axis, not as copies.
         query = q.query.transpose(0, 1).reshape(self.count, kv_heads, -1, dim)
         out = scaled_dot_product_attention(

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import torch
 
-from services.rollout.backends.reference.batch import DecodeBatch
-from services.rollout.backends.reference.drawing import DrawSettings, draw
+from services.rollout.backends.reference.batch import DecodeBatch, Deltas
 from services.rollout.backends.reference.lanes import Lane, Prompt, Request, Scoring
 from services.rollout.backends.reference.model import ServingModel
+from services.rollout.backends.reference.outputs import Written
 from services.rollout.backends.reference.passes import PromptWork, run_pass
 from services.rollout.backends.reference.requests import check_generation, check_score
 from services.rollout.backends.reference.weights import PreparedWeights
@@ -102,9 +102,9 @@ class EngineCore:
             fixed = self.config.max_running if self.config.deterministic else 0
             self.model = model
             self._batch = DecodeBatch(model.cache_shape, self.max_length, fixed)
-        self._batch.flush()
         model.swap(weights.parameters)
         self.version = (weights.version, weights.digest)
+        self._batch.mark(self.version)
         for item in self._active:
             item.prompt.restart()
             if isinstance(item, Scoring):
@@ -124,9 +124,9 @@ class EngineCore:
         self._live[key] = request = Request(
             key=key,
             generation=generation,
-            prompt=Prompt(torch.tensor(generation.prompt_token_ids, dtype=torch.int64)),
+            prompt=Prompt(torch.tensor(generation.prompt_token_ids, dtype=torch.int64), length),
             seeds=seeds,
-            stops=model.stop_token_ids | frozenset(sampling.stop_token_ids),
+            stops=tuple(model.stop_token_ids | frozenset(sampling.stop_token_ids)),
             budget=min(sampling.max_new_tokens, self.max_length - length),
         )
         self._waiting.append(request)
@@ -135,7 +135,7 @@ class EngineCore:
         """Queue a scoring; its log-probabilities come to the outbox."""
         model = self._serving()
         check_score(token_ids, prompt_length, model.vocabulary_size, self.max_length)
-        prompt = Prompt(torch.tensor(token_ids, dtype=torch.int64))
+        prompt = Prompt(torch.tensor(token_ids, dtype=torch.int64), len(token_ids))
         self._live[key] = scoring = Scoring(key=key, prompt=prompt, first=prompt_length)
         self._waiting.append(scoring)
 
@@ -165,17 +165,13 @@ class EngineCore:
         self._waiting = deque(item for item in self._waiting if item.key not in keys)
         self._active = [item for item in self._active if item.key not in keys]
         if self._batch is not None:
-            self._batch.flush()
-            lanes = [lane for lane in self._batch.lanes if lane.request.key in keys]
-            for lane in lanes:
-                self._end(lane, FinishReason.ABORTED)
-            self._batch.remove(set(lanes))
-            self._batch.rebuild()
+            lanes = {lane for lane in self._batch.lanes if lane.request.key in keys}
+            self._hand_out(self._batch.abort(lanes))
         for item in gone:
             self._live.pop(item.key, None)
             if isinstance(item, Request):
                 for index in range(item.started, item.generation.sample_count):
-                    empty = Lane(item, index).take_delta(FinishReason.ABORTED)
+                    empty = Lane(item, index).delta(Written((), (), ()), FinishReason.ABORTED)
                     self.outbox.append((item.key, empty))
 
     @torch.inference_mode()
@@ -191,11 +187,12 @@ class EngineCore:
         self.decode_tokens += len(self._batch)
         unsettled = False
         if result.decode_logits is not None:
-            unsettled = self._batch.advance(result.decode_logits, self.version)
+            unsettled = self._batch.advance(result.decode_logits)
         self._take_prompts(works)
-        started = self._start_lanes()
-        if unsettled or started or self._batch.streaming:
-            self._settle(started)
+        if self._start_lanes() or unsettled:
+            self._hand_out(self._batch.settle())
+        if self._batch.streaming:
+            self._hand_out(self._batch.stream())
 
     def _serving(self) -> ServingModel:
         if self.model is None or self.version is None:
@@ -246,71 +243,40 @@ class EngineCore:
                 del self._live[item.key]
                 self.outbox.append((item.key, item.logprobs))
 
-    def _start_lanes(self) -> list[tuple[Prompt, list[Lane]]]:
-        """Draw the first token of as many samples as there is room for."""
+    def _start_lanes(self) -> bool:
+        """Start as many samples as there is room for; their prompt is ready."""
+        assert self._batch is not None
+        assert self.version is not None
         slots = self.config.max_running - self.running_count
         tokens = self.config.cache_tokens - self._reserved
-        started: list[tuple[Prompt, list[Lane]]] = []
+        groups: list[tuple[Request, list[Lane]]] = []
         for request in self._active:
             if not isinstance(request, Request) or request.prompt.logits is None:
                 continue
             count = min(request.unstarted, slots, tokens // request.reserved)
             if count < 1:
                 break
-            lanes = [Lane(request, request.started + i) for i in range(count)]
+            lanes = [Lane(request, request.started + number) for number in range(count)]
             request.started += count
             slots -= count
             tokens -= count * request.reserved
             self._reserved += count * request.reserved
-            started.append((request.prompt, lanes))
-        self._active = [
-            item for item in self._active if isinstance(item, Scoring) or item.unstarted
-        ]
-        self._draw_first([lane for _, lanes in started for lane in lanes])
-        return started
+            groups.append((request, lanes))
+        if not groups:
+            return False
+        self._batch.start(groups, self.version)
+        for request, _ in groups:
+            if not request.unstarted:
+                self._active.remove(request)
+                request.prompt.restart()
+        return True
 
-    def _draw_first(self, lanes: list[Lane]) -> None:
-        if not lanes:
-            return
-        assert self.version is not None
-        prompts = [lane.request.prompt for lane in lanes]
-        logits = torch.stack([prompt.logits for prompt in prompts if prompt.logits is not None])
-        settings = DrawSettings.of(
-            [lane.request.sampling for lane in lanes],
-            [lane.request.seeds[lane.index] for lane in lanes],
-            logits.device,
-        )
-        positions = torch.tensor([prompt.length for prompt in prompts], device=logits.device)
-        drawn = draw(logits, settings, positions)
-        columns = (drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.logprobs_t1.tolist())
-        for lane, token, logprob, logprob_t1 in zip(lanes, *columns, strict=True):
-            lane.append([token], [logprob], [logprob_t1], self.version)
-
-    def _settle(self, started: list[tuple[Prompt, list[Lane]]]) -> None:
-        """Hand out what ended, and what is streamed; set the batch up for who goes on."""
-        assert self._batch is not None
-        self._batch.flush()
-        ended = set()
-        for lane in [*self._batch.lanes, *(lane for _, lanes in started for lane in lanes)]:
-            if reason := lane.finish_reason:
-                ended.add(lane)
-                self._end(lane, reason)
-            elif lane.request.generation.stream:
-                self.outbox.append((lane.request.key, lane.take_delta(None)))
-        going = [
-            (prompt, [lane for lane in lanes if lane not in ended]) for prompt, lanes in started
-        ]
-        self._batch.remove(ended)
-        self._batch.place([(prompt, lanes) for prompt, lanes in going if lanes])
-        self._batch.rebuild()
-        for _, lanes in started:
-            if not lanes[0].request.unstarted:
-                lanes[0].request.prompt.restart()
-
-    def _end(self, lane: Lane, reason: FinishReason) -> None:
-        request = lane.request
-        self._reserved -= request.reserved
-        request.ended += 1
-        self.outbox.append((request.key, lane.take_delta(reason)))
-        if request.ended == request.generation.sample_count:
-            del self._live[request.key]
+    def _hand_out(self, deltas: Deltas) -> None:
+        for lane, delta in deltas:
+            request = lane.request
+            self.outbox.append((request.key, delta))
+            if delta.finish_reason is not None:
+                self._reserved -= request.reserved
+                request.ended += 1
+                if request.ended == request.generation.sample_count:
+                    del self._live[request.key]

@@ -10,52 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
 from services.rollout.engine import Sampling
 
 SEGMENT = 256  # vocabulary entries per segment of the two-level search
-
-
-@dataclass(frozen=True)
-class DrawSettings:
-    """Sampling of B rows. None stands for "off in every row", so that nothing is paid for it.
-
-    temperature: float32[B] (1 in greedy rows); greedy: bool[B]; truncated: int64[R], the rows
-    with top-k or top-p, with their top_k int64[R] (0: off) and top_p float32[R]; seeds: int64[B].
-    """
-
-    seeds: torch.Tensor
-    temperature: torch.Tensor | None
-    greedy: torch.Tensor | None
-    truncated: torch.Tensor | None
-    top_k: torch.Tensor | None
-    top_p: torch.Tensor | None
-    largest_k: int  # over truncated rows; 0 when one of them has no top-k
-
-    @staticmethod
-    def of(
-        samplings: Sequence[Sampling], seeds: Sequence[int], device: torch.device
-    ) -> DrawSettings:
-        """Settings of one row per (sampling, seed)."""
-
-        def tensor(values: list[float], dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
-
-        temperatures = [s.temperature or 1.0 for s in samplings]
-        greedy = [s.temperature == 0 for s in samplings]
-        cut = [i for i, s in enumerate(samplings) if s.temperature and (s.top_k or s.top_p < 1)]
-        ks = [samplings[i].top_k for i in cut]
-        return DrawSettings(
-            seeds=torch.tensor(seeds, dtype=torch.int64, device=device),
-            temperature=tensor(temperatures, torch.float32)
-            if any(t != 1 for t in temperatures)
-            else None,
-            greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
-            truncated=torch.tensor(cut, device=device) if cut else None,
-            top_k=torch.tensor(ks, device=device) if cut else None,
-            top_p=tensor([samplings[i].top_p for i in cut], torch.float32) if cut else None,
-            largest_k=max(ks) if ks and all(ks) else 0,
-        )
 
 
 @dataclass(frozen=True)
@@ -67,12 +26,80 @@ class Drawn:
     logprobs_t1: torch.Tensor
 
 
+class DrawSettings:
+    """Sampling of B rows; what is off in every row costs nothing.
+
+    seeds: int64[B]; temperature: float32[B], 0 for greedy; top_k: int64[B], 0 for off;
+    top_p: float32[B], 1 for off.
+    """
+
+    def __init__(
+        self,
+        seeds: torch.Tensor,
+        temperature: torch.Tensor,
+        top_k: torch.Tensor,
+        top_p: torch.Tensor,
+    ) -> None:
+        self.seeds, self.temperature, self.top_k, self.top_p = seeds, temperature, top_k, top_p
+        greedy, cut = temperature == 0, (top_k > 0) | (top_p < 1)
+        self.greedy = greedy if bool(greedy.any()) else None
+        self.divisor: torch.Tensor | None = None
+        if bool((temperature != 1).any()):
+            self.divisor = temperature.masked_fill(greedy, 1)[:, None]
+        self.truncated: torch.Tensor | None = None
+        self.largest_k = 0  # over truncated rows; 0 when one of them has no top-k
+        if bool(cut.any()):
+            self.truncated = cut.nonzero()[:, 0]
+            top_k = top_k[self.truncated]
+            self.largest_k = int(top_k.max()) if bool((top_k > 0).all()) else 0
+
+    @staticmethod
+    def of(
+        samplings: Sequence[Sampling],
+        counts: Sequence[int],
+        seeds: Sequence[int],
+        device: torch.device,
+    ) -> DrawSettings:
+        """counts[i] rows of samplings[i], with one seed per row."""
+        repeats = torch.tensor(counts, device=device)
+
+        def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=device).repeat_interleave(repeats)
+
+        return DrawSettings(
+            torch.tensor(seeds, dtype=torch.int64, device=device),
+            column([sampling.temperature for sampling in samplings], torch.float32),
+            column([sampling.top_k for sampling in samplings], torch.int64),
+            column([sampling.top_p for sampling in samplings], torch.float32),
+        )
+
+    def select(self, rows: torch.Tensor) -> DrawSettings:
+        return DrawSettings(*(column[rows] for column in self._columns()))
+
+    def joined(self, other: DrawSettings) -> DrawSettings:
+        pairs = zip(self._columns(), other._columns(), strict=True)
+        return DrawSettings(*(torch.cat(pair) for pair in pairs))
+
+    def padded(self, rows: int) -> DrawSettings:
+        """With rows of plain sampling added."""
+        more = rows - len(self.seeds)
+        return DrawSettings(
+            pad(self.seeds, (0, more)),
+            pad(self.temperature, (0, more), value=1.0),
+            pad(self.top_k, (0, more)),
+            pad(self.top_p, (0, more), value=1.0),
+        )
+
+    def _columns(self) -> tuple[torch.Tensor, ...]:
+        return self.seeds, self.temperature, self.top_k, self.top_p
+
+
 def draw(logits: torch.Tensor, settings: DrawSettings, positions: torch.Tensor) -> Drawn:
     """One token per row of `logits` float32[B, V]; `positions` int64[B] is where it will stand.
 
     Log-probabilities are before truncation. A greedy row reports those at temperature 1.
     """
-    scaled = logits if settings.temperature is None else logits / settings.temperature[:, None]
+    scaled = logits if settings.divisor is None else logits / settings.divisor
     top = scaled.amax(-1, keepdim=True)
     weights = (scaled - top).exp_()
     normalizer = top[:, 0] + weights.sum(-1).log_()
@@ -84,10 +111,19 @@ def draw(logits: torch.Tensor, settings: DrawSettings, positions: torch.Tensor) 
     if settings.greedy is not None:
         tokens = torch.where(settings.greedy, logits.argmax(-1), tokens)
     logprobs = scaled.gather(1, tokens[:, None])[:, 0] - normalizer
-    if settings.temperature is None:
+    if settings.divisor is None:
         return Drawn(tokens, logprobs, logprobs)
     plain = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
     return Drawn(tokens, logprobs, plain)
+
+
+def draw_fixed(
+    logits: torch.Tensor, settings: DrawSettings, positions: torch.Tensor, rows: int
+) -> Drawn:
+    """`draw` on B rows filled up to `rows`, so that its shapes do not depend on B."""
+    more, count = rows - len(logits), len(logits)
+    drawn = draw(pad(logits, (0, 0, 0, more)), settings.padded(rows), pad(positions, (0, more)))
+    return Drawn(drawn.tokens[:count], drawn.logprobs[:count], drawn.logprobs_t1[:count])
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -117,7 +153,7 @@ def _invert(weights: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
         sums = weights.cumsum(-1, dtype=torch.float64)
         target = chance[:, None] * sums[:, -1:]
         return torch.searchsorted(sums, target, right=True)[:, 0]
-    padded = torch.nn.functional.pad(weights, (0, -width % SEGMENT)).unflatten(1, (-1, SEGMENT))
+    padded = pad(weights, (0, -width % SEGMENT)).unflatten(1, (-1, SEGMENT))
     totals = padded.sum(-1, dtype=torch.float64)
     sums = totals.cumsum(-1)
     target = chance[:, None] * sums[:, -1:]
@@ -134,7 +170,7 @@ def _draw_truncated(
     scaled: torch.Tensor, chance: torch.Tensor, settings: DrawSettings
 ) -> torch.Tensor:
     """Draw from rows cut to top_k, then to the smallest set of mass top_p of what is left."""
-    assert settings.top_k is not None and settings.top_p is not None
+    top_k, top_p = settings.top_k[settings.truncated], settings.top_p[settings.truncated]
     width = scaled.shape[1]
     largest = min(settings.largest_k, width)
     values, order = (
@@ -142,10 +178,9 @@ def _draw_truncated(
     )
     weights = (values - values[:, :1]).exp()
     rank = torch.arange(values.shape[1], device=scaled.device)
-    limit = torch.where(settings.top_k > 0, settings.top_k, width)
+    limit = torch.where(top_k > 0, top_k, width)
     weights = weights.masked_fill_(rank >= limit[:, None], 0)
     sums = weights.cumsum(-1, dtype=torch.float64)
     before = (sums - weights) / sums[:, -1:]
-    weights = weights.masked_fill_(before >= settings.top_p[:, None], 0)
-    weights[:, 0] = 1  # the most likely token always stays, at top_p 0 too
+    weights = weights.masked_fill_(before >= top_p[:, None], 0)
     return order.gather(1, _invert(weights, chance)[:, None])[:, 0]

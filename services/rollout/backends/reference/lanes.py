@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from services.rollout.backends.reference.outputs import Written
 from services.rollout.engine import Delta, FinishReason, Generation, Sampling
 from sluice.samples.sample import VersionSpan
+
+Version = tuple[int, str]  # number and digest
 
 
 @dataclass(eq=False)
@@ -15,16 +18,13 @@ class Prompt:
     """A prompt on its way through prefill; the cache and logits serve all samples of it."""
 
     token_ids: torch.Tensor  # int64[length] on the host
+    length: int
     done: int = 0  # tokens whose keys and values are in `kv`
     kv: torch.Tensor | None = None  # [layers, 2, kv_heads, length, head_dim]
     logits: torch.Tensor | None = None  # float32[V] after the last token
 
-    @property
-    def length(self) -> int:
-        return len(self.token_ids)
-
     def restart(self) -> None:
-        """Forget what older weights made of it."""
+        """Forget what was made of it."""
         self.done, self.kv, self.logits = 0, None, None
 
 
@@ -36,7 +36,7 @@ class Request:
     generation: Generation
     prompt: Prompt
     seeds: tuple[int, ...]
-    stops: frozenset[int]
+    stops: tuple[int, ...]
     budget: int  # tokens each sample may have
     started: int = 0
     ended: int = 0
@@ -71,64 +71,45 @@ class Scoring:
 
 @dataclass(eq=False)
 class Lane:
-    """A running sample. Its last token is drawn but not yet in the cache."""
+    """A running sample. `versions` says from which of its tokens on each version drew."""
 
     request: Request
     index: int
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    logprobs_t1: list[float] = field(default_factory=list)
-    spans: list[VersionSpan] = field(default_factory=list)
+    slot: int = 0  # in the outputs
     sent: int = 0  # tokens already handed out
+    versions: list[tuple[int, Version]] = field(default_factory=list)
 
     @property
-    def position(self) -> int:
-        """Where the last token stands in the sequence."""
-        return self.request.prompt.length + len(self.token_ids) - 1
+    def tempered(self) -> bool:
+        return self.request.sampling.temperature not in (0, 1)
 
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        if self.token_ids and self.token_ids[-1] in self.request.stops:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(self.token_ids) >= self.request.budget else None
+    def mark(self, count: int, version: Version) -> None:
+        """Tokens from number `count` on come from `version`."""
+        if self.versions and self.versions[-1][0] == count:
+            self.versions.pop()
+        self.versions.append((count, version))
 
-    def append(
-        self,
-        tokens: list[int],
-        logprobs: list[float],
-        logprobs_t1: list[float],
-        version: tuple[int, str],
-    ) -> None:
-        """Add tokens that one version drew."""
-        first = len(self.token_ids)
-        self.token_ids += tokens
-        self.logprobs += logprobs
-        self.logprobs_t1 += logprobs_t1
-        last = len(self.token_ids) - 1
-        if self.spans and (self.spans[-1].version, self.spans[-1].digest) == version:
-            first = self.spans.pop().first_token
-        number, digest = version
-        self.spans.append(
-            VersionSpan(version=number, digest=digest, first_token=first, last_token=last)
-        )
-
-    def take_delta(self, finish_reason: FinishReason | None) -> Delta:
-        """What was not handed out yet."""
-        first, self.sent = self.sent, len(self.token_ids)
+    def delta(self, written: Written, finish_reason: FinishReason | None) -> Delta:
+        """Hand out tokens that follow those already sent."""
+        first, self.sent = self.sent, self.sent + len(written.token_ids)
         return Delta(
             index=self.index,
-            token_ids=tuple(self.token_ids[first:]),
-            logprobs=tuple(self.logprobs[first:]),
-            logprobs_t1=tuple(self.logprobs_t1[first:]),
-            spans=tuple(
-                VersionSpan(
-                    version=span.version,
-                    digest=span.digest,
-                    first_token=max(first, span.first_token),
-                    last_token=span.last_token,
-                )
-                for span in self.spans
-                if span.last_token >= first
-            ),
+            token_ids=written.token_ids,
+            logprobs=written.logprobs,
+            logprobs_t1=written.logprobs_t1,
+            spans=self._spans(first, self.sent),
             finish_reason=finish_reason,
+        )
+
+    def _spans(self, first: int, end: int) -> tuple[VersionSpan, ...]:
+        begins = [begin for begin, _ in self.versions[1:]]
+        return tuple(
+            VersionSpan(
+                version=version,
+                digest=digest,
+                first_token=max(begin, first),
+                last_token=min(until, end) - 1,
+            )
+            for (begin, (version, digest)), until in zip(self.versions, [*begins, end], strict=True)
+            if max(begin, first) < min(until, end)
         )

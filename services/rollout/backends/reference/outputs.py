@@ -1,0 +1,77 @@
+"""What running samples have drawn, kept as tensors until someone asks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import pad
+
+from services.rollout.backends.reference.drawing import Drawn
+
+
+@dataclass(frozen=True)
+class Written:
+    """Tokens and log-probabilities of one sample."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    logprobs_t1: tuple[float, ...]
+
+
+class Outputs:
+    """One slot per running sample; tables [slots, width] grow by doubling."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._free: list[int] = []
+        self._tokens = torch.zeros(0, 0, dtype=torch.int64, device=device)
+        self._logprobs = torch.zeros(0, 0, device=device)
+        self._logprobs_t1 = torch.zeros(0, 0, device=device)
+
+    def reserve(self, count: int, width: int) -> list[int]:
+        """Slots for `count` samples of up to `width` tokens."""
+        slots, columns = self._tokens.shape
+        more_slots = max(slots, count - len(self._free)) if len(self._free) < count else 0
+        more_columns = max(columns, width - columns) if columns < width else 0
+        if more_slots or more_columns:
+            grow = (0, more_columns, 0, more_slots)
+            self._tokens = pad(self._tokens, grow)
+            self._logprobs = pad(self._logprobs, grow)
+            self._logprobs_t1 = pad(self._logprobs_t1, grow)
+            self._free += range(slots, slots + more_slots)
+        taken, self._free = self._free[:count], self._free[count:]
+        return taken
+
+    def release(self, slots: Sequence[int]) -> None:
+        self._free += slots
+
+    def write(self, slots: torch.Tensor, counts: torch.Tensor, drawn: Drawn) -> None:
+        """Token number counts[i] (from 0) of slots[i]; both int64[B]."""
+        place = (slots, counts)
+        self._tokens[place] = drawn.tokens
+        self._logprobs[place] = drawn.logprobs
+        if drawn.logprobs_t1 is not drawn.logprobs:
+            self._logprobs_t1[place] = drawn.logprobs_t1
+
+    def read(
+        self, slots: Sequence[int], extents: Sequence[tuple[int, int]], tempered: Sequence[bool]
+    ) -> list[Written]:
+        """Tokens extents[i] = (first, end) of each slot.
+
+        Without temperature both log-probabilities are one; `write` may have left the second.
+        """
+        if not slots:
+            return []
+        rows = torch.tensor(slots, device=self._tokens.device)
+        low, high = min(first for first, _ in extents), max(end for _, end in extents)
+        tokens = self._tokens[rows, low:high].tolist()
+        logprobs = self._logprobs[rows, low:high].tolist()
+        plain = self._logprobs_t1[rows, low:high].tolist() if any(tempered) else logprobs
+        written = []
+        for row, (first, end) in enumerate(extents):
+            span = slice(first - low, end - low)
+            drawn = tuple(logprobs[row][span])
+            both = tuple(plain[row][span]) if tempered[row] else drawn
+            written.append(Written(tuple(tokens[row][span]), drawn, both))
+        return written
