@@ -26,9 +26,10 @@ from google.api import field_behavior_pb2 as google_dot_api_dot_field__behavior_
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from sluice.api.common.v1 import sample_pb2 as sluice_dot_api_dot_common_dot_v1_dot_sample__pb2
+from sluice.api.rollout.v1 import engine_service_pb2 as sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)sluice/api/router/v1/router_service.proto\x12\x14sluice.api.router.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a!sluice/api/common/v1/sample.proto\"\x8d\x03\n\x06\x45ngine\x12\x17\n\tengine_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x15\n\x07\x61\x64\x64ress\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\x12.\n\x04role\x18\x03 \x01(\x0e\x32\x1a.sluice.api.router.v1.RoleB\x04\xe2\x41\x01\x02\x12\x0c\n\x04pool\x18\x04 \x01(\t\x12\x0f\n\x07\x64p_size\x18\x05 \x01(\x05\x12\x19\n\x11max_running_count\x18\x06 \x01(\x05\x12\x39\n\x07weights\x18\x07 \x01(\x0b\x32#.sluice.api.common.v1.WeightVersionH\x00\x88\x01\x01\x12\x13\n\x0bincarnation\x18\x08 \x01(\t\x12\x36\n\x05state\x18\t \x01(\x0e\x32!.sluice.api.router.v1.EngineStateB\x04\xe2\x41\x01\x03\x12\x1b\n\rleased_counts\x18\n \x03(\x05\x42\x04\xe2\x41\x01\x03\x12\x38\n\x0eheartbeat_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x42\n\n\x08_weights\"K\n\x15RegisterEngineRequest\x12\x32\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x1c.sluice.api.router.v1.EngineB\x04\xe2\x41\x01\x02\"\x81\x01\n\x16RegisterEngineResponse\x12\x35\n\x12heartbeat_interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\x05state\x18\x02 \x01(\x0e\x32!.sluice.api.router.v1.EngineState\"-\n\x12\x44rainEngineRequest\x12\x17\n\tengine_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\"C\n\x13\x44rainEngineResponse\x12,\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x1c.sluice.api.router.v1.Engine\"L\n\x12ListEnginesRequest\x12(\n\x04role\x18\x01 \x01(\x0e\x32\x1a.sluice.api.router.v1.Role\x12\x0c\n\x04pool\x18\x02 \x01(\t\"D\n\x13ListEnginesResponse\x12-\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x1c.sluice.api.router.v1.Engine\"\xd4\x01\n\x14\x41\x63quireLeasesRequest\x12\x17\n\tclient_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\r\n\x05\x63ount\x18\x03 \x01(\x05\x12\x18\n\x0bmin_version\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12\x1a\n\rexact_version\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12\x1a\n\x12released_lease_ids\x18\x06 \x03(\x03\x12\x12\n\nrequest_id\x18\x07 \x01(\tB\x0e\n\x0c_min_versionB\x10\n\x0e_exact_version\"\xab\x01\n\x15\x41\x63quireLeasesResponse\x12\x11\n\tlease_ids\x18\x01 \x03(\x03\x12\x16\n\x0e\x65ngine_indices\x18\x02 \x03(\x05\x12\x10\n\x08\x64p_ranks\x18\x03 \x03(\x05\x12-\n\x07\x65ngines\x18\x04 \x03(\x0b\x32\x1c.sluice.api.router.v1.Engine\x12&\n\x03ttl\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"f\n\x12RenewLeasesRequest\x12\x17\n\tclient_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x11\n\tlease_ids\x18\x02 \x03(\x03\x12\x12\n\nengine_ids\x18\x03 \x03(\t\x12\x10\n\x08\x64p_ranks\x18\x04 \x03(\x05\"U\n\x13RenewLeasesResponse\x12\x16\n\x0evoid_lease_ids\x18\x01 \x03(\x03\x12&\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration*@\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_ENGINE\x10\x01\x12\x11\n\rROLE_EPISODES\x10\x02*\x8e\x01\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x45NGINE_STATE_ACTIVE\x10\x01\x12\x19\n\x15\x45NGINE_STATE_DRAINING\x10\x02\x12\x15\n\x11\x45NGINE_STATE_LOST\x10\x03\x12\x16\n\x12\x45NGINE_STATE_EMPTY\x10\x04\x32\x92\x04\n\rRouterService\x12k\n\x0eRegisterEngine\x12+.sluice.api.router.v1.RegisterEngineRequest\x1a,.sluice.api.router.v1.RegisterEngineResponse\x12\x62\n\x0b\x44rainEngine\x12(.sluice.api.router.v1.DrainEngineRequest\x1a).sluice.api.router.v1.DrainEngineResponse\x12\x62\n\x0bListEngines\x12(.sluice.api.router.v1.ListEnginesRequest\x1a).sluice.api.router.v1.ListEnginesResponse\x12h\n\rAcquireLeases\x12*.sluice.api.router.v1.AcquireLeasesRequest\x1a+.sluice.api.router.v1.AcquireLeasesResponse\x12\x62\n\x0bRenewLeases\x12(.sluice.api.router.v1.RenewLeasesRequest\x1a).sluice.api.router.v1.RenewLeasesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)sluice/api/router/v1/router_service.proto\x12\x14sluice.api.router.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a!sluice/api/common/v1/sample.proto\x1a*sluice/api/rollout/v1/engine_service.proto\"\xc7\x03\n\x06\x45ngine\x12\x17\n\tengine_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x15\n\x07\x61\x64\x64ress\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\x12.\n\x04role\x18\x03 \x01(\x0e\x32\x1a.sluice.api.router.v1.RoleB\x04\xe2\x41\x01\x02\x12\x0c\n\x04pool\x18\x04 \x01(\t\x12\x0f\n\x07\x64p_size\x18\x05 \x01(\x05\x12\x19\n\x11max_running_count\x18\x06 \x01(\x05\x12\x39\n\x07weights\x18\x07 \x01(\x0b\x32#.sluice.api.common.v1.WeightVersionH\x00\x88\x01\x01\x12\x13\n\x0bincarnation\x18\x08 \x01(\t\x12\x36\n\x05state\x18\t \x01(\x0e\x32!.sluice.api.router.v1.EngineStateB\x04\xe2\x41\x01\x03\x12\x1b\n\rleased_counts\x18\n \x03(\x05\x42\x04\xe2\x41\x01\x03\x12\x38\n\x0eheartbeat_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x12 \n\x12\x66irst_target_index\x18\x0c \x01(\x05\x42\x04\xe2\x41\x01\x03\x12\x16\n\x08slowdown\x18\r \x01(\x01\x42\x04\xe2\x41\x01\x03\x42\n\n\x08_weights\"K\n\x15RegisterEngineRequest\x12\x32\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x1c.sluice.api.router.v1.EngineB\x04\xe2\x41\x01\x02\"\x81\x01\n\x16RegisterEngineResponse\x12\x35\n\x12heartbeat_interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\x05state\x18\x02 \x01(\x0e\x32!.sluice.api.router.v1.EngineState\"=\n\x12\x44rainEngineRequest\x12\x17\n\tengine_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x0e\n\x06resume\x18\x02 \x01(\x08\"R\n\x13\x44rainEngineResponse\x12,\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x1c.sluice.api.router.v1.Engine\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"L\n\x12ListEnginesRequest\x12(\n\x04role\x18\x01 \x01(\x0e\x32\x1a.sluice.api.router.v1.Role\x12\x0c\n\x04pool\x18\x02 \x01(\t\"D\n\x13ListEnginesResponse\x12-\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x1c.sluice.api.router.v1.Engine\"#\n\x13WatchEnginesRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\"T\n\x14WatchEnginesResponse\x12-\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x1c.sluice.api.router.v1.Engine\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"\xe8\x03\n\x14\x41\x63quireLeasesRequest\x12\x17\n\tclient_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\r\n\x05\x63ount\x18\x03 \x01(\x05\x12\x18\n\x0bmin_version\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12\x1a\n\rexact_version\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12\x1a\n\x12released_lease_ids\x18\x06 \x03(\x03\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x38\n\x11released_outcomes\x18\x08 \x03(\x0e\x32\x1d.sluice.api.router.v1.Outcome\x12\x1d\n\x15released_token_counts\x18\t \x03(\x05\x12\x11\n\tgroup_ids\x18\n \x03(\t\x12\x13\n\x0bgroup_sizes\x18\x0b \x03(\x05\x12\x1d\n\x15\x65xpected_token_counts\x18\x0c \x03(\x02\x12\x13\n\x0bsession_ids\x18\r \x03(\t\x12\x1b\n\x13\x63\x61\x63hed_token_counts\x18\x0e \x03(\x05\x12+\n\x08max_wait\x18\x0f \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0bknown_epoch\x18\x10 \x01(\x03\x42\x0e\n\x0c_min_versionB\x10\n\x0e_exact_version\"\xe4\x01\n\x15\x41\x63quireLeasesResponse\x12\x16\n\x0e\x66irst_lease_id\x18\x01 \x01(\x03\x12\x16\n\x0etarget_indices\x18\x02 \x03(\x05\x12\x17\n\x0f\x62ound_lease_ids\x18\x03 \x03(\x03\x12\x1c\n\x14\x62ound_target_indices\x18\x04 \x03(\x05\x12-\n\x07\x65ngines\x18\x05 \x03(\x0b\x32\x1c.sluice.api.router.v1.Engine\x12\r\n\x05\x65poch\x18\x06 \x01(\x03\x12&\n\x03ttl\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x8c\x01\n\x12RenewLeasesRequest\x12\x17\n\tclient_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x11\n\tlease_ids\x18\x02 \x03(\x03\x12\x12\n\nengine_ids\x18\x03 \x03(\t\x12\x10\n\x08\x64p_ranks\x18\x04 \x03(\x05\x12\x16\n\x0e\x65ngine_indices\x18\x05 \x03(\x05\x12\x0c\n\x04pool\x18\x06 \x01(\t\"\xf8\x01\n\x13RenewLeasesResponse\x12\x16\n\x0evoid_lease_ids\x18\x01 \x03(\x03\x12&\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\radopted_count\x18\x03 \x01(\x05\x12\x15\n\rdropped_count\x18\x04 \x01(\x05\x12\x17\n\x0f\x62ound_lease_ids\x18\x05 \x03(\x03\x12\x1c\n\x14\x62ound_target_indices\x18\x06 \x03(\x05\x12-\n\x07\x65ngines\x18\x07 \x03(\x0b\x32\x1c.sluice.api.router.v1.Engine\x12\r\n\x05\x65poch\x18\x08 \x01(\x03\"<\n\x11\x45ndSessionRequest\x12\x19\n\x0bsession_ids\x18\x01 \x03(\tB\x04\xe2\x41\x01\x02\x12\x0c\n\x04pool\x18\x02 \x01(\t\")\n\x12\x45ndSessionResponse\x12\x13\n\x0b\x65nded_count\x18\x01 \x01(\x05\"\xbc\x01\n\x11ReportLoadRequest\x12\x17\n\tengine_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x33\n\nrank_loads\x18\x02 \x03(\x0b\x32\x1f.sluice.api.rollout.v1.RankLoad\x12\x31\n\x0etime_per_token\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x03\x61ge\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"#\n\x12ReportLoadResponse\x12\r\n\x05known\x18\x01 \x01(\x08*@\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_ENGINE\x10\x01\x12\x11\n\rROLE_EPISODES\x10\x02*\xa7\x01\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x45NGINE_STATE_ACTIVE\x10\x01\x12\x19\n\x15\x45NGINE_STATE_DRAINING\x10\x02\x12\x15\n\x11\x45NGINE_STATE_LOST\x10\x03\x12\x16\n\x12\x45NGINE_STATE_EMPTY\x10\x04\x12\x17\n\x13\x45NGINE_STATE_BROKEN\x10\x05*\xab\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x0e\n\nOUTCOME_OK\x10\x01\x12\x19\n\x15OUTCOME_CONNECT_ERROR\x10\x02\x12\x18\n\x14OUTCOME_SERVER_ERROR\x10\x03\x12\x13\n\x0fOUTCOME_TIMEOUT\x10\x04\x12\x18\n\x14OUTCOME_CLIENT_ERROR\x10\x05\x12\x13\n\x0fOUTCOME_ABORTED\x10\x06\x32\xbd\x06\n\rRouterService\x12k\n\x0eRegisterEngine\x12+.sluice.api.router.v1.RegisterEngineRequest\x1a,.sluice.api.router.v1.RegisterEngineResponse\x12\x62\n\x0b\x44rainEngine\x12(.sluice.api.router.v1.DrainEngineRequest\x1a).sluice.api.router.v1.DrainEngineResponse\x12\x62\n\x0bListEngines\x12(.sluice.api.router.v1.ListEnginesRequest\x1a).sluice.api.router.v1.ListEnginesResponse\x12g\n\x0cWatchEngines\x12).sluice.api.router.v1.WatchEnginesRequest\x1a*.sluice.api.router.v1.WatchEnginesResponse0\x01\x12h\n\rAcquireLeases\x12*.sluice.api.router.v1.AcquireLeasesRequest\x1a+.sluice.api.router.v1.AcquireLeasesResponse\x12\x62\n\x0bRenewLeases\x12(.sluice.api.router.v1.RenewLeasesRequest\x1a).sluice.api.router.v1.RenewLeasesResponse\x12_\n\nEndSession\x12\'.sluice.api.router.v1.EndSessionRequest\x1a(.sluice.api.router.v1.EndSessionResponse\x12_\n\nReportLoad\x12\'.sluice.api.router.v1.ReportLoadRequest\x1a(.sluice.api.router.v1.ReportLoadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,6 +48,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENGINE'].fields_by_name['leased_counts']._serialized_options = b'\342A\001\003'
   _globals['_ENGINE'].fields_by_name['heartbeat_time']._loaded_options = None
   _globals['_ENGINE'].fields_by_name['heartbeat_time']._serialized_options = b'\342A\001\003'
+  _globals['_ENGINE'].fields_by_name['first_target_index']._loaded_options = None
+  _globals['_ENGINE'].fields_by_name['first_target_index']._serialized_options = b'\342A\001\003'
+  _globals['_ENGINE'].fields_by_name['slowdown']._loaded_options = None
+  _globals['_ENGINE'].fields_by_name['slowdown']._serialized_options = b'\342A\001\003'
   _globals['_REGISTERENGINEREQUEST'].fields_by_name['engine']._loaded_options = None
   _globals['_REGISTERENGINEREQUEST'].fields_by_name['engine']._serialized_options = b'\342A\001\002'
   _globals['_DRAINENGINEREQUEST'].fields_by_name['engine_id']._loaded_options = None
@@ -55,32 +60,50 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ACQUIRELEASESREQUEST'].fields_by_name['client_id']._serialized_options = b'\342A\001\002'
   _globals['_RENEWLEASESREQUEST'].fields_by_name['client_id']._loaded_options = None
   _globals['_RENEWLEASESREQUEST'].fields_by_name['client_id']._serialized_options = b'\342A\001\002'
-  _globals['_ROLE']._serialized_start=1653
-  _globals['_ROLE']._serialized_end=1717
-  _globals['_ENGINESTATE']._serialized_start=1720
-  _globals['_ENGINESTATE']._serialized_end=1862
-  _globals['_ENGINE']._serialized_start=201
-  _globals['_ENGINE']._serialized_end=598
-  _globals['_REGISTERENGINEREQUEST']._serialized_start=600
-  _globals['_REGISTERENGINEREQUEST']._serialized_end=675
-  _globals['_REGISTERENGINERESPONSE']._serialized_start=678
-  _globals['_REGISTERENGINERESPONSE']._serialized_end=807
-  _globals['_DRAINENGINEREQUEST']._serialized_start=809
-  _globals['_DRAINENGINEREQUEST']._serialized_end=854
-  _globals['_DRAINENGINERESPONSE']._serialized_start=856
-  _globals['_DRAINENGINERESPONSE']._serialized_end=923
-  _globals['_LISTENGINESREQUEST']._serialized_start=925
-  _globals['_LISTENGINESREQUEST']._serialized_end=1001
-  _globals['_LISTENGINESRESPONSE']._serialized_start=1003
-  _globals['_LISTENGINESRESPONSE']._serialized_end=1071
-  _globals['_ACQUIRELEASESREQUEST']._serialized_start=1074
-  _globals['_ACQUIRELEASESREQUEST']._serialized_end=1286
-  _globals['_ACQUIRELEASESRESPONSE']._serialized_start=1289
-  _globals['_ACQUIRELEASESRESPONSE']._serialized_end=1460
-  _globals['_RENEWLEASESREQUEST']._serialized_start=1462
-  _globals['_RENEWLEASESREQUEST']._serialized_end=1564
-  _globals['_RENEWLEASESRESPONSE']._serialized_start=1566
-  _globals['_RENEWLEASESRESPONSE']._serialized_end=1651
-  _globals['_ROUTERSERVICE']._serialized_start=1865
-  _globals['_ROUTERSERVICE']._serialized_end=2395
+  _globals['_ENDSESSIONREQUEST'].fields_by_name['session_ids']._loaded_options = None
+  _globals['_ENDSESSIONREQUEST'].fields_by_name['session_ids']._serialized_options = b'\342A\001\002'
+  _globals['_REPORTLOADREQUEST'].fields_by_name['engine_id']._loaded_options = None
+  _globals['_REPORTLOADREQUEST'].fields_by_name['engine_id']._serialized_options = b'\342A\001\002'
+  _globals['_ROLE']._serialized_start=2778
+  _globals['_ROLE']._serialized_end=2842
+  _globals['_ENGINESTATE']._serialized_start=2845
+  _globals['_ENGINESTATE']._serialized_end=3012
+  _globals['_OUTCOME']._serialized_start=3015
+  _globals['_OUTCOME']._serialized_end=3186
+  _globals['_ENGINE']._serialized_start=245
+  _globals['_ENGINE']._serialized_end=700
+  _globals['_REGISTERENGINEREQUEST']._serialized_start=702
+  _globals['_REGISTERENGINEREQUEST']._serialized_end=777
+  _globals['_REGISTERENGINERESPONSE']._serialized_start=780
+  _globals['_REGISTERENGINERESPONSE']._serialized_end=909
+  _globals['_DRAINENGINEREQUEST']._serialized_start=911
+  _globals['_DRAINENGINEREQUEST']._serialized_end=972
+  _globals['_DRAINENGINERESPONSE']._serialized_start=974
+  _globals['_DRAINENGINERESPONSE']._serialized_end=1056
+  _globals['_LISTENGINESREQUEST']._serialized_start=1058
+  _globals['_LISTENGINESREQUEST']._serialized_end=1134
+  _globals['_LISTENGINESRESPONSE']._serialized_start=1136
+  _globals['_LISTENGINESRESPONSE']._serialized_end=1204
+  _globals['_WATCHENGINESREQUEST']._serialized_start=1206
+  _globals['_WATCHENGINESREQUEST']._serialized_end=1241
+  _globals['_WATCHENGINESRESPONSE']._serialized_start=1243
+  _globals['_WATCHENGINESRESPONSE']._serialized_end=1327
+  _globals['_ACQUIRELEASESREQUEST']._serialized_start=1330
+  _globals['_ACQUIRELEASESREQUEST']._serialized_end=1818
+  _globals['_ACQUIRELEASESRESPONSE']._serialized_start=1821
+  _globals['_ACQUIRELEASESRESPONSE']._serialized_end=2049
+  _globals['_RENEWLEASESREQUEST']._serialized_start=2052
+  _globals['_RENEWLEASESREQUEST']._serialized_end=2192
+  _globals['_RENEWLEASESRESPONSE']._serialized_start=2195
+  _globals['_RENEWLEASESRESPONSE']._serialized_end=2443
+  _globals['_ENDSESSIONREQUEST']._serialized_start=2445
+  _globals['_ENDSESSIONREQUEST']._serialized_end=2505
+  _globals['_ENDSESSIONRESPONSE']._serialized_start=2507
+  _globals['_ENDSESSIONRESPONSE']._serialized_end=2548
+  _globals['_REPORTLOADREQUEST']._serialized_start=2551
+  _globals['_REPORTLOADREQUEST']._serialized_end=2739
+  _globals['_REPORTLOADRESPONSE']._serialized_start=2741
+  _globals['_REPORTLOADRESPONSE']._serialized_end=2776
+  _globals['_ROUTERSERVICE']._serialized_start=3189
+  _globals['_ROUTERSERVICE']._serialized_end=4018
 # @@protoc_insertion_point(module_scope)

@@ -4,6 +4,7 @@ from google.api import field_behavior_pb2 as _field_behavior_pb2
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from sluice.api.common.v1 import sample_pb2 as _sample_pb2
+from sluice.api.rollout.v1 import engine_service_pb2 as _engine_service_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -26,6 +27,17 @@ class EngineState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ENGINE_STATE_DRAINING: _ClassVar[EngineState]
     ENGINE_STATE_LOST: _ClassVar[EngineState]
     ENGINE_STATE_EMPTY: _ClassVar[EngineState]
+    ENGINE_STATE_BROKEN: _ClassVar[EngineState]
+
+class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OUTCOME_UNSPECIFIED: _ClassVar[Outcome]
+    OUTCOME_OK: _ClassVar[Outcome]
+    OUTCOME_CONNECT_ERROR: _ClassVar[Outcome]
+    OUTCOME_SERVER_ERROR: _ClassVar[Outcome]
+    OUTCOME_TIMEOUT: _ClassVar[Outcome]
+    OUTCOME_CLIENT_ERROR: _ClassVar[Outcome]
+    OUTCOME_ABORTED: _ClassVar[Outcome]
 ROLE_UNSPECIFIED: Role
 ROLE_ENGINE: Role
 ROLE_EPISODES: Role
@@ -34,9 +46,17 @@ ENGINE_STATE_ACTIVE: EngineState
 ENGINE_STATE_DRAINING: EngineState
 ENGINE_STATE_LOST: EngineState
 ENGINE_STATE_EMPTY: EngineState
+ENGINE_STATE_BROKEN: EngineState
+OUTCOME_UNSPECIFIED: Outcome
+OUTCOME_OK: Outcome
+OUTCOME_CONNECT_ERROR: Outcome
+OUTCOME_SERVER_ERROR: Outcome
+OUTCOME_TIMEOUT: Outcome
+OUTCOME_CLIENT_ERROR: Outcome
+OUTCOME_ABORTED: Outcome
 
 class Engine(_message.Message):
-    __slots__ = ("engine_id", "address", "role", "pool", "dp_size", "max_running_count", "weights", "incarnation", "state", "leased_counts", "heartbeat_time")
+    __slots__ = ("engine_id", "address", "role", "pool", "dp_size", "max_running_count", "weights", "incarnation", "state", "leased_counts", "heartbeat_time", "first_target_index", "slowdown")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +68,8 @@ class Engine(_message.Message):
     STATE_FIELD_NUMBER: _ClassVar[int]
     LEASED_COUNTS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_TIME_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TARGET_INDEX_FIELD_NUMBER: _ClassVar[int]
+    SLOWDOWN_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     address: str
     role: Role
@@ -59,7 +81,9 @@ class Engine(_message.Message):
     state: EngineState
     leased_counts: _containers.RepeatedScalarFieldContainer[int]
     heartbeat_time: _timestamp_pb2.Timestamp
-    def __init__(self, engine_id: _Optional[str] = ..., address: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., pool: _Optional[str] = ..., dp_size: _Optional[int] = ..., max_running_count: _Optional[int] = ..., weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., incarnation: _Optional[str] = ..., state: _Optional[_Union[EngineState, str]] = ..., leased_counts: _Optional[_Iterable[int]] = ..., heartbeat_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    first_target_index: int
+    slowdown: float
+    def __init__(self, engine_id: _Optional[str] = ..., address: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., pool: _Optional[str] = ..., dp_size: _Optional[int] = ..., max_running_count: _Optional[int] = ..., weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., incarnation: _Optional[str] = ..., state: _Optional[_Union[EngineState, str]] = ..., leased_counts: _Optional[_Iterable[int]] = ..., heartbeat_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., first_target_index: _Optional[int] = ..., slowdown: _Optional[float] = ...) -> None: ...
 
 class RegisterEngineRequest(_message.Message):
     __slots__ = ("engine",)
@@ -76,16 +100,20 @@ class RegisterEngineResponse(_message.Message):
     def __init__(self, heartbeat_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., state: _Optional[_Union[EngineState, str]] = ...) -> None: ...
 
 class DrainEngineRequest(_message.Message):
-    __slots__ = ("engine_id",)
+    __slots__ = ("engine_id", "resume")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
-    def __init__(self, engine_id: _Optional[str] = ...) -> None: ...
+    resume: bool
+    def __init__(self, engine_id: _Optional[str] = ..., resume: bool = ...) -> None: ...
 
 class DrainEngineResponse(_message.Message):
-    __slots__ = ("engine",)
+    __slots__ = ("engine", "epoch")
     ENGINE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     engine: Engine
-    def __init__(self, engine: _Optional[_Union[Engine, _Mapping]] = ...) -> None: ...
+    epoch: int
+    def __init__(self, engine: _Optional[_Union[Engine, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class ListEnginesRequest(_message.Message):
     __slots__ = ("role", "pool")
@@ -101,8 +129,22 @@ class ListEnginesResponse(_message.Message):
     engines: _containers.RepeatedCompositeFieldContainer[Engine]
     def __init__(self, engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ...) -> None: ...
 
+class WatchEnginesRequest(_message.Message):
+    __slots__ = ("pool",)
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    def __init__(self, pool: _Optional[str] = ...) -> None: ...
+
+class WatchEnginesResponse(_message.Message):
+    __slots__ = ("engines", "epoch")
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    engines: _containers.RepeatedCompositeFieldContainer[Engine]
+    epoch: int
+    def __init__(self, engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., epoch: _Optional[int] = ...) -> None: ...
+
 class AcquireLeasesRequest(_message.Message):
-    __slots__ = ("client_id", "pool", "count", "min_version", "exact_version", "released_lease_ids", "request_id")
+    __slots__ = ("client_id", "pool", "count", "min_version", "exact_version", "released_lease_ids", "request_id", "released_outcomes", "released_token_counts", "group_ids", "group_sizes", "expected_token_counts", "session_ids", "cached_token_counts", "max_wait", "known_epoch")
     CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +152,15 @@ class AcquireLeasesRequest(_message.Message):
     EXACT_VERSION_FIELD_NUMBER: _ClassVar[int]
     RELEASED_LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_IDS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SIZES_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_WAIT_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_EPOCH_FIELD_NUMBER: _ClassVar[int]
     client_id: str
     pool: str
     count: int
@@ -117,38 +168,99 @@ class AcquireLeasesRequest(_message.Message):
     exact_version: int
     released_lease_ids: _containers.RepeatedScalarFieldContainer[int]
     request_id: str
-    def __init__(self, client_id: _Optional[str] = ..., pool: _Optional[str] = ..., count: _Optional[int] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., released_lease_ids: _Optional[_Iterable[int]] = ..., request_id: _Optional[str] = ...) -> None: ...
+    released_outcomes: _containers.RepeatedScalarFieldContainer[Outcome]
+    released_token_counts: _containers.RepeatedScalarFieldContainer[int]
+    group_ids: _containers.RepeatedScalarFieldContainer[str]
+    group_sizes: _containers.RepeatedScalarFieldContainer[int]
+    expected_token_counts: _containers.RepeatedScalarFieldContainer[float]
+    session_ids: _containers.RepeatedScalarFieldContainer[str]
+    cached_token_counts: _containers.RepeatedScalarFieldContainer[int]
+    max_wait: _duration_pb2.Duration
+    known_epoch: int
+    def __init__(self, client_id: _Optional[str] = ..., pool: _Optional[str] = ..., count: _Optional[int] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., released_lease_ids: _Optional[_Iterable[int]] = ..., request_id: _Optional[str] = ..., released_outcomes: _Optional[_Iterable[_Union[Outcome, str]]] = ..., released_token_counts: _Optional[_Iterable[int]] = ..., group_ids: _Optional[_Iterable[str]] = ..., group_sizes: _Optional[_Iterable[int]] = ..., expected_token_counts: _Optional[_Iterable[float]] = ..., session_ids: _Optional[_Iterable[str]] = ..., cached_token_counts: _Optional[_Iterable[int]] = ..., max_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., known_epoch: _Optional[int] = ...) -> None: ...
 
 class AcquireLeasesResponse(_message.Message):
-    __slots__ = ("lease_ids", "engine_indices", "dp_ranks", "engines", "ttl")
-    LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
-    ENGINE_INDICES_FIELD_NUMBER: _ClassVar[int]
-    DP_RANKS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("first_lease_id", "target_indices", "bound_lease_ids", "bound_target_indices", "engines", "epoch", "ttl")
+    FIRST_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    TARGET_INDICES_FIELD_NUMBER: _ClassVar[int]
+    BOUND_LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    BOUND_TARGET_INDICES_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
-    lease_ids: _containers.RepeatedScalarFieldContainer[int]
-    engine_indices: _containers.RepeatedScalarFieldContainer[int]
-    dp_ranks: _containers.RepeatedScalarFieldContainer[int]
+    first_lease_id: int
+    target_indices: _containers.RepeatedScalarFieldContainer[int]
+    bound_lease_ids: _containers.RepeatedScalarFieldContainer[int]
+    bound_target_indices: _containers.RepeatedScalarFieldContainer[int]
     engines: _containers.RepeatedCompositeFieldContainer[Engine]
+    epoch: int
     ttl: _duration_pb2.Duration
-    def __init__(self, lease_ids: _Optional[_Iterable[int]] = ..., engine_indices: _Optional[_Iterable[int]] = ..., dp_ranks: _Optional[_Iterable[int]] = ..., engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    def __init__(self, first_lease_id: _Optional[int] = ..., target_indices: _Optional[_Iterable[int]] = ..., bound_lease_ids: _Optional[_Iterable[int]] = ..., bound_target_indices: _Optional[_Iterable[int]] = ..., engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., epoch: _Optional[int] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class RenewLeasesRequest(_message.Message):
-    __slots__ = ("client_id", "lease_ids", "engine_ids", "dp_ranks")
+    __slots__ = ("client_id", "lease_ids", "engine_ids", "dp_ranks", "engine_indices", "pool")
     CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_IDS_FIELD_NUMBER: _ClassVar[int]
     DP_RANKS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_INDICES_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     client_id: str
     lease_ids: _containers.RepeatedScalarFieldContainer[int]
     engine_ids: _containers.RepeatedScalarFieldContainer[str]
     dp_ranks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, client_id: _Optional[str] = ..., lease_ids: _Optional[_Iterable[int]] = ..., engine_ids: _Optional[_Iterable[str]] = ..., dp_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+    engine_indices: _containers.RepeatedScalarFieldContainer[int]
+    pool: str
+    def __init__(self, client_id: _Optional[str] = ..., lease_ids: _Optional[_Iterable[int]] = ..., engine_ids: _Optional[_Iterable[str]] = ..., dp_ranks: _Optional[_Iterable[int]] = ..., engine_indices: _Optional[_Iterable[int]] = ..., pool: _Optional[str] = ...) -> None: ...
 
 class RenewLeasesResponse(_message.Message):
-    __slots__ = ("void_lease_ids", "ttl")
+    __slots__ = ("void_lease_ids", "ttl", "adopted_count", "dropped_count", "bound_lease_ids", "bound_target_indices", "engines", "epoch")
     VOID_LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
+    ADOPTED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    BOUND_LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    BOUND_TARGET_INDICES_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     void_lease_ids: _containers.RepeatedScalarFieldContainer[int]
     ttl: _duration_pb2.Duration
-    def __init__(self, void_lease_ids: _Optional[_Iterable[int]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    adopted_count: int
+    dropped_count: int
+    bound_lease_ids: _containers.RepeatedScalarFieldContainer[int]
+    bound_target_indices: _containers.RepeatedScalarFieldContainer[int]
+    engines: _containers.RepeatedCompositeFieldContainer[Engine]
+    epoch: int
+    def __init__(self, void_lease_ids: _Optional[_Iterable[int]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., adopted_count: _Optional[int] = ..., dropped_count: _Optional[int] = ..., bound_lease_ids: _Optional[_Iterable[int]] = ..., bound_target_indices: _Optional[_Iterable[int]] = ..., engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class EndSessionRequest(_message.Message):
+    __slots__ = ("session_ids", "pool")
+    SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    session_ids: _containers.RepeatedScalarFieldContainer[str]
+    pool: str
+    def __init__(self, session_ids: _Optional[_Iterable[str]] = ..., pool: _Optional[str] = ...) -> None: ...
+
+class EndSessionResponse(_message.Message):
+    __slots__ = ("ended_count",)
+    ENDED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    ended_count: int
+    def __init__(self, ended_count: _Optional[int] = ...) -> None: ...
+
+class ReportLoadRequest(_message.Message):
+    __slots__ = ("engine_id", "rank_loads", "time_per_token", "age")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_LOADS_FIELD_NUMBER: _ClassVar[int]
+    TIME_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    rank_loads: _containers.RepeatedCompositeFieldContainer[_engine_service_pb2.RankLoad]
+    time_per_token: _duration_pb2.Duration
+    age: _duration_pb2.Duration
+    def __init__(self, engine_id: _Optional[str] = ..., rank_loads: _Optional[_Iterable[_Union[_engine_service_pb2.RankLoad, _Mapping]]] = ..., time_per_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class ReportLoadResponse(_message.Message):
+    __slots__ = ("known",)
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    known: bool
+    def __init__(self, known: bool = ...) -> None: ...

@@ -26,8 +26,9 @@ if _version_not_supported:
 
 
 class RouterServiceStub(object):
-    """Knows engines and episode workers, and hands out leases over (engine, dp rank). Requests
-    themselves go straight to the engine.
+    """Knows engines and episode workers, and hands out leases over targets: (engine, dp rank).
+    Requests themselves go straight to the engine. For callers who want one address the same
+    server forwards Generate, StreamGenerate, Score and Abort of EngineService.
     """
 
     def __init__(self, channel):
@@ -51,6 +52,11 @@ class RouterServiceStub(object):
                 request_serializer=sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.ListEnginesRequest.SerializeToString,
                 response_deserializer=sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.ListEnginesResponse.FromString,
                 _registered_method=True)
+        self.WatchEngines = channel.unary_stream(
+                '/sluice.api.router.v1.RouterService/WatchEngines',
+                request_serializer=sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.WatchEnginesRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.WatchEnginesResponse.FromString,
+                _registered_method=True)
         self.AcquireLeases = channel.unary_unary(
                 '/sluice.api.router.v1.RouterService/AcquireLeases',
                 request_serializer=sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.AcquireLeasesRequest.SerializeToString,
@@ -61,11 +67,22 @@ class RouterServiceStub(object):
                 request_serializer=sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.RenewLeasesRequest.SerializeToString,
                 response_deserializer=sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.RenewLeasesResponse.FromString,
                 _registered_method=True)
+        self.EndSession = channel.unary_unary(
+                '/sluice.api.router.v1.RouterService/EndSession',
+                request_serializer=sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.EndSessionRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.EndSessionResponse.FromString,
+                _registered_method=True)
+        self.ReportLoad = channel.unary_unary(
+                '/sluice.api.router.v1.RouterService/ReportLoad',
+                request_serializer=sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.ReportLoadRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.ReportLoadResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServiceServicer(object):
-    """Knows engines and episode workers, and hands out leases over (engine, dp rank). Requests
-    themselves go straight to the engine.
+    """Knows engines and episode workers, and hands out leases over targets: (engine, dp rank).
+    Requests themselves go straight to the engine. For callers who want one address the same
+    server forwards Generate, StreamGenerate, Score and Abort of EngineService.
     """
 
     def RegisterEngine(self, request, context):
@@ -76,7 +93,7 @@ class RouterServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DrainEngine(self, request, context):
-        """Stops leasing an engine; it is forgotten once idle unless it registers again.
+        """Stops leasing an engine, or leases it again; once drained and silent it is forgotten.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -84,6 +101,14 @@ class RouterServiceServicer(object):
 
     def ListEngines(self, request, context):
         """Lists engines and episode workers with their load.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchEngines(self, request, context):
+        """Sends the engines of a pool now, and again whenever one comes, goes, drains, breaks or
+        changes its weights.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -98,6 +123,20 @@ class RouterServiceServicer(object):
 
     def RenewLeases(self, request, context):
         """Keeps a client's leases alive; carries them, so that a restarted router knows them again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndSession(self, request, context):
+        """Ends sessions, so that their targets count them no more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportLoad(self, request, context):
+        """Takes what an engine measured: load by dp rank, and time per token.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -121,6 +160,11 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     request_deserializer=sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.ListEnginesRequest.FromString,
                     response_serializer=sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.ListEnginesResponse.SerializeToString,
             ),
+            'WatchEngines': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchEngines,
+                    request_deserializer=sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.WatchEnginesRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.WatchEnginesResponse.SerializeToString,
+            ),
             'AcquireLeases': grpc.unary_unary_rpc_method_handler(
                     servicer.AcquireLeases,
                     request_deserializer=sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.AcquireLeasesRequest.FromString,
@@ -131,6 +175,16 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     request_deserializer=sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.RenewLeasesRequest.FromString,
                     response_serializer=sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.RenewLeasesResponse.SerializeToString,
             ),
+            'EndSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndSession,
+                    request_deserializer=sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.EndSessionRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.EndSessionResponse.SerializeToString,
+            ),
+            'ReportLoad': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportLoad,
+                    request_deserializer=sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.ReportLoadRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.ReportLoadResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'sluice.api.router.v1.RouterService', rpc_method_handlers)
@@ -140,8 +194,9 @@ def add_RouterServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RouterService(object):
-    """Knows engines and episode workers, and hands out leases over (engine, dp rank). Requests
-    themselves go straight to the engine.
+    """Knows engines and episode workers, and hands out leases over targets: (engine, dp rank).
+    Requests themselves go straight to the engine. For callers who want one address the same
+    server forwards Generate, StreamGenerate, Score and Abort of EngineService.
     """
 
     @staticmethod
@@ -226,6 +281,33 @@ class RouterService(object):
             _registered_method=True)
 
     @staticmethod
+    def WatchEngines(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/sluice.api.router.v1.RouterService/WatchEngines',
+            sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.WatchEnginesRequest.SerializeToString,
+            sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.WatchEnginesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def AcquireLeases(request,
             target,
             options=(),
@@ -269,6 +351,60 @@ class RouterService(object):
             '/sluice.api.router.v1.RouterService/RenewLeases',
             sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.RenewLeasesRequest.SerializeToString,
             sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.RenewLeasesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.api.router.v1.RouterService/EndSession',
+            sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.EndSessionRequest.SerializeToString,
+            sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.EndSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.api.router.v1.RouterService/ReportLoad',
+            sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.ReportLoadRequest.SerializeToString,
+            sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.ReportLoadResponse.FromString,
             options,
             channel_credentials,
             insecure,
