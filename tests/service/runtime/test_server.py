@@ -12,10 +12,10 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
+
 from sluice.api.common.v1 import wait_service_pb2, wait_service_pb2_grpc
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.api.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
-
 from sluice.client import RemoteError, typed_errors
 from sluice.runtime.channel import create_channel
 from sluice.runtime.errors import NotFoundError, QueueFullError
@@ -49,7 +49,9 @@ class Servicer(pb_grpc.TrainerServiceServicer):
         raise NotFoundError("batch", request.batch)
 
     async def GetTrainer(self, request, context):
-        with self.server.waits.waiting("the gate", on=["rank 1"], timeout=9, explain=lambda: "shut"):
+        with self.server.waits.waiting(
+            "the gate", on=["rank 1"], timeout=9, explain=lambda: "shut"
+        ):
             await self.gate.wait()
         return pb.GetTrainerResponse()
 

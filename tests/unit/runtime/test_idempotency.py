@@ -1,8 +1,8 @@
 import asyncio
 
 import pytest
-from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 
+from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.runtime.errors import RequestIdReusedError
 from sluice.runtime.idempotency import RequestLog
 

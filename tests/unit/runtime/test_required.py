@@ -1,8 +1,8 @@
 import pytest
+
 from sluice.api.rollout.v1 import rollout_service_pb2 as rollout_pb
 from sluice.api.trainer.v1 import loss_pb2
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
-
 from sluice.runtime.errors import InvalidFieldError
 from sluice.runtime.interceptors import check_required
 

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
-from sluice.api.trainer.v1 import loss_pb2
 
 from sluice.algo.spec import AdvantageSpec, ImportanceSpec, LossSpec
+from sluice.api.trainer.v1 import loss_pb2
 from sluice.runtime import wire
 from sluice.runtime.errors import InvalidFieldError
 from sluice.samples.sample import Sample, VersionSpan

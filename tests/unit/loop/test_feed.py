@@ -1,0 +1,207 @@
+"""The feed over a real server whose episodes follow a script."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from sluice.api.rollout.v1 import rollout_service_pb2 as pb
+from sluice.api.rollout.v1 import rollout_service_pb2_grpc as pb_grpc
+from sluice.api.router.v1 import router_service_pb2 as router_pb
+from sluice.api.router.v1 import router_service_pb2_grpc as router_grpc
+from sluice.client import RemoteError, RouterClient
+from sluice.loop.feed import FeedConfig, GroupFeed, RolloutFailedError
+from sluice.loop.ledger import Ledger
+from sluice.loop.workers import EpisodeWorkers
+from sluice.runtime.errors import InvalidFieldError
+from sluice.runtime.security import SecurityConfig
+from sluice.runtime.server import Server, ServerConfig
+
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE.value[0]
+
+
+class Episodes(pb_grpc.RolloutServiceServicer, router_grpc.RouterServiceServicer):
+    """Finishes a group when its gate opens; fails those named in `failing`."""
+
+    def __init__(self) -> None:
+        self.address, self.version = "", 1
+        self.failing: dict[str, int] = {}  # group -> times it fails yet
+        self.hold: set[str] = set()
+        self.release = asyncio.Event()
+        self.issued: list[str] = []
+        self.breaks = 0  # streams that end in an error after their first group
+        self.refuses = False
+
+    async def ListEngines(self, request, context):
+        worker = router_pb.Engine(
+            engine_id="e",
+            address=self.address,
+            role=router_pb.ROLE_EPISODES,
+            state=router_pb.ENGINE_STATE_ACTIVE,
+        )
+        return router_pb.ListEnginesResponse(engines=[worker])
+
+    async def Rollout(self, request, context):
+        if self.refuses:
+            raise InvalidFieldError("environment.name", "is unknown")
+        for number, group in enumerate(request.groups):
+            self.issued.append(group.group_id)
+            if group.group_id in self.hold:
+                await self.release.wait()
+            if self.failing.get(group.group_id, 0):
+                self.failing[group.group_id] -= 1
+                failed = pb.FailedGroup(group_id=group.group_id)
+                failed.error.code, failed.error.message = UNAVAILABLE, "engine lost"
+                yield pb.RolloutResponse(failed=failed)
+                continue
+            finished = pb.FinishedGroup(
+                group_id=group.group_id,
+                blob={"digest": f"{hash(group.group_id) & 0xFFFF:032x}", "size_bytes": 1},
+                rewards=[1.0, 0.0],
+                response_lengths=[3, 3],
+                min_version=self.version,
+                max_version=self.version,
+            )
+            yield pb.RolloutResponse(finished=finished)
+            if number == 0 and self.breaks:
+                self.breaks -= 1
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "worker dies")
+
+
+class World:
+    def __init__(self, episodes: Episodes, ledger: Ledger, workers: EpisodeWorkers) -> None:
+        self.episodes, self.ledger, self.workers = episodes, ledger, workers
+
+    def feed(self, **settings) -> GroupFeed:
+        config = {"groups_per_step": 4, "max_staleness": 0, "attempts": 3, **settings}
+
+        def request(groups):
+            return pb.RolloutRequest(
+                request_id="-".join(f"{g.group_id}.{g.attempts}" for g in groups),
+                groups=[pb.GroupRequest(group_id=g.group_id) for g in groups],
+                environment={"name": "x"},
+                sampling={"max_new_tokens": 1},
+                sample_count=2,
+            )
+
+        return GroupFeed(FeedConfig(**config), self.ledger, self.workers, request)
+
+    def publish(self, step: int) -> None:
+        self.episodes.version += 1
+        self.ledger.record_version(self.episodes.version, "d", step)
+
+
+@pytest.fixture
+async def world(tmp_path):
+    server = Server(ServerConfig(drain_seconds=0.1))
+    episodes = Episodes()
+    server.add(pb_grpc.add_RolloutServiceServicer_to_server, episodes, "rollout")
+    server.add(router_grpc.add_RouterServiceServicer_to_server, episodes, "router")
+    await server.start()
+    episodes.address = server.address
+    router = RouterClient(server.address)
+    workers = EpisodeWorkers(router, SecurityConfig(), 5)
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.record_version(1, "d", 0)
+    yield World(episodes, ledger, workers)
+    episodes.release.set()
+    await workers.close()
+    await router.close()
+    ledger.close()
+    await server.stop()
+
+
+async def step(world: World, feed: GroupFeed, number: int) -> list[str]:
+    async with asyncio.timeout(20):
+        await feed.fill(number)
+        groups = await feed.take(number)
+    world.ledger.consume((g.group_id for g in groups), number + 1)
+    world.publish(number + 1)
+    return [g.group_id for g in groups]
+
+
+async def test_synchronous_steps_take_groups_in_order_and_issue_no_more(world):
+    feed = world.feed()
+    assert await step(world, feed, 0) == [f"g{i:07}" for i in range(4)]
+    assert await step(world, feed, 1) == [f"g{i:07}" for i in range(4, 8)]
+    assert len(world.episodes.issued) == 8
+    await feed.close()
+
+
+async def test_a_slow_group_is_overtaken_until_it_would_be_too_old(world):
+    feed = world.feed(max_staleness=2)
+    slow = "g0000011"  # the last of the twelve that may be issued before the first step
+    world.episodes.hold = {slow}
+    taken = [*await step(world, feed, 0), *await step(world, feed, 1)]
+    waiting = asyncio.create_task(step(world, feed, 2))
+    done, _ = await asyncio.wait([waiting], timeout=0.3)
+    assert not done  # enough groups are ready, but this one must not get older
+    world.episodes.release.set()
+    taken += [*await waiting, *await step(world, feed, 3)]
+    assert slow in taken
+    assert len(taken) == len(set(taken)) == 16
+    for group in world.ledger.groups("consumed"):
+        assert group.consumed_step - 1 - group.oldest_step <= 2
+    await feed.close()
+
+
+async def test_a_failed_group_is_issued_again_then_dropped_and_replaced(world):
+    feed = world.feed(attempts=2)
+    world.episodes.failing = {"g0000001": 1, "g0000002": 5}
+    taken = await step(world, feed, 0)
+    assert taken == ["g0000000", "g0000001", "g0000003", "g0000004"]
+    assert world.ledger.dropped_count() == 1
+    await feed.close()
+
+
+async def test_a_lost_worker_loses_no_group_and_costs_no_attempt(world):
+    feed = world.feed(attempts=1)
+    world.episodes.breaks = 2
+    assert await step(world, feed, 0) == [f"g{i:07}" for i in range(4)]
+    assert world.ledger.dropped_count() == 0
+    await feed.close()
+
+
+async def test_all_groups_failing_is_an_error_not_a_hang(world):
+    feed = world.feed(attempts=1, dropped_in_a_row=8)
+    world.episodes.failing = {f"g{i:07}": 9 for i in range(64)}
+    with pytest.raises(RolloutFailedError, match="8 groups in a row"):
+        await step(world, feed, 0)
+    await feed.close()
+
+
+async def test_a_refused_request_is_an_error_at_once(world):
+    feed = world.feed()
+    world.episodes.refuses = True
+    with pytest.raises(RolloutFailedError, match="environment.name") as caught:
+        await step(world, feed, 0)
+    assert isinstance(caught.value.__cause__, RemoteError)
+    await feed.close()
+
+
+async def test_a_new_feed_takes_what_was_generated_and_issues_what_was_in_flight(world):
+    feed = world.feed()
+    world.episodes.hold = {"g0000002"}
+    await feed.fill(0)
+    async with asyncio.timeout(10):
+        while feed.ready_count < 2:
+            await asyncio.sleep(0.01)
+    await feed.close()
+    world.episodes.hold = set()
+    issued_before = len(world.episodes.issued)
+    again = world.feed()
+    assert await step(world, again, 0) == [f"g{i:07}" for i in range(4)]
+    assert world.episodes.issued[issued_before:] == ["g0000002", "g0000003"]
+    await again.close()
+
+
+async def test_groups_too_old_are_dropped_and_replaced(world):
+    feed = world.feed(max_staleness=0)
+    await feed.fill(0)
+    async with asyncio.timeout(10):
+        while feed.ready_count < 4:
+            await asyncio.sleep(0.01)
+    world.publish(3)
+    assert await step(world, feed, 3) == [f"g{i:07}" for i in range(4, 8)]
+    assert world.ledger.dropped_count() == 4
+    await feed.close()

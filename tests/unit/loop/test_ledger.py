@@ -1,0 +1,111 @@
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+
+from sluice.loop.ledger import Ledger, LedgerGroup
+from sluice.samples.blobs import BlobReference
+
+
+def made(position: int, **changes) -> LedgerGroup:
+    fields = {
+        "position": position,
+        "group_id": f"g{position}",
+        "state": "generated",
+        "issue_step": 0,
+        "blob": BlobReference(f"{position:032x}", 10),
+        "sample_count": 4,
+        "reward_mean": 0.5,
+    }
+    return LedgerGroup(**{**fields, **changes})
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.issue([(i, f"g{i}") for i in range(4)], step=0)
+    yield ledger
+    ledger.close()
+
+
+def ids(groups) -> list[str]:
+    return [group.group_id for group in groups]
+
+
+def test_a_group_walks_from_issued_to_consumed(ledger):
+    assert ledger.generated(made(1))
+    assert ids(ledger.groups("issued")) == ["g0", "g2", "g3"]
+    ledger.consume(["g1"], step=1)
+    (group,) = ledger.groups("consumed")
+    assert (group.consumed_step, group.blob, group.sample_count) == (1, made(1).blob, 4)
+    assert ledger.next_position() == 4
+
+
+def test_a_group_announced_twice_is_recorded_once(ledger):
+    assert ledger.generated(made(1))
+    assert not ledger.generated(made(1, reward_mean=0.9))
+    assert ledger.groups("generated")[0].reward_mean == 0.5
+
+
+def test_a_step_is_recorded_whole_or_not_at_all(ledger):
+    ledger.generated(made(0))
+    with pytest.raises(AssertionError, match="g1"):
+        ledger.consume(["g0", "g1"], step=1)  # g1 was never generated
+    assert ids(ledger.groups("generated")) == ["g0"]
+    ledger.consume(["g0"], step=1)
+    with pytest.raises(AssertionError, match="consumed twice"):
+        ledger.consume(["g0"], step=2)
+
+
+def test_rolling_back_returns_what_came_after_the_cut(ledger):
+    for position in range(3):
+        ledger.generated(made(position))
+        ledger.consume([f"g{position}"], step=position + 1)
+    assert ledger.roll_back(1) == 2
+    assert ids(ledger.groups("consumed")) == ["g0"]
+    assert ids(ledger.groups("generated")) == ["g1", "g2"]
+    assert ledger.groups("generated")[0].blob is not None  # not to be generated again
+
+
+def test_a_dropped_group_keeps_its_reason(ledger, tmp_path):
+    ledger.drop("g2", "stale")
+    assert ledger.dropped_count() == 1
+    rows = sqlite3.connect(tmp_path / "ledger.sqlite").execute(
+        "SELECT group_id, reason FROM groups WHERE state = 'dropped'"
+    )
+    assert rows.fetchall() == [("g2", "stale")]
+
+
+def test_versions_map_to_steps(ledger):
+    ledger.record_version(7, "digest", 3)
+    assert ledger.step_of_version(7) == 3
+    with pytest.raises(AssertionError, match="version 8"):
+        ledger.step_of_version(8)
+
+
+def test_what_was_committed_survives_kill_9(tmp_path):
+    code = (
+        "import sys, os, pathlib\n"
+        "from sluice.loop.ledger import Ledger\n"
+        "ledger = Ledger(pathlib.Path(sys.argv[1]))\n"
+        "for i in range(10**6):\n"
+        "    ledger.issue([(2 * i, f'a{i}'), (2 * i + 1, f'b{i}')], 0)\n"
+        "    print(i, flush=True)\n"
+    )
+    path = tmp_path / "ledger.sqlite"
+    writer = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE)
+    assert writer.stdout is not None
+    for line in writer.stdout:
+        if int(line) == 20:
+            break
+    os.kill(writer.pid, signal.SIGKILL)
+    confirmed = max([20, *(int(line) for line in writer.stdout)])
+    writer.wait(timeout=10)
+    ledger = Ledger(path)
+    issued = ids(ledger.groups("issued"))
+    ledger.close()
+    assert len(issued) >= 2 * (confirmed + 1)
+    assert len(issued) % 2 == 0  # a transaction is whole

@@ -1,0 +1,75 @@
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from sluice.config import ConfigError
+from sluice.loop.config import PromptsConfig
+from sluice.loop.prompts import PromptFileError, load_prompts
+
+ROWS = [{"prompt": f"p{i}", "answer": str(i)} for i in range(10)]
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in ROWS) + "\n\n")
+    return path
+
+
+def tasks(path, count, seed=0, **settings):
+    source = load_prompts(PromptsConfig(file=path, **settings), seed)
+    return [source.task(i) for i in range(count)]
+
+
+def test_every_epoch_holds_every_row_once_in_another_order(jsonl):
+    epochs = [tasks(jsonl, 30)[a : a + 10] for a in (0, 10, 20)]
+    for epoch in epochs:
+        assert sorted(epoch, key=lambda row: row["prompt"]) == ROWS
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_a_position_is_the_same_task_in_every_run(jsonl):
+    assert tasks(jsonl, 25, seed=3) == tasks(jsonl, 25, seed=3)
+    assert tasks(jsonl, 25, seed=3) != tasks(jsonl, 25, seed=4)
+    assert tasks(jsonl, 10, shuffle=False) == ROWS
+
+
+def test_parquet_gives_the_same_rows(tmp_path, jsonl):
+    path = tmp_path / "prompts.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    assert tasks(path, 10) == tasks(jsonl, 10)
+
+
+def test_indices_need_no_file():
+    source = load_prompts(PromptsConfig(index_count=5), 0)
+    assert sorted(source.task(i) for i in range(5)) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"prompt": "a"}\n{"prompt": ', r"prompts\.jsonl:2: not JSON"),
+        ('{"prompt": "a"}\n[1]', r"prompts\.jsonl:2: a row must be an object"),
+        ('{"answer": "a"}', r"prompts\.jsonl:1: a row needs `prompt` or `messages`"),
+        ("\n", "has no rows"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path, text, message):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    with pytest.raises(PromptFileError, match=message):
+        load_prompts(PromptsConfig(file=path), 0)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="absent.jsonl does not exist"):
+        load_prompts(PromptsConfig(file=tmp_path / "absent.jsonl"), 0)
+
+
+def test_a_file_that_is_no_parquet_is_named(tmp_path):
+    path = tmp_path / "prompts.parquet"
+    path.write_text("no")
+    with pytest.raises(PromptFileError, match="not Parquet"):
+        load_prompts(PromptsConfig(file=path), 0)
