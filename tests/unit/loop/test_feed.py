@@ -173,7 +173,7 @@ async def test_all_groups_failing_is_an_error_not_a_hang(world):
 async def test_a_refused_request_is_an_error_at_once(world):
     feed = world.feed()
     world.episodes.refuses = True
-    with pytest.raises(RolloutFailedError, match="environment.name") as caught:
+    with pytest.raises(RolloutFailedError, match=r"environment\.name") as caught:
         await step(world, feed, 0)
     assert isinstance(caught.value.__cause__, RemoteError)
     await feed.close()

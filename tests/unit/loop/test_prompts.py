@@ -64,7 +64,7 @@ def test_a_malformed_line_is_named(tmp_path, text, message):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="absent.jsonl does not exist"):
+    with pytest.raises(ConfigError, match=r"absent\.jsonl does not exist"):
         load_prompts(PromptsConfig(file=tmp_path / "absent.jsonl"), 0)
 
 

@@ -1,0 +1,34 @@
+"""One call: sample from the engines of `sluice up`.
+
+`python -m examples.generate runs/example/services.json "1234="`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from sluice.api.router.v1 import router_service_pb2 as router_pb
+from sluice.client import EngineClient, RouterClient
+from sluice.supervise import read_services
+
+
+async def main(services: Path, text: str) -> None:
+    from transformers import AutoTokenizer
+
+    async with RouterClient(read_services(services)["router"]) as router:
+        engine = (await router.list_engines(router_pb.ROLE_ENGINE))[0]
+    tokenizer = AutoTokenizer.from_pretrained(services.parent / "model")
+    async with EngineClient(engine.address) as client:
+        completions = await client.generate(
+            tokenizer.encode(text), max_new_tokens=5, sample_count=4
+        )
+    for completion in completions:
+        spans = ", ".join(f"version {span.weights.version}" for span in completion.spans)
+        logprob = sum(completion.logprobs)
+        print(f"{tokenizer.decode(completion.token_ids)!r}  log-prob {logprob:.2f}  ({spans})")
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1]), sys.argv[2]))
