@@ -1,7 +1,7 @@
 """The only module that knows which accelerator this process runs on.
 
-Imports torch only when a device is touched, so that processes without torch may ask for the
-name of the variable that masks devices.
+`SLUICE_DEVICE` chooses (auto, cpu, cuda, npu). torch is imported when a device is first asked
+for, so that processes without torch may read names: `declared().visible_devices(...)`.
 """
 
 from __future__ import annotations
@@ -9,15 +9,26 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import resource
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
+
+import psutil
 
 if TYPE_CHECKING:
     import torch
 
+DEVICE_VARIABLE = "SLUICE_DEVICE"
 AUTOLOAD_VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+
+OpName = Literal["rms_norm", "swiglu", "rotary", "adamw"]
+Choice = Literal["auto", "on", "off"]
 
 
 class PlatformError(RuntimeError):
@@ -25,71 +36,387 @@ class PlatformError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class MemoryStatistics:
+    """Bytes on the current device; on the cpu of this process and this host."""
+
+    allocated: int
+    reserved: int
+    peak: int
+    free: int
+    total: int
+
+
+@dataclass(frozen=True)
 class Platform:
+    """One kind of device. `module` offers what differs only by the name of the torch module."""
+
     device_type: str  # torch device type
     collective: str  # torch.distributed backend
     visible_env: str  # variable that masks devices; empty on cpu
 
     @property
     def module(self) -> ModuleType:
-        """`torch.cuda`, `torch.npu` or `torch.cpu`."""
+        """`torch.cpu`, `torch.cuda` or `torch.npu`: streams, events, synchronize and so on."""
         module: ModuleType = _torch().get_device_module(self.device_type)
         return module
 
+    @property
+    def collectives(self) -> str:
+        """Backends for `init_process_group`, so that host tensors can be sent as well."""
+        return f"cpu:{CPU.collective},{self.device_type}:{self.collective}"
+
     def device(self, local_rank: int = 0) -> torch.device:
-        """The device of a local rank; all ranks share the one cpu."""
-        torch = _torch()
-        return torch.device(self.device_type, 0 if self.device_type == "cpu" else local_rank)
+        """The device of a local rank."""
+        return _torch().device(self.device_type, local_rank)
 
     def set_device(self, local_rank: int = 0) -> None:
-        """Make the device of `local_rank` current for this process."""
-        if self.device_type != "cpu":
-            self.module.set_device(local_rank)
+        """Make the device of `local_rank` the current one."""
+        self.module.set_device(local_rank)
+
+    def visible_devices(self, local_ranks: Sequence[int]) -> dict[str, str]:
+        """The environment in which a child sees only these of the devices visible here."""
+        seen = [entry for entry in os.environ.get(self.visible_env, "").split(",") if entry]
+        try:
+            chosen = [seen[rank] if seen else str(rank) for rank in local_ranks]
+        except IndexError:
+            raise PlatformError(
+                f"{self.visible_env}={','.join(seen)} shows {len(seen)} devices, "
+                f"but local ranks {list(local_ranks)} were asked for"
+            ) from None
+        return {self.visible_env: ",".join(chosen)}
+
+    def collective_ports(self, first: int, count: int) -> dict[str, str]:
+        """The environment that keeps collectives to `count` host ports from `first`."""
+        del first, count  # NCCL and gloo take free ports by themselves
+        return {}
+
+    def create_stream(self) -> Any:
+        """A queue of work on the current device; on the cpu one that runs everything at once."""
+        return self.module.Stream()
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Queue the work of the block on `stream`."""
+        context: AbstractContextManager[Any] = self.module.stream(stream)
+        return context
 
     def synchronize(self) -> None:
         """Wait for all work queued on the current device."""
         self.module.synchronize()
 
     def seed_all(self, seed: int) -> None:
-        """Seed torch on the cpu and on every device."""
+        """Seed torch on the host and on every device."""
         _torch().manual_seed(seed)
 
+    def generator(self, seed: int, local_rank: int = 0) -> torch.Generator:
+        """A generator of its own for tensors made on the device."""
+        generator = _torch().Generator(device=self.device(local_rank))
+        generator.manual_seed(seed)
+        return generator
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        """States of the default generators: host and current device, by device type."""
+        return {
+            CPU.device_type: _torch().get_rng_state(),
+            self.device_type: self.module.get_rng_state(),
+        }
+
+    def set_rng_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Restore `rng_state`; that of another kind of device is left out."""
+        _torch().set_rng_state(state[CPU.device_type])
+        if self.device_type in state:
+            self.module.set_rng_state(state[self.device_type])
+
+    def memory(self) -> MemoryStatistics:
+        """Memory of the current device."""
+        free, total = self.module.mem_get_info()
+        return MemoryStatistics(
+            allocated=self.module.memory_allocated(),
+            reserved=self.module.memory_reserved(),
+            peak=self.module.max_memory_allocated(),
+            free=free,
+            total=total,
+        )
+
     def memory_used_bytes(self) -> int:
-        return 0 if self.device_type == "cpu" else self.module.memory_allocated()
+        return self.memory().allocated
+
+    def release_memory(self) -> None:
+        """Give cached blocks back to the driver and start a new peak."""
+        self.module.empty_cache()
+        self.module.reset_peak_memory_stats()
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        """Whether matrix products in `dtype` run on the device at all."""
+        raise NotImplementedError
+
+    def profile(self, directory: Path) -> AbstractContextManager[Any]:
+        """A profiler of host and device that writes a trace below `directory` at its end."""
+        profiler = self._profiler()
+        kinds = profiler.ProfilerActivity
+        return profiler.profile(
+            activities=[kinds.CPU, *self._activities(kinds)],
+            on_trace_ready=profiler.tensorboard_trace_handler(str(directory)),
+        )
+
+    def op(self, name: OpName, choice: Choice = "auto") -> Callable[..., Any]:
+        """The implementation of an operation: the device's fused kernel or plain torch.
+
+        `rms_norm(x, weight, eps)`, `swiglu(gate_and_up)`, `rotary(x, cos, sin)` with halves
+        rotated, `adamw(parameters, **options)`. `auto` takes a kernel where there is one;
+        `on` raises PlatformError where there is none.
+        """
+        kernel = None if choice == "off" else self._kernel(name)
+        if kernel is None and choice == "on":
+            raise PlatformError(f"{self.device_type} has no fused {name}; set it to auto or off")
+        plain: Callable[..., Any] = getattr(_plain_ops(), name)
+        return kernel or plain
+
+    def compile(self, function: Callable[..., Any], choice: Choice = "auto") -> Callable[..., Any]:
+        """`function` compiled where that pays off (`auto`), always (`on`) or never (`off`).
+
+        `on` raises PlatformError where the device has no compiler.
+        """
+        backend = None if choice == "off" else self._compiler(asked=choice == "on")
+        if backend is None and choice == "on":
+            raise PlatformError(f"no compiler for {self.device_type}; set compile to auto or off")
+        if backend is None:
+            return function
+        compiled: Callable[..., Any] = _torch().compile(function, backend=backend)
+        return compiled
+
+    def _profiler(self) -> ModuleType:
+        return importlib.import_module("torch.profiler")
+
+    def _activities(self, kinds: Any) -> list[Any]:
+        raise NotImplementedError
+
+    def _kernel(self, name: OpName) -> Callable[..., Any] | None:
+        raise NotImplementedError
+
+    def _compiler(self, *, asked: bool) -> Any:
+        """What `torch.compile` takes as backend; None when there is none or it does not pay."""
+        raise NotImplementedError
 
 
-CPU = Platform("cpu", "gloo", "")
-CUDA = Platform("cuda", "nccl", "CUDA_VISIBLE_DEVICES")
-NPU = Platform("npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES")
+class _Cpu(Platform):
+    @property
+    def collectives(self) -> str:
+        return self.collective
+
+    def device(self, local_rank: int = 0) -> torch.device:
+        del local_rank  # all ranks of a host share it; no index, as tensors have none
+        return _torch().device(self.device_type)
+
+    def visible_devices(self, local_ranks: Sequence[int]) -> dict[str, str]:
+        del local_ranks
+        return {}
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        return {self.device_type: _torch().get_rng_state()}
+
+    def set_rng_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        _torch().set_rng_state(state[self.device_type])
+
+    def memory(self) -> MemoryStatistics:
+        process, host = psutil.Process().memory_info(), psutil.virtual_memory()
+        return MemoryStatistics(
+            allocated=process.rss,
+            reserved=process.rss,
+            peak=max(_peak_resident_bytes(), process.rss),
+            free=host.available,
+            total=host.total,
+        )
+
+    def release_memory(self) -> None:
+        pass  # the allocator of the host keeps no cache of its own
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        return dtype.is_floating_point and dtype.itemsize > 1
+
+    def _activities(self, kinds: Any) -> list[Any]:
+        return []
+
+    def _kernel(self, name: OpName) -> Callable[..., Any] | None:
+        return _plain_ops().fused_adamw if name == "adamw" else None
+
+    def _compiler(self, *, asked: bool) -> Any:
+        return "inductor" if asked else None  # compiling costs minutes, small models gain none
+
+
+class _Cuda(Platform):
+    def supports(self, dtype: torch.dtype) -> bool:
+        torch = _torch()
+        if dtype.is_floating_point and dtype.itemsize == 1:  # fp8 needs Ada or later
+            return bool(self.module.get_device_capability() >= (8, 9))
+        return dtype.is_floating_point and (
+            dtype != torch.bfloat16 or bool(self.module.is_bf16_supported())
+        )
+
+    def _activities(self, kinds: Any) -> list[Any]:
+        return [kinds.CUDA]
+
+    def _kernel(self, name: OpName) -> Callable[..., Any] | None:
+        ops = _plain_ops()
+        return {"rms_norm": ops.native_rms_norm, "adamw": ops.fused_adamw}.get(name)
+
+    def _compiler(self, *, asked: bool) -> Any:
+        return "inductor"
+
+
+class _Npu(Platform):
+    def collective_ports(self, first: int, count: int) -> dict[str, str]:
+        """HCCL's listening ports: processes that share a host or an NPU need ranges apart."""
+        if not (first >= 1024 and count >= 1 and first + count <= 65536):
+            raise PlatformError(f"no {count} ports from {first}: 1024 to 65535 may be used")
+        ports = f"{first}-{first + count - 1}"
+        return {"HCCL_HOST_SOCKET_PORT_RANGE": ports, "HCCL_NPU_SOCKET_PORT_RANGE": ports}
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        torch = _torch()
+        if dtype == torch.bfloat16:
+            return bool(self.module.is_bf16_supported())
+        return dtype in (torch.float32, torch.float16)
+
+    def _profiler(self) -> ModuleType:
+        return importlib.import_module("torch_npu.profiler")
+
+    def _activities(self, kinds: Any) -> list[Any]:
+        return [kinds.NPU]
+
+    def _kernel(self, name: OpName) -> Callable[..., Any] | None:
+        """Kernels of torch_npu; an older one may lack some."""
+        vendor = importlib.import_module("torch_npu")
+        if name == "adamw":
+            fused: Callable[..., Any] | None = getattr(vendor.optim, "NpuFusedAdamW", None)
+            return fused
+        kernel = getattr(vendor, _NPU_KERNELS[name], None)
+        if kernel is None or name == "rotary":
+            return kernel
+        if name == "swiglu":
+            return lambda gate_and_up: kernel(gate_and_up, dim=-1)
+        return lambda x, weight, eps: kernel(x, weight, epsilon=eps)[0]
+
+    def _compiler(self, *, asked: bool) -> Any:
+        if importlib.util.find_spec("torchair") is None:
+            return None
+        return importlib.import_module("torchair").get_npu_backend()
+
+
+CPU = _Cpu("cpu", "gloo", "")
+CUDA = _Cuda("cuda", "nccl", "CUDA_VISIBLE_DEVICES")
+NPU = _Npu("npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES")
+_PLATFORMS = {platform.device_type: platform for platform in (CPU, CUDA, NPU)}
+_NPU_KERNELS = {"rms_norm": "npu_rms_norm", "swiglu": "npu_swiglu", "rotary": "npu_rotary_mul"}
 
 
 @cache
 def current() -> Platform:
-    """SLUICE_DEVICE (auto, cpu, cuda or npu); auto is the first accelerator found, else cpu.
+    """The platform of SLUICE_DEVICE; auto is the first accelerator found, else the cpu.
 
-    Raises PlatformError when the device asked for is not usable.
+    Raises PlatformError when the device asked for, or one that is installed, does not work.
     """
-    wanted = os.environ.get("SLUICE_DEVICE", "auto")
-    if wanted not in ("auto", "cpu", "cuda", "npu"):
-        raise PlatformError(f"SLUICE_DEVICE must be auto, cpu, cuda or npu, got {wanted!r}")
-    if wanted == "cpu":
-        return CPU
-    if wanted in ("auto", "npu") and _has_npu():
+    wanted = _wanted()
+    if wanted in (NPU.device_type, "auto") and _npu_count(required=wanted != "auto"):
         return NPU
-    if wanted in ("auto", "cuda") and _torch().cuda.is_available():
+    if wanted in (CUDA.device_type, "auto") and _cuda_count(required=wanted != "auto"):
         return CUDA
-    if wanted == "auto":
-        return CPU
-    raise PlatformError(f"SLUICE_DEVICE={wanted}, but no such device is visible")
+    return CPU
+
+
+def declared() -> Platform:
+    """The platform by name alone, without torch: of SLUICE_DEVICE, or by device files."""
+    wanted = _wanted()
+    if wanted != "auto":
+        return _PLATFORMS[wanted]
+    if any(Path("/dev").glob("davinci[0-9]*")):
+        return NPU
+    return CUDA if any(Path("/dev").glob("nvidia[0-9]*")) else CPU
+
+
+def _wanted() -> str:
+    wanted = os.environ.get(DEVICE_VARIABLE) or "auto"
+    if wanted not in (*_PLATFORMS, "auto"):
+        raise PlatformError(
+            f"{DEVICE_VARIABLE} must be auto, {', '.join(_PLATFORMS)}; it is {wanted!r}"
+        )
+    return wanted
+
+
+def _npu_count(*, required: bool) -> int:
+    if importlib.util.find_spec("torch_npu") is None:
+        if required:
+            raise PlatformError(
+                f"{DEVICE_VARIABLE}=npu needs torch-npu of the release of this torch "
+                f"({_torch().__version__}): pip install 'sluice[npu]'"
+            )
+        return 0
+    torch = _torch()
+    try:
+        importlib.import_module("torch_npu")  # registers torch.npu
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        raise PlatformError(
+            f"torch-npu is installed but does not load ({error}). Install CANN and run "
+            "`source /usr/local/Ascend/ascend-toolkit/set_env.sh` before starting, check that "
+            f"torch-npu and torch are of one release, or set {DEVICE_VARIABLE}=cpu. Until then "
+            f"a plain `import torch` fails too, except with {AUTOLOAD_VARIABLE}=0."
+        ) from error
+    count = torch.npu.device_count() if torch.npu.is_available() else 0
+    return _counted(NPU, count, "see `npu-smi info`", required=required)
+
+
+def _cuda_count(*, required: bool) -> int:
+    torch = _torch()
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    built = (
+        f"this torch is built for CUDA {torch.version.cuda}"
+        if torch.version.cuda
+        else ("this torch is built without CUDA")
+    )
+    return _counted(CUDA, count, f"{built}; see `nvidia-smi`", required=required)
+
+
+def _counted(platform: Platform, count: int, hint: str, *, required: bool) -> int:
+    if required and not count:
+        mask = os.environ.get(platform.visible_env)
+        raise PlatformError(
+            f"{DEVICE_VARIABLE}={platform.device_type}, but no such device is visible "
+            f"({platform.visible_env} is {'not set' if mask is None else repr(mask)}; {hint})"
+        )
+    return count
 
 
 @cache
 def _torch() -> ModuleType:
-    return importlib.import_module("torch")
+    """Import torch without its vendor plug-ins, whose failure would make torch unusable."""
+    with _without_autoload():
+        try:
+            return importlib.import_module("torch")
+        except ImportError as error:
+            raise PlatformError(
+                f"torch does not load ({error}): pip install 'sluice[reference]'"
+            ) from error
 
 
-def _has_npu() -> bool:
-    if importlib.util.find_spec("torch_npu") is None:
-        return False
-    importlib.import_module("torch_npu")  # registers torch.npu
-    return bool(_torch().npu.is_available())
+@contextmanager
+def _without_autoload() -> Iterator[None]:
+    """A failing vendor plug-in would leave torch half imported; it is loaded by name instead."""
+    if "torch" in sys.modules:
+        yield
+        return
+    before = os.environ.get(AUTOLOAD_VARIABLE)
+    os.environ[AUTOLOAD_VARIABLE] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(AUTOLOAD_VARIABLE)
+        if before is not None:
+            os.environ[AUTOLOAD_VARIABLE] = before
+
+
+def _plain_ops() -> ModuleType:
+    return importlib.import_module("sluice.plain_ops")
+
+
+def _peak_resident_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
