@@ -1,0 +1,163 @@
+"""EngineService: decodes a request, calls the engine, encodes the answer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from google.protobuf import duration_pb2
+
+from services.rollout import metrics
+from services.rollout.engine import Delta, Engine, PauseMode
+from services.rollout.engine_weights import EngineWeights
+from services.rollout.generations import Generations
+from services.rollout.wire import (
+    VersionBounds,
+    VersionUnavailableError,
+    bounds_from_proto,
+    delta_to_proto,
+    generation_from_proto,
+    pause_mode_from_proto,
+)
+from sluice.api.common.v1 import sample_pb2
+from sluice.api.rollout.v1 import engine_service_pb2 as pb
+from sluice.api.rollout.v1 import engine_service_pb2_grpc as pb_grpc
+from sluice.runtime.errors import InvalidFieldError
+from sluice.runtime.waits import Waits
+
+
+class EngineServicer(pb_grpc.EngineServiceServicer):
+    """One engine replica on the wire."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        generations: Generations,
+        weights: EngineWeights,
+        waits: Waits,
+        *,
+        engine_id: str,
+        backend: str,
+    ) -> None:
+        self._engine, self._generations, self._weights = engine, generations, weights
+        self._waits = waits
+        self._engine_id, self._backend = engine_id, backend
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
+        bounds = self._checked_bounds(request.versions)
+        generation = generation_from_proto(request, stream=False)
+        deltas = await self._generations.generate(request, generation)
+        _check_spans(deltas, bounds)
+        metrics.count_generation(deltas)
+        temperature = generation.sampling.temperature
+        return pb.GenerateResponse(
+            completions=[delta_to_proto(delta, temperature=temperature) for delta in deltas]
+        )
+
+    async def StreamGenerate(
+        self, request: pb.StreamGenerateRequest, context: Any
+    ) -> AsyncIterator[pb.StreamGenerateResponse]:
+        bounds = self._checked_bounds(request.generate.versions)
+        generation = generation_from_proto(request.generate, stream=True)
+        temperature = generation.sampling.temperature
+        async for delta in self._generations.stream(request.generate, generation):
+            _check_spans([delta], bounds)
+            metrics.count_generation([delta])
+            yield pb.StreamGenerateResponse(delta=delta_to_proto(delta, temperature=temperature))
+
+    async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
+        self._checked_bounds(request.versions)
+        before = self._weights_now()
+        logprobs = await self._engine.score(tuple(request.token_ids), request.prompt_length)
+        if self._weights_now() != before:
+            raise VersionUnavailableError("weights changed while scoring; ask again")
+        return pb.ScoreResponse(logprobs=logprobs, weights=before)
+
+    async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
+        aborted = await self._engine.abort(tuple(request.request_ids))
+        return pb.AbortResponse(aborted_request_ids=aborted)
+
+    async def Pause(self, request: pb.PauseRequest, context: Any) -> pb.PauseResponse:
+        mode = pause_mode_from_proto(request.mode, "mode")
+        with self._waits.waiting("Pause", on=[self._engine_id]):
+            await self._engine.pause(mode)
+        return pb.PauseResponse()
+
+    async def Resume(self, request: pb.ResumeRequest, context: Any) -> pb.ResumeResponse:
+        await self._engine.resume()
+        return pb.ResumeResponse()
+
+    async def PrepareWeights(
+        self, request: pb.PrepareWeightsRequest, context: Any
+    ) -> pb.PrepareWeightsResponse:
+        version, digest = _weights_from_proto(request.weights)
+        with self._waits.waiting(f"PrepareWeights of version {version}", on=[self._engine_id]):
+            seconds = await self._weights.prepare(version, digest)
+        return pb.PrepareWeightsResponse(duration=_duration(seconds))
+
+    async def CommitWeights(
+        self, request: pb.CommitWeightsRequest, context: Any
+    ) -> pb.CommitWeightsResponse:
+        version, digest = _weights_from_proto(request.weights)
+        mode = PauseMode.IN_PLACE
+        if request.mode != pb.PAUSE_MODE_UNSPECIFIED:
+            mode = pause_mode_from_proto(request.mode, "mode")
+        with self._waits.waiting(f"CommitWeights of version {version}", on=[self._engine_id]):
+            seconds = await self._weights.commit(version, digest, mode)
+        return pb.CommitWeightsResponse(pause=_duration(seconds))
+
+    async def GetEngine(self, request: pb.GetEngineRequest, context: Any) -> pb.GetEngineResponse:
+        status = self._engine.status()
+        return pb.GetEngineResponse(
+            weights=self._weights_now(),
+            prepared_versions=status.prepared_versions,
+            paused=status.paused,
+            rank_loads=[
+                pb.RankLoad(
+                    running_count=load.running_count,
+                    waiting_count=load.waiting_count,
+                    used_tokens=load.used_tokens,
+                    max_tokens=load.max_tokens,
+                )
+                for load in status.rank_loads
+            ],
+            max_running_count=status.max_running,
+            max_model_length=status.max_model_length,
+            backend=self._backend,
+            engine_id=self._engine_id,
+            last_pause=_duration(status.last_pause_seconds),
+            last_preparation=_duration(status.last_prepare_seconds),
+            decoded_token_count=status.decode_tokens_total,
+            prefilled_token_count=status.prefill_tokens_total,
+        )
+
+    def _weights_now(self) -> sample_pb2.WeightVersion | None:
+        status = self._engine.status()
+        if status.version is None:
+            return None
+        return sample_pb2.WeightVersion(version=status.version, digest=status.digest)
+
+    def _checked_bounds(self, message: pb.VersionBounds) -> VersionBounds:
+        """The bounds of a request, which the serving weights satisfy now."""
+        bounds = bounds_from_proto(message)
+        bounds.check(self._engine.status().version)
+        return bounds
+
+
+def _check_spans(deltas: list[Delta], bounds: VersionBounds) -> None:
+    """A commit may have come between; the spans say what really sampled."""
+    for delta in deltas:
+        for span in delta.spans:
+            bounds.check(span.version)
+
+
+def _weights_from_proto(message: sample_pb2.WeightVersion) -> tuple[int, str]:
+    if not message.digest:
+        raise InvalidFieldError("weights.digest", "is required")
+    return message.version, message.digest
+
+
+def _duration(seconds: float) -> duration_pb2.Duration:
+    duration = duration_pb2.Duration()
+    duration.FromNanoseconds(int(seconds * 1e9))
+    return duration

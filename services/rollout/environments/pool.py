@@ -1,0 +1,163 @@
+"""Processes that run one environment, so that a slow or dying grader harms nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+
+from services.rollout import metrics
+from services.rollout.config import GraderPoolConfig
+from services.rollout.environments.environment import SettingError, TaskError
+from sluice.runtime.errors import DeadlineError, ServiceError
+
+logger = logging.getLogger(__name__)
+
+MAX_LINE_BYTES = 64 * 1024 * 1024
+WORKER_MODULE = "services.rollout.environments.worker"
+
+
+class GraderCrashedError(ServiceError):
+    """The process of an environment died in the middle of a call."""
+
+    code = grpc.StatusCode.INTERNAL
+    reason = "GRADER_CRASHED"
+
+
+class GraderTimeoutError(DeadlineError):
+    """An environment took longer than its deadline; its process was ended."""
+
+    reason = "GRADER_TIMED_OUT"
+
+
+class EnvironmentFailedError(ServiceError):
+    """An environment raised; the message says what."""
+
+    code = grpc.StatusCode.INTERNAL
+    reason = "ENVIRONMENT_FAILED"
+
+
+class _Grader:
+    """One process; one call at a time."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def ask(self, call: bytes) -> dict[str, Any]:
+        """Starts the process if need be. Raises GraderCrashedError; leaves timing to the caller."""
+        if self._process is None:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", WORKER_MODULE, self._name),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=MAX_LINE_BYTES,
+            )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(call)
+            await self._process.stdin.drain()
+            line = await self._process.stdout.readline()
+        except (ConnectionError, ValueError) as error:  # ValueError: an answer beyond the limit
+            raise GraderCrashedError(f"grader {self._name}: {error}") from None
+        if not line.endswith(b"\n"):
+            code = await self._process.wait()
+            raise GraderCrashedError(f"grader {self._name} died: {code}", exit_code=code)
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    async def end(self) -> None:
+        """Kill the process, whatever it does, and reap it."""
+        if self._process is not None:
+            if self._process.returncode is None:
+                self._process.kill()
+            await self._process.wait()
+
+
+class GraderPool:
+    """Up to `size` processes of one environment; started when needed, ended when idle."""
+
+    def __init__(self, name: str, config: GraderPoolConfig) -> None:
+        self._name, self._config = name, config
+        self._slots = asyncio.Semaphore(config.size)
+        self._idle: list[_Grader] = []
+        self._ending: set[asyncio.Task[None]] = set()
+        self._reaper: asyncio.TimerHandle | None = None
+
+    async def call(self, method: str, settings: Mapping[str, Any], **arguments: Any) -> Any:
+        """The value the environment answered.
+
+        A crash or a timeout is tried again on another process, `attempts` times in all.
+        Raises SettingError, TaskError, GraderCrashedError, GraderTimeoutError and
+        EnvironmentFailedError. Cancelling ends the process that was at it.
+        """
+        call = {"method": method, "settings": settings, **arguments}
+        data = json.dumps(call).encode() + b"\n"
+        for attempt in range(1, self._config.attempts + 1):
+            try:
+                return _value(self._name, await self._ask(data))
+            except (GraderCrashedError, GraderTimeoutError) as error:
+                metrics.WORKERS_LOST.labels(error.reason.lower()).inc()
+                logger.warning("%s, attempt %d: %s", self._name, attempt, error)
+                if attempt == self._config.attempts:
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
+    async def close(self) -> None:
+        """End all processes; no call runs any more."""
+        if self._reaper is not None:
+            self._reaper.cancel()
+        self._end_idle()
+        await asyncio.gather(*self._ending)
+
+    async def _ask(self, data: bytes) -> dict[str, Any]:
+        async with self._slots:
+            fresh = not self._idle
+            grader = _Grader(self._name) if fresh else self._idle.pop()
+            timeout = self._config.timeout_seconds + (self._config.start_seconds if fresh else 0)
+            reply: dict[str, Any] = {"error": "crash"}
+            try:
+                async with asyncio.timeout(timeout):
+                    reply = await grader.ask(data)
+            except TimeoutError:
+                raise GraderTimeoutError(
+                    f"{self._name} did not answer in {timeout:g} s", seconds=timeout
+                ) from None
+            finally:  # also when the caller is cancelled
+                if reply.get("error") == "crash":
+                    self._end(grader)
+                else:
+                    self._keep(grader)
+            return reply
+
+    def _keep(self, grader: _Grader) -> None:
+        self._idle.append(grader)
+        if self._reaper is not None:
+            self._reaper.cancel()
+        loop = asyncio.get_running_loop()
+        self._reaper = loop.call_later(self._config.idle_seconds, self._end_idle)
+
+    def _end_idle(self) -> None:
+        while self._idle:
+            self._end(self._idle.pop())
+
+    def _end(self, grader: _Grader) -> None:
+        task = asyncio.ensure_future(grader.end())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+
+def _value(name: str, reply: Mapping[str, Any]) -> Any:
+    kind = reply.get("error")
+    if kind is None:
+        return reply["value"]
+    if kind == "setting":
+        raise SettingError(reply["key"], reply["message"])
+    if kind == "task":
+        raise TaskError(reply["key"], reply["message"])
+    raise EnvironmentFailedError(f"{name}: {reply['message']}", environment=name)

@@ -1,0 +1,119 @@
+"""`reasoning_gym`: generated tasks by data-set name, https://github.com/open-thought/reasoning-gym.
+
+The library gives partial credit to an answer hidden in a sentence, in some data sets full
+credit. Here an answer counts if it is the answer and nothing else, unless `partial_credit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from pydantic import Field
+
+from services.rollout.environments.environment import (
+    Environment,
+    Placement,
+    Response,
+    Reward,
+    SettingError,
+    Task,
+    TaskRequest,
+    TextTokenizer,
+)
+from services.rollout.environments.registry import required_index
+from sluice.config import Config
+
+
+class ReasoningGymSettings(Config):
+    """Task i depends on `seed`, `config` and i. Shots are further tasks, never among them."""
+
+    dataset: str = Field(min_length=1)
+    size: int = Field(500, ge=1)
+    seed: int = 0
+    config: Mapping[str, Any] = Field(default_factory=dict)
+    system_prompt: str = ""
+    shots: int = Field(0, ge=0)  # solved tasks shown before the question
+    answer_tag: str = ""  # e.g. `answer`: the last <answer>...</answer> counts
+    partial_credit: bool = False  # the library's own score
+
+
+class ReasoningGymEnvironment(Environment):
+    """In a process of its own: the import takes a second, some graders take longer."""
+
+    name = "reasoning_gym"
+    settings_type = ReasoningGymSettings
+    placement = Placement.PROCESS
+
+    def __init__(
+        self, settings: ReasoningGymSettings, tokenizer: TextTokenizer | None = None
+    ) -> None:
+        self._settings = settings
+        self._dataset = _create_dataset(settings)
+        self._entry = lru_cache(maxsize=1024)(self._dataset.__getitem__)
+        first = settings.size
+        self._shots = [self._entry(first + shot) for shot in range(settings.shots)]
+
+    @classmethod
+    def check(cls, settings: ReasoningGymSettings, request: TaskRequest) -> None:
+        required_index(request, settings.size)
+
+    def make_task(self, request: TaskRequest) -> Task:
+        index = required_index(request, self._settings.size)
+        entry = self._entry(index)
+        turns = [{"role": "system", "content": self._settings.system_prompt}]
+        if not self._settings.system_prompt:
+            turns.clear()
+        for shot in self._shots:
+            turns.append({"role": "user", "content": shot["question"]})
+            turns.append({"role": "assistant", "content": self._shown(shot)})
+        turns.append({"role": "user", "content": entry["question"]})
+        return Task(
+            messages=tuple(turns), answer=str(entry["answer"] or ""), state={"index": index}
+        )
+
+    def reward(self, task: Task, responses: Sequence[Response]) -> list[Reward]:
+        entry = self._entry(int(task.state["index"]))
+        return [self._reward(response.text, entry) for response in responses]
+
+    def _reward(self, text: str, entry: Mapping[str, Any]) -> Reward:
+        text = _tagged(text, self._settings.answer_tag).strip()
+        if self._settings.partial_credit:
+            score = float(self._dataset.score_answer(text, entry)) if text else 0.0
+        elif entry["answer"] is not None:
+            score = float(text == entry["answer"].strip())
+        else:  # many answers are right; the library knows, and half right is wrong
+            score = float(bool(text) and self._dataset.score_answer(text, entry) == 1.0)
+        return Reward(reward=score, raw_reward=score)
+
+    def _shown(self, shot: Mapping[str, Any]) -> str:
+        tag, answer = self._settings.answer_tag, str(shot["answer"] or "")
+        return f"<{tag}>{answer}</{tag}>" if tag else answer
+
+
+def _create_dataset(settings: ReasoningGymSettings) -> Any:
+    from reasoning_gym.factory import DATASETS, create_dataset
+
+    if settings.dataset not in DATASETS:
+        raise SettingError("dataset", f"{settings.dataset!r} is unknown; known: {sorted(DATASETS)}")
+    for key in ("size", "seed"):
+        if key in settings.config:
+            raise SettingError(f"config.{key}", f"is the setting `{key}`")
+    try:
+        return create_dataset(
+            settings.dataset,
+            size=settings.size + settings.shots,
+            seed=settings.seed,
+            **settings.config,
+        )
+    except (AssertionError, TypeError, ValueError) as error:  # how the library refuses a config
+        raise SettingError("config", str(error)) from None
+
+
+def _tagged(text: str, tag: str) -> str:
+    """What stands in the last <tag>...</tag>; all of it without a tag, nothing if it is missing."""
+    if not tag:
+        return text
+    before, found, _ = text.rpartition(f"</{tag}>")
+    return before.rpartition(f"<{tag}>")[2] if found and f"<{tag}>" in before else ""

@@ -1,0 +1,67 @@
+"""Environments by name. An entry names the class; its module is imported when chosen."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from services.rollout.environments.environment import (
+    Environment,
+    SettingError,
+    TaskError,
+    TaskRequest,
+    TextTokenizer,
+)
+from sluice.config import Config
+
+ENVIRONMENTS = {
+    "prompts": "services.rollout.environments.prompts:PromptsEnvironment",
+    "reasoning_gym": "services.rollout.environments.reasoning_gym:ReasoningGymEnvironment",
+}
+
+
+def find_environment(name: str) -> type[Environment]:
+    """Raises KeyError for an unknown name."""
+    module, _, attribute = ENVIRONMENTS[name].partition(":")
+    found: type[Environment] = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+def parse_settings(environment: type[Environment], values: Mapping[str, Any]) -> Config:
+    """Raises SettingError naming the first unknown or wrong key."""
+    try:
+        return environment.settings_type(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        known = ", ".join(environment.settings_type.model_fields)
+        unknown = first["type"] == "extra_forbidden"
+        message = f"unknown key; known: {known}" if unknown else first["msg"]
+        raise SettingError(key, message) from None
+
+
+def create_environment(
+    name: str, values: Mapping[str, Any], tokenizer: TextTokenizer | None = None
+) -> Environment:
+    """Raises KeyError for an unknown name, SettingError for a wrong setting."""
+    found = find_environment(name)
+    return found(parse_settings(found, values), tokenizer)
+
+
+def required_row(request: TaskRequest) -> Mapping[str, Any]:
+    """The row of a request; raises TaskError where it has none."""
+    if request.row is None:
+        raise TaskError("row", "this environment reads rows of a prompt file")
+    return request.row
+
+
+def required_index(request: TaskRequest, size: int) -> int:
+    """The index of a request within 0..size-1; raises TaskError where it is not."""
+    if request.index is None:
+        raise TaskError("index", "this environment generates tasks by index")
+    if not 0 <= request.index < size:
+        raise TaskError("index", f"{request.index} is not within 0..{size - 1}")
+    return request.index

@@ -1,0 +1,84 @@
+"""Renders a model's chat template the way transformers does."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from services.rollout.environments.environment import TaskError
+
+
+class NoChatTemplateError(TaskError):
+    """Messages were given, but the tokenizer has no chat template."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("messages", message)
+
+
+class ChatTemplateError(TaskError):
+    """The template refuses these messages."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("messages", message)
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks what the assistant says; for a prompt it changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 - the name and type are jinja's
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+class ChatTemplate:
+    """A compiled template with the special tokens it may name."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, jinja2.ext.loopcontrols],
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = _strftime_now
+        self._template = environment.from_string(source)
+        self._special_tokens = dict(special_tokens)
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The conversation and the opening of the assistant's turn. Raises ChatTemplateError."""
+        try:
+            return self._template.render(
+                messages=list(messages),
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self._special_tokens,
+            )
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(f"chat template: {error}") from None
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)

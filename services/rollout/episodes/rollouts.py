@@ -1,0 +1,222 @@
+"""The rollouts of an episode worker: begun once, joined by repeats, stopped when orphaned."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from services.rollout.config import EpisodesConfig
+from services.rollout.environments.environment import SettingError, TaskError
+from services.rollout.environments.registry import ENVIRONMENTS
+from services.rollout.environments.runner import Environments, Runner
+from services.rollout.episodes.events import failed_event, finished_event
+from services.rollout.episodes.group import GroupResult, GroupRunner, GroupSettings, GroupSpec
+from services.rollout.episodes.requests import (
+    groups_from_proto,
+    settings_from_proto,
+    values_from_proto,
+)
+from services.rollout.episodes.rollout import CancelledGroupError, Rollout
+from services.rollout.episodes.sampler import Sampler
+from services.rollout.episodes.spool import Spool, StoreFailedError
+from services.rollout.episodes.tokenizer import TextTokenizer
+from sluice.api.rollout.v1 import rollout_service_pb2 as pb
+from sluice.runtime.errors import (
+    InvalidFieldError,
+    NotFoundError,
+    QueueFullError,
+    RequestIdReusedError,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    body: str
+    opening: asyncio.Task[Rollout]
+
+
+class Rollouts:
+    """Owns every rollout of the process."""
+
+    def __init__(
+        self,
+        config: EpisodesConfig,
+        environments: Environments,
+        tokenizer: TextTokenizer,
+        sampler: Sampler,
+        spool: Spool,
+    ) -> None:
+        self._config, self._environments = config, environments
+        self._tokenizer, self._sampler, self._spool = tokenizer, sampler, spool
+        self._running = asyncio.Semaphore(config.max_running_groups)
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._orphans: dict[str, asyncio.TimerHandle] = {}
+        self._chores: set[asyncio.Task[None]] = set()
+
+    async def follow(self, request: pb.RolloutRequest) -> AsyncIterator[pb.RolloutResponse]:
+        """Events of a rollout, which begins with the first call of its request_id.
+
+        Raises RequestIdReusedError, InvalidFieldError, QueueFullError and StoreFailedError.
+        """
+        rollout = await self._open(request)
+        if (timer := self._orphans.pop(rollout.request_id, None)) is not None:
+            timer.cancel()
+        rollout.listener_count += 1
+        try:
+            async for event in rollout.follow():
+                yield event
+        finally:
+            rollout.listener_count -= 1
+            if not rollout.listener_count and rollout.open_count:
+                self._watch_orphan(rollout)
+
+    async def cancel(self, request_id: str, group_ids: Sequence[str]) -> list[str]:
+        """End groups that have not settled; returns which. Raises NotFoundError."""
+        entry = self._entries.get(request_id)
+        if entry is None:
+            raise NotFoundError("rollout", request_id)
+        rollout = await asyncio.shield(entry.opening)
+        cancelled = rollout.cancel(group_ids)
+        if cancelled:
+            await self._spool.cancel(request_id, cancelled)
+        return cancelled
+
+    async def close(self) -> None:
+        """Stop all rollouts; what is finished stays in the store."""
+        for timer in self._orphans.values():
+            timer.cancel()
+        for entry in self._entries.values():
+            entry.opening.cancel()
+        await asyncio.gather(
+            *(entry.opening for entry in self._entries.values()), return_exceptions=True
+        )
+        for rollout in self._begun():
+            await rollout.stop()
+        await asyncio.gather(*self._chores, return_exceptions=True)
+
+    async def _open(self, request: pb.RolloutRequest) -> Rollout:
+        name = request.request_id
+        body = xxhash.xxh3_128_hexdigest(request.SerializeToString(deterministic=True))
+        entry = self._entries.get(name)
+        if entry is None:
+            self._check_room(len(request.groups))
+            opening = asyncio.create_task(self._begin(request, body), name=f"open {name}")
+            entry = self._entries[name] = _Entry(body, opening)
+            opening.add_done_callback(lambda done: self._forget_failure(name, done))
+        _check_body(name, body, entry.body)
+        return await asyncio.shield(entry.opening)
+
+    async def _begin(self, request: pb.RolloutRequest, body: str) -> Rollout:
+        settings, groups = settings_from_proto(request), list(groups_from_proto(request))
+        runner = await self._create_runner(request.environment, groups)
+        progress = await self._spool.open(request.request_id, body)
+        _check_body(request.request_id, body, progress.body)
+        rollout = Rollout(request.request_id, body, self._on_settled)
+        wanted = {group.group_id for group in groups}
+        for group_id in progress.cancelled & wanted:
+            error = CancelledGroupError(f"group {group_id} was cancelled", group_id=group_id)
+            rollout.add_event(failed_event(group_id, error))
+        left = {k: v for k, v in progress.finished.items() if k not in progress.cancelled}
+        finished = await self._spool.read(left) if left else {}
+        for samples, blob in finished.values():
+            rollout.add_event(finished_event(samples, blob))
+        settled = progress.cancelled | finished.keys()
+        group_runner = GroupRunner(runner, self._tokenizer, self._sampler, self._spool)
+        rollout.start(
+            (group.group_id, self._run(group_runner, group, settings))
+            for group in groups
+            if group.group_id not in settled
+        )
+        return rollout
+
+    async def _create_runner(self, spec: pb.EnvironmentSpec, groups: list[GroupSpec]) -> Runner:
+        if spec.name not in ENVIRONMENTS:
+            known = ", ".join(ENVIRONMENTS)
+            raise InvalidFieldError("environment.name", f"{spec.name!r} is unknown; known: {known}")
+        try:
+            runner = self._environments.create_runner(spec.name, values_from_proto(spec.settings))
+            for index, group in enumerate(groups):
+                try:
+                    runner.check(group.task)
+                except TaskError as error:
+                    raise InvalidFieldError(f"groups[{index}].{error.key}", str(error)) from None
+            await runner.open()
+        except SettingError as error:
+            raise InvalidFieldError(f"environment.settings.{error.key}", str(error)) from None
+        return runner
+
+    async def _run(
+        self, runner: GroupRunner, group: GroupSpec, settings: GroupSettings
+    ) -> GroupResult:
+        async with self._running:
+            return await runner.run(group, settings)
+
+    def _check_room(self, count: int) -> None:
+        config = self._config
+        if count > config.max_open_groups:
+            raise InvalidFieldError("groups", f"must not exceed {config.max_open_groups}")
+        rollouts = self._begun()
+        opening_count = len(self._entries) - len(rollouts)
+        open_rollouts = opening_count + sum(rollout.open_count > 0 for rollout in rollouts)
+        open_groups = sum(rollout.open_count for rollout in rollouts)
+        if open_rollouts >= config.max_open_rollouts:
+            raise QueueFullError(
+                f"{open_rollouts} rollouts run", limit=config.max_open_rollouts, kind="rollouts"
+            )
+        if open_groups + count > config.max_open_groups:
+            raise QueueFullError(
+                f"{open_groups} groups are open", limit=config.max_open_groups, kind="groups"
+            )
+
+    def _forget_failure(self, name: str, opening: asyncio.Task[Rollout]) -> None:
+        if opening.cancelled() or opening.exception() is not None:
+            self._entries.pop(name, None)
+
+    def _on_settled(self, rollout: Rollout) -> None:
+        self._start_chore(self._settle(rollout))
+        done = [other.request_id for other in self._begun() if not other.open_count]
+        for name in done[: max(0, len(done) - self._config.kept_rollouts)]:
+            del self._entries[name]
+
+    def _begun(self) -> list[Rollout]:
+        """Oldest first; without those that are opening or were refused."""
+        tasks = [entry.opening for entry in self._entries.values()]
+        done = [task for task in tasks if task.done() and not task.cancelled()]
+        return [task.result() for task in done if task.exception() is None]
+
+    async def _settle(self, rollout: Rollout) -> None:
+        try:
+            await self._spool.settle(rollout.request_id, self._config.kept_rollouts)
+        except StoreFailedError as error:
+            logger.warning("rollout %s: %s", rollout.request_id, error)
+
+    def _watch_orphan(self, rollout: Rollout) -> None:
+        def stop() -> None:
+            self._orphans.pop(rollout.request_id, None)
+            self._entries.pop(rollout.request_id, None)
+            logger.info("rollout %s has no listener; stopped", rollout.request_id)
+            self._start_chore(rollout.stop())
+
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self._config.orphan_seconds, stop)
+        self._orphans[rollout.request_id] = timer
+
+    def _start_chore(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._chores.add(task)
+        task.add_done_callback(self._chores.discard)
+
+
+def _check_body(request_id: str, body: str, known: str) -> None:
+    if body != known:
+        raise RequestIdReusedError(
+            f"request_id {request_id} was used for another request", request_id=request_id
+        )

@@ -1,0 +1,91 @@
+"""Text to token ids and back, by `tokenizers` and the model's chat template alone.
+
+Importing transformers costs seconds of processor time; an episode worker needs none of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from services.rollout.episodes.chat_template import ChatTemplate, NoChatTemplateError
+from sluice.config import ConfigError
+
+
+class TextTokenizer:
+    """The tokenizer of a HF model directory."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises ConfigError when the directory holds no fast tokenizer."""
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(f"tokenizer: {path} does not exist")
+        try:
+            self._tokenizer = Tokenizer.from_buffer(path.read_bytes())
+            settings = _read_json(directory / "tokenizer_config.json")
+        except ValueError as error:
+            raise ConfigError(f"tokenizer: {directory}: {error}") from None
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._special = _special_tokens(settings)
+        self._template = _chat_template(directory, settings, self._special)
+        self.end_token_id = self._id("eos_token")
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """Token ids; `special` adds what the model expects around a text."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+        return ids
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Ids of a conversation up to where the assistant begins.
+
+        Raises NoChatTemplateError, or ChatTemplateError for messages the template refuses.
+        """
+        if self._template is None:
+            raise NoChatTemplateError("the tokenizer has no chat template; use plain prompts")
+        return self.encode(self._template.render(messages), special=False)
+
+    def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        """Texts without special tokens."""
+        texts: list[str] = self._tokenizer.decode_batch(
+            [list(sequence) for sequence in sequences], skip_special_tokens=True
+        )
+        return texts
+
+    def _id(self, name: str) -> int | None:
+        token = self._special.get(name)
+        found: int | None = None if token is None else self._tokenizer.token_to_id(token)
+        return found
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    values = json.loads(path.read_text())
+    if not isinstance(values, dict):
+        raise ValueError(f"{path.name} is no object")
+    return values
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """By name, e.g. `eos_token`; written as a text or as a token with its properties."""
+    found = {}
+    for name, value in settings.items():
+        token = value.get("content") if isinstance(value, Mapping) else value
+        if name.endswith("_token") and isinstance(token, str):
+            found[name] = token
+    return found
+
+
+def _chat_template(
+    directory: Path, settings: Mapping[str, Any], special: Mapping[str, str]
+) -> ChatTemplate | None:
+    file = directory / "chat_template.jinja"
+    source = file.read_text() if file.is_file() else settings.get("chat_template")
+    if isinstance(source, list):  # named templates
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    return ChatTemplate(source, special) if isinstance(source, str) else None

@@ -1,0 +1,44 @@
+"""An episode worker: what RolloutService stands on, built from the configuration."""
+
+from __future__ import annotations
+
+import grpc
+
+from services.rollout.config import RolloutConfig
+from services.rollout.environments.runner import Environments
+from services.rollout.episodes.engines import EngineChannels
+from services.rollout.episodes.journal import Journals
+from services.rollout.episodes.leases import RouterLeases
+from services.rollout.episodes.rollouts import Rollouts
+from services.rollout.episodes.sampler import Sampler
+from services.rollout.episodes.servicer import RolloutServicer
+from services.rollout.episodes.spool import Spool
+from services.rollout.episodes.tokenizer import TextTokenizer
+from sluice.samples.blobs import BlobStore
+
+
+class EpisodeWorker:
+    """Owns environments, leases, channels to engines and the rollouts."""
+
+    def __init__(self, config: RolloutConfig, router: grpc.aio.Channel) -> None:
+        """Raises ConfigError when the tokenizer cannot be loaded."""
+        assert config.tokenizer_directory is not None
+        tokenizer = TextTokenizer(config.tokenizer_directory)
+        blobs = BlobStore(config.store, sync=config.store_sync)
+        self._spool = Spool(blobs, Journals(config.store, blobs, sync=config.store_sync))
+        self._environments = Environments(config.episodes.graders, tokenizer)
+        self._engines = EngineChannels(config.server.security)
+        self._leases = RouterLeases(router)
+        sampler = Sampler(self._leases, self._engines, config.episodes.engine_attempts)
+        self._rollouts = Rollouts(
+            config.episodes, self._environments, tokenizer, sampler, self._spool
+        )
+        self.servicer = RolloutServicer(self._rollouts)
+
+    async def close(self) -> None:
+        """Stop the rollouts; what is finished stays in the store."""
+        await self._rollouts.close()
+        await self._spool.close()
+        await self._environments.close()
+        await self._leases.close()
+        await self._engines.close()

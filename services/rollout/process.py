@@ -1,0 +1,130 @@
+"""A rollout process: builds the roles it was given, serves them, takes them down."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import grpc
+
+from services.rollout.config import RolloutConfig
+from services.rollout.engine import Engine, create_engine
+from services.rollout.engine_servicer import EngineServicer
+from services.rollout.engine_weights import EngineWeights
+from services.rollout.generations import Generations
+from services.rollout.metrics import EngineCollector
+from services.rollout.registration import (
+    Registration,
+    engine_description,
+    episodes_description,
+)
+from sluice.api.rollout.v1 import engine_service_pb2_grpc, rollout_service_pb2_grpc
+from sluice.runtime.channel import create_channel
+from sluice.runtime.server import Server
+from sluice.weights.store import WeightStore
+
+ENGINE_SERVICE = "sluice.api.rollout.v1.EngineService"
+ROLLOUT_SERVICE = "sluice.api.rollout.v1.RolloutService"
+REMEMBERED_TOKENS = 4_000_000
+
+
+class RolloutProcess:
+    """Owns the server, the engine, the episodes and the registrations of one process."""
+
+    def __init__(self, config: RolloutConfig) -> None:
+        self._config = config
+        self.server = Server(config.server)
+        self._resources = contextlib.AsyncExitStack()
+        self._registrations: list[Registration] = []
+        self._router: grpc.aio.Channel | None = None
+        if config.router:
+            self._router = create_channel(config.router, config.server.security)
+
+    async def run(self) -> None:
+        """Serve until a signal."""
+        await self.start()
+        try:
+            await self.server.run_until_signal()
+        finally:
+            await self.close()
+
+    async def start(self) -> None:
+        """Open the port, load the model, register; then the services are ready."""
+        config = self._config
+        if self._router is not None:
+            self._resources.push_async_callback(self._router.close)
+        engine = self._add_engine() if "engine" in config.roles else None
+        if "episodes" in config.roles:
+            self._add_episodes()
+        await self.server.start()
+        if engine is not None:
+            await engine.start()
+        await self.server.set_serving()
+        self._register(engine)
+
+    async def close(self) -> None:
+        """Leave the router and let go of everything; the server has stopped before."""
+        for registration in self._registrations:
+            await registration.close()
+        await self._resources.aclose()
+
+    def _add_engine(self) -> Engine:
+        config = self._config
+        engine = create_engine(config.engine.backend, config.engine)
+        collector = EngineCollector(engine)
+        generations = Generations(engine, REMEMBERED_TOKENS)
+        store = WeightStore(config.weights_root, durable=config.store_sync)
+        weights = EngineWeights(engine, store, config.engine_id, self._announce)
+        self._resources.callback(collector.close)
+        self._resources.push_async_callback(engine.close)
+        self._resources.push_async_callback(weights.close)
+        self._resources.push_async_callback(generations.close)
+        servicer = EngineServicer(
+            engine,
+            generations,
+            weights,
+            self.server.waits,
+            engine_id=config.engine_id,
+            backend=config.engine.backend,
+        )
+        self.server.add(
+            engine_service_pb2_grpc.add_EngineServiceServicer_to_server, servicer, ENGINE_SERVICE
+        )
+        return engine
+
+    def _add_episodes(self) -> None:
+        # Imported here: an engine needs neither tokenizers nor jinja2.
+        from services.rollout.episodes.worker import EpisodeWorker
+
+        config = self._config
+        assert self._router is not None
+        worker = EpisodeWorker(config, self._router)
+        self._resources.push_async_callback(worker.close)
+        self.server.add(
+            rollout_service_pb2_grpc.add_RolloutServiceServicer_to_server,
+            worker.servicer,
+            ROLLOUT_SERVICE,
+        )
+
+    def _register(self, engine: Engine | None) -> None:
+        """Begin heartbeats; with both roles the episodes have an id of their own."""
+        config, address = self._config, self.server.address
+        if self._router is None:
+            return
+        if engine is not None:
+            describe = engine_description(
+                engine, engine_id=config.engine_id, address=address, pool=config.pool
+            )
+            self._registrations.append(Registration(self._router, describe))
+        if "episodes" in config.roles:
+            suffix = "" if engine is None else "-episodes"
+            describe = episodes_description(
+                engine_id=config.engine_id + suffix, address=address, pool=config.pool
+            )
+            self._registrations.append(Registration(self._router, describe))
+        for registration in self._registrations:
+            registration.start()
+
+    async def _announce(self) -> None:
+        """Tell the router of new weights before their commit is answered."""
+        await asyncio.gather(*(registration.announce() for registration in self._registrations))

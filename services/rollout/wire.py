@@ -1,0 +1,183 @@
+"""Between the rollout protos and the engine's own types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from services.rollout.engine import Delta, FinishReason, Generation, PauseMode, Sampling
+from sluice.api.rollout.v1 import engine_service_pb2 as pb
+from sluice.runtime import wire
+from sluice.runtime.errors import InvalidFieldError, ServiceError
+from sluice.samples.sample import VersionSpan
+
+PAUSE_MODES = {
+    pb.PAUSE_MODE_WAIT: PauseMode.WAIT,
+    pb.PAUSE_MODE_ABORT: PauseMode.ABORT,
+    pb.PAUSE_MODE_IN_PLACE: PauseMode.IN_PLACE,
+}
+
+
+class VersionUnavailableError(ServiceError):
+    """The serving weights are outside the bounds of a request; metadata has both."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "VERSION_UNAVAILABLE"
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionBounds:
+    """Which weights may serve; None is any."""
+
+    min_version: int | None = None
+    exact_version: int | None = None
+
+    def check(self, version: int | None) -> None:
+        """Raise VersionUnavailableError unless `version` is inside; None passes."""
+        if version is None:
+            return
+        if self.exact_version is not None and version != self.exact_version:
+            raise VersionUnavailableError(
+                f"version {version} serves, not {self.exact_version}",
+                serving=version,
+                exact_version=self.exact_version,
+            )
+        if self.min_version is not None and version < self.min_version:
+            raise VersionUnavailableError(
+                f"version {version} serves, older than {self.min_version}",
+                serving=version,
+                min_version=self.min_version,
+            )
+
+
+def bounds_from_proto(message: pb.VersionBounds) -> VersionBounds:
+    return VersionBounds(
+        min_version=message.min_version if message.HasField("min_version") else None,
+        exact_version=message.exact_version if message.HasField("exact_version") else None,
+    )
+
+
+def sampling_from_proto(
+    message: pb.SamplingParams, sample_count: int, field: str = "sampling"
+) -> Sampling:
+    """Raises InvalidFieldError naming the parameter that is out of range."""
+    temperature = message.temperature if message.HasField("temperature") else 1.0
+    top_p = message.top_p if message.HasField("top_p") else 1.0
+    checks = (
+        ("max_new_tokens", message.max_new_tokens >= 1, "must be at least 1"),
+        ("temperature", 0 <= temperature < float("inf"), "must be finite and not negative"),
+        ("top_p", 0 < top_p <= 1, "must be in (0, 1]"),
+        ("top_k", message.top_k >= 0, "must not be negative"),
+        ("seeds", len(message.seeds) in (0, sample_count), f"must be none or {sample_count}"),
+    )
+    for name, is_good, rule in checks:
+        if not is_good:
+            raise InvalidFieldError(f"{field}.{name}", rule)
+    return Sampling(
+        max_new_tokens=message.max_new_tokens,
+        temperature=temperature,
+        top_k=message.top_k,
+        top_p=top_p,
+        stop_token_ids=tuple(message.stop_token_ids),
+        seeds=tuple(message.seeds),
+    )
+
+
+def sampling_to_proto(sampling: Sampling) -> pb.SamplingParams:
+    return pb.SamplingParams(
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop_token_ids=sampling.stop_token_ids,
+        seeds=sampling.seeds,
+    )
+
+
+def generation_from_proto(message: pb.GenerateRequest, *, stream: bool) -> Generation:
+    """Raises InvalidFieldError naming what is out of range."""
+    if message.sample_count < 0:
+        raise InvalidFieldError("sample_count", "must not be negative")
+    if message.dp_rank < 0:
+        raise InvalidFieldError("dp_rank", "must not be negative")
+    sample_count = message.sample_count or 1
+    return Generation(
+        request_id=message.request_id,
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        sampling=sampling_from_proto(message.sampling, sample_count),
+        sample_count=sample_count,
+        dp_rank=message.dp_rank,
+        stream=stream,
+    )
+
+
+def pause_mode_from_proto(value: int, field: str) -> PauseMode:
+    """Raises InvalidFieldError for a mode this build does not know."""
+    if value not in PAUSE_MODES:
+        raise InvalidFieldError(field, f"mode {value} is unknown")
+    return PAUSE_MODES[value]  # type: ignore[index]
+
+
+def delta_to_proto(delta: Delta, *, temperature: float) -> pb.Completion:
+    """`logprobs_t1` is left out where it would repeat `logprobs`."""
+    reason = delta.finish_reason
+    return pb.Completion(
+        index=delta.index,
+        token_ids=delta.token_ids,
+        logprobs=delta.logprobs,
+        logprobs_t1=() if temperature == 1.0 else delta.logprobs_t1,
+        finish_reason=wire.FINISH_REASONS["" if reason is None else reason.value],
+        spans=wire.spans_to_proto(delta.spans),
+    )
+
+
+def join_deltas(deltas: Iterable[Delta]) -> list[Delta]:
+    """One delta per sample, by index, from all that came."""
+    parts: dict[int, list[Delta]] = {}
+    for delta in deltas:
+        parts.setdefault(delta.index, []).append(delta)
+    return [_join(parts[index]) for index in sorted(parts)]
+
+
+def _join(parts: Sequence[Delta]) -> Delta:
+    if len(parts) == 1:
+        return parts[0]
+    return Delta(
+        index=parts[0].index,
+        token_ids=tuple(token for part in parts for token in part.token_ids),
+        logprobs=tuple(value for part in parts for value in part.logprobs),
+        logprobs_t1=tuple(value for part in parts for value in part.logprobs_t1),
+        spans=_join_spans([span for part in parts for span in part.spans]),
+        finish_reason=parts[-1].finish_reason,
+    )
+
+
+def _join_spans(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
+    joined: list[VersionSpan] = []
+    for span in spans:
+        if joined and (joined[-1].version, joined[-1].digest) == (span.version, span.digest):
+            joined[-1] = VersionSpan(
+                version=span.version,
+                digest=span.digest,
+                first_token=joined[-1].first_token,
+                last_token=span.last_token,
+            )
+        else:
+            joined.append(span)
+    return tuple(joined)
+
+
+def delta_from_proto(message: pb.Completion) -> Delta:
+    """A whole sample as Generate answered it."""
+    reason = wire.finish_reason_name(message.finish_reason)
+    logprobs = tuple(message.logprobs)
+    return Delta(
+        index=message.index,
+        token_ids=tuple(message.token_ids),
+        logprobs=logprobs,
+        logprobs_t1=tuple(message.logprobs_t1) or logprobs,
+        spans=wire.spans_from_proto(message.spans),
+        finish_reason=FinishReason(reason) if reason else None,
+    )
