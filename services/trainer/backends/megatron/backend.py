@@ -1,0 +1,108 @@
+"""The training backend on Megatron-Core. Import this module first: it adapts Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from services.trainer.backends.megatron import upstream
+
+upstream.load()  # before anything below imports Megatron
+
+from megatron.core import parallel_state  # noqa: E402
+
+from services.trainer.backend import (  # noqa: E402
+    Mesh,
+    MicroBatch,
+    ModelName,
+    PassSums,
+    StepOutcome,
+    TrainingBackend,
+)
+from services.trainer.backends.megatron import parallel  # noqa: E402
+from services.trainer.backends.megatron.batch import PackedBatch, pack_batch  # noqa: E402
+from services.trainer.backends.megatron.forward import Passes  # noqa: E402
+from services.trainer.backends.megatron.policy import Policy, create_policy  # noqa: E402
+from services.trainer.backends.megatron.results import share_responses, share_sums  # noqa: E402
+from services.trainer.backends.megatron.stepping import Stepper  # noqa: E402
+from services.trainer.config import TrainerConfig  # noqa: E402
+from sluice import platform  # noqa: E402
+from sluice.algo.spec import LossSpec  # noqa: E402
+from sluice.weights.store import ShardFile  # noqa: E402
+
+
+class MegatronBackend(TrainingBackend):
+    """One rank. The default process group must exist; every method is collective."""
+
+    def __init__(self, config: TrainerConfig, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._config = config
+        self._layout = config.megatron
+        self._device = _current_device()
+        parallel.start(self._layout, seed=config.seed)
+        self._policy = create_policy(Path(config.model), self._layout, device=self._device)
+        self._stepper = Stepper(self._policy, self._layout, config.optim)
+        self._passes = Passes(chunks=self._policy.chunks, head=self._policy.head)
+
+    def compute_logprobs(
+        self, micro_batches: Sequence[MicroBatch], *, model: ModelName, temperature: float
+    ) -> dict[str, torch.Tensor]:
+        batches = self._pack(micro_batches)
+        passes = self._passes if model == "policy" else self._reference
+        scored = passes.score(batches, temperature=temperature)
+        return share_responses(batches, scored, self._device)
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: LossSpec) -> PassSums:
+        sums = self._passes.train(self._pack(micro_batches), loss).read()
+        sums = share_sums(sums, self._device)
+        names = [name.removesuffix("/sum") for name in sums if name.endswith("/sum")]
+        return PassSums(
+            loss=sums.get("loss", 0.0),
+            token_count=round(sums.get("tokens", 0.0)),
+            metrics={name: (sums[f"{name}/sum"], sums[f"{name}/weight"]) for name in names},
+        )
+
+    def step(self, *, normalizer: float, learning_rate: float | None) -> StepOutcome:
+        return self._stepper.step(normalizer=normalizer, learning_rate=learning_rate)
+
+    def discard_gradients(self) -> None:
+        self._stepper.clear()
+
+    def save_checkpoint(self, directory: Path) -> None:
+        raise NotImplementedError
+
+    def load_checkpoint(self, directory: Path) -> None:
+        raise NotImplementedError
+
+    def write_shards(self, directory: Path) -> list[ShardFile]:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        parallel.stop()
+
+    @cached_property
+    def _reference(self) -> Passes:
+        """A second, untrained model; made when it is first asked for."""
+        directory = Path(self._config.reference_model or self._config.model)
+        policy: Policy = create_policy(directory, self._layout, device=self._device, trained=False)
+        return Passes(chunks=policy.chunks, head=policy.head)
+
+    def _pack(self, micro_batches: Sequence[MicroBatch]) -> list[PackedBatch]:
+        """Interleaved pipelines take groups of micro-batches: dummies fill the last one."""
+        multiple = self._layout.micro_batch_multiple
+        missing = -len(micro_batches) % multiple
+        rank = parallel_state.get_context_parallel_rank()
+        return [
+            pack_batch(rows, self._layout, context_rank=rank, device=self._device)
+            for rows in [*micro_batches, *([()] * missing)]
+        ]
+
+
+def _current_device() -> torch.device:
+    chosen = platform.current()
+    if chosen.device_type == platform.CPU.device_type:
+        return chosen.device()
+    return torch.device(chosen.device_type, chosen.module.current_device())

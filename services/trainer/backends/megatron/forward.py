@@ -1,0 +1,133 @@
+"""Passes over micro-batches through Megatron's schedules, for training and for scoring.
+
+What the model is called with is built in one place, so that both kinds of pass agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+
+from services.trainer.backends.megatron.batch import PackedBatch
+from services.trainer.backends.megatron.head import OutputHead
+from sluice.algo.inputs import pack_rows
+from sluice.algo.losses import compute_loss
+from sluice.algo.spec import LossSpec
+
+Hook = Callable[[torch.nn.Module, PackedBatch], None]
+
+
+def build_forward_kwargs(batch: PackedBatch) -> dict[str, Any]:
+    """Arguments of the model for `batch`, on every pipeline stage, trained or scored."""
+    return {
+        "input_ids": batch.token_ids,
+        "position_ids": batch.position_ids,
+        "attention_mask": None,  # the runs of the pack say what is masked
+        "labels": None,  # the loss is made from hidden states
+        "packed_seq_params": batch.runs,
+    }
+
+
+@dataclass
+class SumsOnDevice:
+    """Sums of a pass; they leave the device once, at its end."""
+
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def add(self, name: str, value: torch.Tensor) -> None:
+        value = value.detach().double() if value.device.type == "cpu" else value.detach().float()
+        self.values[name] = self.values[name] + value if name in self.values else value
+
+    def read(self) -> dict[str, float]:
+        names = list(self.values)
+        if not names:
+            return {}
+        stacked = torch.stack([self.values[name] for name in names]).tolist()
+        return dict(zip(names, stacked, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """Runs micro-batches through the chunks of one model. `head` is None but on the last stage.
+
+    `before` is called with the chunk and its batch ahead of every forward.
+    """
+
+    chunks: Sequence[torch.nn.Module]
+    head: OutputHead | None
+    before: Hook | None = None
+
+    def train(self, batches: Sequence[PackedBatch], spec: LossSpec) -> SumsOnDevice:
+        """Add the gradients of the summed loss; nothing is reduced over ranks."""
+        sums = SumsOnDevice()
+        with ExitStack() as stack:
+            for chunk in self.chunks:
+                stack.enter_context(chunk.no_sync())
+            self._run(batches, partial(self._loss, spec=spec, sums=sums), forward_only=False)
+        return sums
+
+    @torch.no_grad()
+    def score(self, batches: Sequence[PackedBatch], *, temperature: float) -> list[torch.Tensor]:
+        """float32[R] of every batch in order: log-probs, or values; [] but on the last stage."""
+        scored: list[torch.Tensor] = []
+
+        def keep(batch: PackedBatch, output: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
+            assert self.head is not None and non_loss_data
+            found = self.head.responses(output, batch, temperature=temperature, entropy="off")
+            scored.append(found.outputs.float())
+            return found.outputs
+
+        self._run(batches, keep, forward_only=True)
+        return scored
+
+    def _loss(
+        self, batch: PackedBatch, output: torch.Tensor, *, spec: LossSpec, sums: SumsOnDevice
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """A loss as the schedule wants it: its sum, a count (unused here) and what to keep."""
+        assert self.head is not None
+        found = self.head.responses(
+            output,
+            batch,
+            temperature=spec.temperature or 1.0,
+            entropy="gradient" if spec.has_entropy_gradient else "metric",
+        )
+        terms = compute_loss(pack_rows(batch.rows, spec, found.outputs, found.entropy), spec)
+        sums.add("loss", terms.loss)
+        sums.add("tokens", terms.token_count)
+        for name, (total, weight) in terms.metrics.items():
+            sums.add(f"{name}/sum", total)
+            sums.add(f"{name}/weight", weight)
+        count = torch.zeros((), dtype=torch.int, device=terms.loss.device)
+        return terms.loss, count, {}
+
+    def _run(
+        self, batches: Sequence[PackedBatch], finish: Callable[..., Any], *, forward_only: bool
+    ) -> None:
+        def step(
+            iterator: Iterator[PackedBatch], chunk: torch.nn.Module
+        ) -> tuple[torch.Tensor, Callable[..., Any]]:
+            batch = next(iterator)
+            if self.before is not None:
+                self.before(chunk, batch)
+            arguments = build_forward_kwargs(batch)
+            if isinstance(getattr(chunk, "module", chunk), Float16Module):
+                arguments["fp32_output"] = False
+            return chunk(**arguments), partial(finish, batch)
+
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(batches) for _ in self.chunks],
+            model=list(self.chunks),
+            num_microbatches=len(batches),
+            seq_length=0,  # packs differ in length, stages exchange shapes
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )

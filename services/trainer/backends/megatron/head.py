@@ -1,0 +1,118 @@
+"""The end of the model: hidden states to log-probs of response tokens, or to values.
+
+The logits of a pack never exist: the output layer hands the hidden states on, and
+`linear_logprobs` makes log-probs of the response tokens from them and the layer's weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+from services.trainer.backends.megatron.batch import PackedBatch
+from services.trainer.backends.megatron.value_head import ValueHead, find_output_layer
+from sluice.algo.collectives import Collectives
+from sluice.algo.linear_logprobs import linear_logprobs
+from sluice.algo.logprobs import EntropyMode, VocabShard
+
+
+@dataclass(frozen=True)
+class ResponseOutputs:
+    """float32[R] over the response tokens of a pack in row order, equal on all its ranks."""
+
+    outputs: torch.Tensor
+    entropy: torch.Tensor | None
+
+
+class OutputHead:
+    """The output layer of the last model chunk, wherever it is nested.
+
+    Created once after the model is built: from then on the model returns hidden states
+    [1, T, hidden] (or, with a value head, values [1, T, 1]) instead of logits.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, vocab: int) -> None:
+        self._owner = find_output_layer(model)
+        self._vocab = vocab
+        layer = self._owner.output_layer
+        self.gives_values = isinstance(layer, ValueHead)
+        if not self.gives_values:
+            layer.forward = _pass_hidden_on if not layer.sequence_parallel else _gather_hidden
+
+    def responses(
+        self, output: torch.Tensor, batch: PackedBatch, *, temperature: float, entropy: EntropyMode
+    ) -> ResponseOutputs:
+        """From the model's output for `batch`."""
+        if self.gives_values:
+            local = output[0].index_select(0, batch.local_predictors)[:, 0]
+            return ResponseOutputs(_over_context(local[:, None], batch)[:, 0], None)
+        logprobs, entropies = linear_logprobs(
+            output[0].index_select(0, batch.local_predictors),
+            self._weight(),
+            batch.targets,
+            temperature=temperature,
+            entropy=entropy,
+            vocab=self._shard(),
+        )
+        if entropy == "off":
+            return ResponseOutputs(_over_context(logprobs[:, None], batch)[:, 0], None)
+        both = _over_context(torch.stack((logprobs, entropies), dim=1), batch)
+        return ResponseOutputs(both[:, 0], both[:, 1])
+
+    def _weight(self) -> torch.Tensor:
+        if getattr(self._owner, "share_embeddings_and_output_weights", False):
+            weight: torch.Tensor = self._owner.shared_embedding_or_output_weight()
+        else:
+            weight = self._owner.output_layer.weight
+        return weight
+
+    def _shard(self) -> VocabShard:
+        group = parallel_state.get_tensor_model_parallel_group()
+        if group.size() == 1:
+            return VocabShard(size=self._vocab)
+        rows = self._weight().shape[0]
+        return VocabShard(
+            start=group.rank() * rows, size=self._vocab, collectives=Collectives(group)
+        )
+
+
+def _pass_hidden_on(hidden: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
+    return hidden, None
+
+
+def _gather_hidden(hidden: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
+    """All tokens; the gradient that comes back is whole on every rank, which keeps its part."""
+    whole = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+    return whole, None
+
+
+def _over_context(local: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """local[R of this context rank, C] -> [R, C] of the whole pack in row order."""
+    group = parallel_state.get_context_parallel_group()
+    if group.size() == 1:
+        return local
+    placed = local.new_zeros((batch.token_ids.shape[1], local.shape[1]))
+    placed = placed.index_copy(0, batch.local_predictors, local)
+    gathered: torch.Tensor = _GatherContext.apply(placed, group)
+    return gathered.index_select(0, batch.responses)
+
+
+class _GatherContext(torch.autograd.Function):
+    """Rows of all context ranks. Each computes the same loss from them, so that in backward
+    every rank keeps the gradient of its own rows and nothing is summed."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        whole = local.new_empty((group.size() * local.shape[0], *local.shape[1:]))
+        dist.all_gather_into_tensor(whole, local.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return gradient.chunk(ctx.group.size())[ctx.group.rank()], None

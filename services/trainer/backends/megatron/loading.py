@@ -1,0 +1,123 @@
+"""Weights straight from an HF checkpoint: each rank reads its own slices and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from safetensors import safe_open
+
+from services.trainer.backends.megatron import parallel
+from services.trainer.backends.megatron.model_config import ModelSource
+from sluice.weights.checkpoint import shard_paths
+from sluice.weights.errors import DuplicateTensorError
+from sluice.weights.rules import Binding, Cut, Slice, pack, rule_name, source_slices
+
+
+class TiedTensorError(ValueError):
+    """A checkpoint holds two different values for one tied tensor."""
+
+
+class HfCheckpoint:
+    """Slices of the tensors of an HF checkpoint. `bytes_read` counts what was asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        self.bytes_read = 0
+        self._directory = directory
+        self._files = ExitStack()
+        self._slices: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        found: dict[str, str] = {}
+        for path in shard_paths(self._directory):
+            file = self._files.enter_context(safe_open(path, framework="pt", device="cpu"))
+            for name in file.keys():  # noqa: SIM118  # not a mapping
+                if name in found:
+                    raise DuplicateTensorError(name, (found[name], path.name))
+                found[name] = path.name
+                self._slices[name] = file.get_slice(name)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._slices.clear()
+        self._files.close()
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(piece.get_shape()) for name, piece in self._slices.items()}
+
+    def read(self, part: Slice) -> torch.Tensor:
+        bounds = slice(part.start, part.stop)
+        source = self._slices[part.name]
+        tensor: torch.Tensor = source[bounds] if part.axis == 0 else source[:, bounds]
+        self.bytes_read += tensor.nbytes
+        return tensor
+
+
+@dataclass(frozen=True)
+class LocalTensor:
+    """A parameter of this rank and the binding that says what it is."""
+
+    binding: Binding
+    parameter: torch.nn.Parameter
+
+
+def local_tensors(
+    chunks: Sequence[torch.nn.Module], source: ModelSource, config: TransformerConfig
+) -> Iterator[LocalTensor]:
+    """Every parameter of this rank's chunks, by the rules. Raises UnexpectedTensorError.
+
+    Each is marked with its cut: Megatron only does so when it initialises weights, and without
+    the mark takes a share for a copy, so that norm and clipping leave it out on other ranks.
+    """
+    experts = source.shape.experts // max(config.expert_model_parallel_size, 1)
+    expert_offset = parallel_state.get_expert_model_parallel_rank() * experts
+    interleaved = config.virtual_pipeline_model_parallel_size is not None
+    for index, chunk in enumerate(chunks):
+        offset = get_transformer_layer_offset(config, vp_stage=index if interleaved else None)
+        for name, parameter in chunk.named_parameters():
+            canonical = rule_name(name, layer_offset=offset, expert_offset=expert_offset)
+            binding = source.weights.binding(canonical)
+            if binding.cut is not Cut.NONE:
+                axis = 0 if binding.cut is Cut.ROWS else 1
+                set_tensor_model_parallel_attributes(parameter, True, axis, 1)
+            yield LocalTensor(binding, parameter)
+
+
+@torch.no_grad()
+def load_hf(
+    tensors: Sequence[LocalTensor], source: ModelSource, directory: Path, *, padded_vocab: int
+) -> int:
+    """Fill this rank's parameters from the checkpoint in `directory`; returns the bytes read.
+
+    Raises MissingTensorError, UnexpectedTensorError, TensorShapeError, DuplicateTensorError or
+    TiedTensorError, each with the names.
+    """
+    with HfCheckpoint(directory) as checkpoint:
+        available = checkpoint.shapes()
+        source.weights.check_hf(available)
+        for tensor in tensors:
+            binding = tensor.binding
+            partition = parallel.partition(
+                expert=binding.expert is not None, padded_vocab=padded_vocab
+            )
+            slices = source_slices(binding, partition)
+            parts = [checkpoint.read(part) for part in slices]
+            for copy in binding.copies:
+                if copy.name in available:
+                    _check_copy(checkpoint, slices[0], copy.name, parts[0])
+            tensor.parameter.copy_(pack(binding, parts, partition))
+        return checkpoint.bytes_read
+
+
+def _check_copy(checkpoint: HfCheckpoint, part: Slice, name: str, expected: torch.Tensor) -> None:
+    copy = checkpoint.read(Slice(name, part.axis, part.start, part.stop))
+    if not torch.equal(copy, expected):
+        raise TiedTensorError(f"{name!r} and {part.name!r} are tied but differ")

@@ -1,0 +1,199 @@
+"""An HF model and a layout, said in Megatron's words."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from transformers import AutoConfig
+
+from services.trainer.backends.megatron import upstream
+from services.trainer.backends.megatron.config import MegatronConfig
+from services.trainer.backends.megatron.layout import LayoutError
+from sluice import platform
+from sluice.weights.rules import ModelShape, WeightMap, family_of, padded_rows, read_shape
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+class UnsupportedModelError(ValueError):
+    """The model asks for something that this backend does not compute."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """A checkpoint directory, read as far as its configuration goes."""
+
+    directory: Path
+    hf_config: Any  # transformers.PretrainedConfig
+    weights: WeightMap
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.weights.shape
+
+    @property
+    def value_head(self) -> bool:
+        return "value_head" in self.shape.flags
+
+    @property
+    def tied(self) -> bool:
+        """Whether logits are made with the embedding's weight."""
+        return "tied" in self.shape.flags and not self.value_head
+
+    def padded_vocab(self, config: MegatronConfig) -> int:
+        """Rows of the vocabulary that every layout of `config.tensor` ranks holds."""
+        return padded_rows(self.shape.vocab, multiple=config.vocab_multiple, size=config.tensor)
+
+
+def read_model(directory: Path, *, value_head: bool = False) -> ModelSource:
+    """Read `config.json` below `directory`.
+
+    Raises UnknownArchitectureError, InvalidCheckpointError or UnsupportedModelError.
+    """
+    config = json.loads((directory / "config.json").read_bytes())
+    family = family_of(config)
+    hf_config = AutoConfig.from_pretrained(directory)
+    if hf_config.hidden_act != "silu":
+        raise UnsupportedModelError(f"hidden_act {hf_config.hidden_act!r} is not silu")
+    if getattr(hf_config, "use_sliding_window", False):
+        raise UnsupportedModelError("sliding-window attention is not supported")
+    shape = read_shape(family, config, value_head=value_head)
+    return ModelSource(directory=directory, hf_config=hf_config, weights=WeightMap(family, shape))
+
+
+def transformer_config(
+    source: ModelSource, config: MegatronConfig, *, softmax_scale: float | None
+) -> TransformerConfig:
+    """Megatron's configuration of `source` under the layout `config`.
+
+    Raises UnsupportedModelError or LayoutError naming what does not fit.
+    """
+    shape, hf_config = source.shape, source.hf_config
+    every_bias = {"output_bias", "mlp_bias"} <= shape.flags
+    if not every_bias and shape.flags & {"output_bias", "mlp_bias"}:
+        raise UnsupportedModelError("biases on some linear layers only are not supported")
+    _check_layout(shape, config)
+    names = {binding.megatron for binding in source.weights.bindings()}
+    return TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.ffn,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        softmax_scale=softmax_scale,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf_config.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=every_bias,
+        add_qkv_bias="attention_bias" in shape.flags,
+        qk_layernorm="decoder.layers.0.self_attention.q_layernorm.weight" in names,
+        mrope_section=[shape.head_dim // 2, 0, 0],  # see rotary.py
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        perform_initialization=False,  # every weight is loaded
+        **_numerics(config),
+        **_parallelism(config),
+        **_experts(source, config),
+    )
+
+
+def _check_layout(shape: ModelShape, config: MegatronConfig) -> None:
+    chunks = config.pipeline * config.virtual_pipeline
+    if shape.layers % chunks:
+        raise LayoutError(f"{shape.layers} layers do not divide into {chunks} pipeline chunks")
+    if config.expert > 1 and not shape.experts:
+        raise LayoutError(f"expert {config.expert} for a model without experts")
+    if shape.experts % config.expert:
+        raise LayoutError(f"{shape.experts} experts do not divide over {config.expert} ranks")
+    if shape.experts and config.tensor > 1 and not config.sequence_parallel:
+        raise LayoutError("experts with tensor > 1 need sequence_parallel")
+    if config.routing_replay != "off" and not shape.experts:
+        raise LayoutError("routing_replay has no effect on a model without experts")
+
+
+def _numerics(config: MegatronConfig) -> dict[str, Any]:
+    dtype = DTYPES[config.dtype]
+    recompute: dict[str, Any] = {}
+    if config.recompute == "full":
+        recompute = {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": config.recompute_layers,
+        }
+    elif config.recompute == "selective":
+        recompute = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "fp16": dtype is torch.float16,
+        "calculate_per_token_loss": True,  # sums; the backend divides in step()
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        **recompute,
+    }
+
+
+def _parallelism(config: MegatronConfig) -> dict[str, Any]:
+    on_cpu = platform.current().device_type == platform.CPU.device_type
+    interleaved = config.virtual_pipeline > 1
+    return {
+        "tensor_model_parallel_size": config.tensor,
+        "sequence_parallel": config.sequence_parallel,
+        "pipeline_model_parallel_size": config.pipeline,
+        "virtual_pipeline_model_parallel_size": config.virtual_pipeline if interleaved else None,
+        "context_parallel_size": config.context,
+        "expert_model_parallel_size": config.expert,
+        "expert_tensor_parallel_size": config.expert_tensor_size,
+        "variable_seq_lengths": config.pipeline > 1,  # packs differ in length
+        # Interleaved, the batched exchange of Megatron crosses activations and gradients between
+        # two stages that are each other's predecessor and successor, without any error.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        # gloo still reads an output that was sent off when Megatron frees it: wrong numbers.
+        "deallocate_pipeline_outputs": not (interleaved and on_cpu),
+    }
+
+
+def _experts(source: ModelSource, config: MegatronConfig) -> dict[str, Any]:
+    shape, hf_config = source.shape, source.hf_config
+    if not shape.experts:
+        return {"moe_token_dispatcher_type": "alltoall"}  # dense models need it to vary lengths
+    return {
+        "num_moe_experts": shape.experts,
+        "moe_ffn_hidden_size": shape.moe_ffn,
+        "moe_layer_freq": [int(layer in shape.sparse_layers) for layer in range(shape.layers)],
+        "moe_router_topk": hf_config.num_experts_per_tok,
+        # Softmax over the chosen experts equals softmax over all, normalised over the chosen.
+        "moe_router_pre_softmax": not hf_config.norm_topk_prob,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": uses_transformer_engine(config),
+        "moe_enable_routing_replay": config.routing_replay != "off",
+    }
+
+
+def uses_transformer_engine(config: MegatronConfig) -> bool:
+    """Whether layers are built on TransformerEngine. Raises LayoutError where it is missing."""
+    if config.layer_spec == "local":
+        return False
+    found = upstream.has_transformer_engine()
+    if config.layer_spec == "transformer_engine" and not found:
+        raise LayoutError("layer_spec transformer_engine: TransformerEngine is not installed")
+    return found

@@ -1,0 +1,96 @@
+"""The optimizer step: reduce once, divide by the global normalizer, check, clip, apply."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+from services.trainer.backend import StepOutcome
+from services.trainer.backends.megatron.config import MegatronConfig
+from services.trainer.backends.megatron.policy import Policy
+from services.trainer.config import OptimConfig
+
+NON_FINITE = "non_finite_gradients"
+
+
+class Stepper:
+    """Owns the optimizer of one policy."""
+
+    def __init__(self, policy: Policy, config: MegatronConfig, settings: OptimConfig) -> None:
+        self._chunks = list(policy.chunks)
+        self._settings = settings
+        core = policy.config
+        self.optimizer: Any = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=settings.learning_rate,
+                adam_beta1=settings.betas[0],
+                adam_beta2=settings.betas[1],
+                adam_eps=settings.epsilon,
+                weight_decay=settings.weight_decay,
+                clip_grad=settings.max_grad_norm,
+                bf16=core.bf16,
+                fp16=core.fp16,
+                params_dtype=core.params_dtype,
+                use_distributed_optimizer=config.distributed_optimizer,
+            ),
+            self._chunks,
+            use_gloo_process_groups=False,
+        )
+        core.grad_scale_func = self.optimizer.scale_loss  # 1 but for float16
+        self.clear()
+
+    def step(self, *, normalizer: float, learning_rate: float | None) -> StepOutcome:
+        """Collective over all ranks. Raises ValueError for a normalizer that is not positive."""
+        if not (normalizer > 0 and math.isfinite(normalizer)):
+            raise ValueError(f"normalizer must be positive and finite, got {normalizer}")
+        finalize_model_grads(self._chunks, None)
+        for chunk in self._chunks:
+            chunk.scale_gradients(1.0 / normalizer)
+        overflow = self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        applied = self._all_finite(not overflow and math.isfinite(norm))
+        rate = self._settings.learning_rate if learning_rate is None else learning_rate
+        if applied:
+            self._clip(norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate * group.get("lr_mult", 1.0)
+            self.optimizer.step_with_ready_grads()
+        self.clear()
+        return StepOutcome(
+            grad_norm=norm, learning_rate=rate, skipped_reason="" if applied else NON_FINITE
+        )
+
+    def clear(self) -> None:
+        """Forget gathered gradients."""
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def _clip(self, norm: float) -> None:
+        if not self._settings.max_grad_norm:
+            return
+        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            parameters = [] if part.is_stub_optimizer else part.get_parameters()
+            if parameters:
+                clip_grad_by_total_norm_fp32(parameters, self._settings.max_grad_norm, norm, False)
+
+    def _all_finite(self, here: bool) -> bool:
+        """Ranks agree, whatever part of the norm each has seen. Megatron itself would step on
+        non-finite gradients unless it scales losses, as it only does in float16."""
+        device = next(self._chunks[0].parameters()).device
+        flag = torch.tensor(float(here), device=device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+        return bool(flag.item())
+
+
+def gradients(tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """The gathered main gradient of every tensor, float32, of this rank's share."""
+    return [tensor.parameter.main_grad for tensor in tensors]

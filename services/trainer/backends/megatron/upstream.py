@@ -1,0 +1,89 @@
+"""Megatron-Core as this backend uses it: loaded in the right order, with two known faults mended.
+
+Faults of 0.16.1 that show on any device without TransformerEngine:
+- `moe_utils` looks up `te_general_gemm`, which only TransformerEngine defines: NameError in
+  every mixture of experts. The name is defined as absent.
+- `DistributedOptimizer` forgets that torch's Adam keeps a `step` for every parameter: loading
+  raises KeyError, or shares one step tensor so that later steps advance it once per parameter
+  (a wrong resume without any error). `keep_steps` and `own_steps` give each parameter its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from services.trainer.backends.megatron import cpu
+from sluice import platform
+
+VERSION = "0.16.1"  # the one whose faults are known; others are refused
+
+
+class MegatronVersionError(ImportError):
+    """The installed megatron-core is not the one this backend was measured with."""
+
+
+@cache
+def load() -> ModuleType:
+    """Import `megatron.core`, adapted to the CPU where there is no accelerator."""
+    if platform.current().device_type == platform.CPU.device_type:
+        cpu.install()
+    core = importlib.import_module("megatron.core")
+    if core.__version__ != VERSION:
+        raise MegatronVersionError(f"megatron-core {VERSION} is needed, found {core.__version__}")
+    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    return core
+
+
+def has_transformer_engine() -> bool:
+    """Whether Megatron found TransformerEngine."""
+    specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+    return bool(specs.HAVE_TE)
+
+
+def distributed_parts(optimizer: Any) -> Iterator[Any]:
+    """The DistributedOptimizers with state inside `optimizer`, itself or chained."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if hasattr(part, "_set_main_param_and_optimizer_states") and not part.is_stub_optimizer:
+            yield part
+
+
+def own_steps(optimizer: Any) -> None:
+    """After a load: give every parameter its own `step` in torch's Adam."""
+    for part in distributed_parts(optimizer):
+        for state in part.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+
+
+@contextmanager
+def keep_steps(optimizer: Any) -> Iterator[None]:
+    """While loading: leave the `step` that was just restored where the checkpoint has none."""
+    parts = list(distributed_parts(optimizer))
+    for part in parts:
+        part._set_main_param_and_optimizer_states = _StepKeeper(part)
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part._set_main_param_and_optimizer_states
+
+
+class _StepKeeper:
+    def __init__(self, part: Any) -> None:
+        self._part = part
+        self._set = part._set_main_param_and_optimizer_states
+
+    def __call__(self, model_param: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
+        group, order = self._part.model_param_group_index_map[model_param]
+        main = self._part.optimizer.param_groups[group]["params"][order]
+        step = self._part.optimizer.state[main].get("step")
+        self._set(model_param, tensors if step is None else {**tensors, "step": step})
