@@ -75,6 +75,8 @@ class Platform:
 
     def visible_devices(self, local_ranks: Sequence[int]) -> dict[str, str]:
         """The environment in which a child sees only these of the devices visible here."""
+        if not self.visible_env:
+            return {}
         seen = [entry for entry in os.environ.get(self.visible_env, "").split(",") if entry]
         try:
             chosen = [seen[rank] if seen else str(rank) for rank in local_ranks]
@@ -115,15 +117,15 @@ class Platform:
 
     def rng_state(self) -> dict[str, torch.Tensor]:
         """States of the default generators: host and current device, by device type."""
-        return {
-            CPU.device_type: _torch().get_rng_state(),
-            self.device_type: self.module.get_rng_state(),
-        }
+        state = {CPU.device_type: _torch().get_rng_state()}
+        if self is not CPU:
+            state[self.device_type] = self.module.get_rng_state()
+        return state
 
     def set_rng_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restore `rng_state`; that of another kind of device is left out."""
         _torch().set_rng_state(state[CPU.device_type])
-        if self.device_type in state:
+        if self is not CPU and self.device_type in state:
             self.module.set_rng_state(state[self.device_type])
 
     def memory(self) -> MemoryStatistics:
@@ -136,9 +138,6 @@ class Platform:
             free=free,
             total=total,
         )
-
-    def memory_used_bytes(self) -> int:
-        return self.memory().allocated
 
     def release_memory(self) -> None:
         """Give cached blocks back to the driver and start a new peak."""
@@ -207,25 +206,11 @@ class _Cpu(Platform):
         del local_rank  # all ranks of a host share it; no index, as tensors have none
         return _torch().device(self.device_type)
 
-    def visible_devices(self, local_ranks: Sequence[int]) -> dict[str, str]:
-        del local_ranks
-        return {}
-
-    def rng_state(self) -> dict[str, torch.Tensor]:
-        return {self.device_type: _torch().get_rng_state()}
-
-    def set_rng_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        _torch().set_rng_state(state[self.device_type])
-
     def memory(self) -> MemoryStatistics:
-        process, host = psutil.Process().memory_info(), psutil.virtual_memory()
-        return MemoryStatistics(
-            allocated=process.rss,
-            reserved=process.rss,
-            peak=max(_peak_resident_bytes(), process.rss),
-            free=host.available,
-            total=host.total,
-        )
+        used, host = psutil.Process().memory_info().rss, psutil.virtual_memory()
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = max(used, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+        return MemoryStatistics(used, used, peak, free=host.available, total=host.total)
 
     def release_memory(self) -> None:
         pass  # the allocator of the host keeps no cache of its own
@@ -367,12 +352,8 @@ def _npu_count(*, required: bool) -> int:
 def _cuda_count(*, required: bool) -> int:
     torch = _torch()
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    built = (
-        f"this torch is built for CUDA {torch.version.cuda}"
-        if torch.version.cuda
-        else ("this torch is built without CUDA")
-    )
-    return _counted(CUDA, count, f"{built}; see `nvidia-smi`", required=required)
+    hint = f"torch is built for CUDA {torch.version.cuda}; see `nvidia-smi`"
+    return _counted(CUDA, count, hint, required=required)
 
 
 def _counted(platform: Platform, count: int, hint: str, *, required: bool) -> int:
@@ -415,8 +396,3 @@ def _without_autoload() -> Iterator[None]:
 
 def _plain_ops() -> ModuleType:
     return importlib.import_module("sluice.plain_ops")
-
-
-def _peak_resident_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
