@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ModelName = Literal["policy", "reference"]
 
 BACKENDS = {  # nothing heavy is imported until chosen
-    "reference": "services.trainer.backends.reference:ReferenceBackend",
+    "reference": "services.trainer.backends.reference.backend:ReferenceBackend",
 }
 
 

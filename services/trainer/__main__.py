@@ -1,0 +1,64 @@
+"""`python -m services.trainer --config trainer.yaml`: the front process of a trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+
+from services.trainer.config import TrainerConfig
+from services.trainer.front.trainer import Trainer
+from services.trainer.front.worker_service import WorkerServer, check_listen_host
+from services.trainer.servicer import TrainerServicer
+from sluice import logs
+from sluice.api.trainer.v1 import trainer_service_pb2 as pb
+from sluice.api.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
+from sluice.config import ConfigError, load_config
+from sluice.runtime.server import Server
+
+logger = logging.getLogger(__name__)
+
+SERVICE = "sluice.api.trainer.v1.TrainerService"
+
+
+def main() -> int:
+    try:
+        config = load_config(TrainerConfig)
+        check_listen_host(config)
+    except ConfigError as error:
+        print(f"trainer: {error}", file=sys.stderr)
+        return 2
+    logs.configure(config.log_level)
+    asyncio.run(serve(config))
+    return 0
+
+
+async def serve(config: TrainerConfig) -> None:
+    """Serve until a signal; the ranks load meanwhile."""
+    server = Server(config.server)
+    trainer = Trainer(config, server.waits)
+    servicer = TrainerServicer(trainer, server.operations)
+    workers = WorkerServer(config, trainer.ranks)
+    server.add(pb_grpc.add_TrainerServiceServicer_to_server, servicer, SERVICE)
+    await server.start()
+    await workers.start()
+    loading = asyncio.create_task(_load(server, trainer, workers.address))
+    try:
+        await server.run_until_signal()
+    finally:
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
+        await servicer.close()
+        await trainer.close()
+        await workers.close()
+
+
+async def _load(server: Server, trainer: Trainer, front: str) -> None:
+    await trainer.start(front)
+    if trainer.ranks.state == pb.Trainer.STATE_ACTIVE:
+        await server.set_serving()
+        logger.info("trainer is active")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""A causal language model that scores packed micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from services.trainer.backend import MicroBatch
+from services.trainer.backends.reference.attention import IMPLEMENTATION
+from services.trainer.backends.reference.layout import pack
+from sluice.algo.linear_logprobs import linear_logprobs
+from sluice.algo.logprobs import EntropyMode, token_logprobs
+
+MAX_LOGITS = 1 << 26  # entries held at once; larger passes make them in chunks, twice
+
+
+@dataclass(frozen=True)
+class ScoredModel:
+    """A transformers model on a device."""
+
+    model: Any  # transformers.PreTrainedModel, whose types mypy does not see
+    device: torch.device
+
+    @classmethod
+    def load(cls, path: str, device: torch.device) -> ScoredModel:
+        """A HF checkpoint directory in float32. Raises OSError or ValueError for another thing."""
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation=IMPLEMENTATION, local_files_only=True
+        )
+        return cls(model.to(device).eval(), device)
+
+    def score(
+        self, rows: MicroBatch, *, temperature: float, entropy: EntropyMode
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log-probs, entropy) of all response tokens, float32[R], rows in order."""
+        layout = pack(rows).to(self.device)
+        inputs = {
+            "input_ids": layout.token_ids[None],
+            "position_ids": layout.position_ids[None],
+            "use_cache": False,
+            "packed_layout": layout,
+        }
+        if self._needs_chunks(len(layout.targets)):
+            hidden_TH = self.model.base_model(**inputs).last_hidden_state[0]
+            weight_VH = self.model.get_output_embeddings().weight
+            picked_RH = hidden_TH.index_select(0, layout.predictors)
+            return linear_logprobs(
+                picked_RH,
+                weight_VH.to(picked_RH.dtype),
+                layout.targets,
+                temperature=temperature,
+                entropy=entropy,
+            )
+        logits_RV = self.model(**inputs, logits_to_keep=layout.predictors).logits[0]
+        return token_logprobs(
+            logits_RV,
+            layout.targets,
+            temperature=temperature,
+            entropy=entropy,
+            reuse_logits=True,
+        )
+
+    def _needs_chunks(self, tokens: int) -> bool:
+        """Whether all logits are too many, and only a plain output layer makes them."""
+        config = self.model.config
+        softened = any(
+            getattr(config, name, None)
+            for name in ("final_logit_softcapping", "logits_scaling", "logit_scale")
+        )
+        plain = getattr(self.model.get_output_embeddings(), "bias", None) is None
+        return tokens * config.vocab_size > MAX_LOGITS and plain and not softened

@@ -1,0 +1,109 @@
+"""Checkpoints and published shards of the reference backend, all in safetensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from services.trainer.backend import Mesh
+from services.trainer.backends.reference.optimizer import FlatOptimizer
+from sluice.weights.shards import write_shard
+from sluice.weights.store import ShardFile
+
+MODEL_FILE, OPTIMIZER_FILE = "policy.safetensors", "optimizer.safetensors"
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+def save(directory: Path, model: torch.nn.Module, optimizer: FlatOptimizer, mesh: Mesh) -> None:
+    """Model, optimizer and random state; the first and the last rank share the writing."""
+    if mesh.data_rank == 0:
+        save_file(model_tensors(model), directory / MODEL_FILE)
+    if mesh.data_rank == mesh.data_size - 1:
+        save_file(_optimizer_tensors(optimizer), directory / OPTIMIZER_FILE)
+    save_file({"torch": torch.get_rng_state()}, _random_file(directory, mesh))
+
+
+def load(directory: Path, model: torch.nn.Module, optimizer: FlatOptimizer, mesh: Mesh) -> None:
+    """What `save` wrote, under any count of ranks. Raises ValueError for another model's."""
+    own = model_tensors(model)
+    saved = load_file(directory / MODEL_FILE)
+    if saved.keys() != own.keys():
+        different = ", ".join(sorted(saved.keys() ^ own.keys())[:8])
+        raise ValueError(f"the checkpoint is of another model, they differ in: {different}")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(saved[name])
+    moments = load_file(directory / OPTIMIZER_FILE)
+    optimizer.adam.state.clear()
+    for name, parameter in optimizer.parameters.items():
+        if f"{name}/step" in moments:
+            optimizer.adam.state[parameter] = {
+                kind: moments[f"{name}/{kind}"].to(parameter.device) for kind in MOMENTS
+            }
+    optimizer.clear()
+    random = _random_file(directory, mesh)
+    if random.exists():
+        torch.set_rng_state(load_file(random)["torch"])
+
+
+def write_shards(
+    directory: Path, model: PreTrainedModel, dtype: torch.dtype, mesh: Mesh
+) -> list[ShardFile]:
+    """This rank's share of the tensors, as HF names them, in one file."""
+    tensors = published_tensors(model)
+    share = _share(tensors, mesh)
+    if not share:
+        return []
+    cast = {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in share.items()
+    }
+    file_name = f"model-{mesh.data_rank + 1:05d}-of-{mesh.data_size:05d}.safetensors"
+    return [write_shard(directory, file_name, cast)]
+
+
+def published_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Parameters and buffers under the names of the original checkpoint; tied ones once."""
+    reverted: dict[str, torch.Tensor] = revert_weight_conversion(model, model_tensors(model))
+    return reverted
+
+
+def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by name; tied ones once."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            found[name] = tensor
+    return found
+
+
+def _optimizer_tensors(optimizer: FlatOptimizer) -> dict[str, torch.Tensor]:
+    return {
+        f"{name}/{kind}": optimizer.adam.state[parameter][kind]
+        for name, parameter in optimizer.parameters.items()
+        if parameter in optimizer.adam.state
+        for kind in MOMENTS
+    }
+
+
+def _share(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:
+    """Tensors of this rank: the largest first, each to the rank with the least so far."""
+    loads = [0] * mesh.data_size
+    share = {}
+    for name in sorted(tensors, key=lambda name: (-tensors[name].numel(), name)):
+        rank = loads.index(min(loads))
+        loads[rank] += tensors[name].numel()
+        if rank == mesh.data_rank:
+            share[name] = tensors[name]
+    return share
+
+
+def _random_file(directory: Path, mesh: Mesh) -> Path:
+    return directory / f"random-{mesh.rank:05d}.safetensors"

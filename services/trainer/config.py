@@ -1,0 +1,93 @@
+"""Configuration of a trainer: one policy, its optimizer and its ranks. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from services.trainer.backends.megatron.config import MegatronConfig
+from sluice.config import Config, ProcessConfig
+from sluice.runtime.server import ServerConfig
+
+
+class OptimConfig(Config):
+    """AdamW, gradient clipping and the learning-rate schedule.
+
+    Weight decay leaves out tensors of one dimension (norms, biases). The rate rises linearly
+    over `warmup_steps`, then follows `schedule` down to `minimum_ratio` x `learning_rate` at
+    step `decay_steps`.
+    """
+
+    learning_rate: float = Field(1e-6, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, ge=0)  # 0 turns clipping off
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    decay_steps: int = Field(0, ge=0)  # needed by linear and cosine
+    minimum_ratio: float = Field(0.0, ge=0, le=1)
+    max_consecutive_skips: int = Field(10, ge=0)  # then no more gradients are taken; 0 = no limit
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> Self:
+        if self.schedule == "constant" and (self.decay_steps or self.minimum_ratio):
+            raise ValueError("decay_steps and minimum_ratio have no effect with schedule constant")
+        if self.schedule != "constant" and self.decay_steps <= self.warmup_steps:
+            raise ValueError(f"schedule {self.schedule} needs decay_steps beyond warmup_steps")
+        return self
+
+
+class RanksConfig(Config):
+    """The processes that hold the model. `external`: started by torchrun or a cluster.
+
+    An external rank runs `python -m services.trainer.rank --config FILE --front HOST:PORT` with
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set; `listen_port` is that port.
+    """
+
+    count: int = Field(1, ge=1)
+    launch: Literal["local", "external"] = "local"
+    listen_host: str = "127.0.0.1"
+    listen_port: int = 0
+    heartbeat_seconds: float = Field(2.0, gt=0)
+    silent_seconds: float = Field(6.0, gt=0)  # ListWaits names a rank silent for longer
+    lost_seconds: float = Field(120.0, gt=0)  # a rank silent for longer is lost
+    start_timeout: float = Field(600.0, gt=0)  # seconds, from launch to a loaded model
+    command_timeout: float = Field(1800.0, gt=0)  # seconds, of any one command
+    max_restarts: int = Field(3, ge=0)  # in a row, without an optimizer step in between
+    restart_backoff: float = Field(1.0, ge=0)  # seconds, doubled with each restart in a row
+
+
+class TrainerConfig(ProcessConfig):
+    """A trainer process.
+
+    model, reference_model: directories with a HF checkpoint; the reference defaults to the model.
+    store: root of `weights/`, `blobs/` and `checkpoints/`, shared by all services and ranks.
+    name: tells trainers apart that share a store.
+    """
+
+    model: str
+    store: Path
+    name: str = Field("trainer", min_length=1)
+    reference_model: str | None = None
+    backend: Literal["reference", "megatron"] = "reference"
+    seed: int = 0
+    optim: OptimConfig = OptimConfig()
+    ranks: RanksConfig = RanksConfig()
+    max_tokens_per_micro_batch: int = Field(16384, ge=2)  # of one context-parallel rank
+    publish_dtype: Literal["float32", "bfloat16"] = "float32"  # of the reference backend
+    autocast: bool = False  # bfloat16 in the matrix products of the reference backend
+    threads: int = Field(1, ge=1)  # of a rank on a CPU
+    durable: bool = True  # false: what a crash of the machine leaves in the store is undefined
+    log_level: str = "INFO"
+    megatron: MegatronConfig = MegatronConfig()
+    server: ServerConfig = ServerConfig()
+
+    @field_validator("model", "reference_model")
+    @classmethod
+    def _is_checkpoint(cls, value: str | None) -> str | None:
+        if value is not None and not (Path(value) / "config.json").is_file():
+            raise ValueError(f"{value} is no model directory: it has no config.json")
+        return value

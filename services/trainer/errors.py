@@ -1,0 +1,113 @@
+"""What a caller of the trainer can get wrong or run into, by code and reason."""
+
+from __future__ import annotations
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+
+from sluice.runtime.errors import ServiceError
+
+
+class ColumnMissingError(ServiceError):
+    """A row lacks columns that the loss or the estimator reads."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "COLUMN_MISSING"
+
+    def __init__(self, columns: list[str], sample_id: str, reader: str) -> None:
+        names = ", ".join(columns)
+        super().__init__(
+            f"sample {sample_id!r} lacks {names}, which {reader} reads",
+            columns=",".join(columns),
+            sample_id=sample_id,
+        )
+
+
+class PartReusedError(ServiceError):
+    """A part id came before in this step with another body."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "PART_REUSED"
+
+
+class PartsMismatchError(ServiceError):
+    """The gathered parts are not those the caller expects."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "PARTS_MISMATCH"
+
+    def __init__(self, expected: list[str], gathered: list[str]) -> None:
+        super().__init__(
+            f"expected parts {expected}, gathered {gathered}",
+            expected=",".join(expected),
+            gathered=",".join(gathered),
+        )
+
+
+class NoGradientsError(ServiceError):
+    """A step was asked for, but nothing was gathered."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "NO_GRADIENTS"
+
+
+class AggregationMismatchError(ServiceError):
+    """Parts of one step are averaged in different ways."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "AGGREGATION_MISMATCH"
+
+
+class GradientsIncompleteError(ServiceError):
+    """A pass failed midway: nobody knows what the gradients hold until they are discarded."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "GRADIENTS_INCOMPLETE"
+
+
+class SkippedTooOftenError(ServiceError):
+    """Too many optimizer steps in a row were skipped."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "SKIPPED_TOO_OFTEN"
+
+
+class CheckpointMismatchError(ServiceError):
+    """A checkpoint is of another backend or is damaged."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "CHECKPOINT_MISMATCH"
+
+
+class RankLostError(ServiceError):
+    """A rank died or hung; the group restarts."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "RANK_LOST"
+
+    def __init__(self, rank: int, detail: str) -> None:
+        super().__init__(f"rank {rank} {detail}", rank=rank)
+        self.rank = rank
+
+
+class TrainerFailedError(ServiceError):
+    """The ranks could not be started, or died too often."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "TRAINER_FAILED"
+
+
+class RankError(ServiceError):
+    """What a rank answered in place of a result."""
+
+    def __init__(self, rank: int, status: status_pb2.Status) -> None:
+        detail = error_details_pb2.ErrorInfo()
+        for packed in status.details:
+            if packed.Unpack(detail):
+                break
+        super().__init__(f"rank {rank}: {status.message}", **{**detail.metadata, "rank": rank})
+        self.code = _CODES[status.code]
+        self.reason = detail.reason or "INTERNAL"
+
+
+_CODES = {code.value[0]: code for code in grpc.StatusCode}

@@ -1,0 +1,131 @@
+"""Who owns which rows, in which micro-batches they run, and what their losses weigh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.trainer.front.batches import Batch, RowFacts
+from sluice.algo.aggregation import weigh_samples
+from sluice.algo.spec import LossSpec
+from sluice.balance.cost import TransformerShape, row_costs
+from sluice.balance.planner import (
+    PlanLimits,
+    PlanRows,
+    assign_owners,
+    plan_micro_batches,
+)
+
+
+@dataclass(frozen=True)
+class PassPlan:
+    """Rows (upload order of the batch) by data-parallel rank and micro-batch."""
+
+    ranks: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @property
+    def micro_batch_count(self) -> int:
+        return len(self.ranks[0])
+
+
+@dataclass(frozen=True)
+class PassWeights:
+    """Factor of each selected row's token losses, and their share of the step's divisor."""
+
+    weights: np.ndarray  # float64, in the order of the selection
+    normalizer: float
+
+
+class Planner:
+    """Plans passes over batches for one model and one set of ranks."""
+
+    def __init__(self, shape: TransformerShape, limits: PlanLimits) -> None:
+        self._shape, self.limits = shape, limits
+
+    def own(self, facts: RowFacts) -> np.ndarray:
+        """Data-parallel rank of each row, int64[N]: whole groups, balanced by cost."""
+        groups: dict[str, int] = {}
+        group_of = [groups.setdefault(group, len(groups)) for group in facts.group_ids]
+        costs, prompt_costs = self._costs(facts, np.arange(len(facts.lengths)))
+        totals = np.zeros(len(groups))
+        np.add.at(totals, group_of, np.subtract(costs, prompt_costs))
+        _, first_rows = np.unique(facts.prompts, return_index=True)
+        for row in first_rows:
+            totals[group_of[row]] += prompt_costs[row]
+        owners = assign_owners(totals.tolist(), self.limits.data_size)
+        return np.array([owners[group] for group in group_of], dtype=np.int64)
+
+    def plan(self, batch: Batch, selection: np.ndarray) -> PassPlan:
+        """Micro-batches of the selected rows, where they lie."""
+        if not len(selection):
+            dummy = ((),) * self.limits.micro_batch_multiple
+            return PassPlan((dummy,) * self.limits.data_size)
+        facts = batch.facts
+        costs, prompt_costs = self._costs(facts, selection)
+        plan = plan_micro_batches(
+            PlanRows(
+                lengths=facts.lengths[selection].tolist(),
+                costs=costs,
+                owners=batch.owners[selection].tolist(),
+                groups=facts.prompts[selection].tolist(),
+                prompt_lengths=facts.prompt_lengths[selection].tolist(),
+                prompt_costs=prompt_costs,
+            ),
+            self.limits,
+        )
+        rows = selection.tolist()
+        return PassPlan(
+            tuple(
+                tuple(tuple(rows[index] for index in micro_batch) for micro_batch in rank)
+                for rank in plan.ranks
+            )
+        )
+
+    def _costs(self, facts: RowFacts, selection: np.ndarray) -> tuple[list[float], list[float]]:
+        lengths, lengths_of = np.unique(facts.lengths[selection], return_inverse=True)
+        prompts, prompts_of = np.unique(facts.prompt_lengths[selection], return_inverse=True)
+        costs, _ = row_costs(self._shape, lengths.tolist(), [])
+        _, prompt_costs = row_costs(self._shape, [], prompts.tolist())
+        return (
+            np.asarray(costs)[lengths_of].tolist(),
+            np.asarray(prompt_costs)[prompts_of].tolist(),
+        )
+
+
+def weigh_pass(batch: Batch, selection: np.ndarray, loss: LossSpec) -> PassWeights:
+    """Weights and divisor of a selection, such that divisors of disjoint selections add up.
+
+    A group's weight counts its tokens in the whole batch and its divisor is 1 over all its
+    rows, so that a group may be spread over calls.
+    """
+    counts = batch.mask_counts
+    whole = weigh_samples(loss, counts.tolist(), batch.facts.group_ids)
+    weights = np.asarray(whole.weights, dtype=np.float64)[selection]
+    if loss.aggregation == "constant":
+        assert loss.constant_length is not None
+        return PassWeights(weights, loss.constant_length * len(selection))
+    return PassWeights(weights, float((weights * counts[selection]).sum()))
+
+
+def find_missing(
+    batch: Batch, selection: np.ndarray, columns: Sequence[str]
+) -> tuple[int, list[str]] | None:
+    """The first selected row that lacks any of `columns`, and which ones."""
+    absent = np.zeros(len(selection), dtype=np.bool_)
+    held = {name: batch.present.get(name) for name in columns}
+    for rows in held.values():
+        absent |= True if rows is None else ~rows[selection]
+    if not absent.any():
+        return None
+    row = int(selection[np.argmax(absent)])
+    lacking = [name for name, rows in held.items() if rows is None or not rows[row]]
+    return row, sorted(lacking)
+
+
+def skips_silent_rows(loss: LossSpec) -> bool:
+    """Whether a row of zero advantages has zero loss and zero gradient under `loss`."""
+    if loss.has_kl or loss.has_entropy_gradient:
+        return False
+    return loss.name in ("ppo_clip", "gspo", "cispo", "importance_sampling", "reinforce")

@@ -1,0 +1,189 @@
+"""The ranks as one thing that runs commands: launched, restarted when one is lost, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from services.trainer import metrics
+from services.trainer.config import RanksConfig
+from services.trainer.errors import RankError, RankLostError, TrainerFailedError
+from services.trainer.front.generation import Build, Generation, RankLink
+from services.trainer.front.launcher import ExternalLauncher, LocalLauncher
+from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
+from sluice.api.trainer.v1 import worker_service_pb2 as pb
+from sluice.runtime.errors import InvalidFieldError, LoadingError, ServiceError
+from sluice.runtime.waits import Waits
+
+logger = logging.getLogger(__name__)
+
+Restore = Callable[[Generation], Awaitable[None]]
+State = trainer_pb.Trainer.State
+
+
+class RankGroup:
+    """Generations of ranks, one at a time.
+
+    `restore` brings the ranks of a new generation to where the lost ones were; no other
+    command runs before it has ended.
+    """
+
+    def __init__(
+        self,
+        config: RanksConfig,
+        launcher: LocalLauncher | ExternalLauncher,
+        waits: Waits,
+        restore: Restore,
+    ) -> None:
+        self.state: State = trainer_pb.Trainer.STATE_LOADING
+        self.failure = ""
+        self.restart_count = 0
+        self._config, self._launcher, self._waits = config, launcher, waits
+        self._restore = restore
+        self._generation: Generation | None = None
+        self._last_error: ServiceError | None = None
+        self._restarts_in_a_row = 0
+        self._supervisor: asyncio.Task[None] | None = None
+        self._settled = asyncio.Event()
+
+    @property
+    def generation(self) -> Generation:
+        """The ranks that take commands. Raises while there are none."""
+        if self.state == trainer_pb.Trainer.STATE_FAILED:
+            raise TrainerFailedError(f"the ranks are gone: {self.failure}", cause=self.failure)
+        if self.state != trainer_pb.Trainer.STATE_ACTIVE or self._generation is None:
+            raise self._last_error or LoadingError("the ranks are loading the model")
+        return self._generation
+
+    @property
+    def links(self) -> list[RankLink]:
+        links = {} if self._generation is None else self._generation.links
+        return [link for _, link in sorted(links.items())]
+
+    def start(self, front: str) -> None:
+        """Launch the ranks, which connect to `front` (host:port), and keep them running."""
+        self._supervisor = asyncio.create_task(self._supervise(front))
+
+    async def wait_settled(self) -> None:
+        """Until the first ranks are active or the group has failed."""
+        await self._settled.wait()
+
+    async def close(self) -> None:
+        """End all ranks."""
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+        if self._generation is not None:
+            self._generation.fail(LoadingError("the trainer shuts down"))
+            self._generation.close()
+        await self._launcher.close()
+
+    async def run_on(
+        self, generation: Generation, activity: str, build: Build
+    ) -> list[pb.CommandResult]:
+        """Run one command on every rank; see Generation.run."""
+        return await generation.run(activity, build, self._config.command_timeout)
+
+    def note_progress(self) -> None:
+        """An optimizer step was taken: earlier losses of ranks do not count against the next."""
+        self._restarts_in_a_row = 0
+
+    def admit(self, hello: pb.RankHello) -> tuple[Generation, RankLink]:
+        """Take in a rank. Raises InvalidFieldError for one that does not belong here."""
+        generation = self._generation
+        if (
+            generation is None
+            or generation.lost.done()
+            or hello.generation not in (0, generation.number)
+        ):
+            raise InvalidFieldError("generation", f"{hello.generation} has ended")
+        if hello.world_size != generation.world_size or not 0 <= hello.rank < hello.world_size:
+            raise InvalidFieldError(
+                "world_size",
+                f"is {hello.world_size}, the trainer has {generation.world_size} ranks",
+            )
+        if hello.rank in generation.links:
+            raise InvalidFieldError("rank", f"{hello.rank} is connected already")
+        link = RankLink(hello.rank, hello.process_id, hello.host)
+        generation.join(link)
+        return generation, link
+
+    async def _supervise(self, front: str) -> None:
+        try:
+            while True:
+                error = await self._live(front)
+                self._note_loss(error)
+                if self._generation is not None:
+                    self._generation.close()
+                await self._launcher.end()
+                if self._is_final(error):
+                    return
+                backoff = self._config.restart_backoff * 2**self._restarts_in_a_row
+                self._restarts_in_a_row += 1
+                self.restart_count += 1
+                metrics.RESTARTS.inc()
+                await asyncio.sleep(backoff)
+        finally:
+            self._settled.set()
+
+    async def _live(self, front: str) -> ServiceError:
+        """One generation from launch to loss; returns the error that ended it."""
+        number = self.restart_count + 1
+        generation = Generation(number, self._config.count, self._config, self._waits)
+        self._generation = generation
+
+        def on_exit(rank: int, how: str) -> None:
+            generation.fail(RankLostError(rank, how))
+
+        await self._launcher.launch(number, front, on_exit)
+        try:
+            await self._load(generation)
+        except ServiceError as error:
+            generation.fail(error)
+            return error
+        self.state = trainer_pb.Trainer.STATE_ACTIVE
+        self._settled.set()
+        return await generation.lost
+
+    async def _load(self, generation: Generation) -> None:
+        timeout = self._config.start_timeout
+        with self._waits.waiting(
+            "ranks to load the model",
+            on=lambda: _unready(generation),
+            timeout=timeout,
+        ):
+            either: list[asyncio.Future[Any]] = [generation.ready, generation.lost]
+            await asyncio.wait(
+                either,
+                timeout=timeout,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        if generation.lost.done():
+            raise generation.lost.result()
+        if not generation.ready.done():
+            late = _unready(generation)
+            raise RankLostError(int(late[0].split()[1]), f"was not ready within {timeout:g} s")
+        await self._restore(generation)
+
+    def _note_loss(self, error: ServiceError) -> None:
+        logger.error("the ranks are lost: %s", error)
+        self._last_error = error
+        self.failure = str(error)
+        self.state = trainer_pb.Trainer.STATE_LOADING
+
+    def _is_final(self, error: ServiceError) -> bool:
+        """Too many restarts, or a model that no rank can load."""
+        never_ran = self.restart_count == 0 and not self._settled.is_set()
+        if self._restarts_in_a_row >= self._config.max_restarts or (
+            never_ran and isinstance(error, RankError)
+        ):
+            self.state = trainer_pb.Trainer.STATE_FAILED
+            return True
+        return False
+
+
+def _unready(generation: Generation) -> list[str]:
+    ready = {rank for rank, link in generation.links.items() if link.layout is not None}
+    return [f"rank {rank}" for rank in range(generation.world_size) if rank not in ready]

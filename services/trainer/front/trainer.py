@@ -1,0 +1,238 @@
+"""The front's trainer: one policy, its batches and its ranks, one operation at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from services.trainer import metrics
+from services.trainer.config import TrainerConfig
+from services.trainer.front import checkpoints, commands
+from services.trainer.front.batches import Batch, RowLimits
+from services.trainer.front.checkpoints import CheckpointStore
+from services.trainer.front.generation import Generation
+from services.trainer.front.launcher import ExternalLauncher, LocalLauncher
+from services.trainer.front.passes import AdvantageScalars, GradientsRequest, Passes, StepScalars
+from services.trainer.front.planning import Planner
+from services.trainer.front.publication import Publisher
+from services.trainer.front.rank_group import RankGroup
+from services.trainer.front.state import PassScalars, TrainerState
+from services.trainer.front.uploads import Upload, read_batch
+from sluice.algo.spec import AdvantageSpec
+from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
+from sluice.api.trainer.v1 import worker_service_pb2 as pb
+from sluice.balance.cost import shape_from_config
+from sluice.balance.planner import PlanLimits
+from sluice.runtime.errors import InvalidFieldError, NotFoundError
+from sluice.runtime.waits import Waits
+from sluice.samples.blobs import BlobNotFoundError, BlobReference, BlobStore
+from sluice.weights.store import VersionRecord, WeightStore
+
+T = TypeVar("T")
+
+
+class Trainer:
+    """Takes work for the policy. Methods raise the errors that clients see.
+
+    What needs the ranks runs in the order of the calls, one at a time, and goes on when its
+    caller goes away.
+    """
+
+    def __init__(self, config: TrainerConfig, waits: Waits) -> None:
+        self.config = config
+        self.state = TrainerState()
+        launcher = LocalLauncher(config) if config.ranks.launch == "local" else ExternalLauncher()
+        self.ranks = RankGroup(config.ranks, launcher, waits, self._restore)
+        self.blobs = BlobStore(config.store, sync=config.durable)
+        self._checkpoints = CheckpointStore(config.store / "checkpoints", durable=config.durable)
+        shape = json.loads((Path(config.model) / "config.json").read_bytes())
+        self._shape = shape_from_config(shape)
+        self.limits = RowLimits(self._shape.vocabulary_size, config.max_tokens_per_micro_batch)
+        self._planner = Planner(self._shape, self._plan_limits(trainer_pb.ParallelLayout()))
+        self._passes = Passes(config.optim, self.state, self.ranks, self._planner)
+        weights = WeightStore(config.store / "weights", durable=config.durable)
+        self._publisher = Publisher(Path(config.model), weights, self.state, self.ranks)
+        self._lock = asyncio.Lock()
+        self._running: set[asyncio.Task[object]] = set()
+
+    async def start(self, front: str) -> None:
+        """Launch the ranks and wait until they are active or have failed."""
+        await asyncio.to_thread(self.blobs.unpin, self.config.name)  # of a former life
+        self.ranks.start(front)
+        await self.ranks.wait_settled()
+
+    async def close(self) -> None:
+        await self.ranks.close()
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def upload(self, batch_id: str, references: list[BlobReference], count: int) -> Batch:
+        """Register the rows of blobs that exist already."""
+        return await self._alone(lambda: self._upload(batch_id, references, count))
+
+    def begin_upload(self) -> Upload:
+        """Where rows are gathered before they become a batch."""
+        return Upload(self.blobs, self.limits)
+
+    async def delete(self, name: str) -> None:
+        """Forget a batch and let go of its blobs."""
+        await self._alone(lambda: self._delete(name))
+
+    async def compute_logprobs(self, name: str, model: int, temperature: float) -> PassScalars:
+        return await self._alone(
+            lambda: self._passes.compute_logprobs(self.state.batches.get(name), model, temperature)
+        )
+
+    async def compute_advantages(self, name: str, spec: AdvantageSpec) -> AdvantageScalars:
+        return await self._alone(
+            lambda: self._passes.compute_advantages(self.state.batches.get(name), spec)
+        )
+
+    async def forward_backward(self, name: str, request: GradientsRequest) -> PassScalars:
+        return await self._alone(
+            lambda: self._passes.forward_backward(self.state.batches.get(name), request)
+        )
+
+    async def step(
+        self, expected_step: int, part_ids: Sequence[str], rate: float | None
+    ) -> StepScalars:
+        return await self._alone(lambda: self._passes.step(expected_step, part_ids, rate))
+
+    async def discard(self) -> list[str]:
+        return await self._alone(self._passes.discard)
+
+    async def publish(self, on_allocated: Callable[[int], None]) -> tuple[VersionRecord, int]:
+        return await self._alone(lambda: self._publisher.publish(on_allocated))
+
+    async def save_checkpoint(self, checkpoint_id: str) -> int:
+        """Write everything a resumed run needs; returns the step it holds."""
+        return await self._alone(lambda: self._save(checkpoint_id))
+
+    async def load_checkpoint(self, name: str) -> int:
+        """Go back to a checkpoint; batches and gradients are dropped."""
+        return await self._alone(lambda: self._load(name))
+
+    @property
+    def layout(self) -> trainer_pb.ParallelLayout:
+        links = [link for link in self.ranks.links if link.layout is not None]
+        return links[0].layout if links and links[0].layout else trainer_pb.ParallelLayout()
+
+    async def _alone(self, run: Callable[[], Awaitable[T]]) -> T:
+        """Run while nothing else does, to the end even if the caller is cancelled."""
+
+        async def locked() -> T:
+            async with self._lock:
+                return await run()
+
+        task = asyncio.ensure_future(locked())
+        self._running.add(task)  # type: ignore[arg-type]
+        task.add_done_callback(self._running.discard)  # type: ignore[arg-type]
+        return await asyncio.shield(task)
+
+    async def _upload(self, batch_id: str, references: list[BlobReference], count: int) -> Batch:
+        generation = self.ranks.generation
+        batches = self.state.batches
+        batches.check_new(batch_id)
+        await self._pin(references)
+        try:
+            batch = await asyncio.to_thread(
+                read_batch, batch_id, references, self.blobs, self.limits, self._planner
+            )
+            if batch.row_count != count:
+                raise InvalidFieldError(
+                    "header.sample_count", f"is {count}, {batch.row_count} samples came"
+                )
+            await self._register(generation, batch)
+        except BaseException:
+            await self._unpin({blob.digest for blob in references} - batches.digests())
+            raise
+        batches.add(batch)
+        metrics.BATCHES.set(len(batches.all()))
+        return batch
+
+    async def _register(self, generation: Generation, batch: Batch) -> None:
+        for build in commands.add_rows(batch):
+            await self.ranks.run_on(generation, "add_rows", build)
+
+    async def _delete(self, name: str) -> None:
+        batch = self.state.batches.get(name)
+        command = pb.FollowResponse(drop_batch=pb.DropBatch(batch_id=batch.batch_id))
+        await self.ranks.run_on(self.ranks.generation, "drop_batch", commands.same_for_all(command))
+        await self._unpin(self.state.batches.remove(batch))
+        metrics.BATCHES.set(len(self.state.batches.all()))
+
+    async def _pin(self, references: list[BlobReference]) -> None:
+        digests = [reference.digest for reference in references]
+        try:
+            await asyncio.to_thread(self.blobs.pin, self.config.name, digests)
+        except BlobNotFoundError as error:
+            raise NotFoundError("blob", error.digest) from None
+
+    async def _unpin(self, digests: set[str]) -> None:
+        if digests:
+            await asyncio.to_thread(self.blobs.unpin, self.config.name, sorted(digests))
+
+    async def _save(self, checkpoint_id: str) -> int:
+        generation = self.ranks.generation
+        partial = self._checkpoints.begin(checkpoint_id)
+        try:
+            with metrics.CHECKPOINT_SECONDS.labels("save").time():
+                command = pb.SaveCommand(directory=str(partial.resolve()))
+                message = commands.same_for_all(pb.FollowResponse(save=command))
+                await self.ranks.run_on(generation, "save_checkpoint", message)
+                layout = {field.name: value for field, value in self.layout.ListFields()}
+                record = checkpoints.record_state(self.state, self.config.backend, layout)
+                await asyncio.to_thread(self._checkpoints.finish, checkpoint_id, partial, record)
+        except BaseException:
+            self._checkpoints.abandon(partial)
+            raise
+        self.state.checkpoint = checkpoints.PREFIX + checkpoint_id
+        return self.state.step
+
+    async def _load(self, name: str) -> int:
+        generation = self.ranks.generation
+        self._checkpoints.read(name, self.config.backend)
+        for batch in self.state.batches.all():
+            command = pb.FollowResponse(drop_batch=pb.DropBatch(batch_id=batch.batch_id))
+            await self.ranks.run_on(generation, "drop_batch", commands.same_for_all(command))
+        await self._unpin(self.state.batches.clear())
+        metrics.BATCHES.set(0)
+        await self._load_into(generation, name)
+        return self.state.step
+
+    async def _load_into(self, generation: Generation, name: str) -> None:
+        record = self._checkpoints.read(name, self.config.backend)
+        directory = str(self._checkpoints.directory(name).resolve())
+        message = pb.FollowResponse(load=pb.LoadCommand(directory=directory))
+        with metrics.CHECKPOINT_SECONDS.labels("load").time():
+            await self.ranks.run_on(generation, "load_checkpoint", commands.same_for_all(message))
+        checkpoints.restore_state(self.state, name, record)
+        metrics.STEP.set(self.state.step)
+
+    async def _restore(self, generation: Generation) -> None:
+        """Bring fresh ranks to where the lost ones were saved last."""
+        self._planner.limits = self._plan_limits(self.layout)
+        state = self.state
+        if state.checkpoint:
+            await self._load_into(generation, state.checkpoint)
+        elif generation.number > 1:
+            blank = checkpoints.CheckpointRecord(
+                backend=self.config.backend, step=0, skipped_count=0, weights=None, layout={}
+            )
+            checkpoints.restore_state(state, "", blank)
+        for batch in state.batches.all():
+            batch.forget_derived()
+            await self._register(generation, batch)
+
+    def _plan_limits(self, layout: trainer_pb.ParallelLayout) -> PlanLimits:
+        interleaved = layout.virtual_pipeline > 1
+        return PlanLimits(
+            token_cap=self.config.max_tokens_per_micro_batch,
+            context_size=max(1, layout.context),
+            data_size=max(1, layout.data),
+            micro_batch_multiple=layout.pipeline if interleaved else 1,
+        )

@@ -1,0 +1,132 @@
+"""The rows that this rank owns, with the columns that were computed for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from services.trainer.backend import Row
+from sluice.api.trainer.v1 import worker_service_pb2 as pb
+from sluice.runtime.wire import blob_from_proto
+from sluice.samples.arrow import decode_group, encode_group
+from sluice.samples.blobs import BlobStore
+from sluice.samples.columns import COLUMNS
+from sluice.samples.sample import Sample
+
+
+@dataclass(eq=False)
+class OwnedRow:
+    """A row by its position in the upload order; `columns` grow as passes add to them.
+
+    token_ids: int64[length]. loss_mask: bool[response]. columns: float32[response] by name.
+    scalars: per-sample columns.
+    """
+
+    sample_id: str
+    group_id: str
+    token_ids: torch.Tensor
+    prompt_length: int
+    loss_mask: torch.Tensor
+    columns: dict[str, torch.Tensor] = field(default_factory=dict)
+    scalars: dict[str, float] = field(default_factory=dict)
+
+    def to_row(self, loss_weight: float) -> Row:
+        return Row(
+            sample_id=self.sample_id,
+            group_id=self.group_id,
+            token_ids=self.token_ids,
+            prompt_length=self.prompt_length,
+            loss_mask=self.loss_mask,
+            columns=self.columns,
+            loss_weight=loss_weight * self.scalars.get("weight", 1.0),
+        )
+
+
+class RowTable:
+    """Batches by id, rows by position."""
+
+    def __init__(self, blobs: BlobStore) -> None:
+        self._blobs = blobs
+        self._batches: dict[str, dict[int, OwnedRow]] = {}
+
+    def add(self, command: pb.AddRows) -> None:
+        """Read this rank's rows of the blobs. Raises the errors of BlobStore.get."""
+        batch = self._batches.setdefault(command.batch_id, {})
+        for stored in command.blobs:
+            for row, sample in zip(stored.rows, self._read(stored), strict=True):
+                batch[row] = _own(sample)
+
+    def set_columns(self, command: pb.SetColumns) -> None:
+        batch = self._batches[command.batch_id]
+        for row, sample in zip(command.rows.rows, self._read(command.rows), strict=True):
+            _set_columns(batch[row], sample)
+
+    def spool_columns(self, batch_id: str, names: Sequence[str]) -> bytes:
+        """This rank's rows with the named columns they have, and no tokens."""
+        batch = self._batches[batch_id]
+        return encode_group([_bare_sample(batch[row], names) for row in sorted(batch)])
+
+    def drop(self, batch_id: str) -> None:
+        self._batches.pop(batch_id, None)
+
+    def rows(self, batch_id: str) -> dict[int, OwnedRow]:
+        return self._batches[batch_id]
+
+    def micro_batches(self, batch_id: str, plan: Iterable[pb.MicroBatchRows]) -> list[list[Row]]:
+        """Rows of each micro-batch, with their loss weights if the plan has them."""
+        batch = self._batches[batch_id]
+        return [
+            [
+                batch[row].to_row(weight)
+                for row, weight in zip(
+                    part.rows, part.loss_weights or [1.0] * len(part.rows), strict=True
+                )
+            ]
+            for part in plan
+        ]
+
+    def _read(self, stored: pb.BlobRows) -> list[Sample]:
+        return decode_group(self._blobs.get(blob_from_proto(stored.blob)), list(stored.indices))
+
+
+def _own(sample: Sample) -> OwnedRow:
+    row = OwnedRow(
+        sample_id=sample.sample_id,
+        group_id=sample.group_id,
+        token_ids=torch.from_numpy(sample.token_ids.astype(np.int64)),
+        prompt_length=sample.prompt_length,
+        loss_mask=torch.ones(sample.response_length, dtype=torch.bool),
+    )
+    _set_columns(row, sample)
+    return row
+
+
+def _set_columns(row: OwnedRow, sample: Sample) -> None:
+    for name, values in sample.columns.items():
+        if not isinstance(values, np.ndarray):
+            row.scalars[name] = float(values)
+        elif name == "loss_mask":
+            row.loss_mask = torch.from_numpy(values.copy())
+        else:
+            row.columns[name] = torch.from_numpy(values.copy())
+
+
+def _bare_sample(row: OwnedRow, names: Sequence[str]) -> Sample:
+    columns: dict[str, np.ndarray | float] = {}
+    for name in names:
+        if name == "loss_mask":
+            columns[name] = row.loss_mask.numpy()
+        elif not COLUMNS[name].per_token and name in row.scalars:
+            columns[name] = row.scalars[name]
+        elif name in row.columns:
+            columns[name] = row.columns[name].numpy()
+    return Sample(
+        sample_id=row.sample_id,
+        group_id=row.group_id,
+        token_ids=np.empty(0, dtype=np.int32),
+        prompt_length=0,
+        columns=columns,
+    )

@@ -1,0 +1,280 @@
+"""TrainerService: decode, call, encode."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+import grpc
+import xxhash
+from google.longrunning import operations_pb2
+from google.protobuf import message as pb_message
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from services.trainer.front.passes import COLUMN_OF_MODEL, GradientsRequest
+from services.trainer.front.state import PassScalars
+from services.trainer.front.trainer import Trainer
+from sluice.algo.spec import AdvantageName, LossName
+from sluice.api.common.v1 import sample_pb2
+from sluice.api.trainer.v1 import trainer_service_pb2 as pb
+from sluice.api.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
+from sluice.api.trainer.v1 import worker_service_pb2 as worker_pb
+from sluice.runtime.errors import InvalidFieldError
+from sluice.runtime.idempotency import RequestLog
+from sluice.runtime.operations import Operations
+from sluice.runtime.wire import (
+    advantage_from_proto,
+    blob_from_proto,
+    blob_to_proto,
+    loss_from_proto,
+    sample_from_proto,
+)
+
+
+class TrainerServicer(pb_grpc.TrainerServiceServicer):
+    """Serves one Trainer; every call that changes something happens once for its request_id."""
+
+    def __init__(self, trainer: Trainer, operations: Operations) -> None:
+        self._trainer, self._operations = trainer, operations
+        self._requests = RequestLog()
+
+    async def close(self) -> None:
+        await self._requests.close()
+
+    async def GetTrainer(
+        self, request: pb.GetTrainerRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetTrainerResponse:
+        return pb.GetTrainerResponse(trainer=_describe(self._trainer))
+
+    async def UploadBatch(
+        self,
+        request_iterator: AsyncIterator[pb.UploadBatchRequest],
+        context: grpc.aio.ServicerContext,
+    ) -> pb.UploadBatchResponse:
+        first = await anext(aiter(request_iterator), None)
+        if first is None or first.WhichOneof("payload") != "header":
+            raise InvalidFieldError("header", "must come first")
+        header = first.header
+        if not header.request_id:
+            self._trainer.state.batches.check_new(header.batch_id)
+        upload = self._trainer.begin_upload()
+        async for message in request_iterator:
+            kind = message.WhichOneof("payload")
+            if kind == "sample":
+                upload.add_sample(sample_from_proto(message.sample))
+            elif kind == "blob":
+                upload.add_blob(blob_from_proto(message.blob))
+            else:
+                raise InvalidFieldError("payload", "must be a sample or a blob after the header")
+        references = upload.finish()
+
+        async def run() -> pb.UploadBatchResponse:
+            batch = await self._trainer.upload(header.batch_id, references, header.sample_count)
+            return pb.UploadBatchResponse(
+                batch=batch.name,
+                sample_count=batch.row_count,
+                token_count=int(batch.facts.lengths.sum()),
+                group_count=len(set(batch.facts.group_ids)),
+            )
+
+        rows = worker_pb.AddRows(batch_id=f"{header.batch_id}:{header.sample_count}")
+        rows.blobs.extend(worker_pb.BlobRows(blob=blob_to_proto(blob)) for blob in references)
+        return await self._requests.once(header.request_id, rows, run)
+
+    async def DeleteBatch(
+        self, request: pb.DeleteBatchRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DeleteBatchResponse:
+        async def run() -> pb.DeleteBatchResponse:
+            await self._trainer.delete(request.batch)
+            return pb.DeleteBatchResponse()
+
+        return await self._requests.once(request.request_id, request, run)
+
+    async def ComputeLogprobs(
+        self, request: pb.ComputeLogprobsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ComputeLogprobsResponse:
+        if request.model not in COLUMN_OF_MODEL:
+            raise InvalidFieldError("model", f"{request.model} is unknown")
+        temperature = request.temperature if request.HasField("temperature") else 1.0
+        if not temperature > 0:
+            raise InvalidFieldError("temperature", f"must be positive, got {temperature}")
+
+        async def run() -> pb.ComputeLogprobsResponse:
+            scalars = await self._trainer.compute_logprobs(
+                request.batch, request.model, temperature
+            )
+            return _logprobs_to_proto(COLUMN_OF_MODEL[request.model], scalars)
+
+        return await self._requests.once(request.request_id, request, run)
+
+    async def ComputeAdvantages(
+        self, request: pb.ComputeAdvantagesRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ComputeAdvantagesResponse:
+        spec = advantage_from_proto(request.advantage)
+
+        async def run() -> pb.ComputeAdvantagesResponse:
+            found = await self._trainer.compute_advantages(request.batch, spec)
+            return pb.ComputeAdvantagesResponse(
+                reward_mean=found.reward_mean,
+                advantage_abs_mean=found.advantage_abs_mean,
+                silent_group_count=found.silent_group_count,
+                group_count=found.group_count,
+                metrics=found.metrics,
+            )
+
+        return await self._requests.once(request.request_id, request, run)
+
+    async def ForwardBackward(
+        self, request: pb.ForwardBackwardRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ForwardBackwardResponse:
+        part = GradientsRequest(
+            part_id=request.part_id,
+            body=_digest_without_id(request),
+            expected_step=request.expected_step,
+            loss=loss_from_proto(request.loss),
+            sample_ids=request.sample_ids,
+        )
+
+        async def run() -> pb.ForwardBackwardResponse:
+            scalars = await self._trainer.forward_backward(request.batch, part)
+            return pb.ForwardBackwardResponse(
+                loss=scalars.loss,
+                token_count=scalars.token_count,
+                metrics=scalars.metrics,
+                micro_batch_count=scalars.micro_batch_count,
+                silent_row_count=scalars.silent_row_count,
+            )
+
+        return await self._requests.once(request.request_id, request, run)
+
+    async def StepOptimizer(
+        self, request: pb.StepOptimizerRequest, context: grpc.aio.ServicerContext
+    ) -> pb.StepOptimizerResponse:
+        rate = request.learning_rate if request.HasField("learning_rate") else None
+        if rate is not None and not rate >= 0:
+            raise InvalidFieldError("learning_rate", f"must not be negative, got {rate}")
+
+        async def run() -> pb.StepOptimizerResponse:
+            done = await self._trainer.step(request.expected_step, request.part_ids, rate)
+            skipped = pb.StepOptimizerResponse.OUTCOME_SKIPPED
+            applied = pb.StepOptimizerResponse.OUTCOME_APPLIED
+            response = pb.StepOptimizerResponse(
+                step=done.step,
+                outcome=skipped if done.skipped_reason else applied,
+                skipped_reason=done.skipped_reason,
+                grad_norm=done.grad_norm,
+                learning_rate=done.learning_rate,
+                skipped_count=done.skipped_count,
+                consecutive_skipped_count=done.skips_in_a_row,
+            )
+            response.duration.FromNanoseconds(int(done.seconds * 1e9))
+            return response
+
+        return await self._requests.once(request.request_id, request, run)
+
+    async def DiscardGradients(
+        self, request: pb.DiscardGradientsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DiscardGradientsResponse:
+        async def run() -> pb.DiscardGradientsResponse:
+            return pb.DiscardGradientsResponse(part_ids=await self._trainer.discard())
+
+        return await self._requests.once(request.request_id, request, run)
+
+    async def SaveCheckpoint(
+        self, request: pb.SaveCheckpointRequest, context: grpc.aio.ServicerContext
+    ) -> operations_pb2.Operation:
+        name = f"checkpoints/{request.checkpoint_id}"
+
+        async def run() -> pb.SaveCheckpointResponse:
+            step = await self._trainer.save_checkpoint(request.checkpoint_id)
+            return pb.SaveCheckpointResponse(checkpoint=name, step=step)
+
+        metadata = pb.CheckpointMetadata(checkpoint=name, create_time=_now())
+        return self._operations.start("save", request, run, lambda: metadata)
+
+    async def LoadCheckpoint(
+        self, request: pb.LoadCheckpointRequest, context: grpc.aio.ServicerContext
+    ) -> operations_pb2.Operation:
+        async def run() -> pb.LoadCheckpointResponse:
+            return pb.LoadCheckpointResponse(
+                step=await self._trainer.load_checkpoint(request.checkpoint)
+            )
+
+        metadata = pb.CheckpointMetadata(checkpoint=request.checkpoint, create_time=_now())
+        return self._operations.start("load", request, run, lambda: metadata)
+
+    async def PublishWeights(
+        self, request: pb.PublishWeightsRequest, context: grpc.aio.ServicerContext
+    ) -> operations_pb2.Operation:
+        metadata = pb.PublishWeightsMetadata(create_time=_now())
+
+        def note(version: int) -> None:
+            metadata.version = version
+
+        async def run() -> pb.PublishWeightsResponse:
+            record, size = await self._trainer.publish(note)
+            return pb.PublishWeightsResponse(
+                weights=sample_pb2.WeightVersion(version=record.version, digest=record.digest),
+                step=record.step,
+                byte_count=size,
+            )
+
+        return self._operations.start("publish", request, run, lambda: metadata)
+
+
+def _digest_without_id(request: pb.ForwardBackwardRequest) -> str:
+    """A part is the same part under another request_id."""
+    body = pb.ForwardBackwardRequest()
+    body.CopyFrom(request)
+    body.ClearField("request_id")
+    return _digest(body)
+
+
+def _digest(message: pb_message.Message) -> str:
+    return xxhash.xxh3_128_hexdigest(message.SerializeToString(deterministic=True))
+
+
+def _now() -> Timestamp:
+    now = Timestamp()
+    now.GetCurrentTime()
+    return now
+
+
+def _logprobs_to_proto(column: str, scalars: PassScalars) -> pb.ComputeLogprobsResponse:
+    found = scalars.metrics
+    response = pb.ComputeLogprobsResponse(
+        column=column, mean=found.get("logprob", 0.0), token_count=scalars.token_count
+    )
+    if "rollout_mismatch" in found:
+        response.rollout_mismatch_mean = found["rollout_mismatch"]
+        response.rollout_mismatch_max = found["rollout_mismatch_max"]
+    return response
+
+
+def _describe(trainer: Trainer) -> pb.Trainer:
+    state, ranks = trainer.state, trainer.ranks
+    described = pb.Trainer(
+        state=ranks.state,
+        step=state.step,
+        part_ids=list(state.ledger.parts),
+        layout=trainer.layout,
+        ranks=[link.to_proto() for link in ranks.links],
+        restart_count=ranks.restart_count,
+        failure=ranks.failure,
+        losses=_words(LossName),
+        advantage_estimators=_words(AdvantageName),
+        batches=[batch.name for batch in state.batches.all()],
+        backend=trainer.config.backend,
+        skipped_count=state.skipped_count,
+        consecutive_skipped_count=state.skips_in_a_row,
+        gradients_incomplete=bool(state.ledger.broken),
+        checkpoint=state.checkpoint,
+    )
+    if state.weights is not None:
+        described.weights.version = state.weights.version
+        described.weights.digest = state.weights.digest
+    return described
+
+
+def _words(literal: object) -> Sequence[str]:
+    words: Sequence[str] = literal.__args__  # type: ignore[attr-defined]
+    return words
