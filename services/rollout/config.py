@@ -37,6 +37,9 @@ class EpisodesConfig(Config):
     kept_rollouts: int = Field(
         64, ge=1, description="Settled rollouts that can be asked for again; then unpinned."
     )
+    environments: dict[str, str] = Field(
+        default_factory=dict, description="Further environments, name to `package.module:Class`."
+    )
     graders: GraderPoolConfig = GraderPoolConfig()
 
 

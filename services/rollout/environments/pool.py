@@ -45,15 +45,15 @@ class EnvironmentFailedError(ServiceError):
 class _Grader:
     """One process; one call at a time."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, path: str) -> None:
+        self._path = path
         self._process: asyncio.subprocess.Process | None = None
 
     async def ask(self, call: bytes) -> dict[str, Any]:
         """Starts the process if need be. Raises GraderCrashedError; leaves timing to the caller."""
         if self._process is None:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", WORKER_MODULE, self._name),
+                *(sys.executable, "-m", WORKER_MODULE, self._path),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 limit=MAX_LINE_BYTES,
@@ -64,10 +64,10 @@ class _Grader:
             await self._process.stdin.drain()
             line = await self._process.stdout.readline()
         except (ConnectionError, ValueError) as error:  # ValueError: an answer beyond the limit
-            raise GraderCrashedError(f"grader {self._name}: {error}") from None
+            raise GraderCrashedError(f"grader {self._path}: {error}") from None
         if not line.endswith(b"\n"):
             code = await self._process.wait()
-            raise GraderCrashedError(f"grader {self._name} died: {code}", exit_code=code)
+            raise GraderCrashedError(f"grader {self._path} died: {code}", exit_code=code)
         reply: dict[str, Any] = json.loads(line)
         return reply
 
@@ -82,8 +82,8 @@ class _Grader:
 class GraderPool:
     """Up to `size` processes of one environment; started when needed, ended when idle."""
 
-    def __init__(self, name: str, config: GraderPoolConfig) -> None:
-        self._name, self._config = name, config
+    def __init__(self, name: str, path: str, config: GraderPoolConfig) -> None:
+        self._name, self._path, self._config = name, path, config
         self._slots = asyncio.Semaphore(config.size)
         self._idle: list[_Grader] = []
         self._ending: set[asyncio.Task[None]] = set()
@@ -118,7 +118,7 @@ class GraderPool:
     async def _ask(self, data: bytes) -> dict[str, Any]:
         async with self._slots:
             fresh = not self._idle
-            grader = _Grader(self._name) if fresh else self._idle.pop()
+            grader = _Grader(self._path) if fresh else self._idle.pop()
             timeout = self._config.timeout_seconds + (self._config.start_seconds if fresh else 0)
             reply: dict[str, Any] = {"error": "crash"}
             try:

@@ -1,4 +1,4 @@
-"""Environments by name. An entry names the class; its module is imported when chosen."""
+"""Environments by name. A path names module and class; it is imported when chosen."""
 
 from __future__ import annotations
 
@@ -23,10 +23,15 @@ ENVIRONMENTS = {
 }
 
 
-def find_environment(name: str) -> type[Environment]:
-    """Raises KeyError for an unknown name."""
-    module, _, attribute = ENVIRONMENTS[name].partition(":")
-    found: type[Environment] = getattr(importlib.import_module(module), attribute)
+def load_environment(path: str) -> type[Environment]:
+    """The class at `package.module:Class`. Raises ValueError where there is none."""
+    module, _, attribute = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute, None)
+    except ImportError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(found, type) or not issubclass(found, Environment):
+        raise ValueError(f"{path} names no Environment")
     return found
 
 
@@ -44,10 +49,10 @@ def parse_settings(environment: type[Environment], values: Mapping[str, Any]) ->
 
 
 def create_environment(
-    name: str, values: Mapping[str, Any], tokenizer: TextTokenizer | None = None
+    path: str, values: Mapping[str, Any], tokenizer: TextTokenizer | None = None
 ) -> Environment:
-    """Raises KeyError for an unknown name, SettingError for a wrong setting."""
-    found = find_environment(name)
+    """Raises SettingError for a wrong setting."""
+    found = load_environment(path)
     return found(parse_settings(found, values), tokenizer)
 
 

@@ -18,7 +18,11 @@ from services.rollout.environments.environment import (
     TextTokenizer,
 )
 from services.rollout.environments.pool import EnvironmentFailedError, GraderPool
-from services.rollout.environments.registry import find_environment, parse_settings
+from services.rollout.environments.registry import (
+    ENVIRONMENTS,
+    load_environment,
+    parse_settings,
+)
 from sluice.config import Config
 
 
@@ -94,17 +98,34 @@ class PooledRunner(Runner):
 class Environments:
     """The environments of an episode worker; owns their pools."""
 
-    def __init__(self, config: GraderPoolConfig, tokenizer: TextTokenizer) -> None:
+    def __init__(
+        self, extra: Mapping[str, str], config: GraderPoolConfig, tokenizer: TextTokenizer
+    ) -> None:
+        """`extra` are paths by name. Raises ValueError for one that names no environment."""
+        self._paths = {**ENVIRONMENTS, **extra}
         self._config, self._tokenizer = config, tokenizer
+        for path in extra.values():
+            load_environment(path)
         self._pools: dict[str, GraderPool] = {}
 
+    @property
+    def names(self) -> list[str]:
+        """All there are."""
+        return sorted(self._paths)
+
+    def settings_schema(self, name: str) -> dict[str, Any]:
+        """JSON schema of the settings of an environment."""
+        return load_environment(self._paths[name]).settings_type.model_json_schema()
+
     def create_runner(self, name: str, values: Mapping[str, Any]) -> Runner:
-        """Raises KeyError for an unknown name, SettingError for a wrong setting."""
-        found = find_environment(name)
+        """Raises SettingError for a wrong setting; `name` is one of `names`."""
+        found = load_environment(self._paths[name])
         settings = parse_settings(found, values)
         if found.placement is Placement.INLINE:
             return InlineRunner(found(settings, self._tokenizer), settings)
-        pool = self._pools.setdefault(name, GraderPool(name, self._config))
+        pool = self._pools.get(name)
+        if pool is None:
+            pool = self._pools[name] = GraderPool(name, self._paths[name], self._config)
         return PooledRunner(found, settings, pool)
 
     async def close(self) -> None:

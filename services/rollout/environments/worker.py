@@ -1,4 +1,4 @@
-"""A process that runs one environment: `python -m services.rollout.environments.worker NAME`.
+"""A process that runs one environment: `python -m services.rollout.environments.worker PATH`.
 
 It reads a JSON call a line and answers a JSON line: `{"value": ...}`, or `{"error": ...}` with
 what the caller can act on. An exception of the environment is answered as well and then ends
@@ -33,8 +33,8 @@ KEPT = 8  # environments with different settings
 class Worker:
     """Answers calls; keeps the environments it has built."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, path: str) -> None:
+        self._path = path
         self._environments: dict[str, Environment] = {}
 
     def answer(self, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Worker:
         if key not in self._environments:
             while len(self._environments) >= KEPT:
                 del self._environments[next(iter(self._environments))]
-            self._environments[key] = create_environment(self._name, settings)
+            self._environments[key] = create_environment(self._path, settings)
         return self._environments[key]
 
 

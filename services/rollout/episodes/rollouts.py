@@ -13,7 +13,6 @@ import xxhash
 
 from services.rollout.config import EpisodesConfig
 from services.rollout.environments.environment import SettingError, TaskError
-from services.rollout.environments.registry import ENVIRONMENTS
 from services.rollout.environments.runner import Environments, Runner
 from services.rollout.episodes.events import failed_event, finished_event
 from services.rollout.episodes.group import GroupResult, GroupRunner, GroupSettings, GroupSpec
@@ -138,8 +137,8 @@ class Rollouts:
         return rollout
 
     async def _create_runner(self, spec: pb.EnvironmentSpec, groups: list[GroupSpec]) -> Runner:
-        if spec.name not in ENVIRONMENTS:
-            known = ", ".join(ENVIRONMENTS)
+        if spec.name not in self._environments.names:
+            known = ", ".join(self._environments.names)
             raise InvalidFieldError("environment.name", f"{spec.name!r} is unknown; known: {known}")
         try:
             runner = self._environments.create_runner(spec.name, values_from_proto(spec.settings))

@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-from services.rollout.environments.registry import ENVIRONMENTS, find_environment
+from services.rollout.environments.runner import Environments
 from services.rollout.episodes.rollouts import Rollouts
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.api.rollout.v1 import rollout_service_pb2_grpc as pb_grpc
@@ -15,8 +15,8 @@ from sluice.api.rollout.v1 import rollout_service_pb2_grpc as pb_grpc
 class RolloutServicer(pb_grpc.RolloutServiceServicer):
     """One episode worker on the wire."""
 
-    def __init__(self, rollouts: Rollouts) -> None:
-        self._rollouts = rollouts
+    def __init__(self, rollouts: Rollouts, environments: Environments) -> None:
+        self._rollouts, self._environments = rollouts, environments
 
     async def Rollout(
         self, request: pb.RolloutRequest, context: Any
@@ -36,7 +36,7 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
         self, request: pb.ListEnvironmentsRequest, context: Any
     ) -> pb.ListEnvironmentsResponse:
         environments = []
-        for name in sorted(ENVIRONMENTS):
-            schema = find_environment(name).settings_type.model_json_schema()
-            environments.append(pb.Environment(name=name, settings_schema=json.dumps(schema)))
+        for name in self._environments.names:
+            schema = json.dumps(self._environments.settings_schema(name))
+            environments.append(pb.Environment(name=name, settings_schema=schema))
         return pb.ListEnvironmentsResponse(environments=environments)

@@ -14,6 +14,7 @@ from services.rollout.episodes.sampler import Sampler
 from services.rollout.episodes.servicer import RolloutServicer
 from services.rollout.episodes.spool import Spool
 from services.rollout.episodes.tokenizer import TextTokenizer
+from sluice.config import ConfigError
 from sluice.samples.blobs import BlobStore
 
 
@@ -26,14 +27,18 @@ class EpisodeWorker:
         tokenizer = TextTokenizer(config.tokenizer_directory)
         blobs = BlobStore(config.store, sync=config.store_sync)
         self._spool = Spool(blobs, Journals(config.store, blobs, sync=config.store_sync))
-        self._environments = Environments(config.episodes.graders, tokenizer)
+        episodes = config.episodes
+        try:
+            self._environments = Environments(episodes.environments, episodes.graders, tokenizer)
+        except ValueError as error:
+            raise ConfigError(f"episodes.environments: {error}") from None
         self._engines = EngineChannels(config.server.security)
         self._leases = RouterLeases(router)
         sampler = Sampler(self._leases, self._engines, config.episodes.engine_attempts)
         self._rollouts = Rollouts(
             config.episodes, self._environments, tokenizer, sampler, self._spool
         )
-        self.servicer = RolloutServicer(self._rollouts)
+        self.servicer = RolloutServicer(self._rollouts, self._environments)
 
     async def close(self) -> None:
         """Stop the rollouts; what is finished stays in the store."""

@@ -1,0 +1,186 @@
+"""Graders in processes: slow and dying ones harm nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from services.rollout.config import GraderPoolConfig
+from services.rollout.environments.environment import (
+    Response,
+    SettingError,
+    Task,
+    TaskError,
+    TaskRequest,
+)
+from services.rollout.environments.pool import (
+    EnvironmentFailedError,
+    GraderCrashedError,
+    GraderTimeoutError,
+)
+from services.rollout.environments.registry import ENVIRONMENTS
+from services.rollout.environments.runner import Environments, PooledRunner, Runner
+from tests.unit.rollout import grim
+
+ANSWERS = [Response(text="a"), Response(text="b")]
+
+
+@pytest.fixture
+async def environments() -> AsyncIterator[Environments]:
+    config = GraderPoolConfig(size=2, timeout_seconds=0.5, start_seconds=20)
+    made = Environments({"grim": grim.PATH}, config, tokenizer=None)  # type: ignore[arg-type]
+    yield made
+    await made.close()
+
+
+def grader(environments: Environments, **values: Any) -> Runner:
+    runner = environments.create_runner("grim", values)
+    assert isinstance(runner, PooledRunner)
+    return runner
+
+
+def deed(name: str) -> Task:
+    return Task(prompt="x", state={"deed": name})
+
+
+def pids(marks: Path) -> list[int]:
+    return [int(path.name.partition("-")[2]) for path in sorted(marks.iterdir())]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_tasks_and_rewards_cross_the_process_border(environments: Environments) -> None:
+    runner = grader(environments)
+    task = await runner.make_task(TaskRequest(row={"prompt": "ü\n", "deed": "chatter"}))
+    assert (task.prompt, task.state) == ("ü\n", {"deed": "chatter"})
+    rewards = await runner.reward(task, ANSWERS)
+    assert [reward.reward for reward in rewards] == [1.0, 1.0]
+
+
+async def test_a_warm_process_is_used_again(environments: Environments, tmp_path: Path) -> None:
+    runner = grader(environments, marks=str(tmp_path))
+    for _ in range(3):
+        await runner.reward(deed("smile"), ANSWERS)
+    assert len(set(pids(tmp_path))) == 1
+
+
+async def test_a_killed_process_is_replaced_and_the_call_repeated(
+    environments: Environments, tmp_path: Path
+) -> None:
+    runner = grader(environments, marks=str(tmp_path))
+    rewards = await runner.reward(deed("die_once"), ANSWERS)
+    assert len(rewards) == 2
+    first, second = pids(tmp_path)
+    assert first != second and not is_alive(first) and is_alive(second)
+
+
+async def test_a_grader_that_always_dies_is_a_typed_error(environments: Environments) -> None:
+    with pytest.raises(GraderCrashedError) as caught:
+        await grader(environments).reward(deed("die"), ANSWERS)
+    assert (caught.value.code, caught.value.reason) == (
+        grpc.StatusCode.INTERNAL,
+        "GRADER_CRASHED",
+    )
+    assert caught.value.metadata["exit_code"] == "-9"
+
+
+async def test_an_exception_is_told_and_its_process_replaced(
+    environments: Environments, tmp_path: Path
+) -> None:
+    runner = grader(environments, marks=str(tmp_path))
+    with pytest.raises(EnvironmentFailedError, match="ZeroDivisionError: no mercy"):
+        await runner.reward(deed("raise"), ANSWERS)
+    assert len(pids(tmp_path)) == 1, "a bug is not tried again"
+    await runner.reward(deed("smile"), ANSWERS)
+    assert len(set(pids(tmp_path))) == 2
+
+
+async def test_slow_graders_end_at_their_deadline_and_leave_the_others_alone(
+    environments: Environments, tmp_path: Path
+) -> None:
+    runner = grader(environments, marks=str(tmp_path))
+    await asyncio.gather(*(runner.reward(deed("smile"), ANSWERS) for _ in range(2)))  # warm
+    slow = asyncio.create_task(runner.reward(deed("stall"), ANSWERS))
+    start = time.monotonic()
+    for _ in range(5):
+        await runner.reward(deed("smile"), ANSWERS)
+    assert time.monotonic() - start < 0.4, "waited for the slow one"
+    with pytest.raises(GraderTimeoutError) as caught:
+        await slow
+    assert (caught.value.code, caught.value.reason) == (
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        "GRADER_TIMED_OUT",
+    )
+
+
+async def test_a_cancelled_call_ends_its_process_at_once(
+    environments: Environments, tmp_path: Path
+) -> None:
+    runner = grader(environments, marks=str(tmp_path))
+    await runner.reward(deed("smile"), ANSWERS)
+    stalled = asyncio.create_task(runner.reward(deed("stall"), ANSWERS))
+    async with asyncio.timeout(5):
+        while len(pids(tmp_path)) < 2:
+            await asyncio.sleep(0.01)
+        stalled.cancel()
+        await asyncio.gather(stalled, return_exceptions=True)
+        while is_alive(pids(tmp_path)[1]):
+            await asyncio.sleep(0.01)
+
+
+async def test_idle_processes_are_ended(tmp_path: Path) -> None:
+    config = GraderPoolConfig(size=1, idle_seconds=0.1)
+    environments = Environments({"grim": grim.PATH}, config, tokenizer=None)  # type: ignore[arg-type]
+    runner = grader(environments, marks=str(tmp_path))
+    await runner.reward(deed("smile"), ANSWERS)
+    async with asyncio.timeout(5):
+        while is_alive(pids(tmp_path)[0]):
+            await asyncio.sleep(0.02)
+    await runner.reward(deed("smile"), ANSWERS)
+    await environments.close()
+    assert not any(is_alive(pid) for pid in pids(tmp_path))
+
+
+async def test_settings_and_tasks_are_refused_by_key(environments: Environments) -> None:
+    with pytest.raises(SettingError) as caught:
+        await grader(environments, flavour="poison").open()
+    assert caught.value.key == "flavour"
+    runner = environments.create_runner("reasoning_gym", {"dataset": "chain_sum", "size": 3})
+    with pytest.raises(TaskError) as refused:
+        await runner.make_task(TaskRequest(index=3))
+    assert refused.value.key == "index"
+
+
+async def test_reasoning_gym_runs_in_its_pool_only(environments: Environments) -> None:
+    """Its import costs a second, which the episode worker must not pay."""
+    code = (
+        "import sys; from services.rollout.environments.registry import *;"
+        f"load_environment({ENVIRONMENTS['reasoning_gym']!r});"
+        "sys.exit(any(name.partition('.')[0] == 'reasoning_gym' for name in sys.modules))"
+    )
+    process = await asyncio.create_subprocess_exec(os.sys.executable, "-c", code)  # type: ignore[attr-defined]
+    assert await process.wait() == 0
+    runner = environments.create_runner("reasoning_gym", {"dataset": "chain_sum", "size": 3})
+    await runner.open()
+    task = await runner.make_task(TaskRequest(index=2))
+    right, wrong = await runner.reward(task, [Response(text=task.answer), Response(text="x")])
+    assert (right.reward, wrong.reward) == (1.0, 0.0)
+
+
+def test_a_path_that_names_no_environment_is_refused() -> None:
+    for path in ("no.such:Thing", "json:loads", "tests.unit.rollout.grim:GrimSettings"):
+        with pytest.raises(ValueError, match=path):
+            Environments({"mine": path}, GraderPoolConfig(), tokenizer=None)  # type: ignore[arg-type]

@@ -1,0 +1,106 @@
+"""The worker's tokenizer agrees with transformers, token for token."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from examples.models.tiny_qwen3 import build_tiny_qwen3
+from services.rollout.episodes.chat_template import ChatTemplateError, NoChatTemplateError
+from services.rollout.episodes.tokenizer import TextTokenizer
+from sluice.config import ConfigError
+
+TEMPLATE = """{{ bos_token }}{% for message in messages %}
+    {%- if message.role not in ('system', 'user', 'assistant') %}
+        {{- raise_exception('unknown role ' + message.role) }}
+    {%- endif %}
+    {%- if loop.index0 > 8 %}{% break %}{% endif %}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}{{ '=' + message.content + eos_token }}{% endgeneration %}
+    {%- else %}
+        {{- message.content | trim }}={{ message | tojson | length }}
+    {%- endif %}
+{% endfor %}
+{%- if add_generation_prompt %}={% endif %}"""
+CHAT = [
+    {"role": "system", "content": " 12 "},
+    {"role": "user", "content": "3 4"},
+    {"role": "assistant", "content": "34"},
+    {"role": "user", "content": "é<5>"},
+]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_qwen3(tmp_path_factory.mktemp("plain"), 0)
+
+
+@pytest.fixture
+def chatty(plain: Path, tmp_path: Path) -> Path:
+    """With a chat template, and a beginning-of-sequence token around plain texts."""
+    tokenizer = AutoTokenizer.from_pretrained(plain)
+    backend = tokenizer.backend_tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    backend.post_processor = TemplateProcessing(
+        single="= $A", special_tokens=[("=", tokenizer.convert_tokens_to_ids("="))]
+    )
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<end>", pad_token="<pad>", bos_token="="
+    )
+    made.chat_template = TEMPLATE
+    made.save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("text", ["0123=", "", "  9 9\n", "1<end>2", "abc7"])
+def test_plain_texts_are_encoded_as_by_transformers(chatty: Path, text: str) -> None:
+    ours, theirs = TextTokenizer(chatty), AutoTokenizer.from_pretrained(chatty)
+    assert ours.encode(text, special=True) == theirs(text).input_ids
+    bare = theirs(text, add_special_tokens=False).input_ids
+    assert ours.encode(text, special=False) == bare
+    assert ours.end_token_id == theirs.eos_token_id
+
+
+def test_conversations_are_rendered_as_by_transformers(chatty: Path) -> None:
+    ours, theirs = TextTokenizer(chatty), AutoTokenizer.from_pretrained(chatty)
+    expected: Any = theirs.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    assert ours.encode_chat(CHAT) == expected
+    assert len(expected) > 10
+
+
+def test_responses_lose_their_special_tokens_only(plain: Path) -> None:
+    ours, theirs = TextTokenizer(plain), AutoTokenizer.from_pretrained(plain)
+    ids = [[1, 2, 11], [12, 3], [], [10, 10]]
+    assert ours.decode(ids) == theirs.batch_decode(ids, skip_special_tokens=True)
+    assert ours.decode(ids)[0] == "12"
+
+
+def test_a_template_in_the_configuration_file_counts_too(chatty: Path) -> None:
+    expected = TextTokenizer(chatty).encode_chat(CHAT)
+    path = chatty / "tokenizer_config.json"
+    values = json.loads(path.read_text())
+    source = (chatty / "chat_template.jinja").read_text()
+    (chatty / "chat_template.jinja").unlink()
+    for given in (source, [{"name": "default", "template": source}]):
+        path.write_text(json.dumps({**values, "chat_template": given}))
+        assert TextTokenizer(chatty).encode_chat(CHAT) == expected
+
+
+def test_what_cannot_be_rendered_is_refused(plain: Path, chatty: Path) -> None:
+    with pytest.raises(NoChatTemplateError):
+        TextTokenizer(plain).encode_chat(CHAT)
+    with pytest.raises(ChatTemplateError, match="unknown role judge"):
+        TextTokenizer(chatty).encode_chat([{"role": "judge", "content": "1"}])
+
+
+def test_a_directory_without_tokenizer_is_an_error_of_the_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer\.json does not exist"):
+        TextTokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{ not json")
+    with pytest.raises(ConfigError):
+        TextTokenizer(tmp_path)
