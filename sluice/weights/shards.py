@@ -159,7 +159,7 @@ def _tensor(mapped: mmap.mmap, extent: Extent) -> torch.Tensor:
 
 
 def _host_bytes(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().cpu().reshape(-1).view(torch.uint8)
     return flat.numpy().data
 
 

@@ -50,8 +50,6 @@ def open_staging(root: Path, version: int, parent: int | None) -> Staging:
 
 def close_staging(staging: Staging) -> None:
     """Remove what is left of a staging directory and free its lock; may be repeated."""
-    if staging.lock.closed:
-        return
     shutil.rmtree(staging.directory, ignore_errors=True)
     staging.lock_path.unlink(missing_ok=True)
     staging.lock.close()

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import random
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from sluice.durable import LockTimeoutError, locked
 from sluice.samples.blobs import BlobNotFoundError, BlobReference, BlobStore
 from sluice.samples.pins import PinBoard
 
 HERE = Path(__file__).parent
+CONTENTS = 200
+RACE_SECONDS = 1.0
 CONTEXT = multiprocessing.get_context("fork")
 
 
@@ -51,52 +57,126 @@ def test_a_crash_at_any_operation_loses_nothing_promised(tmp_path: Path) -> None
         check(path.with_suffix(""), path.read_text().splitlines())
 
 
-def put_and_pin(root: Path, seed: int, failures: multiprocessing.Queue[str]) -> None:
-    """Put contents that are old and unnamed already, pin, use and let go of them."""
+def put_and_pin(root: Path, seed: int, stop: Event, failures: multiprocessing.Queue[str]) -> None:
+    """Name contents that are old and unnamed by now, use them and let go of them."""
     store = BlobStore(root, sync=False)
     draw = random.Random(seed)
-    for _ in range(300):
-        content = b"%d" % draw.randrange(6)
-        try:
-            with locked(root / "aging.lock", shared=True):
-                reference = store.put(content)
+    while not stop.is_set():
+        content = b"%d" % draw.randrange(CONTENTS)
+        reference = BlobReference(xxhash.xxh3_128_hexdigest(content), len(content))
+        put = draw.random() < 0.5  # else pin what may be collected this moment
+        with locked(root / "aging.lock", shared=True):
+            try:
+                if put:
+                    store.put(content)
                 store.pin(f"batch/{seed}", [reference.digest])
-            if store.get(reference) != content:
-                failures.put(f"{content!r} has other bytes")
-        except BlobNotFoundError as error:
-            failures.put(f"{content!r}: {error}")
+            except BlobNotFoundError:
+                if put:
+                    failures.put(f"{content!r} was taken between its put and its pin")
+                continue
+        try:
+            store.get(reference)
+        except BlobNotFoundError:
+            failures.put(f"{content!r} was taken in spite of its pin")
         store.unpin(f"batch/{seed}", [reference.digest] if draw.random() < 0.8 else None)
 
 
-def age_and_collect(root: Path, stop: Event, removed: multiprocessing.Queue[int]) -> None:
-    """Between a put and its pin no blob grows old; at any other time it may."""
+def fill_and_age(root: Path, stop: Event) -> None:
+    """Keep all contents there and old, except between a put and its pin."""
+    store = BlobStore(root, sync=False)
+    while not stop.is_set():
+        for number in range(CONTENTS):
+            store.put(b"%d" % number)
+        with locked(root / "aging.lock"):
+            for path in root.glob("blobs/??/*"):
+                with suppress(FileNotFoundError):
+                    os.utime(path, (0, 0))
+
+
+def collect_on(root: Path, stop: Event, removed: multiprocessing.Queue[int]) -> None:
     store = BlobStore(root, sync=False)
     count = 0
     while not stop.is_set():
-        with locked(root / "aging.lock"):
-            for path in root.glob("blobs/??/*"):
-                os.utime(path, (0, 0))
         count += len(store.collect(grace_seconds=3600))
     removed.put(count)
 
 
-def test_a_collector_beside_writers_takes_nothing_that_is_put_again(tmp_path: Path) -> None:
+def test_a_collector_beside_writers_takes_nothing_that_is_named(tmp_path: Path) -> None:
     failures: multiprocessing.Queue[str] = CONTEXT.Queue()
     removed: multiprocessing.Queue[int] = CONTEXT.Queue()
     stop = CONTEXT.Event()
-    collector = CONTEXT.Process(target=age_and_collect, args=(tmp_path, stop, removed))
-    writers = [
-        CONTEXT.Process(target=put_and_pin, args=(tmp_path, seed, failures)) for seed in range(2)
+    (tmp_path / "aging.lock").touch()
+    processes = [
+        CONTEXT.Process(target=fill_and_age, args=(tmp_path, stop)),
+        CONTEXT.Process(target=collect_on, args=(tmp_path, stop, removed)),
+        *(
+            CONTEXT.Process(target=put_and_pin, args=(tmp_path, seed, stop, failures))
+            for seed in range(2)
+        ),
     ]
-    for process in (collector, *writers):
+    for process in processes:
         process.start()
-    for writer in writers:
-        writer.join(60)
+    stop.wait(RACE_SECONDS)
     stop.set()
-    assert removed.get(timeout=30) > 10, "the collector had nothing to do"
-    collector.join(30)
-    assert [process.exitcode for process in (collector, *writers)] == [0, 0, 0]
+    assert removed.get(timeout=30) > CONTENTS, "the collector had nothing to do"
+    for process in processes:
+        process.join(30)
+    assert [process.exitcode for process in processes] == [0, 0, 0, 0]
     assert failures.empty(), failures.get()
+
+
+def collect_stopping_at(root: Path, limit: int) -> None:
+    """Collect in this process, which stops itself at its file operation number `limit`."""
+    store, count = BlobStore(root, sync=False), 0
+
+    def watch(event: str, _: tuple[object, ...]) -> None:
+        nonlocal count
+        count += event.startswith(("open", "os.", "fcntl."))
+        if count == limit and not event.startswith("os.kill"):
+            count += 1
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    sys.addaudithook(watch)
+    store.collect(grace_seconds=3600)
+
+
+def name_meanwhile(store: BlobStore, again: bytes, late: str) -> set[str]:
+    """Put old content again and pin an old blob, if the lock is free; what must stay then."""
+    try:
+        with locked(store.root / "blobs.lock", shared=True, timeout_seconds=0):
+            pass
+    except LockTimeoutError:
+        return set()
+    named = {store.put(again).digest}
+    with suppress(BlobNotFoundError):
+        store.pin("late", [late])
+        named.add(late)
+    return named
+
+
+def test_what_is_named_at_any_moment_of_a_collection_stays(tmp_path: Path) -> None:
+    named_before_unlink = 0
+    for limit in itertools.count(1):
+        root = tmp_path / str(limit)
+        store = BlobStore(root, sync=False)
+        digests = [store.put(text).digest for text in (b"again", b"late")]
+        for path in root.glob("blobs/??/*"):
+            os.utime(path, (0, 0))
+        collector = CONTEXT.Process(target=collect_stopping_at, args=(root, limit))
+        collector.start()
+        assert collector.pid is not None
+        _, status = os.waitpid(collector.pid, os.WUNTRACED)
+        if not os.WIFSTOPPED(status):
+            assert os.waitstatus_to_exitcode(status) == 0
+            break
+        try:
+            named = name_meanwhile(store, b"again", digests[1])
+        finally:
+            os.kill(collector.pid, signal.SIGCONT)
+        named_before_unlink += len(named) == 2
+        assert os.waitpid(collector.pid, 0)[1] == 0
+        assert {digest for digest in named if store.exists(BlobReference(digest, 0))} == named
+    assert named_before_unlink > 5
 
 
 def test_a_torn_pin_is_no_pin_and_spoils_no_other(tmp_path: Path) -> None:

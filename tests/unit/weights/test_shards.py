@@ -21,6 +21,7 @@ from sluice.weights.errors import (
     TensorDigestError,
     WeightStoreError,
 )
+from sluice.weights.header import parse_header
 from sluice.weights.shards import TORCH_DTYPES, load_verified, write_shard
 from sluice.weights.store import VersionRecord, WeightStore, import_checkpoint
 
@@ -74,7 +75,10 @@ def test_other_readers_see_the_same(
     read = load_file(directory / "a.safetensors")
     assert set(read) == set(tensors) == set(written.tensors)
     assert all(equal(read[name], tensors[name].contiguous()) for name in tensors)
-    assert describe_shard(directory / "a.safetensors") == written
+    path = directory / "a.safetensors"
+    assert describe_shard(path) == written
+    for name, extent in parse_header(path.read_bytes(), file_name=path.name).items():
+        assert extent.begin % tensors[name].dtype.itemsize == 0
 
 
 def test_a_change_of_dtype_spares_integers(store: WeightStore, tensors: Tensors) -> None:
@@ -157,6 +161,21 @@ def test_files_of_two_versions_do_not_mix(store: WeightStore, tensors: Tensors) 
         store.manifest(2)
 
 
+def test_a_manifest_has_one_spelling(store: WeightStore, tensors: Tensors) -> None:
+    path = publish(store, tensors).directory / "manifest.json"
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"\n", b" ", 1))
+    with pytest.raises(FileDigestError) as failure:
+        store.manifest(1)
+    assert failure.value.file_name == "manifest.json"
+    path.write_bytes(content.replace(b'"format": 1', b'"format": 2', 1))
+    with pytest.raises(FileDigestError):
+        WeightStore(store.root).latest()
+    path.write_bytes(b"{}")
+    with pytest.raises(ManifestError):
+        WeightStore(store.root).latest()
+
+
 def test_a_changed_companion_is_named(
     store: WeightStore, tensors: Tensors, checkpoint: Path
 ) -> None:
@@ -211,6 +230,7 @@ def test_import_takes_sharded_and_unaligned_files(
     loaded = load(store, import_checkpoint(store, source, None, 0))
     assert equal(loaded["w"], values) and equal(loaded["a"], tensors["embed.weight"])
     assert loaded["m"].tolist() == [True, False, True]
+    assert loaded["w"].data_ptr() % 4 == 0
     (source / "y.safetensors").unlink()
     with pytest.raises(MissingFileError) as failure:
         import_checkpoint(store, source, None, 0)
@@ -228,6 +248,12 @@ def test_import_takes_sharded_and_unaligned_files(
         (2).to_bytes(8, "little") + b"[]",
         (9).to_bytes(8, "little") + b'{"a": {}}',
         (2).to_bytes(8, "little") + b"{}trailing",
+        (53).to_bytes(8, "little")
+        + b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[1,4]}}'
+        + b"data",
+        (55).to_bytes(8, "little")
+        + b'{"a":{"dtype":"NONE","shape":[4],"data_offsets":[0,4]}}'
+        + b"data",
     ],
 )
 def test_import_refuses_what_is_no_safetensors(
