@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
+
+from sluice.config import Config
 
 
-class EngineConfig(BaseModel, frozen=True, extra="forbid"):
+class EngineConfig(Config):
     """Backend, model and limits of an engine.
 
     Without `model` the engine starts empty and builds itself from the first prepared version.

@@ -37,13 +37,14 @@ class EngineCore:
         self.paused: PauseMode | None = None
         self.draining = False  # someone waits for what runs to end: nothing new begins
         self.outbox: list[tuple[int, Outcome]] = []
-        self.decode_tokens = 0
+        self.drawn_tokens = 0
         self.prefill_tokens = 0
         self._live: dict[int, Request | Scoring] = {}  # by key
         self._waiting: deque[Request | Scoring] = deque()
         self._active: list[Request | Scoring] = []  # prompts in work, or samples yet to start
         self._batch: DecodeBatch | None = None
         self._reserved = 0  # cache tokens promised to running samples
+        self._unstarted = 0  # samples and scorings that have not begun
 
     @property
     def max_length(self) -> int:
@@ -56,8 +57,7 @@ class EngineCore:
 
     @property
     def waiting_count(self) -> int:
-        queued = [*self._waiting, *self._active]
-        return sum(item.unstarted for item in queued if isinstance(item, Request))
+        return self._unstarted
 
     @property
     def reserved_tokens(self) -> int:
@@ -114,8 +114,7 @@ class EngineCore:
         """Queue a request; its deltas come to the outbox. Raises typed errors."""
         model = self._serving()
         check_generation(generation, model.vocabulary_size, self.max_length, self.config)
-        if self.waiting_count + generation.sample_count > self.config.waiting_limit:
-            raise QueueFullError(f"{self.config.waiting_limit} samples wait already")
+        self._queue(generation.sample_count)
         length = len(generation.prompt_token_ids)
         sampling = generation.sampling
         seeds = sampling.seeds or tuple(
@@ -135,6 +134,7 @@ class EngineCore:
         """Queue a scoring; its log-probabilities come to the outbox."""
         model = self._serving()
         check_score(token_ids, prompt_length, model.vocabulary_size, self.max_length)
+        self._queue(1)
         prompt = Prompt(torch.tensor(token_ids, dtype=torch.int64), len(token_ids))
         self._live[key] = scoring = Scoring(key=key, prompt=prompt, first=prompt_length)
         self._waiting.append(scoring)
@@ -169,6 +169,7 @@ class EngineCore:
             self._hand_out(self._batch.abort(lanes))
         for item in gone:
             self._live.pop(item.key, None)
+            self._unstarted -= item.unstarted
             if isinstance(item, Request):
                 for index in range(item.started, item.generation.sample_count):
                     empty = Lane(item, index).delta(Written((), (), ()), FinishReason.ABORTED)
@@ -184,7 +185,7 @@ class EngineCore:
         works = self._prompt_work()
         result = run_pass(self.model, self._batch, works, apart=self.config.deterministic)
         self.prefill_tokens += sum(work.chunk for work in works)
-        self.decode_tokens += len(self._batch)
+        self.drawn_tokens += len(self._batch)
         unsettled = False
         if result.decode_logits is not None:
             unsettled = self._batch.advance(result.decode_logits)
@@ -198,6 +199,13 @@ class EngineCore:
         if self.model is None or self.version is None:
             raise NoWeightsError("the engine has no weights yet")
         return self.model
+
+    def _queue(self, samples: int) -> None:
+        if self._unstarted + samples > self.config.waiting_limit:
+            raise QueueFullError(
+                f"{self._unstarted} samples wait already", limit=self.config.waiting_limit
+            )
+        self._unstarted += samples
 
     def _admit(self) -> None:
         if not self._admitting:
@@ -240,6 +248,7 @@ class EngineCore:
                 item.logprobs += work.logprobs
             if item.prompt.done == item.prompt.length:
                 self._active.remove(item)
+                self._unstarted -= 1
                 del self._live[item.key]
                 self.outbox.append((item.key, item.logprobs))
 
@@ -261,6 +270,8 @@ class EngineCore:
             slots -= count
             tokens -= count * request.reserved
             self._reserved += count * request.reserved
+            self._unstarted -= count
+            self.drawn_tokens += count
             groups.append((request, lanes))
         if not groups:
             return False

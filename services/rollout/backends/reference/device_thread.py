@@ -113,8 +113,7 @@ class DeviceThread:
     # Below: on the device thread.
 
     def _run(self, threads: int) -> None:
-        if threads:
-            torch.set_num_threads(threads)
+        torch.set_num_threads(threads)
         while not self._closing and threading.main_thread().is_alive():
             for command in self._take():
                 if command.when_quiet:

@@ -21,6 +21,7 @@ from services.rollout.backends.reference.weights import (
     PreparedWeights,
     load_version,
     open_model,
+    yield_to_others,
 )
 from services.rollout.engine import (
     Delta,
@@ -52,7 +53,7 @@ class ReferenceEngine(Engine):
         self._dtype, self._device = DTYPES[config.dtype], platform.current().device()
         self._core = EngineCore(config)
         self._thread = DeviceThread(self._core, self._deliver, self._ended)
-        self._loader = ThreadPoolExecutor(1, "engine-weights")
+        self._loader = ThreadPoolExecutor(1, "engine-weights", initializer=yield_to_others)
         self._model: ServingModel | None = None
         self._prepared: dict[int, PreparedWeights] = {}
         self._keys = itertools.count(1)
@@ -62,7 +63,9 @@ class ReferenceEngine(Engine):
         self._pause_seconds = self._prepare_seconds = 0.0
 
     async def start(self) -> None:
-        self._thread.start(asyncio.get_running_loop(), self._config.threads)
+        threads = self._config.threads or torch.get_num_threads()
+        await self._load(lambda: None)  # its thread sets thread counts before the device thread
+        self._thread.start(asyncio.get_running_loop(), threads)
         if self._config.model:
             path = Path(self._config.model)
             model, weights = await self._load(partial(open_model, path, self._dtype, self._device))
@@ -145,7 +148,7 @@ class ReferenceEngine(Engine):
             max_model_length=core.max_length,
             last_pause_seconds=self._pause_seconds,
             last_prepare_seconds=self._prepare_seconds,
-            decode_tokens_total=core.decode_tokens,
+            decode_tokens_total=core.drawn_tokens,
             prefill_tokens_total=core.prefill_tokens,
             failure=self._failure,
         )

@@ -67,6 +67,7 @@ class Scoring:
     prompt: Prompt
     first: int
     logprobs: list[float] = field(default_factory=list)
+    unstarted: int = 1  # as of a request with one sample
 
 
 @dataclass(eq=False)
@@ -102,7 +103,9 @@ class Lane:
         )
 
     def _spans(self, first: int, end: int) -> tuple[VersionSpan, ...]:
-        begins = [begin for begin, _ in self.versions[1:]]
+        if first == end:
+            return ()
+        untils = [*(begin for begin, _ in self.versions[1:]), end]
         return tuple(
             VersionSpan(
                 version=version,
@@ -110,6 +113,6 @@ class Lane:
                 first_token=max(begin, first),
                 last_token=min(until, end) - 1,
             )
-            for (begin, (version, digest)), until in zip(self.versions, [*begins, end], strict=True)
+            for (begin, (version, digest)), until in zip(self.versions, untils, strict=True)
             if max(begin, first) < min(until, end)
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.utils import logging as transformers_logging
 
 from services.rollout.backends.reference.attention import IMPLEMENTATION, ForwardPlan
 from services.rollout.backends.reference.kv_cache import CacheShape
@@ -22,19 +23,28 @@ class ServingModel:
     def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
         """Build from an HF directory; raises UnsupportedModelError, UnfitWeightsError."""
         config = read_model_config(directory)
+        transformers_logging.disable_progress_bar()  # a server's log is no terminal
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                directory, config=config, dtype=dtype, attn_implementation=IMPLEMENTATION
+            model, report = AutoModelForCausalLM.from_pretrained(
+                directory,
+                config=config,
+                dtype=dtype,
+                attn_implementation=IMPLEMENTATION,
+                output_loading_info=True,
             )
-        except (ValueError, OSError, KeyError) as error:
+        except (ValueError, OSError, KeyError, RuntimeError) as error:
             raise UnfitWeightsError(f"{directory.name!r} is no usable model: {error}") from error
+        for what in ("missing_keys", "mismatched_keys"):
+            if report[what]:
+                name = str(min(report[what]))
+                raise UnfitWeightsError(f"{what} of the checkpoint: {name}", tensor=name)
         self.module = model.to(device).eval().requires_grad_(False)
         self.vocabulary_size: int = config.get_text_config().vocab_size
         self.max_length: int = config.get_text_config().max_position_embeddings
         self.stop_token_ids = _stop_tokens(model.generation_config, config)
         self.cache_shape = _cache_shape(config, dtype, device)
         self._places = _places(model)
-        self._shapes = {names[0]: model.get_parameter(names[0]).shape for names in self._places}
+        self._shapes = {names: model.get_parameter(names[0]).shape for names in self._places}
         self._dtype, self._device = dtype, device
 
     def forward(
@@ -50,27 +60,26 @@ class ServingModel:
         ).logits
         return logits[0].float()
 
-    def fit(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.nn.Parameter]:
-        """Match checkpoint tensors with this model's parameters, by first parameter name.
+    def names_match(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether `fit` finds every parameter by name; further tensors do not matter."""
+        return all(any(name in tensors for name in names) for names in self._places)
 
-        A tied parameter may stand under any of its names. Raises UnfitWeightsError.
+    def fit(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.nn.Parameter]:
+        """Parameters for `swap`. A tied one may stand under any of its names.
+
+        Raises UnfitWeightsError for a tensor that is missing or has another shape.
         """
-        left = dict(tensors)
         fitted: dict[str, torch.nn.Parameter] = {}
-        for names in self._places:
-            found = [left.pop(name) for name in names if name in left]
-            if not found:
+        for names, expected in self._shapes.items():
+            found = next((tensors[name] for name in names if name in tensors), None)
+            if found is None:
                 raise UnfitWeightsError(f"tensor {names[0]!r} is missing", tensor=names[0])
-            shape, expected = tuple(found[0].shape), tuple(self._shapes[names[0]])
-            if shape != expected:
-                message = f"tensor {names[0]!r} has shape {shape}, not {expected}"
+            if found.shape != expected:
+                message = f"tensor {names[0]!r} has shape {[*found.shape]}, not {[*expected]}"
                 raise UnfitWeightsError(message, tensor=names[0])
             # A copy always: aligned memory of its own, whatever becomes of the file.
-            value = found[0].to(self._device, self._dtype, copy=True)
+            value = found.to(self._device, self._dtype, copy=True)
             fitted[names[0]] = torch.nn.Parameter(value, requires_grad=False)
-        if left:
-            name = min(left)
-            raise UnfitWeightsError(f"tensor {name!r} is not in this model", tensor=name)
         return fitted
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +17,8 @@ from sluice.weights.digest import digest_version
 from sluice.weights.errors import FileDigestError, TensorDigestError, WeightStoreError
 from sluice.weights.manifest import MANIFEST_NAME, read_manifest
 from sluice.weights.shards import load_verified
+
+LOADER_NICENESS = 5
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,11 @@ def load_version(
                 expected=digest,
                 actual=manifest.digest,
             )
+        if manifest.version != version:
+            raise UnfitWeightsError(
+                f"{directory.name!r} holds version {manifest.version}, not {version}",
+                version=version,
+            )
         tensors = dict(load_verified(directory, manifest))
     except TensorDigestError as error:
         raise DigestMismatchError(
@@ -59,7 +69,11 @@ def load_version(
     except (WeightStoreError, OSError) as error:
         raise UnfitWeightsError(f"version {version} cannot be read: {error}") from error
     model = model or ServingModel(directory, dtype, device)
-    return model, PreparedWeights(version, digest, model.fit(tensors))
+    if model.names_match(tensors):
+        return model, PreparedWeights(version, digest, model.fit(tensors))
+    # Checkpoints of some architectures name or cut tensors in another way than the module.
+    converted = ServingModel(directory, dtype, device)
+    return model, PreparedWeights(version, digest, model.fit(converted.parameters()))
 
 
 def open_model(
@@ -86,3 +100,10 @@ def _directory_digest(directory: Path) -> str:
         for shard in shards
         for name, tensor in shard.tensors.items()
     )
+
+
+def yield_to_others() -> None:
+    """Make the calling thread one of low impact: a single core, and that last in line."""
+    torch.set_num_threads(1)
+    if sys.platform == "linux":  # elsewhere priorities are of processes only
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOADER_NICENESS)

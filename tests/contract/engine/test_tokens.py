@@ -1,0 +1,141 @@
+"""What an engine draws, and what it says about it. transformers is the oracle."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from services.rollout.engine import FinishReason
+from tests.contract.engine.cases import Model, StartEngine, complete, gather, request_of
+
+PROMPTS = [[5], [1, 2, 3], list(range(40)), [7] * 19]
+
+
+async def test_greedy_tokens_are_those_of_generate(model: Model, start_engine: StartEngine) -> None:
+    engine = await start_engine(model=str(model.directory))
+    requests = [
+        request_of(str(i), prompt, max_new_tokens=20, temperature=0)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    answers = await asyncio.gather(*[complete(engine, request) for request in requests])
+    for prompt, (answer,) in zip(PROMPTS, answers, strict=True):
+        ids = torch.tensor([prompt])
+        expected = model.module.generate(
+            ids, max_new_tokens=20, do_sample=False, attention_mask=torch.ones_like(ids)
+        )
+        assert list(answer.token_ids) == expected[0, len(prompt) :].tolist()
+        assert answer.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+async def test_logprobs_are_those_of_the_tempered_distribution_and_of_temperature_1(
+    model: Model, start_engine: StartEngine, temperature: float
+) -> None:
+    engine = await start_engine(model=str(model.directory))
+    requests = [
+        request_of(str(i), prompt, 3, max_new_tokens=12, temperature=temperature, top_k=5 * i)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    answers = await asyncio.gather(*[complete(engine, request) for request in requests])
+    for prompt, samples in zip(PROMPTS, answers, strict=True):
+        for sample in samples:
+            expected = model.logprobs(prompt, sample.token_ids, temperature)
+            assert sample.logprobs == pytest.approx(expected, abs=1e-4)
+            assert sample.logprobs_t1 == pytest.approx(
+                model.logprobs(prompt, sample.token_ids), abs=1e-4
+            )
+
+
+async def test_score_is_teacher_forced(model: Model, start_engine: StartEngine) -> None:
+    engine = await start_engine(model=str(model.directory), prefill_chunk_tokens=7)
+    text = [int(token) for token in torch.randint(97, (50,))]
+    for context in (1, 7, 8, 49):
+        expected = model.logprobs(text[:context], tuple(text[context:]))
+        assert await engine.score(text, context) == pytest.approx(expected, abs=1e-4)
+
+
+async def test_streamed_deltas_add_up_to_the_answer(
+    qwen3: Model, start_engine: StartEngine
+) -> None:
+    engine = await start_engine(model=str(qwen3.directory))
+    seeds = (3, 4, 5)
+    plain = await complete(engine, request_of("a", [1, 2], 3, seeds=seeds))
+    streamed = await gather(engine, request_of("b", [1, 2], 3, seeds=seeds, stream=True))
+    for whole, deltas in zip(plain, streamed, strict=True):
+        assert len(deltas) == 8
+        assert sum((delta.token_ids for delta in deltas), ()) == whole.token_ids
+        assert sum((delta.logprobs for delta in deltas), ()) == whole.logprobs
+        assert [delta.finish_reason for delta in deltas] == [None] * 7 + [FinishReason.LENGTH]
+        places = [(span.first_token, span.last_token) for d in deltas for span in d.spans]
+        assert places == [(i, i) for i in range(8)]
+
+
+async def test_a_seed_gives_the_same_sample_whoever_runs_beside(
+    qwen3: Model, start_engine: StartEngine
+) -> None:
+    engine = await start_engine(model=str(qwen3.directory))
+    request = request_of("a", [1, 2, 3], 2, seeds=(11, 12), max_new_tokens=24)
+    alone = await complete(engine, request)
+    noise = [request_of(str(i), [i] * (i + 1), max_new_tokens=5 * i + 1) for i in range(9)]
+    crowd = await asyncio.gather(*[complete(engine, item) for item in [*noise, request]])
+    assert [s.token_ids for s in crowd[-1]] == [s.token_ids for s in alone]
+    assert alone[0].token_ids != alone[1].token_ids
+
+
+async def test_without_seeds_samples_differ(qwen3: Model, start_engine: StartEngine) -> None:
+    engine = await start_engine(model=str(qwen3.directory))
+    samples = await complete(engine, request_of("a", [1], 8, temperature=3.0))
+    assert len({sample.token_ids for sample in samples}) == 8
+
+
+async def test_a_sample_continued_by_its_tokens_draws_as_if_never_cut(
+    qwen3: Model, start_engine: StartEngine
+) -> None:
+    engine = await start_engine(model=str(qwen3.directory))
+    (whole,) = await complete(engine, request_of("a", [1, 2], seeds=(9,), max_new_tokens=20))
+    (first,) = await complete(engine, request_of("b", [1, 2], seeds=(9,), max_new_tokens=7))
+    prompt = [1, 2, *first.token_ids]
+    (rest,) = await complete(engine, request_of("c", prompt, seeds=(9,), max_new_tokens=13))
+    assert first.token_ids + rest.token_ids == whole.token_ids
+
+
+async def test_a_stop_token_ends_a_sample_and_belongs_to_it(
+    qwen3: Model, start_engine: StartEngine
+) -> None:
+    engine = await start_engine(model=str(qwen3.directory))
+    (free,) = await complete(engine, request_of("a", [4], temperature=0, max_new_tokens=12))
+    stop = free.token_ids[5]
+    first = free.token_ids.index(stop)
+    stops = (stop, 0) if 0 not in free.token_ids[:first] else (stop,)
+    request = request_of("b", [4], temperature=0, max_new_tokens=12, stop_token_ids=stops)
+    other = request_of("c", [4], temperature=0, max_new_tokens=12)
+    (cut,), (beside,) = await asyncio.gather(complete(engine, request), complete(engine, other))
+    assert cut.token_ids == free.token_ids[: first + 1]
+    assert cut.finish_reason is FinishReason.STOP
+    assert beside.token_ids == free.token_ids
+
+
+async def test_the_model_length_ends_a_sample(qwen3: Model, start_engine: StartEngine) -> None:
+    engine = await start_engine(model=str(qwen3.directory), max_model_length=32)
+    (sample,) = await complete(engine, request_of("a", [1] * 20, max_new_tokens=100))
+    assert len(sample.token_ids) == 12
+    assert sample.finish_reason is FinishReason.LENGTH
+
+
+async def test_more_samples_than_slots_and_chunked_prompts_come_out_whole(
+    model: Model, start_engine: StartEngine
+) -> None:
+    engine = await start_engine(
+        model=str(model.directory), max_running=3, prefill_chunk_tokens=5, max_cached_tokens=100
+    )
+    prompts = [[i + 1] * (3 * i + 1) for i in range(6)]
+    requests = [request_of(str(i), p, 5, max_new_tokens=9) for i, p in enumerate(prompts)]
+    answers = await asyncio.gather(*[complete(engine, request) for request in requests])
+    for prompt, samples in zip(prompts, answers, strict=True):
+        for sample in samples:
+            expected = model.logprobs(prompt, sample.token_ids)
+            assert sample.logprobs == pytest.approx(expected, abs=1e-4)
+    load = engine.status().rank_loads[0]
+    assert (load.running_count, load.waiting_count, load.used_tokens) == (0, 0, 0)
