@@ -36,14 +36,15 @@ class RolloutProcess:
         self.server = Server(config.server)
         self._resources = contextlib.AsyncExitStack()
         self._registrations: list[Registration] = []
+        self._leaving: asyncio.Task[None] | None = None
         self._router: grpc.aio.Channel | None = None
         if config.router:
             self._router = create_channel(config.router, config.server.security)
 
     async def run(self) -> None:
         """Serve until a signal."""
-        await self.start()
         try:
+            await self.start()
             await self.server.run_until_signal()
         finally:
             await self.close()
@@ -61,12 +62,19 @@ class RolloutProcess:
             await engine.start()
         await self.server.set_serving()
         self._register(engine)
+        self._leaving = asyncio.create_task(self._leave_router(), name="leave router")
 
     async def close(self) -> None:
-        """Leave the router and let go of everything; the server has stopped before."""
-        for registration in self._registrations:
-            await registration.close()
+        """Let go of everything; the server has stopped before."""
+        if self._leaving is not None:
+            self.server.stopping.set()
+            await self._leaving
         await self._resources.aclose()
+
+    async def _leave_router(self) -> None:
+        """Once no new work is wanted, while running calls still end."""
+        await self.server.stopping.wait()
+        await asyncio.gather(*(registration.close() for registration in self._registrations))
 
     def _add_engine(self) -> Engine:
         config = self._config

@@ -97,6 +97,7 @@ class GroupRunner:
     async def _sample(self, group: GroupSpec, settings: GroupSettings) -> tuple[list[Sample], Task]:
         task = await self._runner.make_task(group.task)
         prompt = Prompt(
+            group_id=group.group_id,
             token_ids=tuple(await self._tokenise(task)),
             sample_count=settings.sample_count,
             sampling=replace(settings.sampling, seeds=group.seeds),

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import grpc
@@ -13,15 +12,18 @@ import grpc
 from services.rollout import metrics
 from services.rollout.engine import Delta, FinishReason, Sampling
 from services.rollout.episodes.engines import EngineChannels
-from services.rollout.episodes.leases import Lease, LeaseSource
+from services.rollout.episodes.leases import RouterLeases
 from services.rollout.wire import VersionBounds, delta_from_proto, sampling_to_proto
 from sluice.api.rollout.v1 import engine_service_pb2 as pb
+from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.client import RemoteError, new_request_id
+from sluice.router_client import Lease, outcome_of
 from sluice.runtime.errors import ServiceError
 
 logger = logging.getLogger(__name__)
 
 FIRST_BACKOFF_SECONDS = 0.05
+LINGER_SECONDS = 0.02  # for leases that come almost together
 RETRIED = frozenset(  # another engine, or the same one later, may do
     {
         grpc.StatusCode.UNAVAILABLE,
@@ -47,6 +49,7 @@ class EngineError(ServiceError):
 class Prompt:
     """What is to be sampled: `sample_count` continuations, sample i by seeds[i] if given."""
 
+    group_id: str
     token_ids: tuple[int, ...]
     sample_count: int
     sampling: Sampling
@@ -65,7 +68,7 @@ class _Part:
 class Sampler:
     """Leases, asks, and asks again elsewhere for what was lost."""
 
-    def __init__(self, leases: LeaseSource, engines: EngineChannels, attempts: int) -> None:
+    def __init__(self, leases: RouterLeases, engines: EngineChannels, attempts: int) -> None:
         self._leases, self._engines, self._attempts = leases, engines, attempts
 
     async def sample(self, prompt: Prompt) -> list[Delta]:
@@ -81,7 +84,7 @@ class Sampler:
                 return [done[index] for index in range(prompt.sample_count)]
             if not _is_retried(error) or attempt == self._attempts:
                 raise EngineError(error, attempt)
-            logger.info("attempt %d: %s", attempt, error)
+            logger.info("group %s, attempt %d: %s", prompt.group_id, attempt, error)
             metrics.RETRIES.inc()
             await asyncio.sleep(FIRST_BACKOFF_SECONDS * 2 ** (attempt - 1))
         raise AssertionError("the last attempt returns or raises")
@@ -89,34 +92,41 @@ class Sampler:
     async def _attempt(
         self, prompt: Prompt, missing: Sequence[int], done: dict[int, Delta]
     ) -> RemoteError | None:
-        """Adds what was sampled to `done`; the worst error of its parts."""
-        leases = await self._leases.acquire(len(missing), prompt.bounds, prompt.pool)
+        """Adds what was sampled to `done`; the worst error of its parts.
+
+        Samples are asked for as their leases come, those of one dp rank together, so that they
+        share the prompt's cache.
+        """
+        futures = await self._leases.request(
+            prompt.group_id, len(missing), prompt.bounds, prompt.pool
+        )
+        waiting = dict(zip(futures, missing, strict=True))
+        asking: set[asyncio.Task[RemoteError | None]] = set()
         try:
-            parts = _parts(leases, missing)
-            errors = await asyncio.gather(*(self._ask(prompt, part, done) for part in parts))
+            while waiting:
+                if not all(future.done() for future in waiting):
+                    await _first_leases(waiting)
+                for part in _take_parts(waiting):
+                    asking.add(asyncio.create_task(self._ask(prompt, part, done)))
+            errors = await asyncio.gather(*asking)
         finally:
-            self._leases.release(leases)
+            for task in asking:
+                task.cancel()
+            self._leases.give_up(prompt.pool, waiting)
         return min((error for error in errors if error), key=_is_retried, default=None)
 
     async def _ask(self, prompt: Prompt, part: _Part, done: dict[int, Delta]) -> RemoteError | None:
-        seeds = prompt.sampling.seeds
-        sampling = replace(
-            prompt.sampling, seeds=tuple(seeds[index] for index in part.indices) if seeds else ()
-        )
-        request = pb.GenerateRequest(
-            request_id=new_request_id(),
-            prompt_token_ids=prompt.token_ids,
-            sampling=sampling_to_proto(sampling),
-            sample_count=len(part.indices),
-            dp_rank=part.leases[0].dp_rank,
-            versions=pb.VersionBounds(
-                min_version=prompt.bounds.min_version, exact_version=prompt.bounds.exact_version
-            ),
-        )
+        outcome, tokens = router_pb.OUTCOME_ABORTED, list[int]()
         try:
-            response = await self._engines.generate(part.leases[0].address, request)
+            response = await self._engines.generate(part.leases[0].address, _request(prompt, part))
+            outcome = router_pb.OUTCOME_OK
         except RemoteError as error:
+            outcome = outcome_of(error.code)
             return error
+        finally:
+            if outcome == router_pb.OUTCOME_OK:
+                tokens = [len(completion.token_ids) for completion in response.completions]
+            self._leases.release(prompt.pool, part.leases, outcome, tokens)
         for index, completion in zip(part.indices, response.completions, strict=True):
             delta = delta_from_proto(completion)
             if delta.finish_reason is not FinishReason.ABORTED:
@@ -128,21 +138,39 @@ class Sampler:
         )
 
 
+async def _first_leases(waiting: Mapping[asyncio.Future[Lease], int]) -> None:
+    """Until a lease came, and a moment longer for those that come with it."""
+    first = asyncio.FIRST_COMPLETED
+    _, pending = await asyncio.wait(waiting, return_when=first)
+    if pending:
+        await asyncio.wait(pending, timeout=LINGER_SECONDS)
+
+
+def _take_parts(waiting: dict[asyncio.Future[Lease], int]) -> list[_Part]:
+    """Moves samples that have their lease into one part per (engine, dp rank)."""
+    parts: dict[tuple[str, int], _Part] = {}
+    for future in [future for future in waiting if future.done()]:
+        index, lease = waiting.pop(future), future.result()
+        part = parts.setdefault((lease.address, lease.dp_rank), _Part([], []))
+        part.leases.append(lease)
+        part.indices.append(index)
+    return list(parts.values())
+
+
+def _request(prompt: Prompt, part: _Part) -> pb.GenerateRequest:
+    seeds = prompt.sampling.seeds
+    chosen = tuple(seeds[index] for index in part.indices) if seeds else ()
+    return pb.GenerateRequest(
+        request_id=new_request_id(),
+        prompt_token_ids=prompt.token_ids,
+        sampling=sampling_to_proto(replace(prompt.sampling, seeds=chosen)),
+        sample_count=len(part.indices),
+        dp_rank=part.leases[0].dp_rank,
+        versions=pb.VersionBounds(
+            min_version=prompt.bounds.min_version, exact_version=prompt.bounds.exact_version
+        ),
+    )
+
+
 def _is_retried(error: RemoteError) -> bool:
     return error.code in RETRIED or error.reason in RETRIED_REASONS
-
-
-def _parts(leases: Sequence[Lease], indices: Sequence[int]) -> list[_Part]:
-    """One part per (engine, dp rank), so that its samples share the prompt's cache."""
-
-    def target(pair: tuple[Lease, int]) -> tuple[str, int]:
-        return pair[0].address, pair[0].dp_rank
-
-    pairs = zip(
-        sorted(leases, key=lambda lease: (lease.address, lease.dp_rank)), indices, strict=True
-    )
-    return [
-        _Part([lease for lease, _ in group], [index for _, index in group])
-        for _, found in itertools.groupby(pairs, key=target)
-        for group in [list(found)]
-    ]
