@@ -71,7 +71,7 @@ def encode_group(samples: Sequence[Sample], metadata: Mapping[str, str] | None =
 def decode_group(data: bytes | memoryview, rows: Sequence[int] | None = None) -> list[Sample]:
     """The samples at `rows` (default: all), in that order.
 
-    Arrays of numbers are read-only views of `data`; of other rows only offsets are read.
+    Arrays of numbers are read-only views of `data`; of other rows no per-token value is read.
     Raises InvalidGroupError for other bytes and IndexError for a row that is not there.
     """
     batch = _open(data).get_batch(0)
@@ -178,8 +178,8 @@ def _encode_spans(samples: Sequence[Sample]) -> pa.Array:
 
 
 def _scalars(batch: pa.RecordBatch, name: str, rows: Sequence[int]) -> list[Any]:
-    array = batch.column(name)
-    return [array[row].as_py() for row in rows]
+    values = batch.column(name).to_pylist()  # cheaper than a few values one by one
+    return [values[row] for row in rows]
 
 
 def _arrays(batch: pa.RecordBatch, name: str, rows: Sequence[int]) -> list[np.ndarray | None]:
