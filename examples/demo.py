@@ -6,18 +6,18 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import random
 import shutil
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sluice import logs
-from sluice.cli import run_training, supervised
+from sluice.cli import exit_code, run_training, supervised
 from sluice.config import parse_config
 from sluice.loop.config import RunConfig
 from sluice.loop.report import read_metrics
@@ -103,27 +103,32 @@ def prepare(run_dir: Path, seed: int) -> None:
     write_prompts(run_dir / "prompts.jsonl", seed)
 
 
-async def demo(flags: argparse.Namespace, run_dir: Path) -> dict[str, float]:
+@dataclass
+class Result:
+    """What a demo run cost; rewards are means of the first five and the last ten steps."""
+
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+    steps: int = 0
+
+
+async def demo(flags: argparse.Namespace, run_dir: Path, result: Result) -> None:
     """Bring the services up, train, and say what it cost."""
     start = time.monotonic()
-    cpu_seconds = 0.0
     supervisor = Supervisor(services(run_dir, run_dir / "model", flags.seed, flags.ranks))
 
     async def measure(_: Run) -> None:
-        nonlocal cpu_seconds
-        cpu_seconds = supervisor.cpu_seconds()
+        result.cpu_seconds = supervisor.cpu_seconds()
 
     config = training(run_dir, run_dir / "prompts.jsonl", flags.seed, flags.algorithm, flags.steps)
     async with supervised(supervisor):
         await run_training(config, on_end=measure)
     rewards = [row["reward_mean"] for row in read_metrics(run_dir) if "reward_mean" in row]
-    return {
-        "first": sum(rewards[:5]) / len(rewards[:5]),
-        "last": sum(rewards[-10:]) / len(rewards[-10:]),
-        "steps": len(rewards),
-        "seconds": time.monotonic() - start,
-        "cpu_seconds": cpu_seconds,
-    }
+    result.first = sum(rewards[:5]) / len(rewards[:5])
+    result.last = sum(rewards[-10:]) / len(rewards[-10:])
+    result.steps, result.seconds = len(rewards), time.monotonic() - start
 
 
 def main() -> int:
@@ -138,13 +143,14 @@ def main() -> int:
     logs.configure("WARNING")
     run_dir = flags.run_dir.absolute()
     prepare(run_dir, flags.seed)
-    result = asyncio.run(demo(flags, run_dir))
+    result = Result()
+    if code := exit_code(demo(flags, run_dir, result)):
+        return code
     print(
-        f"demo: reward first={result['first']:.3f} last={result['last']:.3f} "
-        f"steps={result['steps']:.0f} seconds={result['seconds']:.0f} "
-        f"cpu_seconds={result['cpu_seconds']:.1f}"
+        f"demo: reward first={result.first:.3f} last={result.last:.3f} steps={result.steps} "
+        f"seconds={result.seconds:.0f} cpu_seconds={result.cpu_seconds:.1f}"
     )
-    return 0 if result["last"] >= flags.target else 1
+    return 0 if result.last >= flags.target else 1
 
 
 if __name__ == "__main__":

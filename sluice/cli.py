@@ -7,7 +7,8 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -141,9 +142,14 @@ def main() -> int:
         print(USAGE, end="", file=sys.stderr)
         return 2
     logs.configure("WARNING")
+    return exit_code(commands[arguments[0]](arguments[1:]))
+
+
+def exit_code(work: Coroutine[Any, Any, None]) -> int:
+    """Run to the end: 0, or 2 with one line a refusal on stderr, or 130 after Ctrl-C."""
     code = 0
     try:
-        asyncio.run(commands[arguments[0]](arguments[1:]))
+        asyncio.run(work)
     except* _EXPECTED as errors:
         for error in _flatten(errors):
             print(f"sluice: {error}", file=sys.stderr)
