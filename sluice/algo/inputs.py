@@ -78,9 +78,13 @@ def pack_rows(
     spec: LossSpec,
     outputs_T: torch.Tensor,
     entropy_T: torch.Tensor | None = None,
+    share_T: torch.Tensor | None = None,
+    sum_over_ranks: SumOverRanks | None = None,
 ) -> LossInputs:
-    """Inputs of `compute_loss` for whole samples; `outputs_T` is their responses in row order.
+    """Inputs of `compute_loss` for `rows`; `outputs_T` is their responses in row order.
 
+    Under context parallelism either gather the outputs first or give `share_T`, the response
+    tokens that `outputs_T` stands for (`ResponseLayout.share`), and `sum_over_ranks`.
     Raises MissingColumnError naming the first row without a column that `spec` needs, and
     ValueError when a column or the outputs differ in length from the responses.
     """
@@ -89,23 +93,26 @@ def pack_rows(
         if missing := needed - row.columns.keys():
             raise MissingColumnError(missing, f"sample {row.sample_id}")
     lengths = [len(row.loss_mask) for row in rows]
-    if sum(lengths) != len(outputs_T):
-        raise ValueError(f"{len(outputs_T)} outputs for {sum(lengths)} response tokens")
+    expected = sum(lengths) if share_T is None else len(share_T)
+    if expected != len(outputs_T):
+        raise ValueError(f"{len(outputs_T)} outputs for {expected} response tokens")
     held = {name for row in rows for name in row.columns}
     names = needed | (held & set(METRIC_COLUMNS))
     device = outputs_T.device
     counts_N = torch.tensor(lengths, dtype=torch.int64)
     index_T = torch.repeat_interleave(torch.arange(len(rows)), counts_N)
+    share_T = torch.arange(sum(lengths)) if share_T is None else share_T.cpu()
     masks = [torch.empty(0, dtype=torch.bool), *(row.loss_mask.bool() for row in rows)]
     return LossInputs(
         outputs=outputs_T,
-        mask=torch.cat(masks).to(device),
-        sample_index=index_T.to(device),
+        mask=torch.cat(masks)[share_T].to(device),
+        sample_index=index_T[share_T].to(device),
         sample_weights=torch.tensor([row.loss_weight for row in rows], dtype=torch.float64).to(
             device, outputs_T.dtype
         ),
-        columns={name: _pack_column(rows, name).to(device) for name in sorted(names)},
+        columns={name: _pack_column(rows, name)[share_T].to(device) for name in sorted(names)},
         entropy=entropy_T,
+        sum_over_ranks=sum_over_ranks,
     )
 
 

@@ -1,0 +1,205 @@
+"""What every layout and every shard must give: the numbers of one process."""
+
+from __future__ import annotations
+
+import torch
+from toy_model import BATCHES, HIDDEN, SPECS, VOCAB, close, compare, make_rows, reference, run_local
+
+from sluice.algo.advantages import AdvantageRow, compute_advantages
+from sluice.algo.exchange import gather_responses, redistribute
+from sluice.algo.inputs import pack_rows
+from sluice.algo.layout import SequenceLayout
+from sluice.algo.linear_logprobs import linear_logprobs
+from sluice.algo.logprobs import VocabShard, token_logprobs
+from sluice.algo.losses import compute_loss
+from sluice.algo.moments import Moments
+from sluice.algo.scan import generalized_advantages, place_terminal
+from sluice.algo.spec import AdvantageSpec
+
+WORLD = 4
+
+
+def kinds(collectives):
+    return ("zigzag", "contiguous") if collectives.size > 1 else ("none",)
+
+
+def check_losses_on_local_shares(context):
+    """Every rank computes the loss of the tokens it predicts; whole samples through the sums."""
+    for collectives in context.groups:
+        for kind in kinds(collectives):
+            for batch in BATCHES:
+                for spec in SPECS.values() if batch != "short" else [SPECS["ppo"]]:
+                    rows = make_rows(batch)
+                    local = run_local(rows, spec, kind, collectives)
+                    inputs = pack_rows(
+                        rows,
+                        spec,
+                        local.logprobs,
+                        local.entropy,
+                        local.responses.share(collectives.rank),
+                        lambda sums, c=collectives: c.all_reduce(sums, "sum"),
+                    )
+                    terms = compute_loss(inputs, spec)
+                    terms.loss.backward()
+                    compare(local, terms, reference(batch, spec), collectives)
+
+
+def check_losses_on_gathered_responses(context):
+    """Every rank computes the whole loss from gathered log-probs and keeps its own gradient."""
+    for collectives in context.groups:
+        for kind in kinds(collectives):
+            for batch in BATCHES:
+                spec, rows = SPECS["ppo"], make_rows(batch)
+                local = run_local(rows, spec, kind, collectives)
+                both = torch.stack([local.logprobs, local.entropy], dim=1)
+                whole = gather_responses(both, local.responses, collectives, gradient="own")
+                terms = compute_loss(pack_rows(rows, spec, whole[:, 0], whole[:, 1]), spec)
+                terms.loss.backward()
+                compare(local, terms, reference(batch, spec), collectives, replicated=True)
+
+
+def check_redistribution_keeps_losses_and_gradients(context):
+    """The model runs in one layout, the loss in the other; one exchange for both columns."""
+    for collectives in context.groups[1:]:
+        for kind, other in (("contiguous", "zigzag"), ("zigzag", "contiguous")):
+            for batch in BATCHES:
+                spec, rows = SPECS["ppo"], make_rows(batch)
+                local = run_local(rows, spec, kind, collectives)
+                target = SequenceLayout(
+                    kind=other, lengths=local.layout.lengths, size=collectives.size
+                )
+                responses = target.responses([row.prompt for row in rows])
+                slots = local.responses.slots(collectives.rank)
+                placed = [
+                    torch.zeros(local.layout.local_length).index_copy(0, slots, values)
+                    for values in (local.logprobs, local.entropy)
+                ]
+                moved = redistribute(placed, local.layout, target, collectives, differentiable=True)
+                kept = responses.slots(collectives.rank)
+                inputs = pack_rows(
+                    rows,
+                    spec,
+                    moved[0][kept],
+                    moved[1][kept],
+                    responses.share(collectives.rank),
+                )
+                terms = compute_loss(inputs, spec)
+                terms.loss.backward()
+                compare(local, terms, reference(batch, spec), collectives)
+
+
+def check_redistribution_moves_every_slot(context):
+    """Tokens with several features, there and back, against the positions alone."""
+    collectives = context.world
+    lengths = (5, 0, 1, 13, 2)
+    zigzag = SequenceLayout(kind="zigzag", lengths=lengths, size=WORLD)
+    contiguous = SequenceLayout(kind="contiguous", lengths=lengths, size=WORLD, multiple=4)
+    samples = [
+        torch.arange(n * 6, dtype=torch.float64).reshape(n, 2, 3) + 1000 * i
+        for i, n in enumerate(lengths)
+    ]
+    rank = collectives.rank
+    mine = zigzag.split(samples, rank)
+    moved = redistribute(
+        [mine, mine[:, 0, 0]], zigzag, contiguous, collectives, differentiable=False
+    )
+    assert torch.equal(moved[0], contiguous.split(samples, rank))
+    assert torch.equal(moved[1], contiguous.split([s[:, 0, 0] for s in samples], rank))
+    back = redistribute(moved[:1], contiguous, zigzag, collectives, differentiable=False)
+    assert torch.equal(back[0], mine)
+
+
+def check_gae_by_global_position(context):
+    for collectives in context.groups:
+        for kind in kinds(collectives):
+            rows = make_rows("mixed")
+            layout = SequenceLayout(
+                kind=kind, lengths=tuple(len(r.tokens) for r in rows), size=collectives.size
+            )
+            responses = layout.responses([row.prompt for row in rows])
+            local = responses.split([r.columns["old_logprobs"] for r in rows], collectives.rank)
+            whole = gather_responses(local, responses, collectives, gradient="none")
+            for i, (row, values) in enumerate(
+                zip(rows, whole.split([len(r.loss_mask) for r in rows]), strict=True)
+            ):
+                found, wanted = (
+                    generalized_advantages(
+                        place_terminal(row.loss_mask, i + 1.0),
+                        v,
+                        row.loss_mask,
+                        gamma=0.9,
+                        gae_lambda=0.95,
+                    )[0]
+                    for v in (values, row.columns["old_logprobs"])
+                )
+                assert torch.equal(found, wanted)
+
+
+def check_whitening_over_data_ranks(context):
+    """Uneven shares, one rank without any row: the same as one rank with all rows."""
+    collectives = context.world
+    rows = [
+        AdvantageRow(
+            sample_id=f"{i}/0",
+            group_id=str(i),
+            loss_mask=torch.rand(n, generator=torch.Generator().manual_seed(i)) > 0.2,
+            rewards={"reward": float(i)},
+        )
+        for i, n in enumerate((5, 1, 9, 3, 7))
+    ]
+    owner = (0, 0, 1, 3, 3)  # nothing for rank 2
+    spec = AdvantageSpec(name="reinforce_plus_plus")
+
+    def merge(mine):
+        packed = torch.tensor([mine.count, mine.mean, mine.m2], dtype=torch.float64)
+        merged = Moments()
+        for part in collectives.all_gather(packed).tolist():
+            merged = merged.merge(Moments(*part))
+        return merged
+
+    mine = [row for row, r in zip(rows, owner, strict=True) if r == collectives.rank]
+    found = compute_advantages(mine, spec, merge).advantages
+    whole = compute_advantages(rows, spec).advantages
+    wanted = [a for a, r in zip(whole, owner, strict=True) if r == collectives.rank]
+    assert len(found) == len(wanted)
+    for a, b in zip(found, wanted, strict=True):
+        close(a, b, "advantages")
+
+
+def shard_of(rank, padded):
+    """Uneven by padding: 19 real tokens over 4 ranks of 5, or of 7 with the last all padding."""
+    columns = 7 if padded else 5
+    return columns, VocabShard(start=rank * columns, size=VOCAB)
+
+
+def check_vocabulary_shards(context):
+    collectives = context.world
+    generator = torch.Generator().manual_seed(5)
+    hidden = torch.randn(11, HIDDEN, generator=generator).requires_grad_()
+    targets = torch.randint(0, VOCAB, (11,), generator=generator)
+    upstream = torch.randn(2, 11, generator=generator)
+    for padded in (False, True):
+        columns, shard = shard_of(collectives.rank, padded)
+        whole = torch.zeros(WORLD * columns, HIDDEN)
+        whole[:VOCAB] = torch.randn(VOCAB, HIDDEN, generator=generator) * 3
+        whole.requires_grad_()
+        log = (hidden @ whole[:VOCAB].T / 0.7).log_softmax(-1)
+        wanted = log.gather(1, targets[:, None])[:, 0], -(log.exp() * log).sum(-1)
+        wanted_grads = torch.autograd.grad((torch.stack(wanted) * upstream).sum(), (hidden, whole))
+        mine = slice(shard.start, shard.start + columns)
+        vocab = VocabShard(start=shard.start, size=VOCAB, collectives=collectives)
+        for kind in ("logits", "linear"):
+            weight = whole[mine].detach().requires_grad_()
+            options = {"temperature": 0.7, "entropy": "gradient", "vocab": vocab, "chunk_rows": 4}
+            if kind == "linear":
+                found = linear_logprobs(hidden, weight, targets, **options)
+            else:
+                found = token_logprobs(hidden @ weight.T, targets, **options)
+            grads = torch.autograd.grad((torch.stack(found) * upstream).sum(), (hidden, weight))
+            close(found[0], wanted[0], "log-probs")
+            close(found[1], wanted[1], "entropy")
+            grad_hidden = grads[0]
+            if kind == "logits":  # the product's own gradient is a part of the sum over shards
+                grad_hidden = collectives.all_reduce(grad_hidden.contiguous(), "sum")
+            close(grad_hidden, wanted_grads[0], "d hidden")
+            close(grads[1], wanted_grads[1][mine], "d weight")

@@ -1,0 +1,106 @@
+"""Which collectives run, and what happens where ranks differ in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+from parity import shard_of
+from toy_model import HIDDEN, VOCAB
+
+from sluice.algo.collectives import CollectiveMismatchError, Collectives, create_monitor
+from sluice.algo.exchange import gather_places, redistribute
+from sluice.algo.layout import SequenceLayout
+from sluice.algo.linear_logprobs import linear_logprobs
+from sluice.algo.logprobs import VocabShard
+
+WORLD = 4
+TIMEOUT = timedelta(seconds=20)
+
+
+def check_same_collectives_with_and_without_tokens(context):
+    """What runs is the same on a rank with tokens, without, and whatever needs a gradient."""
+    collectives = Collectives(context.world.group, create_monitor(context.world.group, TIMEOUT))
+    rank = collectives.rank
+    zigzag = SequenceLayout(kind="zigzag", lengths=(2,), size=WORLD)
+    contiguous = SequenceLayout(kind="contiguous", lengths=(2,), size=WORLD)
+    held = (contiguous.token_places // contiguous.local_length == rank).any().item()
+    values = torch.ones(contiguous.local_length, requires_grad=held)  # no graph where no token
+    moved = redistribute([values], contiguous, zigzag, collectives, differentiable=True)
+    gather_places(moved[0], collectives, gradient="sum").sum().backward()
+    collectives.monitor.end_step()
+    if held:
+        assert values.grad.sum() == WORLD * 1.0
+
+
+@dataclass
+class Recorder:
+    """Stands where a monitor does and keeps what runs."""
+
+    seen: list = field(default_factory=list)
+
+    def before(self, description):
+        self.seen.append(description)
+
+
+def check_collectives_do_not_depend_on_the_entropy(context):
+    columns, shard = shard_of(context.world.rank, False)
+    seen = {}
+    for mode in ("off", "metric", "gradient"):
+        for rows in (6, 0):
+            recorder = Recorder()
+            vocab = VocabShard(
+                start=shard.start,
+                size=VOCAB,
+                collectives=Collectives(context.world.group, recorder),
+            )
+            hidden = torch.randn(rows, HIDDEN, requires_grad=True)
+            weight = torch.randn(columns, HIDDEN, requires_grad=True)
+            targets = torch.zeros(rows, dtype=torch.int64)
+            found = linear_logprobs(
+                hidden, weight, targets, entropy=mode, vocab=vocab, chunk_rows=2
+            )
+            found[0].sum().backward()
+            seen[mode, rows] = [line.replace(str(rows), "T") for line in recorder.seen]
+    assert len(seen["off", 6]) == 3, seen["off", 6]
+    assert all(lines == seen["off", 6] for lines in seen.values()), seen
+
+
+def expect_mismatch(context, act, rank, index):
+    collectives = Collectives(context.world.group, create_monitor(context.world.group, TIMEOUT))
+    collectives.all_reduce(torch.ones(1), "sum")
+    try:
+        act(collectives)
+        collectives.monitor.end_step()
+    except CollectiveMismatchError as error:
+        assert (error.rank, error.index) == (rank, index), str(error)
+        assert f"rank {rank}" in str(error)
+        return
+    raise AssertionError("no mismatch was noticed")
+
+
+def check_monitor_names_a_rank_that_skips(context):
+    """Rank 2 runs nothing (as if its loss had no graph) and goes on to the end of the step."""
+
+    def act(collectives):
+        if collectives.rank != 2:
+            collectives.all_gather(torch.ones(2))
+
+    expect_mismatch(context, act, rank=2, index=1)
+
+
+def check_monitor_names_a_rank_with_another_shape(context):
+    def act(collectives):
+        collectives.all_reduce(torch.ones(3 if collectives.rank == 1 else 2), "sum")
+
+    expect_mismatch(context, act, rank=1, index=1)
+
+
+def check_monitor_names_a_rank_with_an_extra_collective(context):
+    def act(collectives):
+        collectives.all_reduce(torch.ones(2), "sum")
+        if collectives.rank == 3:
+            collectives.all_reduce(torch.ones(2), "max")
+
+    expect_mismatch(context, act, rank=3, index=2)

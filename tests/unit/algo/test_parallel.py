@@ -1,0 +1,51 @@
+"""Context and vocabulary parallel runs over four gloo processes, started once."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RANKS = Path(__file__).parent / "ranks"
+SOURCES = "".join((RANKS / name).read_text() for name in ("parity.py", "sequence.py"))
+NAMES = re.findall(r"^def check_(\w+)\(", SOURCES, flags=re.MULTILINE)
+ROOT = Path(__file__).parents[3]
+WORLD = 4
+DEADLINE_SECONDS = 120
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    results = [folder / f"{rank}.json" for rank in range(WORLD)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                str(RANKS / "run.py"),
+                str(rank),
+                str(folder / "rendezvous"),
+                str(result),
+            ],
+            env=environment,
+        )
+        for rank, result in enumerate(results)
+    ]
+    try:
+        for process in ranks:
+            process.wait(timeout=DEADLINE_SECONDS)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    return [json.loads(result.read_text()) for result in results]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_on_four_ranks(answers, name):
+    for rank, answer in enumerate(answers):
+        assert answer.get(name) == "", f"rank {rank}: {answer.get(name, 'did not get here')}"
