@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -73,7 +74,10 @@ class RequestLog:
             self._calls.pop(request_id, None)
 
     def _trim(self) -> None:
-        for request_id in [key for key, call in self._calls.items() if call.task.done()]:
-            if len(self._calls) <= self._capacity:
-                return
+        """Drop the oldest finished calls beyond the capacity."""
+        excess = len(self._calls) - self._capacity
+        if excess <= 0:
+            return
+        done = (key for key, call in self._calls.items() if call.task.done())
+        for request_id in list(itertools.islice(done, excess)):
             del self._calls[request_id]

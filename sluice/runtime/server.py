@@ -89,6 +89,7 @@ class Server:
         self._services: list[str] = []
         self._metrics: MetricsServer | None = None
         self._stop = asyncio.Event()
+        self.stopping = asyncio.Event()  # set first: calls that only wait should answer now
         self.add(wait_service_pb2_grpc.add_WaitServiceServicer_to_server, self.waits, WAIT_SERVICE)
         self.add(
             operations_pb2_grpc.add_OperationsServicer_to_server,
@@ -149,6 +150,7 @@ class Server:
 
     async def stop(self) -> None:
         """Refuse new calls, let running ones end within `drain_seconds`, close the ports."""
+        self.stopping.set()
         await self._health.enter_graceful_shutdown()
         await self.grpc_server.stop(self.config.drain_seconds)
         await self.operations.close()

@@ -13,7 +13,7 @@ from sluice.balance.routing.policies import PlaceHints, create_policy
 from sluice.balance.routing.sessions import NO_SESSION, UNPLACED
 from sluice.balance.routing.speed import UNIT
 from sluice.balance.routing.tables import Tables
-from sluice.balance.routing.types import LeaseRequest, Needs
+from sluice.balance.routing.types import LeaseRequest
 from sluice.balance.routing.waterfill import Fleet
 
 IntArray = NDArray[np.int64]
@@ -88,7 +88,7 @@ class Placement:
             slot = self._sessions.open(key, now)
             slots[index] = slot
             prefix = 0 if request.prefix_tokens is None else int(request.prefix_tokens[index])
-            if self._keeps(slot, fleet, request.needs, float(expected[index]), prefix):
+            if self._keeps(slot, fleet, request, float(expected[index]), prefix):
                 targets[index] = self._sessions.target(slot)
             else:
                 self._sessions.place(slot, UNPLACED)
@@ -106,14 +106,19 @@ class Placement:
             start += size
         return [keys[index] for index in chosen.tolist()]
 
-    def _keeps(self, slot: int, fleet: Fleet, needs: Needs, expected: float, prefix: int) -> bool:
+    def _keeps(
+        self, slot: int, fleet: Fleet, request: LeaseRequest, expected: float, prefix: int
+    ) -> bool:
         """Whether a session's next turn stays on its target.
 
         It leaves a target that may not serve it, and one whose predicted slow-down over this
         turn exceeds `break_margin` times what filling `prefix` tokens again costs elsewhere.
         """
         target = self._sessions.target(slot)
-        if target == UNPLACED or not self._targets.able(needs)[fleet.engine_of[target]]:
+        if target == UNPLACED or not self._targets.able(request.needs)[fleet.engine_of[target]]:
+            return False
+        engine = self._targets.engine_at(target)
+        if engine is not None and engine.spec.name in request.excluded:
             return False
         if prefix <= 0:
             return True

@@ -60,7 +60,34 @@ class Pool:
         self.waiting = WaitingRoom(self.tables, self._placement)
         self._returned = ReturnedIds(config.client_ttl)
 
+    @property
+    def epoch(self) -> int:
+        """Rises whenever clients should look at the engines again."""
+        return self.tables.targets.epoch
+
+    @property
+    def client_count(self) -> int:
+        return len(self.tables.clients)
+
+    @property
+    def session_count(self) -> int:
+        return len(self.tables.sessions)
+
     # Engines
+
+    def has_engine(self, name: str) -> bool:
+        return self.tables.targets.find(name) is not None
+
+    def engine(self, name: str) -> EngineView | None:
+        engine = self.tables.targets.find(name)
+        return None if engine is None else self.tables.targets.view(engine)
+
+    def located(self, target: int) -> tuple[EngineView, int] | None:
+        """Engine and dp rank of a target; None where no engine is."""
+        engine = self.tables.targets.engine_at(target)
+        if engine is None:
+            return None
+        return self.tables.targets.view(engine), target - engine.first
 
     def register(self, spec: EngineSpec, now: float) -> EngineView:
         """Add an engine, or take its heartbeat and news. Leases of an earlier process end."""
@@ -150,8 +177,9 @@ class Pool:
         """
         row = self.tables.clients.touch(client, now)
         released, live = self.tables.leases.release(row.slot, ids)
-        if not live.all():
-            self._returned.add(ids[~live].tolist())
+        strange = ~live | (ids < self.tables.leases.first_id)
+        if strange.any():
+            self._returned.add(ids[strange].tolist())
         if outcomes is not None:
             self._record(released, outcomes[live], now)
         tokens = None if output_tokens is None else output_tokens[live].astype(np.float64)
@@ -183,6 +211,24 @@ class Pool:
             adopted_count=len(adopted), unknown=held.ids[~known], dropped_count=len(released)
         )
 
+    def heartbeat(self, client: str, now: float) -> None:
+        """A sign of life alone."""
+        self.tables.clients.touch(client, now)
+
+    def waits(self, client: str) -> bool:
+        """Whether a lease of the client waits for a target."""
+        row = self.tables.clients.find(client)
+        return row is not None and row.queued > 0
+
+    def has_news(self, client: str) -> bool:
+        """Whether `collect` has something."""
+        row = self.tables.clients.find(client)
+        return row is not None and bool(row.bound)
+
+    def targets_of(self, ids: IntArray) -> IntArray:
+        """int64[n]: target of each lease, QUEUED, or FREE."""
+        return np.asarray([self.tables.leases.target_of(lease) for lease in ids.tolist()], np.int64)
+
     def end_sessions(self, keys: Sequence[str]) -> int:
         """End sessions; returns how many were known."""
         return sum(self.tables.sessions.end(key) for key in keys)
@@ -194,7 +240,8 @@ class Pool:
             return []
         bound, row.bound = row.bound, []
         self.waiting.woken.discard(client)
-        return bound
+        target_of = self.tables.leases.target_of
+        return [(lease, target) for lease, target in bound if target_of(lease) == target]
 
     def expire(self, now: float) -> Expired:
         """End what is overdue; to be called about once a second."""
@@ -251,14 +298,14 @@ class Pool:
         """Fill in sticky.targets as far as there are free slots, charging them."""
         targets = sticky.targets
         if sticky.fresh:
-            fleet = self.tables.targets.fleet(request.needs)
+            fleet = self.tables.targets.fleet_without(request.needs, request.excluded)
             chosen = self._placement.open_sessions(fleet, list(sticky.fresh))
             for leases, target in zip(sticky.fresh.values(), chosen.tolist(), strict=False):
                 targets[leases] = target
                 self.tables.charge(targets[leases], groups[leases], now)
         rest = np.flatnonzero((targets == QUEUED) & (sticky.sessions < 0))
         if len(rest):
-            fleet = self.tables.targets.fleet(request.needs)
+            fleet = self.tables.targets.fleet_without(request.needs, request.excluded)
             keys = self._placement.affinity(request, rest)
             targets[rest] = self._placement.spread(fleet, groups[rest], expected[rest], keys)
             self.tables.charge(targets[rest], groups[rest], now)

@@ -31,7 +31,7 @@ class Tables:
     def create(cls, config: PoolConfig, first_lease_id: int) -> Tables:
         return cls(
             config=config,
-            targets=TargetTable(config),
+            targets=TargetTable(config, first_lease_id),  # so no two processes share epochs
             leases=LeaseTable(first_lease_id),
             clients=ClientTable(config.client_ttl),
             sessions=SessionTable(config.session_ttl),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -68,9 +69,9 @@ class EngineRow:
 class TargetTable:
     """Rows are never moved while charged; `epoch` rises when clients should look again."""
 
-    def __init__(self, config: PoolConfig) -> None:
+    def __init__(self, config: PoolConfig, first_epoch: int = 1) -> None:
         self._config = config
-        self.epoch = 1
+        self.epoch = first_epoch
         self.charges: IntArray = np.zeros(0, dtype=np.int64)  # live leases per target
         self.charged_ever: IntArray = np.zeros(0, dtype=np.int64)
         self.engine_of: IntArray = np.zeros(0, dtype=np.int64)
@@ -167,7 +168,12 @@ class TargetTable:
                 self.refresh(engine)
 
     def report(
-        self, engine: EngineRow, ranks: list[RankReport], latency: float, taken: float, now: float
+        self,
+        engine: EngineRow,
+        ranks: Sequence[RankReport],
+        latency: float,
+        taken: float,
+        now: float,
     ) -> None:
         """Take an engine's loads (rank by rank) and seconds per token (0 unknown)."""
         for rank, report in enumerate(ranks[: engine.spec.dp_size]):
@@ -224,6 +230,18 @@ class TargetTable:
         fleet = Fleet.create(load, limit, self.engine_of, self.starts, self.speed.slowdown)
         self._fleets[needs, unlimited] = fleet
         return fleet
+
+    def fleet_without(self, needs: Needs, excluded: frozenset[str]) -> Fleet:
+        """The fleet without these engines, or with them where nothing else has a free slot."""
+        fleet = self.fleet(needs)
+        rows = [engine for name in excluded if (engine := self._by_name.get(name))]
+        if not rows:
+            return fleet
+        limit = fleet.limit.copy()
+        for engine in rows:
+            limit[engine.first : engine.stop] = 0
+        rest = Fleet.create(fleet.load, limit, fleet.engine_of, fleet.starts, fleet.slowdown)
+        return rest if rest.free_count else fleet
 
     def _limit(self, needs: Needs, unlimited: bool) -> IntArray:
         limit = self._limits.get((needs, unlimited))

@@ -92,6 +92,7 @@ class LeaseRequest:
     sessions: one key per lease, "" for none; prefix_tokens int64[count]: what a session's
     next turn finds in the cache of its rank.
     may_wait: leases beyond the credits are queued instead of refused.
+    excluded: names of engines to keep off while another one has a free slot.
     """
 
     count: int
@@ -101,6 +102,7 @@ class LeaseRequest:
     prefix_tokens: IntArray | None = None
     needs: Needs = Needs()
     may_wait: bool = False
+    excluded: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -144,7 +144,7 @@ class WatchEnginesResponse(_message.Message):
     def __init__(self, engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class AcquireLeasesRequest(_message.Message):
-    __slots__ = ("client_id", "pool", "count", "min_version", "exact_version", "released_lease_ids", "request_id", "released_outcomes", "released_token_counts", "group_ids", "group_sizes", "expected_token_counts", "session_ids", "cached_token_counts", "max_wait", "known_epoch")
+    __slots__ = ("client_id", "pool", "count", "min_version", "exact_version", "released_lease_ids", "request_id", "released_outcomes", "released_token_counts", "group_ids", "group_sizes", "expected_token_counts", "session_ids", "cached_token_counts", "max_wait", "known_epoch", "excluded_engine_ids")
     CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -161,6 +161,7 @@ class AcquireLeasesRequest(_message.Message):
     CACHED_TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
     MAX_WAIT_FIELD_NUMBER: _ClassVar[int]
     KNOWN_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    EXCLUDED_ENGINE_IDS_FIELD_NUMBER: _ClassVar[int]
     client_id: str
     pool: str
     count: int
@@ -177,7 +178,8 @@ class AcquireLeasesRequest(_message.Message):
     cached_token_counts: _containers.RepeatedScalarFieldContainer[int]
     max_wait: _duration_pb2.Duration
     known_epoch: int
-    def __init__(self, client_id: _Optional[str] = ..., pool: _Optional[str] = ..., count: _Optional[int] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., released_lease_ids: _Optional[_Iterable[int]] = ..., request_id: _Optional[str] = ..., released_outcomes: _Optional[_Iterable[_Union[Outcome, str]]] = ..., released_token_counts: _Optional[_Iterable[int]] = ..., group_ids: _Optional[_Iterable[str]] = ..., group_sizes: _Optional[_Iterable[int]] = ..., expected_token_counts: _Optional[_Iterable[float]] = ..., session_ids: _Optional[_Iterable[str]] = ..., cached_token_counts: _Optional[_Iterable[int]] = ..., max_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., known_epoch: _Optional[int] = ...) -> None: ...
+    excluded_engine_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, client_id: _Optional[str] = ..., pool: _Optional[str] = ..., count: _Optional[int] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., released_lease_ids: _Optional[_Iterable[int]] = ..., request_id: _Optional[str] = ..., released_outcomes: _Optional[_Iterable[_Union[Outcome, str]]] = ..., released_token_counts: _Optional[_Iterable[int]] = ..., group_ids: _Optional[_Iterable[str]] = ..., group_sizes: _Optional[_Iterable[int]] = ..., expected_token_counts: _Optional[_Iterable[float]] = ..., session_ids: _Optional[_Iterable[str]] = ..., cached_token_counts: _Optional[_Iterable[int]] = ..., max_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., known_epoch: _Optional[int] = ..., excluded_engine_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AcquireLeasesResponse(_message.Message):
     __slots__ = ("first_lease_id", "target_indices", "bound_lease_ids", "bound_target_indices", "engines", "epoch", "ttl")

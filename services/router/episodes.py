@@ -1,0 +1,68 @@
+"""Episode workers that registered: the loop finds them here; they get no leases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.router.wire import set_heartbeat
+from sluice.api.router.v1 import router_service_pb2 as pb
+
+_FORGET_AFTER = 10  # TTLs without a heartbeat
+
+
+@dataclass
+class _Worker:
+    engine: pb.Engine
+    last_seen: float
+    draining: bool = False
+
+
+class EpisodeWorkers:
+    """By id. A worker silent for `ttl` seconds is lost, and forgotten some time after."""
+
+    def __init__(self, ttl: float, clock: Callable[[], float]) -> None:
+        self.ttl = ttl
+        self._clock = clock
+        self._workers: dict[str, _Worker] = {}
+
+    def register(self, engine: pb.Engine) -> pb.EngineState:
+        known = self._workers.get(engine.engine_id)
+        restarted = known is None or known.engine.incarnation != engine.incarnation
+        draining = known is not None and known.draining and not restarted
+        worker = _Worker(engine, self._clock(), draining)
+        self._workers[engine.engine_id] = worker
+        return self._state(worker)
+
+    def drain(self, engine_id: str, draining: bool) -> pb.Engine | None:
+        """The worker after the change; None if unknown."""
+        worker = self._workers.get(engine_id)
+        if worker is None:
+            return None
+        worker.draining = draining
+        return self._to_proto(worker)
+
+    def list(self, pool: str) -> list[pb.Engine]:
+        """Workers of a pool; empty means all."""
+        return [
+            self._to_proto(worker)
+            for worker in self._workers.values()
+            if pool in ("", worker.engine.pool)
+        ]
+
+    def expire(self) -> None:
+        limit = self._clock() - self.ttl * _FORGET_AFTER
+        for engine_id in [key for key, w in self._workers.items() if w.last_seen < limit]:
+            del self._workers[engine_id]
+
+    def _state(self, worker: _Worker) -> pb.EngineState:
+        if self._clock() - worker.last_seen > self.ttl:
+            return pb.ENGINE_STATE_LOST
+        return pb.ENGINE_STATE_DRAINING if worker.draining else pb.ENGINE_STATE_ACTIVE
+
+    def _to_proto(self, worker: _Worker) -> pb.Engine:
+        engine = pb.Engine()
+        engine.CopyFrom(worker.engine)
+        engine.state = self._state(worker)
+        set_heartbeat(engine, self._clock() - worker.last_seen)
+        return engine

@@ -1,0 +1,146 @@
+"""The pools of a router process, who waits on them, and what expires in them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from services.router import metrics
+from services.router.config import RouterConfig
+from services.router.errors import LeasesRefusedError, TooManyPoolsError
+from services.router.wire import engine_to_proto
+from sluice.api.router.v1 import router_service_pb2 as pb
+from sluice.balance.routing import Grant, LeaseRequest, Pool, RefusedError
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_POOL = "policy"
+_NANOSECOND_BITS, _ID_BITS = 20, 14  # ids start at the time in ms x 2^14, so that an earlier
+_POOL_BITS = 56  # process, which gives fewer than 16,000 a millisecond, is never caught up with
+
+
+class PoolRoom:
+    """A pool with the callers that wait for its news. Every change ends in `settle`."""
+
+    def __init__(self, name: str, pool: Pool, clock: Callable[[], float]) -> None:
+        self.name, self.pool, self.clock = name, pool, clock
+        self._bound: dict[str, set[Callable[[], None]]] = {}  # to call, by client
+        self._changed = asyncio.Event()  # replaced at each change of the epoch
+        self.closed = False
+        self._epoch = pool.epoch
+        self._engines: tuple[int, list[pb.Engine]] = (-1, [])
+
+    def settle(self) -> None:
+        """Wake those who wait for what just happened."""
+        for client in self.pool.waiting.woken:
+            for notify in self._bound.get(client, ()):
+                notify()
+        self.pool.waiting.woken.clear()
+        if self.pool.epoch != self._epoch:
+            self._epoch = self.pool.epoch
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    def close(self) -> None:
+        """Let all who wait go."""
+        self.closed = True
+        self._changed.set()
+        for listeners in self._bound.values():
+            for notify in listeners:
+                notify()
+
+    def acquire(self, client: str, request: LeaseRequest) -> Grant:
+        """Raises LeasesRefusedError."""
+        try:
+            grant = self.pool.acquire(client, request, self.clock())
+        except RefusedError as refused:
+            metrics.REFUSALS.labels(self.name, refused.reason.value).inc(request.count)
+            raise LeasesRefusedError(refused, self.name) from None
+        finally:
+            self.settle()
+        return grant
+
+    @contextmanager
+    def listening(self, client: str, notify: Callable[[], None]) -> Iterator[None]:
+        """Calls `notify` when a waiting lease of the client got a target, or the pool closes."""
+        listeners = self._bound.setdefault(client, set())
+        listeners.add(notify)
+        try:
+            yield
+        finally:
+            listeners.discard(notify)
+            if not listeners:
+                self._bound.pop(client, None)
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set at the next change of the epoch."""
+        return self._changed
+
+    def engines(self) -> list[pb.Engine]:
+        """Engines without their load, by id; made anew when the epoch has changed."""
+        if self._engines[0] != self.pool.epoch:
+            views = sorted(self.pool.engines(), key=lambda view: view.spec.name)
+            protos = [engine_to_proto(view, self.name) for view in views]
+            self._engines = (self.pool.epoch, protos)
+        return self._engines[1]
+
+
+class Pools:
+    """Pools by name; a pool comes to be when it is first named."""
+
+    def __init__(self, config: RouterConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self._config = config
+        self._rooms: dict[str, PoolRoom] = {}
+        self._seeds = np.random.SeedSequence(config.seed)
+        self._first_id = time.time_ns() >> _NANOSECOND_BITS << _ID_BITS
+
+    def __iter__(self) -> Iterator[PoolRoom]:
+        return iter(list(self._rooms.values()))
+
+    def room(self, name: str) -> PoolRoom:
+        """The pool `name`, empty means `policy`. Raises TooManyPoolsError."""
+        name = name or DEFAULT_POOL
+        room = self._rooms.get(name)
+        if room is None:
+            if len(self._rooms) >= self._config.max_pools:
+                raise TooManyPoolsError(f"{self._config.max_pools} pools exist", pool=name)
+            room = self._rooms[name] = self._create(name)
+        return room
+
+    def find(self, engine_id: str) -> PoolRoom | None:
+        """The pool an engine is in."""
+        for room in self._rooms.values():
+            if room.pool.has_engine(engine_id):
+                return room
+        return None
+
+    def close(self) -> None:
+        """The server stops: nobody waits here any more."""
+        for room in self._rooms.values():
+            room.close()
+
+    def _create(self, name: str) -> PoolRoom:
+        settings = self._config.pools.get(name, self._config.default_pool)
+        # Ids of different pools and of earlier processes never meet.
+        first_id = (len(self._rooms) << _POOL_BITS) + self._first_id + 1
+        rng = np.random.default_rng(self._seeds.spawn(1)[0])
+        pool = Pool(settings.to_pool_config(), rng, first_lease_id=first_id)
+        return PoolRoom(name, pool, self.clock)
+
+    def expire(self) -> None:
+        """End what is overdue in every pool, and say so."""
+        for room in self._rooms.values():
+            expired = room.pool.expire(self.clock())
+            room.settle()
+            for client in expired.clients:
+                logger.warning("pool %s: client %s is silent, its leases end", room.name, client)
+            for engine in expired.engines:
+                logger.warning("pool %s: engine %s is lost", room.name, engine)
+            metrics.EXPIRED_LEASES.labels(room.name).inc(expired.lease_count)

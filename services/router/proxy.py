@@ -1,0 +1,282 @@
+"""EngineService through the router, for callers who want one address.
+
+A request gets a lease and is sent to its engine; answers pass as bytes, undecoded.
+Metadata `x-sluice-pool` names the pool, `x-sluice-session` keeps a conversation on one rank.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import numpy as np
+
+from services.router import metrics
+from services.router.config import ProxySettings
+from services.router.errors import DrainingError, QueueTimeoutError
+from services.router.pools import PoolRoom, Pools
+from sluice.api.rollout.v1 import engine_service_pb2 as pb
+from sluice.balance.routing import QUEUED, LeaseRequest, Needs, Outcome
+from sluice.router_client import outcome_of
+from sluice.runtime.channel import create_channel
+from sluice.runtime.errors import NotFoundError
+from sluice.runtime.security import SecurityConfig
+
+SERVICE = "sluice.api.rollout.v1.EngineService"
+_LEAST_SECONDS = 0.001
+
+
+@dataclass
+class _Trip:
+    """A request on its way: its leases and the engine they are on."""
+
+    room: PoolRoom
+    leases: np.ndarray
+    engine: str = ""
+    address: str = ""
+    dp_rank: int = 0
+    outcome: Outcome = Outcome.ABORTED
+    session: str = ""
+    one_shot: bool = False
+    released: bool = False
+
+
+class Proxy:
+    """Forwards Generate, StreamGenerate, Score and Abort."""
+
+    def __init__(self, pools: Pools, settings: ProxySettings, security: SecurityConfig) -> None:
+        self._pools, self._settings, self._security = pools, settings, security
+        self._client = f"proxy/{uuid.uuid4()}"
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._running: dict[str, str] = {}  # request id -> address
+        self._waiting: dict[tuple[str, int], asyncio.Future[None]] = {}  # by pool and lease
+        self._listened: set[str] = set()  # pools
+        self._listening = contextlib.ExitStack()
+
+    def add_to_server(self, server: grpc.aio.Server) -> None:
+        handlers = {
+            "Generate": grpc.unary_unary_rpc_method_handler(
+                self.generate, request_deserializer=pb.GenerateRequest.FromString
+            ),
+            "StreamGenerate": grpc.unary_stream_rpc_method_handler(
+                self.stream_generate, request_deserializer=pb.StreamGenerateRequest.FromString
+            ),
+            "Score": grpc.unary_unary_rpc_method_handler(
+                self.score, request_deserializer=pb.ScoreRequest.FromString
+            ),
+            "Abort": grpc.unary_unary_rpc_method_handler(
+                self.abort,
+                request_deserializer=pb.AbortRequest.FromString,
+                response_serializer=pb.AbortResponse.SerializeToString,
+            ),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+    def heartbeat(self) -> None:
+        """Keep the leases of requests that run."""
+        for room in self._pools:
+            room.pool.heartbeat(self._client, self._pools.clock())
+
+    async def close(self) -> None:
+        self._listening.close()
+        for channel in self._channels.values():
+            await channel.close()
+
+    async def generate(self, request: pb.GenerateRequest, context: Any) -> bytes:
+        async def send(trip: _Trip) -> bytes:
+            request.dp_rank = trip.dp_rank
+            self._running[request.request_id] = trip.address
+            call = self._method(trip, "Generate", pb.GenerateRequest.SerializeToString)
+            return await call(request, timeout=_remaining(context))
+
+        try:
+            return await self._unary(send, request.versions, max(request.sample_count, 1), context)
+        finally:
+            self._running.pop(request.request_id, None)
+
+    async def score(self, request: pb.ScoreRequest, context: Any) -> bytes:
+        async def send(trip: _Trip) -> bytes:
+            call = self._method(trip, "Score", pb.ScoreRequest.SerializeToString)
+            return await call(request, timeout=_remaining(context))
+
+        return await self._unary(send, request.versions, 1, context)
+
+    async def stream_generate(
+        self, request: pb.StreamGenerateRequest, context: Any
+    ) -> AsyncIterator[bytes]:
+        generate, failed = request.generate, set[str]()
+        for attempt in range(1, self._settings.attempts + 1):
+            count = max(generate.sample_count, 1)
+            trip = await self._lease(generate.versions, count, context, failed)
+            begun = False
+            try:
+                generate.dp_rank = trip.dp_rank
+                self._running[generate.request_id] = trip.address
+                method = self._channel(trip.address).unary_stream(
+                    f"/{SERVICE}/StreamGenerate",
+                    request_serializer=pb.StreamGenerateRequest.SerializeToString,
+                )
+                async for message in method(request, timeout=_remaining(context)):
+                    begun = True
+                    yield message
+                trip.outcome = Outcome.OK
+                metrics.PROXIED.labels("OK").inc()
+                return
+            except grpc.aio.AioRpcError as error:
+                # What has begun cannot be sent again: the caller has half of it.
+                is_last = begun or attempt == self._settings.attempts
+                await self._failed(trip, error, context, is_last=is_last)
+                failed.add(trip.engine)
+            finally:
+                self._running.pop(generate.request_id, None)
+                self._release(trip)
+
+    async def abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
+        by_address: dict[str, list[str]] = {}
+        for request_id in request.request_ids:
+            if address := self._running.get(request_id):
+                by_address.setdefault(address, []).append(request_id)
+        answers = await asyncio.gather(
+            *(
+                self._channel(address).unary_unary(
+                    f"/{SERVICE}/Abort",
+                    request_serializer=pb.AbortRequest.SerializeToString,
+                    response_deserializer=pb.AbortResponse.FromString,
+                )(pb.AbortRequest(request_ids=ids), timeout=_remaining(context))
+                for address, ids in by_address.items()
+            )
+        )
+        aborted = [request_id for answer in answers for request_id in answer.aborted_request_ids]
+        return pb.AbortResponse(aborted_request_ids=aborted)
+
+    async def _unary(
+        self, send: Callable[[_Trip], Any], versions: pb.VersionBounds, count: int, context: Any
+    ) -> bytes:
+        failed: set[str] = set()
+        for attempt in range(1, self._settings.attempts + 1):
+            trip = await self._lease(versions, count, context, failed)
+            try:
+                answer: bytes = await send(trip)
+                trip.outcome = Outcome.OK
+                metrics.PROXIED.labels("OK").inc()
+                return answer
+            except grpc.aio.AioRpcError as error:
+                is_last = attempt == self._settings.attempts
+                await self._failed(trip, error, context, is_last=is_last)
+                failed.add(trip.engine)
+            finally:
+                self._release(trip)
+        raise AssertionError("the last attempt returns or aborts")
+
+    async def _failed(
+        self, trip: _Trip, error: grpc.aio.AioRpcError, context: Any, *, is_last: bool
+    ) -> None:
+        """Ends the call with the engine's own error, unless another engine may be tried."""
+        trip.outcome = Outcome(outcome_of(error.code()))
+        metrics.PROXIED.labels(error.code().name).inc()
+        self._release(trip)  # before the caller hears of it
+        if is_last or trip.outcome is not Outcome.CONNECT_ERROR:
+            trailing = error.trailing_metadata() or ()
+            await context.abort(error.code(), error.details() or "", trailing)
+
+    async def _lease(
+        self, versions: pb.VersionBounds, count: int, context: Any, failed: set[str]
+    ) -> _Trip:
+        """Leases for the samples of one request, all on one target."""
+        sent = {str(key): value for key, value in context.invocation_metadata() or ()}
+        room = self._pools.room(str(sent.get("x-sluice-pool", "")))
+        session = str(sent.get("x-sluice-session", ""))
+        key = session or f"{self._client}/{uuid.uuid4()}"  # one key puts all on one target
+        needs = Needs(
+            minimum=versions.min_version if versions.HasField("min_version") else 0,
+            exact=versions.exact_version if versions.HasField("exact_version") else None,
+        )
+        wanted = LeaseRequest(
+            count=count,
+            sessions=[key] * count,
+            needs=needs,
+            may_wait=True,
+            excluded=frozenset(failed),
+        )
+        grant = room.acquire(self._client, wanted)
+        leases = np.arange(grant.first_id, grant.first_id + count)
+        trip = _Trip(room, leases, session=key, one_shot=not session)
+        if grant.targets[0] == QUEUED:
+            await self._wait(trip, _remaining(context))
+        located = room.pool.located(int(room.pool.targets_of(leases[:1])[0]))
+        if located is None:
+            self._release(trip)
+            raise NotFoundError("engine", "of a lease just given")
+        view, trip.dp_rank = located
+        trip.engine, trip.address = view.spec.name, view.spec.address
+        return trip
+
+    async def _wait(self, trip: _Trip, seconds: float) -> None:
+        """Until the trip's leases have a target; gives them back where they get none."""
+        key = (trip.room.name, int(trip.leases[0]))
+        seconds = min(seconds, self._settings.wait_seconds)
+        self._listen(trip.room)
+        came = self._waiting[key] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(seconds):
+                await came
+        except TimeoutError:
+            self._release(trip)
+            raise QueueTimeoutError(f"no rank came free in {seconds:g} s") from None
+        except (DrainingError, asyncio.CancelledError):
+            self._release(trip)
+            raise
+        finally:
+            del self._waiting[key]
+
+    def _listen(self, room: PoolRoom) -> None:
+        """Hand targets of this pool to the requests that wait for them, from now on."""
+        if room.name in self._listened:
+            return
+        self._listened.add(room.name)
+
+        def notify() -> None:
+            for lease, _ in room.pool.collect(self._client):
+                came = self._waiting.get((room.name, lease))
+                if came is not None and not came.done():
+                    came.set_result(None)
+            if room.closed:
+                for (name, _), came in self._waiting.items():
+                    if name == room.name and not came.done():
+                        came.set_exception(DrainingError("the router stops"))
+
+        self._listening.enter_context(room.listening(self._client, notify))
+
+    def _release(self, trip: _Trip) -> None:
+        if trip.released:
+            return
+        trip.released = True
+        outcomes = np.full(len(trip.leases), int(Outcome.UNKNOWN))
+        outcomes[0] = int(trip.outcome)
+        now = self._pools.clock()
+        trip.room.pool.release(self._client, trip.leases, now, outcomes=outcomes)
+        if trip.one_shot:
+            trip.room.pool.end_sessions([trip.session])
+        trip.room.settle()
+
+    def _method(self, trip: _Trip, name: str, serializer: Any) -> Any:
+        return self._channel(trip.address).unary_unary(
+            f"/{SERVICE}/{name}", request_serializer=serializer
+        )
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = create_channel(address, self._security)
+        return channel
+
+
+def _remaining(context: Any) -> float:
+    """Seconds of the caller's deadline."""
+    left = context.time_remaining()
+    return 600.0 if left is None else max(left, _LEAST_SECONDS)

@@ -1,0 +1,188 @@
+"""Between router protobufs and the routing library's types."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from google.protobuf import duration_pb2
+from numpy.typing import NDArray
+
+from sluice.api.common.v1 import sample_pb2
+from sluice.api.router.v1 import router_service_pb2 as pb
+from sluice.balance.routing import (
+    NO_VERSION,
+    EngineSpec,
+    EngineState,
+    EngineView,
+    Held,
+    LeaseRequest,
+    Needs,
+    RankReport,
+)
+from sluice.runtime.errors import InvalidFieldError
+
+IntArray = NDArray[np.int64]
+
+MAX_COUNT = 65_536  # leases of one call
+MAX_DP_SIZE = 4_096
+_STATES = {
+    EngineState.ACTIVE: pb.ENGINE_STATE_ACTIVE,
+    EngineState.DRAINING: pb.ENGINE_STATE_DRAINING,
+    EngineState.BROKEN: pb.ENGINE_STATE_BROKEN,
+    EngineState.LOST: pb.ENGINE_STATE_LOST,
+}
+
+
+def duration(seconds: float) -> duration_pb2.Duration:
+    message = duration_pb2.Duration()
+    message.FromNanoseconds(int(seconds * 1e9))
+    return message
+
+
+def engine_from_proto(engine: pb.Engine) -> EngineSpec:
+    """Raises InvalidFieldError for sizes out of range."""
+    if not 0 <= engine.dp_size <= MAX_DP_SIZE:
+        raise InvalidFieldError("engine.dp_size", f"must be 0 to {MAX_DP_SIZE}")
+    if engine.max_running_count < 0:
+        raise InvalidFieldError("engine.max_running_count", "must not be negative")
+    weights = engine.weights if engine.HasField("weights") else None
+    return EngineSpec(
+        name=engine.engine_id,
+        address=engine.address,
+        instance=engine.incarnation,
+        dp_size=engine.dp_size or 1,
+        max_running=engine.max_running_count,
+        version=NO_VERSION if weights is None else weights.version,
+        digest="" if weights is None else weights.digest,
+    )
+
+
+def state_to_proto(view: EngineView) -> pb.EngineState:
+    state = _STATES[view.state]
+    if state == pb.ENGINE_STATE_ACTIVE and view.spec.version == NO_VERSION:
+        return pb.ENGINE_STATE_EMPTY
+    return state
+
+
+def engine_to_proto(view: EngineView, pool: str, *, now: float | None = None) -> pb.Engine:
+    """With `now` (the router's clock) the load and the heartbeat too, which change always."""
+    spec = view.spec
+    engine = pb.Engine(
+        engine_id=spec.name,
+        address=spec.address,
+        role=pb.ROLE_ENGINE,
+        pool=pool,
+        dp_size=spec.dp_size,
+        max_running_count=spec.max_running,
+        incarnation=spec.instance,
+        state=state_to_proto(view),
+        first_target_index=view.first_target,
+        slowdown=view.slowdown,
+    )
+    if spec.version != NO_VERSION:
+        weights = sample_pb2.WeightVersion(version=spec.version, digest=spec.digest)
+        engine.weights.CopyFrom(weights)
+    if now is not None:
+        engine.leased_counts.extend(view.lease_counts)
+        set_heartbeat(engine, now - view.last_seen)
+    return engine
+
+
+def set_heartbeat(engine: pb.Engine, age: float) -> None:
+    """Note a heartbeat of `age` seconds ago."""
+    engine.heartbeat_time.FromNanoseconds(int((time.time() - age) * 1e9))
+
+
+def request_from_proto(request: pb.AcquireLeasesRequest) -> LeaseRequest:
+    """Raises InvalidFieldError naming the column that does not fit."""
+    count = request.count
+    if not 0 <= count <= MAX_COUNT:
+        raise InvalidFieldError("count", f"must be 0 to {MAX_COUNT}")
+    for name in ("expected_token_counts", "session_ids", "cached_token_counts"):
+        _check_length(name, getattr(request, name), count)
+    _check_length("group_sizes", request.group_sizes, len(request.group_ids))
+    if len(request.group_ids) and (
+        len(request.group_sizes) != len(request.group_ids)
+        or min(request.group_sizes) < 0
+        or sum(request.group_sizes) != count
+    ):
+        raise InvalidFieldError("group_sizes", f"must be one per group and sum to {count}")
+    expected = None
+    if len(request.expected_token_counts):
+        expected = np.asarray(request.expected_token_counts, dtype=np.float64)
+        expected[~(expected > 0)] = np.nan
+    cached = None
+    if len(request.cached_token_counts):
+        cached = np.asarray(request.cached_token_counts, dtype=np.int64)
+    return LeaseRequest(
+        count=count,
+        groups=list(zip(request.group_ids, request.group_sizes, strict=True)),
+        expected_tokens=expected,
+        sessions=request.session_ids,
+        prefix_tokens=cached,
+        needs=needs_from_proto(request),
+        may_wait=request.HasField("max_wait"),
+        excluded=frozenset(request.excluded_engine_ids),
+    )
+
+
+def needs_from_proto(message: pb.AcquireLeasesRequest) -> Needs:
+    """Of a message with min_version and exact_version."""
+    return Needs(
+        minimum=message.min_version if message.HasField("min_version") else 0,
+        exact=message.exact_version if message.HasField("exact_version") else None,
+    )
+
+
+def held_from_proto(request: pb.RenewLeasesRequest) -> Held:
+    """Raises InvalidFieldError naming the column that does not fit."""
+    ids = int_column(request.lease_ids)
+    for name in ("dp_ranks", "engine_indices"):
+        if len(getattr(request, name)) != len(ids):
+            raise InvalidFieldError(name, f"must have {len(ids)} entries, one per lease")
+    engines, ranks = int_column(request.engine_indices), int_column(request.dp_ranks)
+    bound = ranks >= 0
+    if bound.any() and not (
+        (engines[bound] >= 0).all() and (engines[bound] < len(request.engine_ids)).all()
+    ):
+        raise InvalidFieldError("engine_indices", "must index engine_ids")
+    unique, first = np.unique(ids, return_index=True)
+    return Held(
+        ids=unique, names=list(request.engine_ids), engines=engines[first], ranks=ranks[first]
+    )
+
+
+def reports_from_proto(request: pb.ReportLoadRequest) -> list[RankReport]:
+    return [
+        RankReport(
+            running_count=load.running_count,
+            waiting_count=load.waiting_count,
+            used_tokens=load.used_tokens,
+            max_tokens=load.max_tokens,
+        )
+        for load in request.rank_loads
+    ]
+
+
+def int_column(values: Sequence[int]) -> IntArray:
+    """int64[n] of a packed column."""
+    return np.fromiter(values, dtype=np.int64, count=len(values))
+
+
+def release_columns(
+    request: pb.AcquireLeasesRequest,
+) -> tuple[IntArray, IntArray | None, IntArray | None]:
+    """Ids, outcomes and token counts of the leases given back."""
+    ids = int_column(request.released_lease_ids)
+    _check_length("released_outcomes", request.released_outcomes, len(ids))
+    _check_length("released_token_counts", request.released_token_counts, len(ids))
+    outcomes = int_column(request.released_outcomes) if len(request.released_outcomes) else None
+    tokens = request.released_token_counts
+    return ids, outcomes, int_column(tokens) if len(tokens) else None
+
+
+def _check_length(name: str, column: Sequence[object], count: int) -> None:
+    if len(column) not in (0, count):
+        raise InvalidFieldError(name, f"must be empty or have {count} entries")

@@ -1,0 +1,71 @@
+"""The engines of a pool as a client knows them: what target indices mean, and local picks."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+from sluice.api.router.v1 import router_service_pb2 as pb
+from sluice.balance.routing.fallback import KnownEngine, pick_locally
+from sluice.balance.routing.types import NO_VERSION, Needs
+
+_REMEMBERED_EPOCHS = 16
+
+Place = tuple[str, str, int]  # engine id, address, dp rank
+
+
+class KnownEngines:
+    """Tables by epoch, so that an answer is read with the table it was written by."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._tables: OrderedDict[int, dict[int, Place]] = OrderedDict()
+        self._engines: list[KnownEngine] = []
+        self.epoch = 0  # the newest
+
+    def learn(self, epoch: int, engines: Sequence[pb.Engine]) -> None:
+        """Take the engines of an epoch."""
+        self._tables[epoch] = {
+            engine.first_target_index + rank: (engine.engine_id, engine.address, rank)
+            for engine in engines
+            for rank in range(engine.dp_size)
+        }
+        while len(self._tables) > _REMEMBERED_EPOCHS:
+            self._tables.popitem(last=False)
+        if epoch < self.epoch:
+            return
+        self.epoch = epoch
+        self._engines = [
+            KnownEngine(
+                name=engine.engine_id,
+                address=engine.address,
+                dp_size=engine.dp_size,
+                version=engine.weights.version if engine.HasField("weights") else NO_VERSION,
+            )
+            for engine in engines
+            if engine.state == pb.ENGINE_STATE_ACTIVE
+        ]
+
+    def knows(self, epoch: int) -> bool:
+        return epoch in self._tables
+
+    def place(self, epoch: int, target: int) -> Place | None:
+        """What a target index of an epoch means; None if that was never heard."""
+        return self._tables.get(epoch, {}).get(target)
+
+    def pick(self, held: Iterable[tuple[str, int]], needs: Sequence[Needs]) -> list[Place] | None:
+        """One place per entry of `needs`, without the router; None if an entry has none.
+
+        `held`: (engine id, dp rank) of the client's leases.
+        """
+        counts = Counter(held)
+        places: list[Place] = []
+        for need in needs:
+            found = pick_locally(self._engines, counts, need, self._rng)
+            if found is None:
+                return None
+            engine, rank = found
+            counts[engine.name, rank] += 1
+            places.append((engine.name, engine.address, rank))
+        return places

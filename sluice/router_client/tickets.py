@@ -1,0 +1,37 @@
+"""Leases on their way: those that wait for a target, and those to be given back."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from sluice.api.router.v1 import router_service_pb2 as pb
+from sluice.router_client.types import Lease, Wanted
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A lease without a target yet, and what to ask for again should the router forget it."""
+
+    wanted: Wanted
+    future: asyncio.Future[Lease]
+
+
+@dataclass
+class Returned:
+    """Leases to give back with the next call."""
+
+    ids: list[int] = field(default_factory=list)
+    outcomes: list[pb.Outcome] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+    def add(self, lease_id: int, outcome: pb.Outcome, tokens: int) -> None:
+        self.ids.append(lease_id)
+        self.outcomes.append(outcome)
+        self.tokens.append(tokens)
+
+    def take_back(self, request: pb.AcquireLeasesRequest) -> None:
+        """The call failed: what it gave back goes with the next one."""
+        self.ids += request.released_lease_ids
+        self.outcomes += request.released_outcomes
+        self.tokens += request.released_token_counts

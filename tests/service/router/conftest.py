@@ -1,0 +1,168 @@
+"""A router process on port 0, engines that only count, and clients."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.router.config import PoolSettings, RouterConfig
+from services.router.process import RouterProcess
+from sluice.api.common.v1 import sample_pb2
+from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
+from sluice.api.rollout.v1 import engine_service_pb2_grpc as engine_grpc
+from sluice.api.router.v1 import router_service_pb2 as pb
+from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
+from sluice.config import parse_config
+from sluice.router_client import LeaseClient
+from sluice.runtime.channel import create_channel
+
+FAST = {"client_ttl": 1.0, "engine_ttl": 1.0}
+
+
+@dataclass
+class Router:
+    """A running router and a stub to it."""
+
+    process: RouterProcess
+    channel: grpc.aio.Channel
+    stub: pb_grpc.RouterServiceStub
+
+    @property
+    def address(self) -> str:
+        return self.process.server.address
+
+    def leases_out(self, pool: str = "policy") -> int:
+        """What the table says is charged, which must equal the live leases."""
+        tables = self.process.pools.room(pool).pool.tables
+        assert tables.targets.charges.min(initial=0) >= 0
+        return int(tables.targets.charges.sum())
+
+    async def register(self, engine_id: str, **fields: object) -> pb.RegisterEngineResponse:
+        values = {"address": "localhost:1", "role": pb.ROLE_ENGINE, "incarnation": "a", **fields}
+        version = values.pop("version", 1)
+        if version is not None:
+            values["weights"] = sample_pb2.WeightVersion(version=version, digest="d")  # type: ignore[arg-type]
+        engine = pb.Engine(engine_id=engine_id, **values)  # type: ignore[arg-type]
+        return await self.stub.RegisterEngine(pb.RegisterEngineRequest(engine=engine), timeout=5)
+
+    async def acquire(self, client: str, count: int, **fields: object) -> pb.AcquireLeasesResponse:
+        request = pb.AcquireLeasesRequest(client_id=client, count=count, **fields)  # type: ignore[arg-type]
+        return await self.stub.AcquireLeases(request, timeout=10)
+
+
+@dataclass
+class FakeEngine(engine_grpc.EngineServiceServicer):
+    """Answers Generate at once, or when `gate` opens; `fail` makes it abort with a code."""
+
+    requests: list[engine_pb.GenerateRequest] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    fail: grpc.StatusCode | None = None
+    address: str = ""
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    async def Generate(self, request, context):
+        self.requests.append(request)
+        await self.gate.wait()
+        if self.fail is not None:
+            await context.abort(self.fail, "the engine says no")
+        count = request.sample_count or 1
+        return engine_pb.GenerateResponse(
+            completions=[
+                engine_pb.Completion(index=index, token_ids=[7] * 3) for index in range(count)
+            ]
+        )
+
+    async def StreamGenerate(self, request, context):
+        self.requests.append(request.generate)
+        for token in range(3):
+            yield engine_pb.StreamGenerateResponse(delta=engine_pb.Completion(token_ids=[token]))
+            if self.fail is not None:
+                await context.abort(self.fail, "the engine says no")
+            await self.gate.wait()
+
+    async def Score(self, request, context):
+        return engine_pb.ScoreResponse(logprobs=[-1.0])
+
+    async def Abort(self, request, context):
+        self.aborted += request.request_ids
+        return engine_pb.AbortResponse(aborted_request_ids=request.request_ids)
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[AsyncExitStack]:
+    async with AsyncExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def start_router(stack: AsyncExitStack) -> Callable[..., Awaitable[Router]]:
+    async def start(port: int = 0, **pool: object) -> Router:
+        config = parse_config(
+            RouterConfig,
+            {
+                "seed": 7,
+                "tick_seconds": 0.05,
+                "default_pool": PoolSettings(**pool),
+                "server": {"port": port, "drain_seconds": 0.2},
+            },
+        )
+        process = RouterProcess(config, CollectorRegistry())
+        await process.start()
+        stack.push_async_callback(process.close)
+        stack.push_async_callback(process.server.stop)
+        channel = grpc.aio.insecure_channel(process.server.address)  # refusals come at once
+        stack.push_async_callback(channel.close)
+        return Router(process, channel, pb_grpc.RouterServiceStub(channel))
+
+    return start
+
+
+@pytest.fixture
+async def router(start_router: Callable[..., Awaitable[Router]]) -> Router:
+    return await start_router()
+
+
+@pytest.fixture
+def start_engine(stack: AsyncExitStack) -> Callable[..., Awaitable[FakeEngine]]:
+    async def start() -> FakeEngine:
+        engine = FakeEngine()
+        server = grpc.aio.server()
+        engine_grpc.add_EngineServiceServicer_to_server(engine, server)
+        engine.address = f"localhost:{server.add_insecure_port('localhost:0')}"
+        await server.start()
+        stack.push_async_callback(server.stop, 0)
+        return engine
+
+    return start
+
+
+@pytest.fixture
+def connect(stack: AsyncExitStack) -> Callable[..., Awaitable[LeaseClient]]:
+    async def connect(address: str, **options: object) -> LeaseClient:
+        channel = create_channel(address)
+        stack.push_async_callback(channel.close)
+        client = LeaseClient(channel, seed=3, **options)  # type: ignore[arg-type]
+        return await stack.enter_async_context(client)
+
+    return connect
+
+
+async def eventually(check: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Wait until `check` holds; fails after `seconds`."""
+    async with asyncio.timeout(seconds):
+        while not check():
+            await asyncio.sleep(0.01)
+
+
+def new_id() -> str:
+    return str(uuid.uuid4())

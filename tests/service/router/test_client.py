@@ -1,0 +1,137 @@
+"""The lease client against a real router: waiting, restarts, fail-open, nothing leaked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from sluice.api.router.v1 import router_service_pb2 as pb
+from sluice.router_client import Wanted
+from sluice.router_client import client as client_module
+from tests.service.router.conftest import FAST, eventually
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch):
+    monkeypatch.setattr(client_module, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(client_module, "DOWN_SECONDS", 0.3)
+
+
+async def test_leases_name_engine_address_and_rank_and_are_given_back(router, connect):
+    await router.register("a", dp_size=2, address="host:1")
+    await router.register("b", dp_size=2, address="host:2")
+    client = await connect(router.address)
+    leases = await client.acquire(Wanted(count=8, groups=[("g", 8)]), timeout=5)
+    places = Counter((lease.engine_id, lease.address, lease.dp_rank) for lease in leases)
+    assert places == {
+        (name, f"host:{port}", rank): 2 for name, port in (("a", 1), ("b", 2)) for rank in (0, 1)
+    }
+    client.release(leases[:5], token_counts=[1, 2, 3, 4, 5])
+    client.release(leases[:5])
+    await eventually(lambda: router.leases_out() == 3)
+    await client.close()
+    assert router.leases_out() == 0
+
+
+async def test_each_waiting_lease_comes_as_soon_as_a_rank_is_free(router, connect):
+    await router.register("a", max_running_count=2)
+    client = await connect(router.address)
+    futures = await client.request(Wanted(count=6))
+    for _ in range(4):
+        async with asyncio.timeout(5):
+            done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        assert router.leases_out() <= 2
+        first = next(iter(done))
+        futures.remove(first)
+        client.release([await first])
+    async with asyncio.timeout(5):
+        client.release(await asyncio.gather(*futures))
+    await eventually(lambda: router.leases_out() == 0)
+
+
+async def test_leases_asked_for_before_any_engine_come_with_it(router, connect):
+    client = await connect(router.address)
+    asked = asyncio.create_task(client.acquire(Wanted(count=2, min_version=5), timeout=10))
+    await asyncio.sleep(0.2)
+    await router.register("a", version=4)
+    await asyncio.sleep(0.2)
+    assert not asked.done()
+    await router.register("a", version=5)
+    assert len(await asked) == 2
+
+
+async def test_giving_up_a_wait_leaves_nothing_behind(router, connect):
+    await router.register("a", max_running_count=1)
+    client = await connect(router.address)
+    held = await client.acquire(Wanted(count=1), timeout=5)
+    with pytest.raises(TimeoutError):
+        await client.acquire(Wanted(count=3), timeout=0.2)
+    client.release(held)
+    pool = router.process.pools.room("").pool
+    await eventually(lambda: pool.tables.leases.live_count == 0)
+    assert len(await client.acquire(Wanted(count=1), timeout=5)) == 1
+
+
+async def test_while_the_router_is_down_engines_are_picked_locally_and_then_reported(
+    start_router, connect
+):
+    first = await start_router(**FAST)
+    await first.register("a", dp_size=2)
+    await first.register("b", dp_size=2, version=2)
+    client = await connect(first.address)
+    before = await client.acquire(Wanted(count=2), timeout=5)
+    await eventually(lambda: client._known.epoch == first.process.pools.room("").pool.epoch)
+    port = first.process.server.port
+    await first.process.server.stop()
+    local = await client.acquire(Wanted(count=12), timeout=10)
+    newest = await client.acquire(Wanted(count=2, min_version=2), timeout=10)
+    assert all(lease.lease_id < 0 for lease in (*local, *newest))
+    assert {lease.engine_id for lease in newest} == {"b"}
+    spread = Counter((lease.engine_id, lease.dp_rank) for lease in local)
+    assert len(spread) == 4 and max(spread.values()) <= 6
+
+    second = await start_router(port=port, **FAST)
+    await second.register("a", dp_size=2)
+    await second.register("b", dp_size=2, version=2)
+    await eventually(lambda: second.leases_out() == 16, 10)
+    client.release([*before, *local, *newest])
+    await eventually(lambda: second.leases_out() == 0)
+    assert (await client.acquire(Wanted(count=1), timeout=5))[0].lease_id > 0
+
+
+async def test_waiting_leases_survive_a_restart_of_the_router(start_router, connect):
+    first = await start_router(**FAST)
+    await first.register("a", max_running_count=1)
+    client = await connect(first.address)
+    held = await client.acquire(Wanted(count=1, exact_version=1), timeout=5)
+    asked = asyncio.create_task(client.acquire(Wanted(count=1, exact_version=2), timeout=20))
+    await asyncio.sleep(0.1)
+    port = first.process.server.port
+    await first.process.server.stop()
+    second = await start_router(port=port, **FAST)
+    await second.register("a", max_running_count=1, version=2)
+    await eventually(lambda: second.leases_out() == 1, 10)  # the lease held is charged again
+    assert not asked.done()
+    client.release(held)
+    assert (await asked)[0].engine_id == "a"
+
+
+async def test_leases_outlive_their_ttl_while_the_client_lives(start_router, connect):
+    router = await start_router(**FAST)
+    await router.register("a")
+    client = await connect(router.address)
+    leases = await client.acquire(Wanted(count=3), timeout=5)
+
+    async def keep_engine() -> None:
+        while True:
+            await router.register("a")
+            await asyncio.sleep(0.3)
+
+    keeping = asyncio.create_task(keep_engine())
+    await asyncio.sleep(1.5)
+    assert router.leases_out() == 3
+    client.release(leases, pb.OUTCOME_OK)
+    await eventually(lambda: router.leases_out() == 0)
+    keeping.cancel()

@@ -1,0 +1,236 @@
+"""Heartbeats, restarts, drains and silence: what is charged stays true through all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+
+import grpc
+import pytest
+
+from sluice.api.router.v1 import router_service_pb2 as pb
+from tests.service.router.conftest import FAST, eventually
+
+
+def held(answer: pb.AcquireLeasesResponse, engine: str, count: int, rank: int = 0):
+    """A renewal of leases that are all on one rank."""
+    return pb.RenewLeasesRequest(
+        client_id="c",
+        lease_ids=range(answer.first_lease_id, answer.first_lease_id + count),
+        engine_ids=[engine],
+        dp_ranks=[rank] * count,
+        engine_indices=[0] * count,
+    )
+
+
+async def states(router) -> dict[str, int]:
+    answer = await router.stub.ListEngines(pb.ListEnginesRequest(), timeout=5)
+    return {engine.engine_id: engine.state for engine in answer.engines}
+
+
+async def test_a_silent_client_loses_its_leases_and_a_renewing_one_keeps_them(start_router):
+    router = await start_router(**FAST)
+    await router.register("a")
+    kept = await router.acquire("c", 5)
+    await router.acquire("dead", 7)
+
+    async def renew() -> None:
+        while True:
+            await router.stub.RenewLeases(held(kept, "a", 5), timeout=5)
+            await asyncio.sleep(0.2)
+
+    renewing = asyncio.create_task(renew())
+    await eventually(lambda: router.leases_out() == 5)
+    await asyncio.sleep(1.2)
+    assert router.leases_out() == 5
+    renewing.cancel()
+    await eventually(lambda: router.leases_out() == 0)
+
+
+async def test_a_restarted_router_rebuilds_its_table_without_double_charging(start_router):
+    first, second = await start_router(), await start_router()
+    await first.register("a", dp_size=2)
+    answer = await first.acquire("c", 4)
+    on_zero = [i for i, target in enumerate(answer.target_indices) if target == 0]
+    ids = [answer.first_lease_id + i for i in range(4)]
+    renewal = pb.RenewLeasesRequest(
+        client_id="c",
+        lease_ids=ids,
+        engine_ids=["a"],
+        dp_ranks=answer.target_indices,
+        engine_indices=[0] * 4,
+    )
+    early = await second.stub.RenewLeases(renewal, timeout=5)  # before the engine is back
+    assert sorted(early.void_lease_ids) == ids and second.leases_out() == 0
+    await second.register("a", dp_size=2)
+    for expected in (4, 0):
+        again = await second.stub.RenewLeases(renewal, timeout=5)
+        assert again.adopted_count == expected and not again.void_lease_ids
+    listed = await second.stub.ListEngines(pb.ListEnginesRequest(), timeout=5)
+    assert list(listed.engines[0].leased_counts) == [len(on_zero), 4 - len(on_zero)]
+    await second.acquire("c", 0, released_lease_ids=ids)
+    assert second.leases_out() == 0
+    # A renewal that was under way while the leases were given back charges nothing.
+    late = await second.stub.RenewLeases(renewal, timeout=5)
+    assert late.adopted_count == 0 and second.leases_out() == 0
+
+
+async def test_leases_whose_answer_was_lost_are_given_back(router):
+    await router.register("a")
+    kept = await router.acquire("c", 1)
+    await router.acquire("c", 9)  # the client never hears of these
+    for dropped in (0, 9, 0):
+        answer = await router.stub.RenewLeases(held(kept, "a", 1), timeout=5)
+        assert answer.dropped_count == dropped
+    assert router.leases_out() == 1
+
+
+async def test_a_restarted_engine_voids_its_leases_and_no_others(router):
+    await router.register("a")
+    await router.register("b")
+    answer = await router.acquire("c", 8)
+    await router.register("a", incarnation="b")
+    assert router.leases_out() == 4
+    ids = range(answer.first_lease_id, answer.first_lease_id + 8)
+    await router.acquire("c", 0, released_lease_ids=ids)
+    assert router.leases_out() == 0
+
+
+async def test_a_drained_engine_gets_no_lease_until_resumed(router):
+    await router.register("a")
+    await router.register("b")
+    before = await router.acquire("c", 2)
+    answer = await router.stub.DrainEngine(pb.DrainEngineRequest(engine_id="a"), timeout=5)
+    assert answer.engine.state == pb.ENGINE_STATE_DRAINING
+    assert list(answer.engine.leased_counts) == [1]
+    assert answer.epoch > before.epoch
+    await router.register("a")  # a heartbeat does not end a drain
+    after = await router.acquire("c", 4)
+    assert len(set(after.target_indices)) == 1
+    await router.stub.DrainEngine(pb.DrainEngineRequest(engine_id="a", resume=True), timeout=5)
+    resumed = await router.acquire("c", 4)
+    assert set(resumed.target_indices) == set(before.target_indices) - set(after.target_indices)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await router.stub.DrainEngine(pb.DrainEngineRequest(engine_id="x"), timeout=5)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_silent_engine_is_lost_and_its_heartbeat_brings_it_back(start_router):
+    router = await start_router(**FAST)
+    await router.register("a")
+    await router.register("e", role=pb.ROLE_EPISODES)
+    assert await states(router) == {"a": pb.ENGINE_STATE_ACTIVE, "e": pb.ENGINE_STATE_ACTIVE}
+    await asyncio.sleep(1.2)
+    assert await states(router) == {"a": pb.ENGINE_STATE_LOST, "e": pb.ENGINE_STATE_LOST}
+    with pytest.raises(grpc.aio.AioRpcError):
+        await router.acquire("c", 1)
+    await router.register("a")
+    assert len((await router.acquire("c", 1)).target_indices) == 1
+
+
+async def test_an_engine_without_weights_waits_and_version_bounds_hold(router):
+    await router.register("old", version=3)
+    await router.register("empty", version=None)
+    assert (await states(router))["empty"] == pb.ENGINE_STATE_EMPTY
+    answer = await router.acquire("c", 4, min_version=4, max_wait={})
+    assert set(answer.target_indices) == {-1}
+    await router.register("new", version=4)
+    bound = await router.acquire("c", 0, max_wait={"seconds": 5})
+    new = next(e for e in bound.engines if e.engine_id == "new")
+    assert set(bound.bound_target_indices) == {new.first_target_index}
+    exact = await router.acquire("c", 4, exact_version=3)
+    old = next(e for e in bound.engines if e.engine_id == "old")
+    assert set(exact.target_indices) == {old.first_target_index}
+
+
+async def test_failures_of_the_engine_break_it_and_refusals_never_do(router):
+    await router.register("a")
+    await router.register("b")
+    answer = await router.acquire("c", 40)
+    first = answer.engines[0]
+    ids = [
+        answer.first_lease_id + i
+        for i, target in enumerate(answer.target_indices)
+        if target == first.first_target_index
+    ]
+    await router.acquire(
+        "c", 0, released_lease_ids=ids[:10], released_outcomes=[pb.OUTCOME_CLIENT_ERROR] * 10
+    )
+    assert (await states(router))[first.engine_id] == pb.ENGINE_STATE_ACTIVE
+    await router.acquire(
+        "c", 0, released_lease_ids=ids[10:15], released_outcomes=[pb.OUTCOME_CONNECT_ERROR] * 5
+    )
+    assert (await states(router))[first.engine_id] == pb.ENGINE_STATE_BROKEN
+    broken = await router.acquire("c", 6)
+    assert first.first_target_index not in broken.target_indices
+    await router.register(first.engine_id, incarnation="b")  # half-open: one trial
+    trial = await router.acquire("c", 20)
+    assert list(trial.target_indices).count(first.first_target_index) == 1
+
+
+async def test_watchers_hear_of_every_change(router):
+    await router.register("a")
+    watch = router.stub.WatchEngines(pb.WatchEnginesRequest(), timeout=10)
+    seen = await watch.read()
+    assert [engine.engine_id for engine in seen.engines] == ["a"]
+    await router.register("a")
+    await router.register("b", version=2)
+    then = await watch.read()
+    assert [engine.engine_id for engine in then.engines] == ["a", "b"]
+    assert then.epoch > seen.epoch
+    watch.cancel()
+
+
+async def test_pools_are_apart_and_an_engine_may_move(router):
+    await router.register("a")
+    await router.register("t", pool="teacher")
+    await router.acquire("c", 3, pool="teacher")
+    assert (router.leases_out(), router.leases_out("teacher")) == (0, 3)
+    await router.register("t", pool="policy")
+    assert (router.leases_out(), router.leases_out("teacher")) == (0, 0)
+    answer = await router.acquire("c", 2)
+    assert len(set(answer.target_indices)) == 2
+
+
+async def test_a_session_stays_on_its_rank_until_it_ends(router):
+    await router.register("a", dp_size=8)
+    first = await router.acquire("c", 8, session_ids=[f"s{i}" for i in range(8)])
+    assert len(set(first.target_indices)) == 8
+    for _ in range(3):
+        again = await router.acquire("c", 8, session_ids=[f"s{i}" for i in range(8)])
+        assert again.target_indices == first.target_indices
+    request = pb.EndSessionRequest(session_ids=["s0", "s1", "unknown"])
+    assert (await router.stub.EndSession(request, timeout=5)).ended_count == 2
+
+
+async def test_stopping_ends_waits_and_watches_at_once(start_router):
+    router = await start_router()
+    await router.register("a", max_running_count=1)
+    await router.acquire("c", 1)
+    watch = router.stub.WatchEngines(pb.WatchEnginesRequest(), timeout=30)
+    await watch.read()
+    waiting = asyncio.create_task(router.acquire("c", 1, max_wait={"seconds": 30}))
+    await asyncio.sleep(0.1)
+    async with asyncio.timeout(3):
+        await router.process.server.stop()
+        answer = await waiting
+        assert list(answer.target_indices) == [-1]
+        assert await watch.read() is grpc.aio.EOF
+
+
+def test_the_router_imports_neither_torch_nor_transformers():
+    code = (
+        "import sys, services.router.__main__;"
+        "print([m for m in ('torch', 'transformers', 'pandas') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )
+    assert done.stdout.strip() == "[]"

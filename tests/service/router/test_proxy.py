@@ -1,0 +1,130 @@
+"""EngineService through the router: one address, the answers of the engines, no leaks."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+
+from sluice.api.rollout.v1 import engine_service_pb2 as pb
+from sluice.api.rollout.v1 import engine_service_pb2_grpc as pb_grpc
+from sluice.api.router.v1 import router_service_pb2 as router_pb
+from tests.service.router.conftest import eventually, new_id
+
+
+def generate(count: int = 1) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        request_id=new_id(),
+        prompt_token_ids=[1, 2],
+        sampling=pb.SamplingParams(max_new_tokens=3),
+        sample_count=count,
+    )
+
+
+@pytest.fixture
+def stub(router):
+    return pb_grpc.EngineServiceStub(router.channel)
+
+
+async def test_requests_reach_all_ranks_and_all_charges_end(router, stub, start_engine):
+    engine = await start_engine()
+    await router.register("a", dp_size=4, address=engine.address)
+    engine.gate.clear()
+    calls = [asyncio.ensure_future(stub.Generate(generate(2), timeout=10)) for _ in range(8)]
+    await eventually(lambda: len(engine.requests) == 8)
+    assert router.leases_out() == 16  # a request weighs what it samples
+    assert sorted(request.dp_rank for request in engine.requests) == [0, 0, 1, 1, 2, 2, 3, 3]
+    engine.gate.set()
+    answers = await asyncio.gather(*calls)
+    assert all(len(answer.completions) == 2 for answer in answers)
+    assert router.leases_out() == 0
+
+
+async def test_another_engine_is_tried_when_one_cannot_be_reached(router, stub, start_engine):
+    engine = await start_engine()
+    await router.register("dead", address="localhost:1", max_running_count=8)
+    await router.register("good", address=engine.address, max_running_count=8)
+    answers = await asyncio.gather(*(stub.Generate(generate(), timeout=30) for _ in range(6)))
+    assert all(answer.completions[0].token_ids == [7, 7, 7] for answer in answers)
+    assert router.leases_out() == 0
+
+
+async def test_an_engines_refusal_is_passed_on_with_its_code(router, stub, start_engine):
+    engine = await start_engine()
+    engine.fail = grpc.StatusCode.INVALID_ARGUMENT
+    await router.register("a", address=engine.address)
+    for _ in range(8):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Generate(generate(), timeout=5)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert caught.value.details() == "the engine says no"
+    assert len(engine.requests) == 8 and router.leases_out() == 0
+    listed = await router.stub.ListEngines(router_pb.ListEnginesRequest(), timeout=5)
+    assert listed.engines[0].state == router_pb.ENGINE_STATE_ACTIVE
+
+
+async def test_streams_pass_through_and_a_broken_one_is_not_sent_twice(router, stub, start_engine):
+    engine = await start_engine()
+    await router.register("a", address=engine.address)
+    request = pb.StreamGenerateRequest(generate=generate())
+    tokens = [m.delta.token_ids[0] async for m in stub.StreamGenerate(request, timeout=5)]
+    assert tokens == [0, 1, 2]
+    engine.fail = grpc.StatusCode.UNAVAILABLE
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in stub.StreamGenerate(request, timeout=5):
+            pass
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert len(engine.requests) == 2 and router.leases_out() == 0
+
+
+async def test_a_caller_that_leaves_frees_the_rank(router, stub, start_engine):
+    engine = await start_engine()
+    await router.register("a", address=engine.address, max_running_count=1)
+    engine.gate.clear()
+    running = stub.Generate(generate(), timeout=10)
+    await eventually(lambda: len(engine.requests) == 1)
+    waiting = stub.Generate(generate(), timeout=10)
+    await asyncio.sleep(0.1)
+    assert len(engine.requests) == 1, "it waits for the credit"
+    running.cancel()
+    await eventually(lambda: len(engine.requests) == 2)
+    waiting.cancel()
+    await eventually(lambda: router.leases_out() == 0)
+
+
+async def test_a_wait_ends_with_the_callers_deadline(router, stub):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Generate(generate(), timeout=0.3)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    pool = router.process.pools.room("").pool
+    await eventually(lambda: pool.tables.leases.live_count == 0)
+
+
+async def test_a_session_keeps_its_rank_and_abort_finds_the_engine(router, stub, start_engine):
+    engine = await start_engine()
+    await router.register("a", dp_size=8, address=engine.address)
+    metadata = (("x-sluice-session", "talk"),)
+    for _ in range(4):
+        await stub.Generate(generate(), timeout=5, metadata=metadata)
+    assert len({request.dp_rank for request in engine.requests}) == 1
+    engine.gate.clear()
+    request = generate()
+    running = stub.Generate(request, timeout=10)
+    await eventually(lambda: len(engine.requests) == 5)
+    answer = await stub.Abort(pb.AbortRequest(request_ids=[request.request_id, "x"]), timeout=5)
+    assert list(answer.aborted_request_ids) == engine.aborted == [request.request_id]
+    running.cancel()
+
+
+async def test_scores_pass_and_what_the_router_cannot_do_is_unimplemented(
+    router, stub, start_engine
+):
+    engine = await start_engine()
+    await router.register("t", pool="teacher", address=engine.address)
+    request = pb.ScoreRequest(token_ids=[1, 2], prompt_length=1)
+    answer = await stub.Score(request, timeout=5, metadata=(("x-sluice-pool", "teacher"),))
+    assert list(answer.logprobs) == [-1.0]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Pause(pb.PauseRequest(mode=pb.PAUSE_MODE_WAIT), timeout=5)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
