@@ -14,7 +14,7 @@ SOURCES = "".join((RANKS / name).read_text() for name in ("parity.py", "sequence
 NAMES = re.findall(r"^def check_(\w+)\(", SOURCES, flags=re.MULTILINE)
 ROOT = Path(__file__).parents[3]
 WORLD = 4
-DEADLINE_SECONDS = 120
+DEADLINE_SECONDS = 240
 
 
 @pytest.fixture(scope="module")

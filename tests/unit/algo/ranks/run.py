@@ -23,7 +23,7 @@ import torch.distributed as dist
 from sluice.algo.collectives import CollectiveMonitor, Collectives
 
 WORLD = 4
-TIMEOUT = timedelta(seconds=20)
+TIMEOUT = timedelta(seconds=60)
 
 
 @dataclass(frozen=True)

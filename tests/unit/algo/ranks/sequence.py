@@ -16,7 +16,7 @@ from sluice.algo.linear_logprobs import linear_logprobs
 from sluice.algo.logprobs import VocabShard
 
 WORLD = 4
-TIMEOUT = timedelta(seconds=20)
+TIMEOUT = timedelta(seconds=60)
 
 
 def check_same_collectives_with_and_without_tokens(context):

@@ -162,10 +162,18 @@ def compare(local, terms, expected, collectives, *, replicated=False):
     close(whole[:, 0], outputs, "log-probs")
     close(whole[:, 1], entropy, "entropy")
     share = 1 / collectives.size if replicated else 1.0
-    for name, (total, weight) in {**terms.metrics, "loss": (terms.loss, terms.loss)}.items():
-        pair = torch.stack([total.detach(), weight.detach()]) * share
-        wanted_pair = wanted.metrics.get(name, (wanted.loss, wanted.loss))
-        close(collectives.all_reduce(pair, "sum"), torch.stack(wanted_pair).detach(), name)
-    for name, parameter in local.parameters.items():
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        close(collectives.all_reduce(gradient, "sum"), parameters[name].grad, f"d {name}")
+    names = sorted(wanted.metrics)
+    assert sorted(terms.metrics) == names
+    mine = torch.stack([terms.loss.detach(), *(x for n in names for x in terms.metrics[n])])
+    whole_terms = torch.stack(
+        [wanted.loss.detach(), *(x for n in names for x in wanted.metrics[n])]
+    )
+    close(collectives.all_reduce(mine * share, "sum"), whole_terms, f"loss and {names}")
+    gradients = torch.cat(
+        [
+            torch.zeros(p.numel()) if p.grad is None else p.grad.flatten()
+            for p in local.parameters.values()
+        ]
+    )
+    expected_gradients = torch.cat([p.grad.flatten() for p in parameters.values()])
+    close(collectives.all_reduce(gradients, "sum"), expected_gradients, "gradients")
