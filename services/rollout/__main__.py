@@ -12,11 +12,15 @@ from sluice import logs
 from sluice.config import ConfigError, load_config
 
 
+async def serve(config: RolloutConfig) -> None:
+    await RolloutProcess(config).run()  # built inside the loop that its server belongs to
+
+
 def main() -> int:
     logs.configure()
     try:
         config = load_config(RolloutConfig)
-        uvloop.run(RolloutProcess(config).run())
+        uvloop.run(serve(config))
     except ConfigError as error:
         print(f"services.rollout: {error}", file=sys.stderr)
         return 2

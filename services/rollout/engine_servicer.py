@@ -8,13 +8,14 @@ from typing import Any
 from google.protobuf import duration_pb2
 
 from services.rollout import metrics
-from services.rollout.engine import Delta, Engine, PauseMode
+from services.rollout.engine import Engine, PauseMode
 from services.rollout.engine_weights import EngineWeights
 from services.rollout.generations import Generations
 from services.rollout.wire import (
     VersionBounds,
     VersionUnavailableError,
     bounds_from_proto,
+    check_spans,
     delta_to_proto,
     generation_from_proto,
     pause_mode_from_proto,
@@ -47,7 +48,7 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
         bounds = self._checked_bounds(request.versions)
         generation = generation_from_proto(request, stream=False)
         deltas = await self._generations.generate(request, generation)
-        _check_spans(deltas, bounds)
+        check_spans(deltas, bounds)
         metrics.count_generation(deltas)
         temperature = generation.sampling.temperature
         return pb.GenerateResponse(
@@ -61,7 +62,7 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
         generation = generation_from_proto(request.generate, stream=True)
         temperature = generation.sampling.temperature
         async for delta in self._generations.stream(request.generate, generation):
-            _check_spans([delta], bounds)
+            check_spans([delta], bounds)
             metrics.count_generation([delta])
             yield pb.StreamGenerateResponse(delta=delta_to_proto(delta, temperature=temperature))
 
@@ -142,13 +143,6 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
         bounds = bounds_from_proto(message)
         bounds.check(self._engine.status().version)
         return bounds
-
-
-def _check_spans(deltas: list[Delta], bounds: VersionBounds) -> None:
-    """A commit may have come between; the spans say what really sampled."""
-    for delta in deltas:
-        for span in delta.spans:
-            bounds.check(span.version)
 
 
 def _weights_from_proto(message: sample_pb2.WeightVersion) -> tuple[int, str]:

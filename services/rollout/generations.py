@@ -9,10 +9,24 @@ from collections.abc import AsyncIterator, Iterator
 
 import xxhash
 
+from services.rollout import metrics
 from services.rollout.engine import Delta, Engine, Generation
-from services.rollout.wire import join_deltas
+from services.rollout.wire import VersionBounds, check_spans, join_deltas
 from sluice.api.rollout.v1 import engine_service_pb2 as pb
 from sluice.runtime.errors import RequestIdReusedError
+
+
+async def complete(engine: Engine, generation: Generation, bounds: VersionBounds) -> list[Delta]:
+    """One whole delta per sample, for callers in this process; cancelling aborts the request.
+
+    Raises VersionUnavailableError, and what the engine raises.
+    """
+    bounds.check(engine.status().version)
+    async with contextlib.aclosing(engine.generate(generation)) as stream:  # type: ignore[type-var]
+        deltas = join_deltas([delta async for delta in stream])
+    check_spans(deltas, bounds)
+    metrics.count_generation(deltas)
+    return deltas
 
 
 class _Run:
@@ -123,7 +137,9 @@ class Generations:
             del self._runs[name]
             return
         self._token_count += run.token_count
+        if self._token_count <= self._remembered_tokens:
+            return
         for old in [key for key, old in self._runs.items() if old.task.done()]:
-            if self._token_count <= self._remembered_tokens:
-                return
             self._token_count -= self._runs.pop(old).token_count
+            if self._token_count <= self._remembered_tokens // 2:
+                return

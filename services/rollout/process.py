@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+from functools import partial
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -11,7 +14,7 @@ from services.rollout.config import RolloutConfig
 from services.rollout.engine import Engine, create_engine
 from services.rollout.engine_servicer import EngineServicer
 from services.rollout.engine_weights import EngineWeights
-from services.rollout.generations import Generations
+from services.rollout.generations import Generations, complete
 from services.rollout.metrics import EngineCollector
 from services.rollout.registration import (
     Registration,
@@ -22,6 +25,9 @@ from sluice.api.rollout.v1 import engine_service_pb2_grpc, rollout_service_pb2_g
 from sluice.runtime.channel import create_channel
 from sluice.runtime.server import Server
 from sluice.weights.store import WeightStore
+
+if TYPE_CHECKING:
+    from services.rollout.episodes.worker import EpisodeWorker
 
 ENGINE_SERVICE = "sluice.api.rollout.v1.EngineService"
 ROLLOUT_SERVICE = "sluice.api.rollout.v1.RolloutService"
@@ -55,12 +61,15 @@ class RolloutProcess:
         if self._router is not None:
             self._resources.push_async_callback(self._router.close)
         engine = self._add_engine() if "engine" in config.roles else None
-        if "episodes" in config.roles:
-            self._add_episodes()
+        episodes = self._add_episodes() if "episodes" in config.roles else None
         await self.server.start()
         if engine is not None:
             await engine.start()
+            if episodes is not None:
+                episodes.engines.add_local(self.server.address, partial(complete, engine))
         await self.server.set_serving()
+        gc.collect()
+        gc.freeze()  # modules stay; looking through them again and again is a third of all work
         self._register(engine)
         self._leaving = asyncio.create_task(self._leave_router(), name="leave router")
 
@@ -100,7 +109,7 @@ class RolloutProcess:
         )
         return engine
 
-    def _add_episodes(self) -> None:
+    def _add_episodes(self) -> EpisodeWorker:
         # Imported here: an engine needs neither tokenizers nor jinja2.
         from services.rollout.episodes.worker import EpisodeWorker
 
@@ -113,6 +122,7 @@ class RolloutProcess:
             worker.servicer,
             ROLLOUT_SERVICE,
         )
+        return worker
 
     def _register(self, engine: Engine | None) -> None:
         """Begin heartbeats; with both roles the episodes have an id of their own."""

@@ -59,6 +59,17 @@ def bounds_from_proto(message: pb.VersionBounds) -> VersionBounds:
     )
 
 
+def bounds_to_proto(bounds: VersionBounds) -> pb.VersionBounds:
+    return pb.VersionBounds(min_version=bounds.min_version, exact_version=bounds.exact_version)
+
+
+def check_spans(deltas: Iterable[Delta], bounds: VersionBounds) -> None:
+    """A commit may have come in between; the spans say what really sampled."""
+    for delta in deltas:
+        for span in delta.spans:
+            bounds.check(span.version)
+
+
 def sampling_from_proto(
     message: pb.SamplingParams, sample_count: int, field: str = "sampling"
 ) -> Sampling:

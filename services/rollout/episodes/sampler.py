@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 import grpc
 
 from services.rollout import metrics
-from services.rollout.engine import Delta, FinishReason, Sampling
-from services.rollout.episodes.engines import EngineChannels
+from services.rollout.engine import Delta, FinishReason, Generation, Sampling
+from services.rollout.episodes.engines import EngineAccess
 from services.rollout.episodes.leases import RouterLeases
-from services.rollout.wire import VersionBounds, delta_from_proto, sampling_to_proto
-from sluice.api.rollout.v1 import engine_service_pb2 as pb
+from services.rollout.wire import VersionBounds
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.client import RemoteError, new_request_id
 from sluice.router_client import Lease, outcome_of
@@ -68,7 +67,7 @@ class _Part:
 class Sampler:
     """Leases, asks, and asks again elsewhere for what was lost."""
 
-    def __init__(self, leases: RouterLeases, engines: EngineChannels, attempts: int) -> None:
+    def __init__(self, leases: RouterLeases, engines: EngineAccess, attempts: int) -> None:
         self._leases, self._engines, self._attempts = leases, engines, attempts
 
     async def sample(self, prompt: Prompt) -> list[Delta]:
@@ -116,19 +115,19 @@ class Sampler:
         return min((error for error in errors if error), key=_is_retried, default=None)
 
     async def _ask(self, prompt: Prompt, part: _Part, done: dict[int, Delta]) -> RemoteError | None:
-        outcome, tokens = router_pb.OUTCOME_ABORTED, list[int]()
+        outcome, lengths = router_pb.OUTCOME_ABORTED, list[int]()
+        lease = part.leases[0]
         try:
-            response = await self._engines.generate(part.leases[0].address, _request(prompt, part))
-            outcome = router_pb.OUTCOME_OK
+            deltas = await self._engines.generate(
+                lease.address, _generation(prompt, part), prompt.bounds
+            )
+            outcome, lengths = router_pb.OUTCOME_OK, [len(d.token_ids) for d in deltas]
         except RemoteError as error:
             outcome = outcome_of(error.code)
             return error
         finally:
-            if outcome == router_pb.OUTCOME_OK:
-                tokens = [len(completion.token_ids) for completion in response.completions]
-            self._leases.release(prompt.pool, part.leases, outcome, tokens)
-        for index, completion in zip(part.indices, response.completions, strict=True):
-            delta = delta_from_proto(completion)
+            self._leases.release(prompt.pool, part.leases, outcome, lengths)
+        for index, delta in zip(part.indices, deltas, strict=True):
             if delta.finish_reason is not FinishReason.ABORTED:
                 done[index] = delta
         if all(index in done for index in part.indices):
@@ -157,18 +156,15 @@ def _take_parts(waiting: dict[asyncio.Future[Lease], int]) -> list[_Part]:
     return list(parts.values())
 
 
-def _request(prompt: Prompt, part: _Part) -> pb.GenerateRequest:
+def _generation(prompt: Prompt, part: _Part) -> Generation:
     seeds = prompt.sampling.seeds
     chosen = tuple(seeds[index] for index in part.indices) if seeds else ()
-    return pb.GenerateRequest(
+    return Generation(
         request_id=new_request_id(),
         prompt_token_ids=prompt.token_ids,
-        sampling=sampling_to_proto(replace(prompt.sampling, seeds=chosen)),
+        sampling=replace(prompt.sampling, seeds=chosen),
         sample_count=len(part.indices),
         dp_rank=part.leases[0].dp_rank,
-        versions=pb.VersionBounds(
-            min_version=prompt.bounds.min_version, exact_version=prompt.bounds.exact_version
-        ),
     )
 
 

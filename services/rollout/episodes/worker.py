@@ -6,7 +6,7 @@ import grpc
 
 from services.rollout.config import RolloutConfig
 from services.rollout.environments.runner import Environments
-from services.rollout.episodes.engines import EngineChannels
+from services.rollout.episodes.engines import EngineAccess
 from services.rollout.episodes.journal import Journals
 from services.rollout.episodes.leases import RouterLeases
 from services.rollout.episodes.rollouts import Rollouts
@@ -32,9 +32,9 @@ class EpisodeWorker:
             self._environments = Environments(episodes.environments, episodes.graders, tokenizer)
         except ValueError as error:
             raise ConfigError(f"episodes.environments: {error}") from None
-        self._engines = EngineChannels(config.server.security)
+        self.engines = EngineAccess(config.server.security)
         self._leases = RouterLeases(router)
-        sampler = Sampler(self._leases, self._engines, config.episodes.engine_attempts)
+        sampler = Sampler(self._leases, self.engines, config.episodes.engine_attempts)
         self._rollouts = Rollouts(
             config.episodes, self._environments, tokenizer, sampler, self._spool
         )
@@ -46,4 +46,4 @@ class EpisodeWorker:
         await self._spool.close()
         await self._environments.close()
         await self._leases.close()
-        await self._engines.close()
+        await self.engines.close()

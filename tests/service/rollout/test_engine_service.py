@@ -1,0 +1,302 @@
+"""EngineService over the wire, on the reference engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from sluice.api.common.v1 import sample_pb2
+from sluice.api.rollout.v1 import engine_service_pb2 as pb
+from sluice.client import EngineClient, RemoteError, new_request_id, typed_errors
+from tests.service.rollout.harness import Store, load_weights, named
+
+PROMPT = (1, 2, 3, 10)
+LONG = 50  # tokens; the model stops before only by chance
+
+
+def generate_request(**fields: Any) -> pb.GenerateRequest:
+    sampling = {"max_new_tokens": 6, **fields.pop("sampling", {})}
+    return pb.GenerateRequest(
+        **{
+            "request_id": new_request_id(),
+            "prompt_token_ids": PROMPT,
+            "sampling": pb.SamplingParams(**sampling),
+            **fields,
+        }
+    )
+
+
+async def generate(client: EngineClient, request: pb.GenerateRequest) -> pb.GenerateResponse:
+    with typed_errors():
+        return await client.stub.Generate(request)
+
+
+async def decoded(client: EngineClient) -> int:
+    return (await client.get()).decoded_token_count
+
+
+async def wait_until_running(client: EngineClient, count: int) -> None:
+    async with asyncio.timeout(5):
+        while (await client.get()).rank_loads[0].running_count != count:
+            await asyncio.sleep(0.005)
+
+
+async def pause(client: EngineClient, mode: pb.PauseMode = pb.PAUSE_MODE_IN_PLACE) -> None:
+    await client.stub.Pause(pb.PauseRequest(mode=mode))
+
+
+async def resume(client: EngineClient) -> None:
+    await client.stub.Resume(pb.ResumeRequest())
+
+
+async def test_an_engine_without_weights_says_so(engine: EngineClient) -> None:
+    assert not (await engine.get()).HasField("weights")
+    with pytest.raises(RemoteError) as caught:
+        await generate(engine, generate_request())
+    expected = (grpc.StatusCode.FAILED_PRECONDITION, "NO_WEIGHTS")
+    assert (caught.value.code, caught.value.reason) == expected
+
+
+async def test_a_request_id_runs_once_and_is_answered_again(
+    engine: EngineClient, store: Store
+) -> None:
+    await load_weights(engine, store.first)
+    request = generate_request(sample_count=3)
+    first, joined = await asyncio.gather(generate(engine, request), generate(engine, request))
+    before = await decoded(engine)
+    assert first == joined == await generate(engine, request)
+    assert await decoded(engine) == before
+    with pytest.raises(RemoteError) as caught:
+        await generate(engine, generate_request(request_id=request.request_id, sample_count=2))
+    assert caught.value.reason == "REQUEST_ID_REUSED"
+
+
+async def test_seeds_fix_the_draws(engine: EngineClient, store: Store) -> None:
+    await load_weights(engine, store.first)
+    seeds = {"sampling": {"seeds": [5, 6]}, "sample_count": 2}
+    first = await generate(engine, generate_request(**seeds))
+    again = await generate(engine, generate_request(**seeds))
+    assert first == again
+    assert first.completions[0].token_ids != first.completions[1].token_ids
+
+
+async def test_a_cancelled_call_aborts_in_the_engine(engine: EngineClient, store: Store) -> None:
+    await load_weights(engine, store.first)
+    await pause(engine)
+    request = generate_request(sampling={"max_new_tokens": LONG})
+    call = asyncio.create_task(generate(engine, request))
+    other = asyncio.create_task(generate(engine, request))
+    await asyncio.sleep(0.05)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    await resume(engine)
+    assert len((await other).completions) == 1, "a call that others have joined goes on"
+
+    await pause(engine)
+    lone = asyncio.create_task(generate(engine, generate_request(sampling={"max_new_tokens": 50})))
+    await asyncio.sleep(0.05)
+    before = await decoded(engine)
+    lone.cancel()
+    await asyncio.gather(lone, return_exceptions=True)
+    await resume(engine)
+    await wait_until_running(engine, 0)
+    assert await decoded(engine) == before
+
+
+@pytest.mark.parametrize("bounds", [{"min_version": 2}, {"exact_version": 2}])
+async def test_bounds_decide_which_weights_may_serve(
+    engine: EngineClient, store: Store, bounds: dict[str, int]
+) -> None:
+    await load_weights(engine, store.first)
+    with pytest.raises(RemoteError) as caught:
+        await generate(engine, generate_request(versions=pb.VersionBounds(**bounds)))
+    expected = (grpc.StatusCode.FAILED_PRECONDITION, "VERSION_UNAVAILABLE")
+    assert (caught.value.code, caught.value.reason) == expected
+    assert caught.value.metadata["serving"] == "1"
+    await load_weights(engine, store.second)
+    answer = await generate(engine, generate_request(versions=pb.VersionBounds(**bounds)))
+    spans = [span.weights for completion in answer.completions for span in completion.spans]
+    assert spans == [named(store.second)]
+
+
+async def test_a_commit_in_the_middle_breaks_an_exact_bound_only(
+    engine: EngineClient, store: Store
+) -> None:
+    await load_weights(engine, store.first)
+    await engine.prepare_weights(named(store.second))
+    long = {"sampling": {"max_new_tokens": 59, "top_k": 1}, "prompt_token_ids": [1, 10]}
+    requests = [
+        generate_request(**long, versions=pb.VersionBounds(min_version=1)),
+        generate_request(**long, versions=pb.VersionBounds(exact_version=1)),
+    ]
+    streams = [engine.stub.StreamGenerate(pb.StreamGenerateRequest(generate=r)) for r in requests]
+    for stream in streams:
+        await stream.read()
+    await engine.commit_weights(named(store.second))
+    versions = [
+        span.weights.version async for message in streams[0] for span in message.delta.spans
+    ]
+    assert versions[-1] == 2
+    with pytest.raises(RemoteError) as caught, typed_errors():
+        _ = [message async for message in streams[1]]
+    assert caught.value.reason == "VERSION_UNAVAILABLE"
+
+
+async def test_prepared_weights_are_pinned_until_they_are_not_used(
+    engine: EngineClient, store: Store
+) -> None:
+    one, two = store.first.version, store.second.version
+    await engine.prepare_weights(named(store.first))
+    assert store.weights.pins() == {one: {"rollout-0"}}
+    await engine.commit_weights(named(store.first))
+    assert store.weights.pins() == {one: {"rollout-0"}}
+    await engine.prepare_weights(named(store.second))
+    assert set(store.weights.pins()) == {one, two}
+    assert list((await engine.get()).prepared_versions) == [two]
+    await engine.commit_weights(named(store.second))
+    assert store.weights.pins() == {two: {"rollout-0"}}
+    assert (await engine.get()).weights == named(store.second)
+
+
+async def test_weights_that_cannot_serve_are_refused(engine: EngineClient, store: Store) -> None:
+    await load_weights(engine, store.first)
+    wrong = sample_pb2.WeightVersion(version=2, digest="0" * 32)
+    missing = sample_pb2.WeightVersion(version=9, digest="0" * 32)
+    unprepared = named(store.second)
+    for call, code, reason in (
+        (engine.prepare_weights(wrong), "DATA_LOSS", "DIGEST_MISMATCH"),
+        (engine.prepare_weights(missing), "NOT_FOUND", "WEIGHT_VERSION_NOT_FOUND"),
+        (engine.commit_weights(unprepared), "FAILED_PRECONDITION", "VERSION_NOT_PREPARED"),
+        (engine.prepare_weights(sample_pb2.WeightVersion(version=2)), None, "INVALID_FIELD"),
+    ):
+        with pytest.raises(RemoteError) as caught:
+            await call
+        assert caught.value.reason == reason
+        assert code is None or caught.value.code.name == code
+    assert (await engine.get()).weights == named(store.first)
+    assert store.weights.pins() == {1: {"rollout-0"}}, "what failed is not kept"
+
+
+async def test_preparing_and_committing_again_is_free(engine: EngineClient, store: Store) -> None:
+    first = named(store.first)
+    await asyncio.gather(*(engine.prepare_weights(first) for _ in range(3)))
+    assert await engine.commit_weights(first) > 0
+    assert await engine.commit_weights(first) == 0
+    assert await engine.prepare_weights(first) == 0
+
+
+async def test_a_damaged_version_is_refused_and_names_the_tensor(
+    engine: EngineClient, store: Store
+) -> None:
+    await load_weights(engine, store.first)
+    file = next(store.second.directory.glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.chmod(0o644)
+    file.write_bytes(data)
+    with pytest.raises(RemoteError) as caught:
+        await engine.prepare_weights(named(store.second))
+    assert caught.value.code is grpc.StatusCode.DATA_LOSS
+    assert any("weight" in value for value in caught.value.metadata.values())
+    await generate(engine, generate_request())
+
+
+async def test_a_stream_adds_up_to_the_whole_and_can_be_followed_again(
+    engine: EngineClient, store: Store
+) -> None:
+    await load_weights(engine, store.first)
+    fields = {"sampling": {"seeds": [1, 2], "temperature": 0.7}, "sample_count": 2}
+    whole = await generate(engine, generate_request(**fields))
+    request = pb.StreamGenerateRequest(generate=generate_request(**fields))
+    for _ in range(2):
+        tokens: dict[int, list[int]] = {0: [], 1: []}
+        at_one: dict[int, list[float]] = {0: [], 1: []}
+        ends = []
+        async for message in engine.stub.StreamGenerate(request):
+            tokens[message.delta.index] += message.delta.token_ids
+            at_one[message.delta.index] += message.delta.logprobs_t1
+            ends += [message.delta.index] * (message.delta.finish_reason != 0)
+        for completion in whole.completions:
+            assert tokens[completion.index] == list(completion.token_ids)
+            assert at_one[completion.index] == list(completion.logprobs_t1)
+            assert completion.logprobs_t1 != completion.logprobs
+        assert sorted(ends) == [0, 1]
+
+
+async def test_scores_are_the_log_probabilities_of_what_was_sampled(
+    engine: EngineClient, store: Store
+) -> None:
+    await load_weights(engine, store.first)
+    (completion,) = await engine.generate(PROMPT, max_new_tokens=8)
+    tokens = [*PROMPT, *completion.token_ids]
+    request = pb.ScoreRequest(token_ids=tokens, prompt_length=len(PROMPT))
+    answer = await engine.stub.Score(request)
+    assert list(answer.logprobs) == pytest.approx(list(completion.logprobs), abs=1e-4)
+    assert answer.weights == named(store.first)
+    request.versions.min_version = 5
+    with pytest.raises(RemoteError) as caught, typed_errors():
+        await engine.stub.Score(request)
+    assert caught.value.reason == "VERSION_UNAVAILABLE"
+
+
+async def test_an_abort_keeps_what_was_sampled(engine: EngineClient, store: Store) -> None:
+    await load_weights(engine, store.first)
+    request = generate_request(sampling={"max_new_tokens": 60, "top_k": 1})
+    stream = engine.stub.StreamGenerate(pb.StreamGenerateRequest(generate=request))
+    first = await stream.read()
+    await pause(engine)
+    aborted = await engine.stub.Abort(
+        pb.AbortRequest(request_ids=[request.request_id, "never-here"])
+    )
+    assert list(aborted.aborted_request_ids) == [request.request_id]
+    await resume(engine)
+    last = first
+    async for message in stream:
+        last = message
+    assert last.delta.finish_reason == sample_pb2.FINISH_REASON_ABORTED
+    assert len(first.delta.token_ids) >= 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"request_id": ""}, "request_id"),
+        ({"prompt_token_ids": []}, "prompt_token_ids"),
+        ({"prompt_token_ids": [1, 99]}, "prompt_token_ids"),
+        ({"sampling": {"max_new_tokens": 0}}, "sampling.max_new_tokens"),
+        ({"sampling": {"temperature": -1.0}}, "sampling.temperature"),
+        ({"sampling": {"temperature": float("nan")}}, "sampling.temperature"),
+        ({"sampling": {"top_p": 0.0}}, "sampling.top_p"),
+        ({"sampling": {"top_k": -1}}, "sampling.top_k"),
+        ({"sampling": {"seeds": [1, 2]}}, "sampling.seeds"),
+        ({"sample_count": -1}, "sample_count"),
+        ({"dp_rank": 1}, "dp_rank"),
+        ({"dp_rank": -1}, "dp_rank"),
+    ],
+)
+async def test_a_wrong_field_is_named(
+    engine: EngineClient, store: Store, fields: dict[str, Any], field: str
+) -> None:
+    await load_weights(engine, store.first)
+    with pytest.raises(RemoteError) as caught:
+        await generate(engine, generate_request(**fields))
+    expected = (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", field)
+    error = caught.value
+    assert (error.code, error.reason, error.metadata.get("field")) == expected
+
+
+async def test_a_prompt_beyond_the_model_is_refused(engine: EngineClient, store: Store) -> None:
+    await load_weights(engine, store.first)
+    with pytest.raises(RemoteError) as caught:
+        await generate(engine, generate_request(prompt_token_ids=[1] * 64))
+    expected = (grpc.StatusCode.INVALID_ARGUMENT, "PROMPT_TOO_LONG")
+    assert (caught.value.code, caught.value.reason) == expected
+
+
+async def test_unknown_pause_modes_are_refused(engine: EngineClient, store: Store) -> None:
+    with pytest.raises(RemoteError) as caught, typed_errors():
+        await engine.stub.Pause(pb.PauseRequest(mode=17))  # type: ignore[arg-type]
+    assert caught.value.metadata["field"] == "mode"
