@@ -1,0 +1,307 @@
+"""What a fresh process finds: no torch, no device, a broken torch-npu, the fake one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FAKE_NPU = ROOT / "tests" / "fake_npu"
+
+
+def run(script: str, *paths: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("SLUICE_DEVICE", "FAKE_NPU_CALLS", "ASCEND_RT_VISIBLE_DEVICES")
+    }
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        env={
+            **inherited,
+            "PYTHONPATH": os.pathsep.join(map(str, (*paths, ROOT))),
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def answer(script: str, *paths: Path, **environment: str) -> Any:
+    """What the script prints last, as JSON."""
+    done = run(script, *paths, **environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_names_need_no_torch():
+    script = """
+import json, sys
+sys.modules["torch"] = None
+from sluice import platform
+declared = platform.declared()
+print(json.dumps([declared.device_type, declared.collective, declared.visible_devices([3])]))
+"""
+    assert answer(script, SLUICE_DEVICE="npu") == [
+        "npu",
+        "hccl",
+        {"ASCEND_RT_VISIBLE_DEVICES": "3"},
+    ]
+    assert answer(script, SLUICE_DEVICE="cpu") == ["cpu", "gloo", {}]
+
+
+def test_a_device_without_torch_says_what_to_install():
+    script = """
+import sys
+sys.modules["torch"] = None
+from sluice import platform
+platform.current()
+"""
+    assert "torch does not load" in run(script).stderr
+    assert "pip install 'sluice[reference]'" in run(script).stderr
+
+
+REFUSED = """
+import json, os
+from sluice import platform
+
+def refusal(device):
+    os.environ["SLUICE_DEVICE"] = device
+    platform.current.cache_clear()
+    try:
+        return platform.current().device_type
+    except platform.PlatformError as error:
+        return str(error)
+"""
+
+
+def test_absent_devices_are_refused_with_a_reason():
+    script = REFUSED + "print(json.dumps([refusal('cuda'), refusal('npu'), refusal('auto')]))"
+    cuda, npu, auto = answer(script, CUDA_VISIBLE_DEVICES="")
+    assert "SLUICE_DEVICE=cuda, but no such device is visible" in cuda
+    assert "CUDA_VISIBLE_DEVICES is ''" in cuda
+    assert "SLUICE_DEVICE=npu needs torch-npu" in npu
+    assert auto == "cpu"
+
+
+@pytest.fixture(scope="module")
+def broken_npu(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """torch-npu as it is on a host without CANN."""
+    root = tmp_path_factory.mktemp("broken")
+    (root / "torch_npu").mkdir()
+    (root / "torch_npu" / "__init__.py").write_text(
+        "raise ImportError('libhccl.so: cannot open shared object file')\n"
+    )
+    registered = root / "torch_npu-2.8.dist-info"
+    registered.mkdir()
+    (registered / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-npu\nVersion: 2.8\n")
+    (registered / "entry_points.txt").write_text(
+        "[torch.backends]\ntorch_npu = torch_npu:_autoload\n"
+    )
+    return root
+
+
+def test_a_torch_npu_without_cann_breaks_a_plain_import_of_torch(broken_npu: Path):
+    """The control: this is what the platform has to get round."""
+    assert (
+        "Failed to load the backend extension: torch_npu" in run("import torch", broken_npu).stderr
+    )
+
+
+def test_a_torch_npu_without_cann_is_named_with_the_way_out(broken_npu: Path):
+    script = (
+        REFUSED
+        + """
+found = [refusal('cpu'), refusal('auto'), refusal('npu')]
+import torch
+print(json.dumps([*found, torch.ones(3).sum().item(), os.environ.get(platform.AUTOLOAD_VARIABLE)]))
+"""
+    )
+    cpu, auto, npu, total, variable = answer(script, broken_npu)
+    assert cpu == "cpu"
+    for message in (auto, npu):
+        assert "libhccl.so: cannot open shared object file" in message
+        assert "set_env.sh" in message
+        assert "SLUICE_DEVICE=cpu" in message
+    assert total == 3, "torch is not usable after the refusal"
+    assert variable is None, "children would not find their vendor's plug-in"
+
+
+EVERYTHING = """
+import json, os
+from pathlib import Path
+from sluice import plain_ops, platform
+npu = platform.current()
+import torch
+import torch_npu
+
+npu.set_device(1)
+npu.seed_all(7)
+state = npu.rng_state()
+stream = npu.create_stream()
+with npu.on_stream(stream):
+    x = torch.randn(4, 16, device=npu.device(1))
+npu.synchronize()
+npu.set_rng_state(state)
+npu.release_memory()
+weight, angles = torch.randn(16).to(npu.device()), torch.randn(4, 8).repeat(1, 2)
+arguments = {
+    "rms_norm": (x, weight, 1e-6), "swiglu": (x,), "rotary": (x, angles.cos(), angles.sin()),
+}
+gaps = {
+    name: (npu.op(name, "on")(*given) - npu.op(name, "off")(*given)).abs().max().item()
+    for name, given in arguments.items()
+}
+npu.op("adamw", "on")([torch.nn.Parameter(weight)], lr=0.1)
+with npu.profile(Path(os.environ["TRACES"])):
+    npu.generator(3, 1)
+del torch_npu.npu_swiglu  # an older release
+print(json.dumps({
+    "device": str(npu.device(1)), "current": npu.module.current_device(), "gaps": gaps,
+    "states": sorted(state), "memory": vars(npu.memory()), "calls": dict(torch_npu.calls),
+    "dtypes": [npu.supports(t) for t in (torch.bfloat16, torch.float64, torch.float8_e4m3fn)],
+    "without_kernel": npu.op("swiglu") is plain_ops.swiglu,
+    "compiled": npu.compile(len) is len,
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def on_npu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("trace")
+    answered = answer(EVERYTHING, FAKE_NPU, SLUICE_DEVICE="npu", TRACES=str(directory))
+    answered["traces"] = len(list(directory.iterdir()))
+    return answered
+
+
+def test_the_npu_is_used_through_its_own_interface(on_npu: dict[str, Any]):
+    calls = on_npu["calls"]
+    assert (on_npu["device"], on_npu["current"]) == ("npu:1", 1)
+    assert on_npu["states"] == ["cpu", "npu"]
+    assert on_npu["memory"]["allocated"] == 1 << 30
+    assert on_npu["memory"]["total"] == 64 << 30
+    assert on_npu["traces"] == 1
+    for name in (
+        *("allocate", "npu.set_device", "npu.stream", "npu.synchronize", "npu.manual_seed_all"),
+        *("npu.get_rng_state", "npu.set_rng_state", "npu.empty_cache", "npu.profile"),
+    ):
+        assert calls[name] >= 1, name
+    assert not [name for name in calls if name.startswith("cuda.") and name.endswith(":sluice")]
+
+
+def test_npu_kernels_replace_operations_and_agree_with_them(on_npu: dict[str, Any]):
+    assert max(on_npu["gaps"].values()) < 1e-5
+    for kernel in ("npu_rms_norm", "npu_swiglu", "npu_rotary_mul", "NpuFusedAdamW"):
+        assert on_npu["calls"][f"kernel.{kernel}"] == 1
+    assert on_npu["without_kernel"]
+    assert on_npu["compiled"], "no compiler is installed, so the function itself is used"
+
+
+def test_npu_dtypes(on_npu: dict[str, Any]):
+    assert on_npu["dtypes"] == [True, False, False]
+
+
+def test_hidden_npus_are_not_there():
+    script = REFUSED + "print(json.dumps([refusal('npu'), refusal('auto')]))"
+    npu, auto = answer(script, FAKE_NPU, ASCEND_RT_VISIBLE_DEVICES="", CUDA_VISIBLE_DEVICES="")
+    assert "no such device is visible (ASCEND_RT_VISIBLE_DEVICES is ''; see `npu-smi info`)" in npu
+    assert auto == "cpu"
+
+
+RANK = """
+import sys
+from datetime import timedelta
+from sluice import platform
+npu = platform.current()
+import torch, torch.distributed as dist
+rank = int(sys.argv[1])
+for backend in (npu.collective, npu.collectives):
+    dist.init_process_group(
+        backend, init_method=f"file://{sys.argv[2]}-{backend[:3]}", rank=rank, world_size=2,
+        timeout=timedelta(seconds=60),
+    )
+    total = torch.full((3,), rank + 1.0, device=npu.device(rank))
+    dist.all_reduce(total)
+    assert total.tolist() == [3.0] * 3
+    dist.destroy_process_group()
+"""
+
+
+def test_hccl_groups_of_two_ranks_reduce(tmp_path: Path):
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store")],
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(map(str, (FAKE_NPU, ROOT))),
+                "SLUICE_DEVICE": "npu",
+                "FAKE_NPU_CALLS": str(tmp_path),
+            },
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    written = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    assert [calls["hccl"] for calls in written] == [2, 2]
+
+
+TRAINING = """
+import json, os
+from sluice import platform
+import torch, torch_npu
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+def losses(device):
+    os.environ["SLUICE_DEVICE"] = device
+    platform.current.cache_clear()
+    chosen = platform.current()
+    chosen.seed_all(0)
+    config = Qwen2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+    )
+    model = Qwen2ForCausalLM(config).to(chosen.device())
+    optimizer = chosen.op("adamw", "off")(model.parameters(), lr=1e-2)
+    tokens = torch.randint(
+        0, 64, (3, 12), generator=chosen.generator(1), device=chosen.device()
+    )
+    mask = torch.arange(12, device=chosen.device()) >= torch.tensor([[0], [3], [5]])
+    found = []
+    for _ in range(3):
+        loss = model(input_ids=tokens, attention_mask=mask, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+on_cpu = losses("cpu")
+allocated = torch_npu.calls["allocate"]
+on_npu = losses("npu")
+before = dict(torch_npu.calls)
+torch.cuda.is_available()
+print(json.dumps([on_cpu, allocated, on_npu, before, dict(torch_npu.calls)]))
+"""
+
+
+def test_a_transformers_model_trains_on_the_npu_as_on_the_cpu():
+    on_cpu, allocated_by_cpu, on_npu, calls, after = answer(TRAINING, FAKE_NPU)
+    assert on_npu == on_cpu
+    assert on_cpu[-1] < on_cpu[0]
+    assert allocated_by_cpu == 0 < calls["allocate"]
+    ours = ("sluice", "services", "__main__")
+    assert not [name for name in calls if name.startswith("cuda.") and name.endswith(ours)]
+    assert after["cuda.is_available:__main__"] == 1, "the watch sees nothing"
