@@ -24,6 +24,7 @@ from services.trainer.backend import (  # noqa: E402
 )
 from services.trainer.backends.megatron import parallel  # noqa: E402
 from services.trainer.backends.megatron.batch import PackedBatch, pack_batch  # noqa: E402
+from services.trainer.backends.megatron.export import write_shards  # noqa: E402
 from services.trainer.backends.megatron.forward import Passes  # noqa: E402
 from services.trainer.backends.megatron.policy import Policy, create_policy  # noqa: E402
 from services.trainer.backends.megatron.results import share_responses, share_sums  # noqa: E402
@@ -78,7 +79,13 @@ class MegatronBackend(TrainingBackend):
         raise NotImplementedError
 
     def write_shards(self, directory: Path) -> list[ShardFile]:
-        raise NotImplementedError
+        return write_shards(
+            self._policy.tensors,
+            directory,
+            rank=self.mesh.rank,
+            max_bytes=self._layout.max_shard_bytes,
+            sync=self._config.durable,
+        )
 
     def close(self) -> None:
         parallel.stop()

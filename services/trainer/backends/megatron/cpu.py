@@ -54,9 +54,9 @@ def install() -> None:
     _answer_methods()
     importlib.import_module("megatron.core.jit").disable_jit_fuser()
     random = importlib.import_module("megatron.core.tensor_parallel.random")
-    random._lazy_call = lambda call, **_: call()  # imported by name
+    vars(random)["_lazy_call"] = lambda call, **_: call()  # imported by name
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
-    dispatcher.maybe_move_tensor_to_cpu = _split_sizes
+    vars(dispatcher)["maybe_move_tensor_to_cpu"] = _split_sizes
 
 
 class _Finder(MetaPathFinder):
@@ -90,7 +90,7 @@ class _AdaptingLoader(Loader):
 
 
 class _Stream:
-    """A stream on a CPU has nothing to wait for."""
+    """A stream, and any event on it: on a CPU there is nothing to wait for."""
 
     device = CPU_DEVICE
 
@@ -99,7 +99,7 @@ class _Stream:
     def wait_event(self, event: object) -> None: ...
 
     def record_event(self, event: object = None) -> object:
-        return event
+        return self if event is None else event
 
     def synchronize(self) -> None: ...
 
@@ -183,7 +183,7 @@ def _answer_methods() -> None:
     torch.Tensor.type = type_name  # type: ignore[method-assign, assignment]
     for owner in (torch.Tensor, torch.nn.Module):
         setattr(owner, CUDA.device_type, _stay(getattr(owner, CUDA.device_type)))
-    torch.Tensor.record_stream = _no_stream  # type: ignore[method-assign]
+    torch.Tensor.record_stream = _no_stream  # type: ignore[method-assign, assignment]
 
 
 def _stay(move: Callable[..., Any]) -> Callable[..., Any]:

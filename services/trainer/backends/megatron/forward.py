@@ -60,7 +60,7 @@ class Passes:
     `before` is called with the chunk and its batch ahead of every forward.
     """
 
-    chunks: Sequence[torch.nn.Module]
+    chunks: Sequence[Any]  # modules, wrapped for gradients if they are to be trained
     head: OutputHead | None
     before: Hook | None = None
 

@@ -85,7 +85,7 @@ def local_tensors(
         for name, parameter in chunk.named_parameters():
             canonical = rule_name(name, layer_offset=offset, expert_offset=expert_offset)
             binding = source.weights.binding(canonical)
-            if binding.cut is not Cut.NONE:
+            if binding.cut is not Cut.NONE and not hasattr(parameter, "tensor_model_parallel"):
                 axis = 0 if binding.cut is Cut.ROWS else 1
                 set_tensor_model_parallel_attributes(parameter, True, axis, 1)
             yield LocalTensor(binding, parameter)

@@ -22,7 +22,7 @@ from services.trainer.backends.megatron.layer_spec import decoder_spec
 from services.trainer.backends.megatron.rotary import PositionRotary
 from services.trainer.backends.megatron.value_head import place_value_head
 
-LayerSpec = ModuleSpec | TransformerBlockSubmodules
+LAYER_SPECS = (ModuleSpec, TransformerBlockSubmodules)
 MAX_CALLS = 3  # a callable that returns a callable that returns a spec
 
 
@@ -64,12 +64,12 @@ def build_model(provider: str, request: ModelRequest) -> torch.nn.Module:
     """
     made: object = _lookup(provider) if provider else None
     for _ in range(MAX_CALLS):
-        if isinstance(made, LayerSpec) or not callable(made) or isinstance(made, torch.nn.Module):
+        if isinstance(made, LAYER_SPECS) or not callable(made) or isinstance(made, torch.nn.Module):
             break
         made = _call(made, request)
     if isinstance(made, torch.nn.Module):
         model = made
-    elif made is None or isinstance(made, LayerSpec):
+    elif made is None or isinstance(made, LAYER_SPECS):
         model = _gpt_model(made, request)
     else:
         raise ModelProviderError(f"{provider!r} gave {type(made).__name__}, no model and no spec")
@@ -119,7 +119,7 @@ def _call(provider: Callable[..., object], request: ModelRequest) -> object:
     return provider(**{name: given[name] for name in names})
 
 
-def _gpt_model(spec: LayerSpec | None, request: ModelRequest) -> torch.nn.Module:
+def _gpt_model(spec: Any, request: ModelRequest) -> torch.nn.Module:
     if spec is None:
         spec = decoder_spec(
             request.config,

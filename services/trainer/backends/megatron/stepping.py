@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ class Stepper:
     """Owns the optimizer of one policy."""
 
     def __init__(self, policy: Policy, config: MegatronConfig, settings: OptimConfig) -> None:
-        self._chunks = list(policy.chunks)
+        self._chunks: list[Any] = list(policy.chunks)
         self._settings = settings
         core = policy.config
         self.optimizer: Any = get_megatron_optimizer(
@@ -44,16 +43,14 @@ class Stepper:
             self._chunks,
             use_gloo_process_groups=False,
         )
+        for group in self.optimizer.param_groups:  # left to Megatron's scheduler, not used here
+            group["weight_decay"] = settings.weight_decay * group["wd_mult"]
         core.grad_scale_func = self.optimizer.scale_loss  # 1 but for float16
         self.clear()
 
     def step(self, *, normalizer: float, learning_rate: float | None) -> StepOutcome:
         """Collective over all ranks. Raises ValueError for a normalizer that is not positive."""
-        if not (normalizer > 0 and math.isfinite(normalizer)):
-            raise ValueError(f"normalizer must be positive and finite, got {normalizer}")
-        finalize_model_grads(self._chunks, None)
-        for chunk in self._chunks:
-            chunk.scale_gradients(1.0 / normalizer)
+        self.reduce(normalizer)
         overflow = self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         applied = self._all_finite(not overflow and math.isfinite(norm))
@@ -67,6 +64,14 @@ class Stepper:
         return StepOutcome(
             grad_norm=norm, learning_rate=rate, skipped_reason="" if applied else NON_FINITE
         )
+
+    def reduce(self, normalizer: float) -> None:
+        """Sum gradients over data, context and tied copies and divide by `normalizer`."""
+        if not (normalizer > 0 and math.isfinite(normalizer)):
+            raise ValueError(f"normalizer must be positive and finite, got {normalizer}")
+        finalize_model_grads(self._chunks, None)
+        for chunk in self._chunks:
+            chunk.scale_gradients(1.0 / normalizer)
 
     def clear(self) -> None:
         """Forget gathered gradients."""
@@ -89,8 +94,3 @@ class Stepper:
         flag = torch.tensor(float(here), device=device)
         dist.all_reduce(flag, op=dist.ReduceOp.MIN)
         return bool(flag.item())
-
-
-def gradients(tensors: Sequence[Any]) -> list[torch.Tensor]:
-    """The gathered main gradient of every tensor, float32, of this rank's share."""
-    return [tensor.parameter.main_grad for tensor in tensors]

@@ -11,6 +11,7 @@ Faults of 0.16.1 that show on any device without TransformerEngine:
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -32,6 +33,8 @@ class MegatronVersionError(ImportError):
 @cache
 def load() -> ModuleType:
     """Import `megatron.core`, adapted to the CPU where there is no accelerator."""
+    # It tells at every start that TransformerEngine and Apex are missing.
+    warnings.filterwarnings("ignore", module=r"megatron\.core|.*megatron\.cpu")
     if platform.current().device_type == platform.CPU.device_type:
         cpu.install()
     core = importlib.import_module("megatron.core")
@@ -39,7 +42,7 @@ def load() -> ModuleType:
         raise MegatronVersionError(f"megatron-core {VERSION} is needed, found {core.__version__}")
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
+        vars(moe_utils)["te_general_gemm"] = None
     return core
 
 

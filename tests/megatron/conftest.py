@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.trainer.config import OptimConfig
+from tests.megatron.comparison import Summary, Tensors
+from tests.megatron.models import build_checkpoint, make_rows
+from tests.megatron.oracle import Oracle, OracleStep
+from tests.megatron.pool import Pool
+from tests.megatron.settings import NORMALIZER, OPTIM, SPEC, STEPS
+
+SUMMARY = Summary()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The whole suite runs where it is asked for by name; elsewhere its fast part does."""
+    here = Path(__file__).parent
+    if any(Path(argument.split("::")[0]).resolve().is_relative_to(here) for argument in config.args):
+        return
+    slow = [i for i in items if i.path.is_relative_to(here) and "fast" not in i.keywords]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if item not in slow]
+
+
+def pytest_unconfigure() -> None:
+    if SUMMARY.layouts:
+        print(SUMMARY.line())
+
+
+@pytest.fixture(scope="session")
+def summary() -> Summary:
+    return SUMMARY
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One checkpoint and what the oracle makes of it."""
+
+    directory: Path
+    logprobs: Tensors
+    gradients: Tensors
+    steps: list[OracleStep]
+    weights: Tensors
+
+
+@pytest.fixture(scope="session")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> "ExpectedByFamily":
+    return ExpectedByFamily(tmp_path_factory.mktemp("checkpoints"))
+
+
+class ExpectedByFamily:
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._made: dict[str, Expected] = {}
+
+    def __call__(self, family: str) -> Expected:
+        if family not in self._made:
+            torch.set_num_threads(1)
+            directory = build_checkpoint(family, self._root / family)
+            oracle = Oracle(directory, OptimConfig(**OPTIM), torch.float32)
+            rows = make_rows()
+            self._made[family] = Expected(
+                directory=directory,
+                logprobs=oracle.logprobs(rows, SPEC.temperature or 1.0),
+                gradients=oracle.gradients(rows, SPEC, NORMALIZER),
+                steps=[oracle.step(make_rows(s), SPEC, NORMALIZER) for s in range(STEPS)],
+                weights=oracle.weights(),
+            )
+        return self._made[family]

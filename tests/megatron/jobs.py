@@ -1,0 +1,97 @@
+"""What ranks do in the tests: run in the processes of the pool, answer JSON, leave tensors in files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from services.trainer.backends.megatron.backend import MegatronBackend
+from services.trainer.backends.megatron.config import MegatronConfig
+from services.trainer.backends.megatron.export import export_tensors
+from services.trainer.backends.megatron.loading import LocalTensor
+from services.trainer.backends.megatron.mesh import mesh_of
+from services.trainer.config import TrainerConfig
+from sluice.algo.spec import LossSpec
+from tests.megatron.models import make_rows, micro_batches
+from tests.megatron.settings import NORMALIZER, OPTIM, SPEC, STEPS
+
+
+def open_backend(rank: int, world: int, arguments: dict[str, Any]) -> MegatronBackend:
+    layout = MegatronConfig(**{"dtype": "float32", **arguments["layout"]})
+    config = TrainerConfig(
+        model=arguments["model"],
+        store=Path(arguments["out"]),
+        backend="megatron",
+        megatron=layout,
+        optim=OPTIM,
+        durable=False,
+        **arguments.get("trainer", {}),
+    )
+    return MegatronBackend(config, mesh_of(layout, rank, world))
+
+
+def gather_gradients(backend: MegatronBackend, step: int, spec: LossSpec = SPEC) -> float:
+    """Forward and backward on the rows of `step`, in two calls; the loss of all data ranks."""
+    mesh = backend.mesh
+    batches = micro_batches(make_rows(step), mesh.data_rank, mesh.data_size)
+    parts = [backend.forward_backward(part, spec) for part in (batches[:1], batches[1:])]
+    total = torch.tensor(sum(p.loss for p in parts) if mesh.reports else 0.0, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total) / NORMALIZER
+
+
+def run_steps(backend: MegatronBackend, first: int, count: int) -> list[dict[str, Any]]:
+    steps = []
+    for step in range(first, first + count):
+        loss = gather_gradients(backend, step)
+        outcome = backend.step(normalizer=NORMALIZER, learning_rate=None)
+        steps.append(
+            {"loss": loss, "grad_norm": outcome.grad_norm, "skipped": outcome.skipped_reason}
+        )
+    return steps
+
+
+def parity(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Log-probs and gradients of one batch, then five steps, then the weights."""
+    out = Path(arguments["out"])
+    backend = open_backend(rank, world, arguments)
+    mesh = backend.mesh
+    batches = micro_batches(make_rows(), mesh.data_rank, mesh.data_size)
+    scored = backend.compute_logprobs(batches, model="policy", temperature=SPEC.temperature or 1.0)
+    if mesh.reports:
+        save_file(scored, out / f"logprobs-{rank}.safetensors")
+    gather_gradients(backend, 0)
+    backend._stepper.reduce(NORMALIZER)
+    save_export(backend, out / f"gradients-{rank}.safetensors", main_gradient)
+    backend.discard_gradients()
+    steps = run_steps(backend, 0, STEPS)
+    save_export(backend, out / f"weights-{rank}.safetensors")
+    backend.close()
+    return {"steps": steps, "bytes_read": backend._policy.bytes_read}
+
+
+def logprobs(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Log-probs of one batch only."""
+    backend = open_backend(rank, world, arguments)
+    mesh = backend.mesh
+    batches = micro_batches(make_rows(), mesh.data_rank, mesh.data_size)
+    scored = backend.compute_logprobs(batches, model="policy", temperature=SPEC.temperature or 1.0)
+    save_file(scored, Path(arguments["out"]) / f"logprobs-{rank}.safetensors")
+    backend.close()
+    return {}
+
+
+def main_gradient(tensor: LocalTensor) -> torch.Tensor:
+    gradient: torch.Tensor = tensor.parameter.main_grad  # type: ignore[attr-defined]
+    return gradient
+
+
+def save_export(backend: MegatronBackend, path: Path, *read: Any) -> None:
+    made = [part for part in export_tensors(backend._policy.tensors, *read)]
+    tensors = {name: tensor.clone() for part in made for name, tensor in part.items()}
+    if tensors:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)

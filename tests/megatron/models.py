@@ -1,0 +1,102 @@
+"""Tiny random checkpoints of each family, and batches of rows with every column a loss may read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from services.trainer.backend import MicroBatch, Row
+
+VOCAB = 131  # no multiple of anything, so that the vocabulary is padded
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+}
+EXPERTS = {
+    "moe_intermediate_size": 48,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],  # one dense layer among sparse ones
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 32}),
+    "qwen3_tied": (
+        "Qwen3Config",
+        "Qwen3ForCausalLM",
+        {"head_dim": 32, "tie_word_embeddings": True},
+    ),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {"head_dim": 32, **EXPERTS}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {"rope_parameters": LLAMA3_ROPE}),
+}
+
+
+def build_checkpoint(family: str, directory: Path, seed: int = 0) -> Path:
+    """Write a random model of `family`; no two of its tensors are alike, norms included."""
+    config_name, model_name, extra = FAMILIES[family]
+    torch.manual_seed(seed)
+    config = getattr(transformers, config_name)(**SIZES, **extra)
+    model = getattr(transformers, model_name)(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.08)
+    model.save_pretrained(directory)
+    return directory
+
+
+def make_rows(step: int = 0, *, groups: int = 4) -> list[Row]:
+    """Rows in groups of two, of uneven lengths, one without a trained token."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    rows = []
+    for group in range(groups):
+        for index in range(2):
+            length = int(torch.randint(3, 20, (), generator=generator))
+            prompt = int(torch.randint(1, length, (), generator=generator))
+            rows.append(_make_row(f"{group}", index, length, prompt, generator))
+    rows[1].loss_mask[:] = False
+    return rows
+
+
+def _make_row(
+    group: str, index: int, length: int, prompt: int, generator: torch.Generator
+) -> Row:
+    response = length - prompt
+    noise = torch.randn((3, response), generator=generator)
+    return Row(
+        sample_id=f"{group}/{index}",
+        group_id=group,
+        token_ids=torch.randint(0, VOCAB, (length,), generator=generator),
+        prompt_length=prompt,
+        loss_mask=torch.rand(response, generator=generator) < 0.8,
+        columns={
+            "advantages": noise[0],
+            "rollout_logprobs": -5.5 + noise[1],
+            "reference_logprobs": -5.5 + noise[2],
+        },
+        loss_weight=1.0 + index,
+    )
+
+
+def micro_batches(rows: list[Row], data_rank: int, data_size: int) -> list[MicroBatch]:
+    """This data rank's groups in three micro-batches, of which the last is a dummy."""
+    mine = [row for row in rows if int(row.group_id) % data_size == data_rank]
+    half = (len(mine) + 1) // 2
+    return [mine[:half], mine[half:], []]

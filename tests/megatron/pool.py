@@ -1,0 +1,120 @@
+"""Warm processes, four at most, that run a job under any world size; starting Megatron costs seconds once."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+Job = Callable[[int, int, dict[str, Any]], dict[str, Any]]
+START_SECONDS = 120.0
+JOB_SECONDS = 120.0
+
+
+class JobError(AssertionError):
+    """A job raised; the message holds every rank's trace."""
+
+
+class Pool:
+    """`run` gives a job to ranks 0..world-1; each makes its process group, runs and ends it."""
+
+    def __init__(self) -> None:
+        self._connections: list[Connection] = []
+        self._processes: list[SpawnProcess] = []
+
+    def run(self, job: str, world: int, **arguments: Any) -> list[dict[str, Any]]:
+        """What `job` of jobs.py answered on every rank, in rank order. Raises JobError."""
+        self._grow(world)
+        task = {
+            "job": job,
+            "world": world,
+            "port": _free_port(),
+            "arguments": arguments,
+        }
+        for connection in self._connections[:world]:
+            connection.send_bytes(json.dumps(task).encode())
+        answers = [_receive(connection, JOB_SECONDS) for connection in self._connections[:world]]
+        errors = [f"rank {i}: {a['error']}" for i, a in enumerate(answers) if "error" in a]
+        if errors:
+            raise JobError("\n".join(errors))
+        return [answer["result"] for answer in answers]
+
+    def close(self) -> None:
+        for connection, process in zip(self._connections, self._processes, strict=True):
+            connection.close()
+            process.kill()  # it holds nothing; leaving torch in order takes seconds
+            process.join(10)
+
+    def _grow(self, world: int) -> None:
+        """Start the missing processes, all at once."""
+        context = multiprocessing.get_context("spawn")
+        started = len(self._processes)
+        for rank in range(started, world):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process.start()
+            self._connections.append(mine)
+            self._processes.append(process)
+        for connection in self._connections[started:]:
+            _receive(connection, START_SECONDS)
+
+
+def _receive(connection: Connection, seconds: float) -> dict[str, Any]:
+    if not connection.poll(seconds):
+        raise JobError(f"no answer within {seconds} s")
+    answer: dict[str, Any] = json.loads(connection.recv_bytes())
+    return answer
+
+
+def _serve(rank: int, connection: Connection) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+    importlib.import_module("services.trainer.backends.megatron.backend")
+    connection.send_bytes(b"{}")
+    while True:
+        try:
+            task = json.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        connection.send_bytes(json.dumps(_run(rank, task)).encode())
+
+
+def _run(rank: int, task: dict[str, Any]) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{task['port']}",
+            rank=rank,
+            world_size=task["world"],
+            timeout=timedelta(seconds=30),
+        )
+        job: Job = getattr(importlib.import_module("tests.megatron.jobs"), task["job"])
+        return {"result": job(rank, task["world"], task["arguments"])}
+    except BaseException:
+        return {"error": traceback.format_exc()}
+    finally:
+        from megatron.core import parallel_state
+
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

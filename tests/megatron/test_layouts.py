@@ -1,0 +1,107 @@
+"""Every parallel layout gives the log-probs, gradients, steps and weights of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.megatron.comparison import (
+    GRADIENT_TOLERANCE,
+    LOGPROB_TOLERANCE,
+    LOSS_TOLERANCE,
+    Summary,
+    logprob_difference,
+    read_ranks,
+    relative_difference,
+)
+from tests.megatron.pool import Pool
+
+fast = pytest.mark.fast
+LAYOUTS = [
+    pytest.param("qwen3", 1, {}, id="single", marks=fast),
+    pytest.param("qwen3", 2, {"tensor": 2}, id="TP2", marks=fast),
+    pytest.param("qwen3", 2, {"tensor": 2, "sequence_parallel": True}, id="TP2+SP"),
+    pytest.param("qwen3", 2, {"pipeline": 2}, id="PP2", marks=fast),
+    pytest.param("qwen3", 2, {"pipeline": 2, "virtual_pipeline": 2}, id="PP2xVPP2"),
+    pytest.param("qwen3", 2, {"context": 2}, id="CP2-zigzag", marks=fast),
+    pytest.param("qwen3", 2, {"context": 2, "cp_layout": "contiguous"}, id="CP2-contiguous"),
+    pytest.param("qwen3", 2, {}, id="DP2"),
+    pytest.param("qwen3", 4, {"tensor": 2, "context": 2}, id="TP2xCP2"),
+    pytest.param("qwen3", 4, {"tensor": 2, "pipeline": 2}, id="TP2xPP2"),
+    pytest.param("qwen3_moe", 1, {}, id="MoE-single"),
+    pytest.param("qwen3_moe", 2, {"expert": 2}, id="EP2", marks=fast),
+    pytest.param("qwen3_moe", 2, {"pipeline": 2}, id="MoE-PP2"),
+    pytest.param(
+        "qwen3_moe",
+        4,
+        {"tensor": 2, "sequence_parallel": True, "expert": 2, "expert_tensor": 1},
+        id="EP2xTP2+SP",
+    ),
+    pytest.param("qwen3_moe", 4, {"context": 2, "expert": 4}, id="EP4xCP2"),
+    pytest.param("qwen3_tied", 1, {}, id="tied-single"),
+    pytest.param("qwen3_tied", 4, {"tensor": 2, "pipeline": 2}, id="tied-TP2xPP2"),
+    pytest.param("qwen2", 2, {"tensor": 2}, id="qwen2-TP2"),
+    pytest.param("qwen2", 4, {"tensor": 4}, id="qwen2-TP4-of-2-groups"),
+    pytest.param("llama", 2, {"pipeline": 2}, id="llama-PP2"),
+]
+OPTIMIZERS = [
+    pytest.param("qwen3", 2, {"distributed_optimizer": True}, id="DP2-distributed"),
+    pytest.param(
+        "qwen3",
+        4,
+        {"tensor": 2, "sequence_parallel": True, "distributed_optimizer": True},
+        id="TP2+SPxDP2-distributed",
+    ),
+    pytest.param("qwen3_moe", 4, {"expert": 2, "distributed_optimizer": True}, id="EP2xDP4"),
+    pytest.param("qwen3", 2, {"tensor": 2, "recompute": "full"}, id="TP2-recompute"),
+    pytest.param("qwen3", 2, {"pipeline": 2, "recompute": "selective"}, id="PP2-recompute"),
+]
+
+
+@pytest.mark.parametrize(("family", "world", "layout"), LAYOUTS)
+def test_layout_equals_transformers(
+    family: str,
+    world: int,
+    layout: dict[str, Any],
+    pool: Pool,
+    expected: Any,
+    summary: Summary,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    oracle = expected(family)
+    layout = {"distributed_optimizer": False, **layout}
+    answers = pool.run(
+        "parity", world, model=str(oracle.directory), layout=layout, out=str(tmp_path)
+    )
+
+    logprob = logprob_difference(read_ranks(tmp_path, "logprobs"), oracle.logprobs)
+    gradient = relative_difference(read_ranks(tmp_path, "gradients"), oracle.gradients)
+    summary.layouts.add(request.node.callspec.id)
+    summary.logprob = max(summary.logprob, logprob)
+    summary.gradient = max(summary.gradient, gradient)
+    assert logprob <= LOGPROB_TOLERANCE
+    assert gradient <= GRADIENT_TOLERANCE
+    _check_curve(answers, oracle, read_ranks(tmp_path, "weights"))
+
+
+@pytest.mark.parametrize(("family", "world", "layout"), OPTIMIZERS)
+def test_optimizer_and_recompute_change_no_number(
+    family: str, world: int, layout: dict[str, Any], pool: Pool, expected: Any, tmp_path: Path
+) -> None:
+    oracle = expected(family)
+    answers = pool.run(
+        "parity", world, model=str(oracle.directory), layout=layout, out=str(tmp_path)
+    )
+    _check_curve(answers, oracle, read_ranks(tmp_path, "weights"))
+
+
+def _check_curve(answers: list[dict[str, Any]], oracle: Any, weights: dict[str, Any]) -> None:
+    for answer in answers:  # every rank tells the same
+        for step, wanted in zip(answer["steps"], oracle.steps, strict=True):
+            assert step["skipped"] == ""
+            assert step["loss"] == pytest.approx(wanted.loss, abs=LOSS_TOLERANCE)
+            assert step["grad_norm"] == pytest.approx(wanted.grad_norm, rel=GRADIENT_TOLERANCE)
+    assert relative_difference(weights, oracle.weights) <= 5e-3
