@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import time
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def path_of(store: BlobStore, reference: BlobReference) -> Path:
     return store.root / "blobs" / reference.digest[:2] / reference.digest
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(content=st.binary(max_size=300))
 def test_content_comes_back(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     store = BlobStore(tmp_path_factory.mktemp("blobs"), sync=False)
@@ -133,6 +134,18 @@ def test_files_of_dead_writers_are_swept(store: BlobStore) -> None:
     os.utime(dead, (0, 0))
     store.collect(0)
     assert live.exists() and not dead.exists()
+
+
+def test_a_full_disk_leaves_no_part_of_a_blob(store: BlobStore) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # longer files fail alike
+    try:
+        with pytest.raises(OSError, match="large"):
+            store.put(b"x" * 200)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path for path in store.root.rglob("*") if path.is_file() and path.stat().st_size] == []
+    assert store.get(store.put(b"x" * 200)) == b"x" * 200
 
 
 def test_a_synced_store_behaves_alike(tmp_path: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -266,12 +269,29 @@ def test_import_refuses_what_is_no_safetensors(
         import_checkpoint(store, tmp_path / "nowhere", None, 0)
 
 
-def test_a_full_disk_leaves_no_part_of_a_shard(tmp_path: Path) -> None:
-    """A tensor that cannot be read in the middle stands for any failure on the way."""
-    tensors = {"a": torch.ones(3), "b": torch.empty(3, device="meta")}
-    with pytest.raises(NotImplementedError):
-        write_shard(tmp_path, "a.safetensors", tensors)
-    assert not list(tmp_path.iterdir())
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Writes beyond `size` bytes of a file fail, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_leaves_no_part_of_a_shard(store: WeightStore) -> None:
+    staging = store.allocate(None)
+    tensors = {"a": torch.ones(1000), "b": torch.ones(1000)}
+    with files_of_at_most(6000), pytest.raises(OSError, match="large"):
+        write_shard(staging.directory, "a.safetensors", tensors)
+    assert not list(staging.directory.iterdir())
+    shard = write_shard(staging.directory, "a.safetensors", tensors)
+    with files_of_at_most(100), pytest.raises(OSError, match="large"):
+        store.commit(staging, [shard], [], 0)
+    assert list(store.versions()) == []
+    record = store.commit(staging, [shard], [], 0)
+    assert torch.equal(load(store, record)["b"], tensors["b"])
 
 
 def test_transformers_loads_a_version(store: WeightStore, tmp_path: Path) -> None:
