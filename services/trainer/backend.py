@@ -21,6 +21,7 @@ ModelName = Literal["policy", "reference"]
 
 BACKENDS = {  # nothing heavy is imported until chosen
     "reference": "services.trainer.backends.reference.backend:ReferenceBackend",
+    "megatron": "services.trainer.backends.megatron.backend:MegatronBackend",
 }
 
 
@@ -89,7 +90,8 @@ class StepOutcome:
 class TrainingBackend(ABC):
     """One policy's share on one rank. Every rank gets the same calls in the same order.
 
-    Calls are made from one thread. The count of micro-batches is the same on every rank.
+    Calls are made from one thread. The count of micro-batches is the same on every rank. With
+    more than one rank the default process group exists before a backend is made.
     """
 
     mesh: Mesh
@@ -132,7 +134,7 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release process groups and memory."""
+        """Release memory and the process groups that the backend itself made."""
 
 
 def create_backend(name: str, config: TrainerConfig, mesh: Mesh) -> TrainingBackend:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 import grpc
@@ -10,6 +11,7 @@ from google.longrunning import operations_pb2
 from google.protobuf import message as pb_message
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from services.trainer.front.columns import ColumnUpdate
 from services.trainer.front.passes import COLUMN_OF_MODEL, GradientsRequest
 from services.trainer.front.state import PassScalars
 from services.trainer.front.trainer import Trainer
@@ -25,9 +27,13 @@ from sluice.runtime.wire import (
     advantage_from_proto,
     blob_from_proto,
     blob_to_proto,
+    column_to_proto,
+    columns_from_proto,
     loss_from_proto,
     sample_from_proto,
 )
+
+MAX_RESPONSE_BYTES = 1 << 20  # of one message of a stream, unless a row alone is larger
 
 
 class TrainerServicer(pb_grpc.TrainerServiceServicer):
@@ -122,6 +128,53 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             )
 
         return await self._requests.once(request.request_id, request, run)
+
+    async def PutColumns(
+        self,
+        request_iterator: AsyncIterator[pb.PutColumnsRequest],
+        context: grpc.aio.ServicerContext,
+    ) -> pb.PutColumnsResponse:
+        trainer = self._trainer
+        update: ColumnUpdate | None = None
+        head = pb.PutColumnsRequest()
+        async for message in request_iterator:
+            if update is None:
+                head = pb.PutColumnsRequest(batch=message.batch, request_id=message.request_id)
+                update = ColumnUpdate(trainer.state.batches.get(message.batch))
+            elif (message.batch, message.request_id) != (head.batch, head.request_id):
+                raise InvalidFieldError("batch", "and request_id must be the same in every message")
+            for index, row in enumerate(message.rows):
+                columns = columns_from_proto(row.columns, f"rows[{index}].columns")
+                update.add(row.sample_id, columns)
+        if update is None:
+            raise InvalidFieldError("batch", "is required")
+        gathered = update
+        spooled = await asyncio.to_thread(gathered.spool, trainer.blobs)
+
+        async def run() -> pb.PutColumnsResponse:
+            return pb.PutColumnsResponse(row_count=await trainer.put_columns(gathered, spooled))
+
+        body = worker_pb.AddRows(batch_id=head.batch)
+        body.blobs.extend(
+            worker_pb.BlobRows(blob=blob_to_proto(blob), rows=rows) for blob, rows in spooled
+        )
+        return await self._requests.once(head.request_id, body, run)
+
+    async def GetColumns(
+        self, request: pb.GetColumnsRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.GetColumnsResponse]:
+        response, size = pb.GetColumnsResponse(), 0
+        for sample in await self._trainer.get_columns(request.batch, request.columns):
+            row = pb.RowColumns(
+                sample_id=sample.sample_id,
+                columns={name: column_to_proto(value) for name, value in sample.columns.items()},
+            )
+            if size and size + row.ByteSize() > MAX_RESPONSE_BYTES:
+                yield response
+                response, size = pb.GetColumnsResponse(), 0
+            response.rows.append(row)
+            size += row.ByteSize()
+        yield response
 
     async def ForwardBackward(
         self, request: pb.ForwardBackwardRequest, context: grpc.aio.ServicerContext

@@ -187,8 +187,8 @@ def count_trained(sample: Sample) -> int:
     return sample.response_length if mask is None else int(np.count_nonzero(mask))
 
 
-def check_sample(sample: Sample, limits: RowLimits) -> None:
-    """Raise InvalidFieldError for a sample that no rank can take."""
+def check_row(sample: Sample) -> None:
+    """Raise InvalidFieldError naming what of a sample does not fit together."""
     try:
         validate_sample(sample)
     except ColumnLengthError as error:
@@ -197,6 +197,11 @@ def check_sample(sample: Sample, limits: RowLimits) -> None:
         ) from None
     except InvalidSampleError as error:
         raise InvalidFieldError(error.field, str(error), sample_id=error.sample_id) from None
+
+
+def check_sample(sample: Sample, limits: RowLimits) -> None:
+    """Raise InvalidFieldError for a sample that no rank can take."""
+    check_row(sample)
     tokens = sample.token_ids
     if tokens.min() < 0 or tokens.max() >= limits.vocabulary_size:
         raise InvalidFieldError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,6 +13,12 @@ from services.trainer.config import TrainerConfig
 from services.trainer.front import checkpoints, commands
 from services.trainer.front.batches import Batch, RowLimits
 from services.trainer.front.checkpoints import CheckpointStore
+from services.trainer.front.columns import (
+    ColumnUpdate,
+    check_names,
+    in_upload_order,
+    set_columns,
+)
 from services.trainer.front.generation import Generation
 from services.trainer.front.launcher import ExternalLauncher, LocalLauncher
 from services.trainer.front.passes import AdvantageScalars, GradientsRequest, Passes, StepScalars
@@ -20,7 +26,7 @@ from services.trainer.front.planning import Planner
 from services.trainer.front.publication import Publisher
 from services.trainer.front.rank_group import RankGroup
 from services.trainer.front.state import PassScalars, TrainerState
-from services.trainer.front.uploads import Upload, read_batch
+from services.trainer.front.uploads import Upload, read_batch, read_samples
 from sluice.algo.spec import AdvantageSpec
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
@@ -28,7 +34,9 @@ from sluice.balance.cost import shape_from_config
 from sluice.balance.planner import PlanLimits
 from sluice.runtime.errors import InvalidFieldError, NotFoundError
 from sluice.runtime.waits import Waits
+from sluice.runtime.wire import blob_from_proto
 from sluice.samples.blobs import BlobNotFoundError, BlobReference, BlobStore
+from sluice.samples.sample import Sample
 from sluice.weights.store import VersionRecord, WeightStore
 
 T = TypeVar("T")
@@ -81,6 +89,17 @@ class Trainer:
     async def delete(self, name: str) -> None:
         """Forget a batch and let go of its blobs."""
         await self._alone(lambda: self._delete(name))
+
+    async def put_columns(
+        self, update: ColumnUpdate, spooled: Sequence[tuple[BlobReference, list[int]]]
+    ) -> int:
+        """Give the ranks columns that were spooled before; returns the rows changed."""
+        return await self._alone(lambda: self._put_columns(update, spooled))
+
+    async def get_columns(self, name: str, columns: Sequence[str]) -> Iterator[Sample]:
+        """Rows in the order of the upload, with the named columns that they have."""
+        check_names(columns)
+        return await self._alone(lambda: self._get_columns(name, columns))
 
     async def compute_logprobs(self, name: str, model: int, temperature: float) -> PassScalars:
         return await self._alone(
@@ -164,6 +183,26 @@ class Trainer:
         await self.ranks.run_on(self.ranks.generation, "drop_batch", commands.same_for_all(command))
         await self._unpin(self.state.batches.remove(batch))
         metrics.BATCHES.set(len(self.state.batches.all()))
+
+    async def _put_columns(
+        self, update: ColumnUpdate, spooled: Sequence[tuple[BlobReference, list[int]]]
+    ) -> int:
+        if self.state.batches.get(update.batch.name) is not update.batch:
+            raise NotFoundError("batch", update.batch.name)  # deleted meanwhile
+        for blob, rows in spooled:
+            build = set_columns(update.batch, blob, rows)
+            await self.ranks.run_on(self.ranks.generation, "set_columns", build)
+        return update.apply()
+
+    async def _get_columns(self, name: str, columns: Sequence[str]) -> Iterator[Sample]:
+        generation = self.ranks.generation
+        batch = self.state.batches.get(name)
+        command = pb.ReadColumns(batch_id=batch.batch_id, columns=columns)
+        message = commands.same_for_all(pb.FollowResponse(read_columns=command))
+        results = await self.ranks.run_on(generation, "read_columns", message)
+        blobs = [blob_from_proto(result.columns) for result in generation.reporting(results)]
+        parts = [await asyncio.to_thread(read_samples, self.blobs, blob) for blob in blobs]
+        return in_upload_order(batch, parts)
 
     async def _pin(self, references: list[BlobReference]) -> None:
         digests = [reference.digest for reference in references]

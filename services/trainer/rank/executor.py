@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
-from services.trainer.backend import Mesh, ModelName, PassSums, TrainingBackend, create_backend
+from services.trainer.backend import ModelName, PassSums, TrainingBackend, create_backend
 from services.trainer.config import TrainerConfig
 from services.trainer.rank.advantages import add_advantages
+from services.trainer.rank.group import find_mesh, join_group, leave_group
 from services.trainer.rank.table import RowTable
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
@@ -38,8 +39,8 @@ class Executor:
     def load(cls, config: TrainerConfig) -> Executor:
         """Build the backend this rank runs."""
         torch.set_num_threads(config.threads)
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        mesh = Mesh(rank=rank, world_size=world_size, data_rank=rank, data_size=world_size)
+        mesh = find_mesh(config, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        join_group(config, mesh)
         backend = create_backend(config.backend, config, mesh)
         return cls(backend, BlobStore(config.store, sync=config.durable))
 
@@ -57,6 +58,7 @@ class Executor:
 
     def close(self) -> None:
         self._backend.close()
+        leave_group()
 
     def execute(self, command: pb.FollowResponse) -> pb.CommandResult:
         """The answer to a command; an error is an answer too, and the next command goes on."""

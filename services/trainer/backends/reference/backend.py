@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -44,13 +43,6 @@ class ReferenceBackend(TrainingBackend):
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._platform.set_device(local_rank)
         self._device = self._platform.device(local_rank)
-        if mesh.world_size > 1:
-            dist.init_process_group(
-                self._platform.collective,
-                timeout=datetime.timedelta(seconds=config.ranks.command_timeout),
-                rank=mesh.rank,
-                world_size=mesh.world_size,
-            )
         self._platform.seed_all(config.seed)
         self._policy = ScoredModel.load(config.model, self._device)
         self._reference: ScoredModel | None = None
@@ -106,11 +98,12 @@ class ReferenceBackend(TrainingBackend):
 
     def write_shards(self, directory: Path) -> list[ShardFile]:
         dtype = getattr(torch, self._config.publish_dtype)
-        return storage.write_shards(directory, self._policy.model, dtype, self.mesh)
+        return storage.write_shards(
+            directory, self._policy.model, self.mesh, dtype=dtype, sync=self._config.durable
+        )
 
     def close(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        self._reference = None
 
     def _reduce(self, gradients: torch.Tensor) -> None:
         if self.mesh.world_size > 1:

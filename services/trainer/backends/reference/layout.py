@@ -6,17 +6,20 @@ nothing. Attention runs over padded buckets of like lengths, everything else ove
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from services.trainer.backend import Row
 
+CLUSTER_TOKENS = 64  # siblings' tokens that share one attention call: fills a tile of the kernel
+
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences whose attention runs as one padded batch.
+    """Prompts, or clusters of siblings, whose attention runs as one padded batch of N.
 
     queries: int64[N * R], keys: int64[N * K], positions in the pack (padding stands at 0 and
     is never seen). mask: bool[R, K] or [N, 1, R, K], None for plain causal attention.
@@ -31,14 +34,25 @@ class Bucket:
     mask: torch.Tensor | None
     kept: torch.Tensor | None
 
+    def to(self, device: torch.device) -> Bucket:
+        return Bucket(
+            self.count,
+            self.query_length,
+            self.key_length,
+            self.queries.to(device),
+            self.keys.to(device),
+            None if self.mask is None else self.mask.to(device),
+            None if self.kept is None else self.kept.to(device),
+        )
+
 
 @dataclass(frozen=True)
 class PackedLayout:
     """A micro-batch as one sequence of T tokens, and where its R response tokens stand.
 
     token_ids, position_ids: int64[T]. predictors: int64[R], the packed token that predicts each
-    response token, rows in order. targets: int64[R]. lengths: response length of each row.
-    The outputs of the buckets, kept ones only, one after another, are the pack.
+    response token, rows in order. targets: int64[R]. The kept outputs of the buckets, one after
+    another, are the pack. longest: tokens of the longest row.
     """
 
     token_ids: torch.Tensor
@@ -46,169 +60,214 @@ class PackedLayout:
     buckets: tuple[Bucket, ...]
     predictors: torch.Tensor
     targets: torch.Tensor
-    lengths: tuple[int, ...]
+    longest: int
 
     def to(self, device: torch.device) -> PackedLayout:
         if device.type == "cpu":
             return self
-
-        def move(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else tensor.to(device, non_blocking=True)
-
         return PackedLayout(
             self.token_ids.to(device),
             self.position_ids.to(device),
-            tuple(
-                Bucket(
-                    b.count,
-                    b.query_length,
-                    b.key_length,
-                    b.queries.to(device),
-                    b.keys.to(device),
-                    move(b.mask),
-                    move(b.kept),
-                )
-                for b in self.buckets
-            ),
+            tuple(bucket.to(device) for bucket in self.buckets),
             self.predictors.to(device),
             self.targets.to(device),
-            self.lengths,
+            self.longest,
         )
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """A prompt, or a response but for its last token: `length` tokens packed from `start` on.
+class _Table:
+    """Rows as columns; int64 each. tokens: all rows one behind the other, each from `offsets` on.
 
-    prompt: the piece that a response follows.
+    prompt_of: which distinct prompt a row has. inner: response tokens that predict another.
     """
 
-    start: int
-    length: int
-    prompt: _Piece | None = None
+    tokens: np.ndarray
+    offsets: np.ndarray
+    prompt_lengths: np.ndarray
+    responses: np.ndarray
+    prompt_of: np.ndarray
 
     @property
-    def size_class(self) -> tuple[int, int]:
-        """Lengths up to the next power of two: padding at most doubles them."""
-        before = 0 if self.prompt is None else self.prompt.length
-        return before.bit_length(), self.length.bit_length()
+    def inner(self) -> np.ndarray:
+        return np.maximum(self.responses - 1, 0)
+
+
+@dataclass(frozen=True)
+class _Spans:
+    """Runs of the pack that attend together; int64[N] each.
+
+    A prompt has no `before_*`; a cluster of siblings follows the prompt found there.
+    """
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    before_starts: np.ndarray | None = None
+    before_lengths: np.ndarray | None = None
+
+    def size_classes(self) -> np.ndarray:
+        """Equal where lengths have the same power of two: padding at most doubles them."""
+        classes = np.frexp(self.lengths)[1].astype(np.int64)
+        if self.before_lengths is not None:
+            classes += np.frexp(self.before_lengths)[1].astype(np.int64) << 32
+        return classes
+
+    def pick(self, index: np.ndarray) -> _Spans:
+        if self.before_starts is None or self.before_lengths is None:
+            return _Spans(self.starts[index], self.lengths[index])
+        return _Spans(
+            self.starts[index],
+            self.lengths[index],
+            self.before_starts[index],
+            self.before_lengths[index],
+        )
 
 
 def pack(rows: Sequence[Row]) -> PackedLayout:
     """The layout of at least one row; rows of one group with equal prompts share them."""
-    prompt_of, prompts = _distinct_prompts(rows)
-    texts: list[torch.Tensor] = []
-    positions: list[torch.Tensor] = []
-    pieces: list[_Piece] = []
-    filled = 0
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]).bit_length())
-    prompt_pieces: dict[int, _Piece] = {}
-    for index in order:
-        piece = prompt_pieces[index] = _Piece(filled, len(prompts[index]))
-        pieces.append(piece)
-        texts.append(prompts[index])
-        positions.append(torch.arange(piece.length))
-        filled += piece.length
-    responses = [
-        _Piece(0, row.response_length - 1, prompt_pieces[prompt])
-        for row, prompt in zip(rows, prompt_of, strict=True)
-    ]
-    starts = [0] * len(rows)
-    for index in sorted(range(len(rows)), key=lambda i: responses[i].size_class):
-        length = responses[index].length
-        starts[index] = filled
-        if length < 1:
-            continue
-        row, prompt = rows[index], prompt_pieces[prompt_of[index]]
-        pieces.append(_Piece(filled, length, prompt))
-        texts.append(row.token_ids[row.prompt_length : -1])
-        positions.append(torch.arange(prompt.length, prompt.length + length))
-        filled += length
+    table, leaders = _tabulate(rows)
+    prompt_lengths = table.prompt_lengths[leaders]
+    prompt_order = np.argsort(np.frexp(prompt_lengths)[1], kind="stable")
+    prompt_starts = np.empty_like(prompt_lengths)
+    prompt_starts[prompt_order] = _starts(prompt_lengths[prompt_order])
+    clusters = _clusters(table, prompt_lengths)
+    row_order = np.array([row for cluster in clusters for row in cluster], dtype=np.int64)
+    row_starts = np.zeros(len(rows), dtype=np.int64)
+    inner = table.inner[row_order]
+    row_starts[row_order] = prompt_lengths.sum() + _starts(inner)
+
+    source = np.concatenate(
+        [
+            _ranges(table.offsets[leaders][prompt_order], prompt_lengths[prompt_order]),
+            _ranges((table.offsets + table.prompt_lengths)[row_order], inner),
+        ]
+    )
+    positions = np.concatenate(
+        [
+            _ranges(np.zeros_like(prompt_order), prompt_lengths[prompt_order]),
+            _ranges(table.prompt_lengths[row_order], inner),
+        ]
+    )
+    sizes = np.concatenate([prompt_lengths[prompt_order], inner])
+    prompts = _Spans(prompt_starts[prompt_order], prompt_lengths[prompt_order])
+    heads = np.array([cluster[0] for cluster in clusters], dtype=np.int64)
+    siblings = _Spans(
+        row_starts[heads],
+        np.array([table.inner[cluster].sum() for cluster in clusters], dtype=np.int64),
+        prompt_starts[table.prompt_of[heads]],
+        table.prompt_lengths[heads],
+    )
+    owners = np.repeat(np.arange(len(sizes)), sizes)
     return PackedLayout(
-        token_ids=torch.cat(texts),
-        position_ids=torch.cat(positions),
-        buckets=tuple(_buckets(pieces)),
-        predictors=_predictors(rows, [prompt_pieces[p] for p in prompt_of], starts),
-        targets=torch.cat([row.token_ids[row.prompt_length :] for row in rows]),
-        lengths=tuple(row.response_length for row in rows),
+        token_ids=torch.from_numpy(table.tokens[source]),
+        position_ids=torch.from_numpy(positions),
+        buckets=(*_buckets(prompts, owners), *_buckets(siblings, owners)),
+        predictors=torch.from_numpy(_predictors(table, prompt_starts, row_starts)),
+        targets=torch.from_numpy(
+            table.tokens[_ranges(table.offsets + table.prompt_lengths, table.responses)]
+        ),
+        longest=int((table.prompt_lengths + table.responses).max()),
     )
 
 
-def _distinct_prompts(rows: Sequence[Row]) -> tuple[list[int], list[torch.Tensor]]:
-    """Which prompt each row has, and the prompts."""
+def _tabulate(rows: Sequence[Row]) -> tuple[_Table, np.ndarray]:
+    """The rows as columns, and for each distinct prompt a row that has it."""
+    tokens = torch.cat([row.token_ids for row in rows]).numpy()
+    lengths = np.array([row.token_ids.shape[0] for row in rows], dtype=np.int64)
+    prompts = np.array([row.prompt_length for row in rows], dtype=np.int64)
+    offsets = _starts(lengths)
     seen: dict[tuple[str, bytes], int] = {}
-    prompts: list[torch.Tensor] = []
-    prompt_of = []
-    for row in rows:
-        prompt = row.token_ids[: row.prompt_length]
-        key = (row.group_id, prompt.numpy().tobytes())
+    leaders: list[int] = []
+    prompt_of = np.empty(len(rows), dtype=np.int64)
+    for index, (row, offset) in enumerate(zip(rows, offsets.tolist(), strict=True)):
+        key = (row.group_id, tokens[offset : offset + row.prompt_length].tobytes())
         if key not in seen:
-            seen[key] = len(prompts)
-            prompts.append(prompt)
-        prompt_of.append(seen[key])
-    return prompt_of, prompts
+            seen[key] = len(leaders)
+            leaders.append(index)
+        prompt_of[index] = seen[key]
+    table = _Table(tokens, offsets, prompts, lengths - prompts, prompt_of)
+    return table, np.array(leaders, dtype=np.int64)
 
 
-def _predictors(
-    rows: Sequence[Row], prompts: Sequence[_Piece], starts: Sequence[int]
-) -> torch.Tensor:
+def _clusters(table: _Table, prompt_lengths: np.ndarray) -> list[list[int]]:
+    """Siblings in runs of at most CLUSTER_TOKENS tokens, longer ones alone; like sizes together."""
+    found: list[list[int]] = []
+    sizes: list[int] = []
+    open_clusters: dict[int, int] = {}
+    inner = table.inner.tolist()
+    for row, prompt in enumerate(table.prompt_of.tolist()):
+        if not inner[row]:
+            continue
+        place = open_clusters.get(prompt)
+        if place is None or sizes[place] + inner[row] > CLUSTER_TOKENS:
+            place = open_clusters[prompt] = len(found)
+            found.append([])
+            sizes.append(0)
+        found[place].append(row)
+        sizes[place] += inner[row]
+    spans = _Spans(
+        np.empty(0, dtype=np.int64),
+        np.array(sizes, dtype=np.int64),
+        np.empty(0, dtype=np.int64),
+        np.array([table.prompt_lengths[cluster[0]] for cluster in found], dtype=np.int64),
+    )
+    return [found[place] for place in np.argsort(spans.size_classes(), kind="stable")]
+
+
+def _predictors(table: _Table, prompt_starts: np.ndarray, row_starts: np.ndarray) -> np.ndarray:
     """A response's first token is predicted by the prompt's last, the others by their former."""
-    lengths = torch.tensor([row.response_length for row in rows])
-    first = torch.tensor([prompt.start + prompt.length - 1 for prompt in prompts])
-    ends = lengths.cumsum(0)
-    index = torch.arange(int(ends[-1])) - torch.repeat_interleave(ends - lengths, lengths)
-    inside = torch.repeat_interleave(torch.tensor(starts), lengths) + index - 1
-    return torch.where(index == 0, torch.repeat_interleave(first, lengths), inside)
+    first = prompt_starts[table.prompt_of] + table.prompt_lengths - 1
+    index = _ranges(np.zeros_like(table.responses), table.responses)
+    inside = np.repeat(row_starts, table.responses) + index - 1
+    return np.where(index == 0, np.repeat(first, table.responses), inside)
 
 
-def _buckets(pieces: Iterable[_Piece]) -> Iterable[Bucket]:
-    """Pieces follow one another in the pack sorted by kind and size class."""
-    together: list[_Piece] = []
-    for piece in pieces:
-        if together and (
-            (piece.prompt is None) != (together[0].prompt is None)
-            or piece.size_class != together[0].size_class
-        ):
-            yield _bucket(together)
-            together = []
-        together.append(piece)
-    if together:
-        yield _bucket(together)
+def _buckets(spans: _Spans, owners: np.ndarray) -> Iterator[Bucket]:
+    """Spans follow one another in the pack, sorted by size class."""
+    classes = spans.size_classes()
+    edges = np.flatnonzero(np.diff(classes)) + 1
+    for index in np.split(np.arange(len(classes)), edges):
+        if len(index):
+            yield _bucket(spans.pick(index), owners)
 
 
-def _bucket(pieces: Sequence[_Piece]) -> Bucket:
-    starts = torch.tensor([piece.start for piece in pieces])
-    lengths = torch.tensor([piece.length for piece in pieces])
-    longest = int(lengths.max())
-    own, own_real = _padded(starts, lengths, longest)
-    queries, kept = own.flatten(), None
-    if not bool(own_real.all()):
-        kept = own_real.flatten().nonzero()[:, 0]
-    if pieces[0].prompt is None:
+def _bucket(spans: _Spans, owners: np.ndarray) -> Bucket:
+    count, longest = len(spans.starts), int(spans.lengths.max())
+    own, own_real = _padded(spans.starts, spans.lengths, longest)
+    queries = torch.from_numpy(own.reshape(-1))
+    kept = None if own_real.all() else torch.from_numpy(np.flatnonzero(own_real))
+    if spans.before_starts is None or spans.before_lengths is None:
         # Padding stands behind the real tokens, where causal attention does not look.
-        return Bucket(len(pieces), longest, longest, queries, queries, None, kept)
-    before = [piece.prompt for piece in pieces if piece.prompt is not None]
-    prompt_starts = torch.tensor([prompt.start for prompt in before])
-    prompt_lengths = torch.tensor([prompt.length for prompt in before])
-    longest_prompt = int(prompt_lengths.max())
-    prompt, prompt_real = _padded(prompt_starts, prompt_lengths, longest_prompt)
-    keys = torch.cat([prompt, own], dim=1)
-    causal = torch.ones(longest, longest, dtype=torch.bool).tril()
-    if bool(prompt_real.all()):
-        mask = torch.cat([torch.ones(longest, longest_prompt, dtype=torch.bool), causal], dim=1)
-    else:
-        count = len(pieces)
-        seen = prompt_real[:, None, None].expand(count, 1, longest, longest_prompt)
-        mask = torch.cat([seen, causal.expand(count, 1, longest, longest)], dim=3)
+        return Bucket(count, longest, longest, queries, queries, None, kept)
+    longest_prompt = int(spans.before_lengths.max())
+    prompt, prompt_real = _padded(spans.before_starts, spans.before_lengths, longest_prompt)
+    owner = np.where(own_real, owners[own], -1)
+    seen_own = (owner[:, :, None] == owner[:, None, :]) & np.tri(longest, dtype=np.bool_)
+    seen_prompt = np.broadcast_to(prompt_real[:, None], (count, longest, longest_prompt))
+    mask = np.concatenate([seen_prompt, seen_own], axis=2)
+    shared = bool((mask == mask[0]).all())
     return Bucket(
-        len(pieces), longest, longest_prompt + longest, queries, keys.flatten(), mask, kept
+        count,
+        longest,
+        longest_prompt + longest,
+        queries,
+        torch.from_numpy(np.concatenate([prompt, own], axis=1).reshape(-1)),
+        torch.from_numpy(mask[0] if shared else mask[:, None]),
+        kept,
     )
 
 
-def _padded(
-    starts: torch.Tensor, lengths: torch.Tensor, longest: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _padded(starts: np.ndarray, lengths: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:
     """(positions in the pack, whether real), both [N, longest]; padding stands at 0."""
-    offsets = torch.arange(longest)
+    offsets = np.arange(longest)
     real = offsets < lengths[:, None]
-    return torch.where(real, starts[:, None] + offsets, 0), real
+    return np.where(real, starts[:, None] + offsets, 0), real
+
+
+def _starts(lengths: np.ndarray) -> np.ndarray:
+    return np.cumsum(lengths) - lengths
+
+
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """start, start + 1 ... of each run, one behind the other."""
+    return np.repeat(starts - _starts(lengths), lengths) + np.arange(int(lengths.sum()))

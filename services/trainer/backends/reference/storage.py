@@ -52,7 +52,7 @@ def load(directory: Path, model: torch.nn.Module, optimizer: FlatOptimizer, mesh
 
 
 def write_shards(
-    directory: Path, model: PreTrainedModel, dtype: torch.dtype, mesh: Mesh
+    directory: Path, model: PreTrainedModel, mesh: Mesh, *, dtype: torch.dtype, sync: bool
 ) -> list[ShardFile]:
     """This rank's share of the tensors, as HF names them, in one file."""
     tensors = published_tensors(model)
@@ -64,7 +64,7 @@ def write_shards(
         for name, tensor in share.items()
     }
     file_name = f"model-{mesh.data_rank + 1:05d}-of-{mesh.data_size:05d}.safetensors"
-    return [write_shard(directory, file_name, cast)]
+    return [write_shard(directory, file_name, cast, sync=sync)]
 
 
 def published_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:

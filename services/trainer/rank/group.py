@@ -1,0 +1,40 @@
+"""Where this rank stands among the others, and the process group they share."""
+
+from __future__ import annotations
+
+import datetime
+
+import torch.distributed as dist
+
+from services.trainer.backend import Mesh
+from services.trainer.config import TrainerConfig
+from sluice import platform
+
+
+def find_mesh(config: TrainerConfig, rank: int, world_size: int) -> Mesh:
+    """The place of a rank under the backend's layout; raises ValueError if none fits."""
+    if config.backend == "megatron":
+        from services.trainer.backends.megatron.mesh import mesh_of
+
+        return mesh_of(config.megatron, rank, world_size)
+    return Mesh(rank=rank, world_size=world_size, data_rank=rank, data_size=world_size)
+
+
+def join_group(config: TrainerConfig, mesh: Mesh) -> None:
+    """Meet the other ranks at MASTER_ADDR:MASTER_PORT. Collectives end with the command timeout.
+
+    A single rank of the reference backend needs no group.
+    """
+    if mesh.world_size == 1 and config.backend == "reference":
+        return
+    dist.init_process_group(
+        platform.current().collective,
+        timeout=datetime.timedelta(seconds=config.ranks.command_timeout),
+        rank=mesh.rank,
+        world_size=mesh.world_size,
+    )
+
+
+def leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

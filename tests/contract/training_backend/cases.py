@@ -1,0 +1,176 @@
+"""Tiny models, ragged rows, and what plain transformers and autograd say about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from services.trainer.backend import Row, TrainingBackend
+from services.trainer.config import OptimConfig
+from sluice.algo.spec import LossSpec
+
+StartBackend = Callable[..., TrainingBackend]
+
+VOCABULARY = 53
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "initializer_range": 0.2,
+}
+OPTIM = OptimConfig(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5)
+PPO = LossSpec(name="ppo_clip", clip_low=0.2)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A tiny random checkpoint: Qwen3, or Llama with tied embeddings."""
+
+    directory: Path
+
+    def load(self) -> PreTrainedModel:
+        model: Any = AutoModelForCausalLM.from_pretrained(self.directory, dtype=torch.float32)
+        return model.eval()
+
+
+def build_model(directory: Path, family: str, seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    if family == "qwen3":
+        module: Any = Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=False))
+    else:
+        module = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
+    module.save_pretrained(directory)
+    return Model(directory)
+
+
+def make_row(
+    sample_id: str, prompt: Sequence[int], response: Sequence[int], *, seed: int, **fields: Any
+) -> Row:
+    """A row with random signals; the third response token is masked out."""
+    generator = torch.Generator().manual_seed(seed)
+    length = len(response)
+    mask = torch.ones(length, dtype=torch.bool)
+    if length > 2:
+        mask[2] = False
+    return Row(
+        sample_id=sample_id,
+        group_id=sample_id.split("/")[0],
+        token_ids=torch.tensor([*prompt, *response]),
+        prompt_length=len(prompt),
+        loss_mask=mask,
+        columns={
+            "rollout_logprobs": torch.randn(length, generator=generator) * 0.3 - 3.5,
+            "advantages": torch.randn(length, generator=generator),
+            "reference_logprobs": torch.randn(length, generator=generator) * 0.3 - 3.5,
+        },
+        **fields,
+    )
+
+
+def ragged_rows() -> list[Row]:
+    """Groups of several sizes and prompt lengths, long and one-token responses, a lone sample,
+    two groups with one prompt and a group whose samples have two prompts."""
+    generator = torch.Generator().manual_seed(7)
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(VOCABULARY, (count,), generator=generator).tolist()
+
+    shared = draw(5)
+    prompts = {"a": draw(3), "b": draw(11), "c": shared, "d": shared, "lone": draw(1)}
+    sizes = {"a": (4, 1, 7), "b": (2, 2, 9, 40), "c": (5, 6), "d": (5,), "lone": (3,)}
+    rows = [
+        make_row(f"{group}/{index}", prompts[group], draw(length), seed=len(group) + 10 * index)
+        for group, lengths in sizes.items()
+        for index, length in enumerate(lengths)
+    ]
+    rows.append(make_row("a/other-prompt", draw(6), draw(4), seed=99))
+    # 70 tokens: more than share one attention call, and longer than all the others
+    rows.append(make_row("b/long", prompts["b"], draw(70), seed=98))
+    return [replace(row, loss_weight=1.0 + 0.1 * i) for i, row in enumerate(rows)]
+
+
+@dataclass
+class Oracle:
+    """The same numbers from one sample at a time, prompt included, in plain transformers."""
+
+    model: PreTrainedModel
+    optim: OptimConfig = OPTIM
+    adam: torch.optim.Optimizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        parameters = list(self.model.parameters())
+        self.adam = torch.optim.AdamW(
+            [
+                {"params": [p for p in parameters if p.ndim > 1]},
+                {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+            ],
+            lr=self.optim.learning_rate,
+            betas=self.optim.betas,
+            eps=self.optim.epsilon,
+            weight_decay=self.optim.weight_decay,
+        )
+
+    def logprobs(self, row: Row, temperature: float = 1.0) -> torch.Tensor:
+        table_TV = self._table(row, temperature)
+        return table_TV.gather(1, row.token_ids[row.prompt_length :, None])[:, 0]
+
+    def entropy(self, row: Row) -> torch.Tensor:
+        table_TV = self._table(row, 1.0)
+        return -(table_TV.exp() * table_TV).sum(-1)
+
+    def ppo_loss(self, rows: Sequence[Row]) -> torch.Tensor:
+        """sum_i w_i sum_t -min(r A, clip(r, 0.8, 1.2) A) over trained tokens."""
+        total = torch.zeros(())
+        for row in rows:
+            ratio = (self.logprobs(row) - row.columns["rollout_logprobs"]).exp()
+            advantages = row.columns["advantages"]
+            loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+            total = total + row.loss_weight * loss[row.loss_mask].sum()
+        return total
+
+    def step(self, loss: torch.Tensor, normalizer: float) -> float:
+        """Apply the gradients of loss / normalizer; returns their norm before clipping."""
+        self.adam.zero_grad()
+        (loss / normalizer).backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.optim.max_grad_norm)
+        self.adam.step()
+        return float(norm)
+
+    def _table(self, row: Row, temperature: float) -> torch.Tensor:
+        logits_TV = self.model(row.token_ids[None]).logits[0, row.prompt_length - 1 : -1]
+        return (logits_TV / temperature).log_softmax(-1)
+
+
+def published(backend: TrainingBackend, directory: Path) -> dict[str, torch.Tensor]:
+    """Tensors by name as `write_shards` leaves them."""
+    from safetensors.torch import load_file
+
+    directory.mkdir()
+    found: dict[str, torch.Tensor] = {}
+    for shard in backend.write_shards(directory):
+        found.update(load_file(directory / shard.file_name))
+    return found
+
+
+def relative_distance(left: torch.Tensor, right: torch.Tensor) -> float:
+    return float((left - right).norm() / right.norm())
