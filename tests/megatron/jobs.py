@@ -15,6 +15,7 @@ from services.trainer.backends.megatron.export import export_tensors
 from services.trainer.backends.megatron.loading import LocalTensor
 from services.trainer.backends.megatron.mesh import mesh_of
 from services.trainer.config import TrainerConfig
+from services.trainer.errors import CheckpointMismatchError
 from sluice.algo.spec import LossSpec
 from tests.megatron.models import make_rows, micro_batches
 from tests.megatron.settings import NORMALIZER, OPTIM, SPEC, STEPS
@@ -95,3 +96,38 @@ def save_export(backend: MegatronBackend, path: Path, *read: Any) -> None:
     tensors = {name: tensor.clone() for part in made for name, tensor in part.items()}
     if tensors:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+def save_midway(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Two steps, a checkpoint that is written while three more run, then the weights."""
+    out = Path(arguments["out"])
+    backend = open_backend(rank, world, arguments)
+    before = run_steps(backend, 0, arguments.get("first", 2))
+    pending = backend.begin_checkpoint(out / "checkpoint")
+    after = run_steps(backend, len(before), 3)
+    backend.finish_checkpoint(pending, out / "checkpoint")
+    save_export(backend, out / f"weights-{rank}.safetensors")
+    backend.close()
+    return {"steps": after, "draw": torch.rand(()).item()}
+
+
+def resume(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Three steps from a checkpoint."""
+    out = Path(arguments["out"])
+    backend = open_backend(rank, world, arguments)
+    gather_gradients(backend, 0)  # must be forgotten
+    torch.manual_seed(12345 + rank)
+    backend.load_checkpoint(Path(arguments["checkpoint"]))
+    steps = run_steps(backend, arguments.get("first", 2), 3)
+    save_export(backend, out / f"weights-{rank}.safetensors")
+    backend.close()
+    return {"steps": steps, "draw": torch.rand(()).item()}
+
+
+def resume_error(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    backend = open_backend(rank, world, arguments)
+    try:
+        backend.load_checkpoint(Path(arguments["checkpoint"]))
+    except CheckpointMismatchError as error:
+        return {"error_message": str(error)}
+    return {}

@@ -24,15 +24,19 @@ from services.trainer.backend import (  # noqa: E402
 )
 from services.trainer.backends.megatron import parallel  # noqa: E402
 from services.trainer.backends.megatron.batch import PackedBatch, pack_batch  # noqa: E402
+from services.trainer.backends.megatron.checkpoint import begin_save, describe, load  # noqa: E402
 from services.trainer.backends.megatron.export import write_shards  # noqa: E402
 from services.trainer.backends.megatron.forward import Passes  # noqa: E402
 from services.trainer.backends.megatron.policy import Policy, create_policy  # noqa: E402
 from services.trainer.backends.megatron.results import share_responses, share_sums  # noqa: E402
+from services.trainer.backends.megatron.saving import PendingSave  # noqa: E402
 from services.trainer.backends.megatron.stepping import Stepper  # noqa: E402
 from services.trainer.config import TrainerConfig  # noqa: E402
 from sluice import platform  # noqa: E402
 from sluice.algo.spec import LossSpec  # noqa: E402
 from sluice.weights.store import ShardFile  # noqa: E402
+
+SAVE_SECONDS = 1800.0  # that the files of a checkpoint may take
 
 
 class MegatronBackend(TrainingBackend):
@@ -73,10 +77,25 @@ class MegatronBackend(TrainingBackend):
         self._stepper.clear()
 
     def save_checkpoint(self, directory: Path) -> None:
-        raise NotImplementedError
+        pending = self.begin_checkpoint(directory)
+        self.finish_checkpoint(pending, directory)
+
+    def begin_checkpoint(self, directory: Path) -> PendingSave:
+        """Copy the state and write it from a thread; other calls may come before the finish."""
+        return begin_save(
+            self._policy, self._stepper, self._layout, directory, durable=self._config.durable
+        )
+
+    def finish_checkpoint(
+        self, pending: PendingSave, directory: Path, timeout: float = SAVE_SECONDS
+    ) -> None:
+        """Make the checkpoint valid once all ranks have written. Raises CheckpointWriteError."""
+        pending.finish(timeout)
+        describe(self._layout, directory)
 
     def load_checkpoint(self, directory: Path) -> None:
-        raise NotImplementedError
+        load(self._policy, self._stepper, self._layout, directory)
+        self._stepper.clear()
 
     def write_shards(self, directory: Path) -> list[ShardFile]:
         return write_shards(

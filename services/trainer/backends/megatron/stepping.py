@@ -12,6 +12,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from services.trainer.backend import StepOutcome
+from services.trainer.backends.megatron import upstream
 from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.backends.megatron.policy import Policy
 from services.trainer.config import OptimConfig
@@ -45,6 +46,7 @@ class Stepper:
         )
         for group in self.optimizer.param_groups:  # left to Megatron's scheduler, not used here
             group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+        upstream.start_state(self.optimizer)
         core.grad_scale_func = self.optimizer.scale_loss  # 1 but for float16
         self.clear()
 

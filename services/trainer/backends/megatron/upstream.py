@@ -60,11 +60,39 @@ def distributed_parts(optimizer: Any) -> Iterator[Any]:
 
 
 def own_steps(optimizer: Any) -> None:
-    """After a load: give every parameter its own `step` in torch's Adam."""
-    for part in distributed_parts(optimizer):
+    """Give every parameter of torch's Adam its own `step`; 0 where there is none."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.is_stub_optimizer or not isinstance(part.optimizer, torch.optim.Adam):
+            continue
         for state in part.optimizer.state.values():
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].clone()
+            step = state.get("step", torch.tensor(0.0))
+            state["step"] = torch.as_tensor(step, dtype=torch.float32).clone()
+
+
+def name_missing_steps(state: dict[Any, Any]) -> None:
+    """Say step 0 in a loaded optimizer state; Megatron leaves it out when it saves."""
+    parts = [state] if "state" in state or "optimizer" in state else list(state.values())
+    for part in parts:
+        inner = part.get("optimizer", part)
+        if "state" in inner:  # not so with a DistributedOptimizer
+            inner["state"].setdefault("common_step", torch.tensor(0.0))
+
+
+def start_state(optimizer: Any) -> None:
+    """The state that torch's Adam makes at its first step, made now.
+
+    Without it Megatron can neither save nor load an optimizer that has not stepped yet.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.is_stub_optimizer or not isinstance(part.optimizer, torch.optim.Adam):
+            continue
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                part.optimizer.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
 
 
 @contextmanager
