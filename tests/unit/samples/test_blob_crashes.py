@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -22,7 +23,7 @@ from sluice.samples.pins import PinBoard
 
 HERE = Path(__file__).parent
 CONTENTS = 200
-REMOVALS = 300
+REMOVALS = 150
 CONTEXT = multiprocessing.get_context("fork")
 
 
@@ -125,58 +126,105 @@ def test_a_collector_beside_writers_takes_nothing_that_is_named(tmp_path: Path) 
     assert finished, "the collector had nothing to do"
 
 
-def collect_stopping_at(root: Path, limit: int) -> None:
-    """Collect in this process, which stops itself at its file operation number `limit`."""
-    store, count = BlobStore(root, sync=False), 0
+def stop_at(limit: int, act: Callable[[], object]) -> None:
+    """Act in this process, which stops itself at its file operation number `limit`."""
+    count = 0
 
     def watch(event: str, _: tuple[object, ...]) -> None:
         nonlocal count
-        count += event.startswith(("open", "os.", "fcntl."))
-        if count == limit and not event.startswith("os.kill"):
+        count += event.startswith(("open", "os.", "fcntl.")) and event != "os.kill"
+        if count == limit:
             count += 1
             os.kill(os.getpid(), signal.SIGSTOP)
 
     sys.addaudithook(watch)
-    store.collect(grace_seconds=3600)
+    act()
 
 
-def name_meanwhile(store: BlobStore, again: bytes, late: str) -> set[str]:
-    """Put old content again and pin an old blob, if the lock is free; what must stay then."""
+def at_every_moment(act: Callable[[], object], meanwhile: Callable[[int], object]) -> Iterator[int]:
+    """Start `act` in a process, stop it at operation 1, then 2 ..., do `meanwhile`, let it end.
+
+    Yields the number of the operation after each run.
+    """
+    for limit in itertools.count(1):
+        process = CONTEXT.Process(target=stop_at, args=(limit, act))
+        process.start()
+        assert process.pid is not None
+        _, status = os.waitpid(process.pid, os.WUNTRACED)
+        if not os.WIFSTOPPED(status):
+            assert os.waitstatus_to_exitcode(status) == 0
+            return
+        try:
+            meanwhile(limit)
+        finally:
+            os.kill(process.pid, signal.SIGCONT)
+            _, status = os.waitpid(process.pid, 0)
+        assert status == 0
+        yield limit
+
+
+def is_free(store: BlobStore) -> bool:
+    """Whether the stopped process does not hold the lock."""
     try:
-        with locked(store.root / "blobs.lock", shared=True, timeout_seconds=0):
-            pass
+        with locked(store.root / "blobs.lock", timeout_seconds=0):
+            return True
     except LockTimeoutError:
-        return set()
-    named = {store.put(again).digest}
-    with suppress(BlobNotFoundError):
-        store.pin("late", [late])
-        named.add(late)
-    return named
+        return False
+
+
+def make_old(store: BlobStore) -> None:
+    for path in store.root.glob("blobs/??/*"):
+        os.utime(path, (0, 0))
 
 
 def test_what_is_named_at_any_moment_of_a_collection_stays(tmp_path: Path) -> None:
-    named_before_unlink = 0
-    for limit in itertools.count(1):
-        root = tmp_path / str(limit)
-        store = BlobStore(root, sync=False)
-        digests = [store.put(text).digest for text in (b"again", b"late")]
-        for path in root.glob("blobs/??/*"):
-            os.utime(path, (0, 0))
-        collector = CONTEXT.Process(target=collect_stopping_at, args=(root, limit))
-        collector.start()
-        assert collector.pid is not None
-        _, status = os.waitpid(collector.pid, os.WUNTRACED)
-        if not os.WIFSTOPPED(status):
-            assert os.waitstatus_to_exitcode(status) == 0
-            break
-        try:
-            named = name_meanwhile(store, b"again", digests[1])
-        finally:
-            os.kill(collector.pid, signal.SIGCONT)
-        named_before_unlink += len(named) == 2
-        assert os.waitpid(collector.pid, 0)[1] == 0
+    store = BlobStore(tmp_path, sync=False)
+    late = store.put(b"late").digest
+    store.put(b"again")
+    make_old(store)
+    named: set[str] = set()
+
+    def name(_: int) -> None:
+        if is_free(store):
+            named.add(store.put(b"again").digest)
+            with suppress(BlobNotFoundError):
+                store.pin("late", [late])
+                named.add(late)
+
+    both = 0
+    for _ in at_every_moment(lambda: store.collect(grace_seconds=3600), name):
         assert {digest for digest in named if store.exists(BlobReference(digest, 0))} == named
-    assert named_before_unlink > 5
+        both += len(named) == 2
+        named.clear()
+        store.unpin("late")
+        store.put(b"late")
+        store.put(b"again")
+        make_old(store)
+    assert both > 5
+
+
+def test_a_collection_at_any_moment_of_a_pin_breaks_no_promise(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path, sync=False)
+    digest = store.put(b"old").digest
+    make_old(store)
+
+    def pin() -> None:
+        with suppress(BlobNotFoundError):
+            store.pin("ledger", [digest])
+
+    def collect(_: int) -> None:
+        if is_free(store):
+            store.collect(grace_seconds=3600)
+
+    pinned = 0
+    for _ in at_every_moment(pin, collect):
+        if digest in store.pinned("ledger"):
+            pinned += 1
+            assert store.exists(BlobReference(digest, 0))
+        store.unpin("ledger")
+        store.put(b"old")
+        make_old(store)
+    assert pinned > 2
 
 
 def test_a_torn_pin_is_no_pin_and_spoils_no_other(tmp_path: Path) -> None:

@@ -284,9 +284,9 @@ def test_a_full_disk_leaves_no_part_of_a_shard(store: WeightStore) -> None:
     staging = store.allocate(None)
     tensors = {"a": torch.ones(1000), "b": torch.ones(1000)}
     with files_of_at_most(6000), pytest.raises(OSError, match="large"):
-        write_shard(staging.directory, "a.safetensors", tensors)
+        write_shard(staging.directory, "model.safetensors", tensors)
     assert not list(staging.directory.iterdir())
-    shard = write_shard(staging.directory, "a.safetensors", tensors)
+    shard = write_shard(staging.directory, "model.safetensors", tensors)
     with files_of_at_most(100), pytest.raises(OSError, match="large"):
         store.commit(staging, [shard], [], 0)
     assert list(store.versions()) == []
