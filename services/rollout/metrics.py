@@ -51,6 +51,10 @@ class EngineCollector(Collector):
     def close(self) -> None:
         self._registry.unregister(self)
 
+    def describe(self) -> list[Metric]:
+        """Nothing is asked of the engine at registration."""
+        return []
+
     def collect(self) -> Iterator[Metric]:
         status = self._engine.status()
         running = sum(load.running_count for load in status.rank_loads)

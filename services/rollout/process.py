@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,12 @@ if TYPE_CHECKING:
 ENGINE_SERVICE = "sluice.api.rollout.v1.EngineService"
 ROLLOUT_SERVICE = "sluice.api.rollout.v1.RolloutService"
 REMEMBERED_TOKENS = 4_000_000
+
+
+@dataclass(frozen=True)
+class _EngineRole:
+    engine: Engine
+    weights: EngineWeights
 
 
 class RolloutProcess:
@@ -64,13 +71,14 @@ class RolloutProcess:
         episodes = self._add_episodes() if "episodes" in config.roles else None
         await self.server.start()
         if engine is not None:
-            await engine.start()
+            await engine.engine.start()
+            await engine.weights.forget_old_pins()
             if episodes is not None:
-                episodes.engines.add_local(self.server.address, partial(complete, engine))
+                episodes.engines.add_local(self.server.address, partial(complete, engine.engine))
         await self.server.set_serving()
         gc.collect()
         gc.freeze()  # modules stay; looking through them again and again is a third of all work
-        self._register(engine)
+        self._register(None if engine is None else engine.engine)
         self._leaving = asyncio.create_task(self._leave_router(), name="leave router")
 
     async def close(self) -> None:
@@ -85,7 +93,7 @@ class RolloutProcess:
         await self.server.stopping.wait()
         await asyncio.gather(*(registration.close() for registration in self._registrations))
 
-    def _add_engine(self) -> Engine:
+    def _add_engine(self) -> _EngineRole:
         config = self._config
         engine = create_engine(config.engine.backend, config.engine)
         collector = EngineCollector(engine)
@@ -107,7 +115,7 @@ class RolloutProcess:
         self.server.add(
             engine_service_pb2_grpc.add_EngineServiceServicer_to_server, servicer, ENGINE_SERVICE
         )
-        return engine
+        return _EngineRole(engine, weights)
 
     def _add_episodes(self) -> EpisodeWorker:
         # Imported here: an engine needs neither tokenizers nor jinja2.
@@ -115,7 +123,7 @@ class RolloutProcess:
 
         config = self._config
         assert self._router is not None
-        worker = EpisodeWorker(config, self._router)
+        worker = EpisodeWorker(config, self._router, self.server.waits)
         self._resources.push_async_callback(worker.close)
         self.server.add(
             rollout_service_pb2_grpc.add_RolloutServiceServicer_to_server,

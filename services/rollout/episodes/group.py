@@ -21,6 +21,7 @@ from services.rollout.episodes.spool import Spool
 from services.rollout.episodes.tokenizer import TextTokenizer
 from services.rollout.wire import VersionBounds
 from sluice.runtime.errors import DeadlineError
+from sluice.runtime.waits import Waits
 from sluice.samples.blobs import BlobReference
 from sluice.samples.sample import Sample
 
@@ -64,14 +65,22 @@ class GroupResult:
     blob: BlobReference
 
 
+@dataclass(frozen=True)
+class GroupTools:
+    """What every group of the worker works with."""
+
+    tokenizer: TextTokenizer
+    sampler: Sampler
+    spool: Spool
+    waits: Waits
+
+
 class GroupRunner:
     """Runs groups of one environment."""
 
-    def __init__(
-        self, runner: Runner, tokenizer: TextTokenizer, sampler: Sampler, spool: Spool
-    ) -> None:
-        self._runner, self._tokenizer = runner, tokenizer
-        self._sampler, self._spool = sampler, spool
+    def __init__(self, runner: Runner, tools: GroupTools) -> None:
+        self._runner, self._tokenizer = runner, tools.tokenizer
+        self._sampler, self._spool, self._waits = tools.sampler, tools.spool, tools.waits
 
     async def run(self, group: GroupSpec, settings: GroupSettings) -> GroupResult:
         """Sample, reward and store a group.
@@ -95,7 +104,8 @@ class GroupRunner:
         return GroupResult(samples, blob)
 
     async def _sample(self, group: GroupSpec, settings: GroupSettings) -> tuple[list[Sample], Task]:
-        task = await self._runner.make_task(group.task)
+        with self._waits.waiting(f"task of group {group.group_id}", on=[settings.environment]):
+            task = await self._runner.make_task(group.task)
         prompt = Prompt(
             group_id=group.group_id,
             token_ids=tuple(await self._tokenise(task)),
@@ -106,7 +116,10 @@ class GroupRunner:
         )
         with metrics.GENERATE_SECONDS.time():
             deltas = await self._sampler.sample(prompt)
-        with metrics.REWARD_SECONDS.time():
+        waiting = self._waits.waiting(
+            f"reward of group {group.group_id}", on=[settings.environment]
+        )
+        with metrics.REWARD_SECONDS.time(), waiting:
             rewards = await self._runner.reward(task, await self._responses(deltas))
         if not all(math.isfinite(r.reward) and math.isfinite(r.raw_reward) for r in rewards):
             raise EnvironmentFailedError(f"{settings.environment} gave a reward that is no number")

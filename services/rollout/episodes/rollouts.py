@@ -15,16 +15,20 @@ from services.rollout.config import EpisodesConfig
 from services.rollout.environments.environment import SettingError, TaskError
 from services.rollout.environments.runner import Environments, Runner
 from services.rollout.episodes.events import failed_event, finished_event
-from services.rollout.episodes.group import GroupResult, GroupRunner, GroupSettings, GroupSpec
+from services.rollout.episodes.group import (
+    GroupResult,
+    GroupRunner,
+    GroupSettings,
+    GroupSpec,
+    GroupTools,
+)
 from services.rollout.episodes.requests import (
     groups_from_proto,
     settings_from_proto,
     values_from_proto,
 )
 from services.rollout.episodes.rollout import CancelledGroupError, Rollout
-from services.rollout.episodes.sampler import Sampler
-from services.rollout.episodes.spool import Spool, StoreFailedError
-from services.rollout.episodes.tokenizer import TextTokenizer
+from services.rollout.episodes.spool import StoreFailedError
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.runtime.errors import (
     InvalidFieldError,
@@ -49,12 +53,10 @@ class Rollouts:
         self,
         config: EpisodesConfig,
         environments: Environments,
-        tokenizer: TextTokenizer,
-        sampler: Sampler,
-        spool: Spool,
+        tools: GroupTools,
     ) -> None:
         self._config, self._environments = config, environments
-        self._tokenizer, self._sampler, self._spool = tokenizer, sampler, spool
+        self._tools, self._spool, self._waits = tools, tools.spool, tools.waits
         self._running = asyncio.Semaphore(config.max_running_groups)
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._orphans: dict[str, asyncio.TimerHandle] = {}
@@ -128,7 +130,7 @@ class Rollouts:
         for samples, blob in finished.values():
             rollout.add_event(finished_event(samples, blob))
         settled = progress.cancelled | finished.keys()
-        group_runner = GroupRunner(runner, self._tokenizer, self._sampler, self._spool)
+        group_runner = GroupRunner(runner, self._tools)
         rollout.start(
             (group.group_id, self._run(group_runner, group, settings))
             for group in groups
@@ -147,7 +149,8 @@ class Rollouts:
                     runner.check(group.task)
                 except TaskError as error:
                     raise InvalidFieldError(f"groups[{index}].{error.key}", str(error)) from None
-            await runner.open()
+            with self._waits.waiting("settings of an environment", on=[spec.name]):
+                await runner.open()
         except SettingError as error:
             raise InvalidFieldError(f"environment.settings.{error.key}", str(error)) from None
         return runner

@@ -18,6 +18,7 @@ from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.client import RemoteError, new_request_id
 from sluice.router_client import Lease, outcome_of
 from sluice.runtime.errors import ServiceError
+from sluice.runtime.waits import Waits
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +68,11 @@ class _Part:
 class Sampler:
     """Leases, asks, and asks again elsewhere for what was lost."""
 
-    def __init__(self, leases: RouterLeases, engines: EngineAccess, attempts: int) -> None:
-        self._leases, self._engines, self._attempts = leases, engines, attempts
+    def __init__(
+        self, leases: RouterLeases, engines: EngineAccess, waits: Waits, attempts: int
+    ) -> None:
+        self._leases, self._engines, self._waits = leases, engines, waits
+        self._attempts = attempts
 
     async def sample(self, prompt: Prompt) -> list[Delta]:
         """One whole delta per sample, by index; samples that came are not drawn again.
@@ -96,15 +100,17 @@ class Sampler:
         Samples are asked for as their leases come, those of one dp rank together, so that they
         share the prompt's cache.
         """
-        futures = await self._leases.request(
-            prompt.group_id, len(missing), prompt.bounds, prompt.pool
-        )
+        with self._waits.waiting(f"leases for group {prompt.group_id}", on=["router"]):
+            futures = await self._leases.request(
+                prompt.group_id, len(missing), prompt.bounds, prompt.pool
+            )
         waiting = dict(zip(futures, missing, strict=True))
         asking: set[asyncio.Task[RemoteError | None]] = set()
         try:
             while waiting:
                 if not all(future.done() for future in waiting):
-                    await _first_leases(waiting)
+                    with self._waits.waiting(f"room for group {prompt.group_id}", on=["router"]):
+                        await _first_leases(waiting)
                 for part in _take_parts(waiting):
                     asking.add(asyncio.create_task(self._ask(prompt, part, done)))
             errors = await asyncio.gather(*asking)
@@ -118,9 +124,10 @@ class Sampler:
         outcome, lengths = router_pb.OUTCOME_ABORTED, list[int]()
         lease = part.leases[0]
         try:
-            deltas = await self._engines.generate(
-                lease.address, _generation(prompt, part), prompt.bounds
-            )
+            with self._waits.waiting(f"samples of group {prompt.group_id}", on=[lease.engine_id]):
+                deltas = await self._engines.generate(
+                    lease.address, _generation(prompt, part), prompt.bounds
+                )
             outcome, lengths = router_pb.OUTCOME_OK, [len(d.token_ids) for d in deltas]
         except RemoteError as error:
             outcome = outcome_of(error.code)

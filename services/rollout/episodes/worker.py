@@ -7,6 +7,7 @@ import grpc
 from services.rollout.config import RolloutConfig
 from services.rollout.environments.runner import Environments
 from services.rollout.episodes.engines import EngineAccess
+from services.rollout.episodes.group import GroupTools
 from services.rollout.episodes.journal import Journals
 from services.rollout.episodes.leases import RouterLeases
 from services.rollout.episodes.rollouts import Rollouts
@@ -15,13 +16,14 @@ from services.rollout.episodes.servicer import RolloutServicer
 from services.rollout.episodes.spool import Spool
 from services.rollout.episodes.tokenizer import TextTokenizer
 from sluice.config import ConfigError
+from sluice.runtime.waits import Waits
 from sluice.samples.blobs import BlobStore
 
 
 class EpisodeWorker:
     """Owns environments, leases, channels to engines and the rollouts."""
 
-    def __init__(self, config: RolloutConfig, router: grpc.aio.Channel) -> None:
+    def __init__(self, config: RolloutConfig, router: grpc.aio.Channel, waits: Waits) -> None:
         """Raises ConfigError when the tokenizer cannot be loaded."""
         assert config.tokenizer_directory is not None
         tokenizer = TextTokenizer(config.tokenizer_directory)
@@ -34,10 +36,9 @@ class EpisodeWorker:
             raise ConfigError(f"episodes.environments: {error}") from None
         self.engines = EngineAccess(config.server.security)
         self._leases = RouterLeases(router)
-        sampler = Sampler(self._leases, self.engines, config.episodes.engine_attempts)
-        self._rollouts = Rollouts(
-            config.episodes, self._environments, tokenizer, sampler, self._spool
-        )
+        sampler = Sampler(self._leases, self.engines, waits, episodes.engine_attempts)
+        tools = GroupTools(tokenizer, sampler, self._spool, waits)
+        self._rollouts = Rollouts(episodes, self._environments, tools)
         self.servicer = RolloutServicer(self._rollouts, self._environments)
 
     async def close(self) -> None:

@@ -11,7 +11,13 @@ import torch
 from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice.client import EngineClient
 from sluice.weights.store import WeightStore, import_checkpoint
-from tests.service.rollout.harness import Models, Store, running_rollout
+from tests.service.rollout.harness import (
+    Episodes,
+    Models,
+    Store,
+    running_episodes,
+    running_rollout,
+)
 
 
 @pytest.fixture(scope="session")
@@ -21,12 +27,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(build_tiny_qwen3(root / "a", 0), build_tiny_qwen3(root / "b", 1))
 
 
-@pytest.fixture
-def store(tmp_path: Path, models: Models) -> Store:
-    weights = WeightStore(tmp_path / "store" / "weights", durable=False)
+def create_store(root: Path, models: Models) -> Store:
+    weights = WeightStore(root / "store" / "weights", durable=False)
     first = import_checkpoint(weights, models.first, None, 0)
     second = import_checkpoint(weights, models.second, first.version, 1)
-    return Store(tmp_path / "store", weights, first, second)
+    return Store(root / "store", weights, first, second)
+
+
+@pytest.fixture
+def store(tmp_path: Path, models: Models) -> Store:
+    return create_store(tmp_path, models)
 
 
 @pytest.fixture
@@ -37,3 +47,10 @@ async def engine(store: Store) -> AsyncIterator[EngineClient]:
         EngineClient(process.server.address) as client,
     ):
         yield client
+
+
+@pytest.fixture
+async def refusing(store: Store, models: Models) -> AsyncIterator[Episodes]:
+    """An episode worker for requests that are refused before anything runs."""
+    async with running_episodes(store, models.first) as episodes:
+        yield episodes

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from typing import Any
+
+import grpc
 import numpy as np
 import pytest
 
+from services.rollout.episodes.tokenizer import TextTokenizer
+from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
+from sluice.client import RemoteError, error_from_status
+from sluice.samples.blobs import BlobStore
+from sluice.samples.columns import validate_sample
 from tests.service.rollout.harness import (
     Models,
     Store,
@@ -13,18 +23,290 @@ from tests.service.rollout.harness import (
     running_episodes,
 )
 
+DENSE = {"reward": "position_match"}
+END = 11
+
 
 @pytest.mark.parametrize("split", [False, True])
-async def test_groups_are_durable_before_they_are_announced(
+async def test_a_finished_group_is_durable_and_whole(
     store: Store, models: Models, split: bool
 ) -> None:
+    """What the trainer reads is what the engine consumed and sampled."""
+    tokenizer = TextTokenizer(models.first)
     async with running_episodes(store, models.first, split=split) as episodes:
-        settings = {"reward": "position_match"}
-        request = rollout_request(copy_rows(6), settings=settings)
+        request = rollout_request(copy_rows(3), settings=DENSE)
+        request.sampling.temperature = 1.5
         finished = await episodes.finished(request)
-        assert finished.keys() == {f"g{i}" for i in range(6)}
-        for i in range(6):
-            group = finished[f"g{i}"]
+        assert finished.keys() == {"g0", "g1", "g2"}
+        for i, group in enumerate(finished[f"g{i}"] for i in range(3)):
             samples = store.samples(group)
-            assert len(samples) == 4
-            print(group, samples[0])
+            prompt = tokenizer.encode(f"{i:04d}=", special=True)
+            target = [*(int(digit) for digit in f"{i:04d}"), END]
+            assert [s.sample_id for s in samples] == [f"g{i}/{k}" for k in range(4)]
+            for sample, reward, length in zip(
+                samples, group.rewards, group.response_lengths, strict=True
+            ):
+                validate_sample(sample)
+                tokens = sample.token_ids.tolist()
+                response = tokens[sample.prompt_length :]
+                assert tokens[: sample.prompt_length] == prompt
+                assert reward == sample.columns["reward"]
+                right = sum(a == b for a, b in zip(response, target, strict=False))
+                assert reward == pytest.approx(right / 5)
+                assert length == sample.response_length == len(response)
+                assert sample.finish_reason == ("stop" if response[-1] == END else "length")
+                scored = await episodes.engine.stub.Score(
+                    engine_pb.ScoreRequest(token_ids=tokens, prompt_length=len(prompt))
+                )
+                at_one = np.asarray(sample.columns["rollout_logprobs_t1"])
+                assert at_one == pytest.approx(list(scored.logprobs), abs=1e-4)
+                assert np.abs(at_one - sample.columns["rollout_logprobs"]).max() > 1e-3
+                assert [(s.version, s.first_token, s.last_token) for s in sample.spans] == [
+                    (1, 0, length - 1)
+                ]
+            assert (group.min_version, group.max_version, group.prompt_length) == (1, 1, 5)
+        pinned = BlobStore(store.root, sync=False).pinned(f"rollout/{request.request_id}")
+        assert pinned == {group.blob.digest for group in finished.values()}
+
+
+async def test_seeds_decide_the_samples_wherever_they_run(store: Store, models: Models) -> None:
+    async with running_episodes(store, models.first) as episodes:
+        drawn = []
+        for order in ([0, 1, 2], [2, 0, 1]):
+            rows = copy_rows(3)
+            request = rollout_request({f"g{i}": rows[i] for i in order}, settings=DENSE)
+            for group in request.groups:
+                number = int(group.group_id[1:])
+                group.seeds.extend(100 * number + k for k in range(4))
+            finished = await episodes.finished(request)
+            drawn.append(
+                {k: [s.token_ids.tolist() for s in store.samples(finished[k])] for k in finished}
+            )
+        assert drawn[0] == drawn[1]
+        assert len({tuple(tokens) for tokens in drawn[0]["g0"]}) > 1
+
+
+async def test_tasks_come_from_text_chat_and_generated_data(store: Store, models: Models) -> None:
+    async with running_episodes(store, models.first) as episodes:
+        generated = rollout_request(
+            {"r": {"index": 3}},
+            environment="reasoning_gym",
+            settings={"dataset": "chain_sum", "size": 10},
+        )
+        failed = await episodes.failed(generated)
+        error = error_from_status(failed["r"].error)
+        assert error.reason == "INVALID_FIELD" and "chat template" in str(error)
+
+        template = models.first / "chat_template.jinja"
+        template.write_text("{% for m in messages %}{{ m.content }}={% endfor %}")
+    try:
+        async with running_episodes(store, models.first) as episodes:
+            generated.request_id += "-again"
+            finished = await episodes.finished(generated)
+            assert finished["r"].prompt_length > 5
+            turns = [{"role": "user", "content": "12"}, {"role": "assistant", "content": "3"}]
+            chat = rollout_request([{"messages": turns, "answer": "3"}])
+            assert (await episodes.finished(chat))["g0"].prompt_length == len("12=3=")
+    finally:
+        template.unlink()
+
+
+async def test_a_failing_grader_fails_its_group_and_no_other(store: Store, models: Models) -> None:
+    deeds = {"good": "smile", "dead": "die", "bad": "raise", "odd": "nan", "fine": "smile"}
+    rows = {name: {"prompt": "12=", "deed": deed} for name, deed in deeds.items()}
+    async with running_episodes(store, models.first) as episodes:
+        request = rollout_request(rows, environment="grim")
+        events = [event async for event in episodes.client.rollout(request)]
+    finished = {event.finished.group_id for event in events if event.HasField("finished")}
+    failed = {
+        event.failed.group_id: error_from_status(event.failed.error)
+        for event in events
+        if event.HasField("failed")
+    }
+    assert finished == {"good", "fine"}
+    codes = {name: (error.code.name, error.reason) for name, error in failed.items()}
+    assert codes == {
+        "dead": ("INTERNAL", "GRADER_CRASHED"),
+        "bad": ("INTERNAL", "ENVIRONMENT_FAILED"),
+        "odd": ("INTERNAL", "ENVIRONMENT_FAILED"),
+    }
+
+
+async def test_cancelling_does_not_wait_for_a_judge(store: Store, models: Models) -> None:
+    rows = {name: {"prompt": "12=", "deed": "stall"} for name in ("a", "b")}
+    async with running_episodes(store, models.first) as episodes:
+        request = rollout_request(rows, environment="grim")
+        stream = episodes.client.stub.Rollout(request)
+        async with asyncio.timeout(10):
+            while not any("reward of" in wait.what for wait in await episodes.client.list_waits()):
+                await asyncio.sleep(0.02)
+        with pytest.raises(RemoteError) as caught:
+            await episodes.client.cancel("never-heard-of")
+        assert caught.value.reason == "ROLLOUT_NOT_FOUND"
+
+        start = asyncio.get_running_loop().time()
+        assert await episodes.client.cancel(request.request_id, ["a", "nobody"]) == ["a"]
+        assert asyncio.get_running_loop().time() - start < 1.0
+        event = await stream.read()
+        error = error_from_status(event.failed.error)
+        assert (event.failed.group_id, error.code, error.reason) == (
+            "a",
+            grpc.StatusCode.CANCELLED,
+            "GROUP_CANCELLED",
+        )
+        assert await episodes.client.cancel(request.request_id) == ["b"]
+        assert (await stream.read()).failed.group_id == "b"
+        assert await stream.read() is grpc.aio.EOF
+        assert await episodes.client.cancel(request.request_id) == []
+
+
+async def test_a_group_ends_at_its_deadline_and_leaves_the_engine(
+    store: Store, models: Models
+) -> None:
+    async with running_episodes(store, models.first) as episodes:
+        await episodes.engine.stub.Pause(engine_pb.PauseRequest(mode=engine_pb.PAUSE_MODE_IN_PLACE))
+        request = rollout_request(copy_rows(2))
+        request.group_timeout.FromMilliseconds(300)
+        failed = await episodes.failed(request)
+        for group in failed.values():
+            error = error_from_status(group.error)
+            expected = (grpc.StatusCode.DEADLINE_EXCEEDED, "GROUP_TIMED_OUT")
+            assert (error.code, error.reason) == expected
+        await episodes.engine.stub.Resume(engine_pb.ResumeRequest())
+        load = (await episodes.engine.get()).rank_loads[0]
+        assert (load.running_count, load.waiting_count) == (0, 0)
+
+
+async def test_a_version_nobody_serves_ends_at_the_deadline(store: Store, models: Models) -> None:
+    async with running_episodes(store, models.first) as episodes:
+        request = rollout_request(copy_rows(1), versions=engine_pb.VersionBounds(exact_version=2))
+        request.group_timeout.FromMilliseconds(300)
+        failed = await episodes.failed(request)
+        assert error_from_status(failed["g0"].error).reason == "GROUP_TIMED_OUT"
+
+
+async def test_a_prompt_beyond_the_model_fails_alone(store: Store, models: Models) -> None:
+    rows = [{"prompt": "1" * 80, "answer": "1"}, {"prompt": "1=", "answer": "1"}]
+    async with running_episodes(store, models.first) as episodes:
+        events = [event async for event in episodes.client.rollout(rollout_request(rows))]
+    failed = next(event.failed for event in events if event.HasField("failed"))
+    error = error_from_status(failed.error)
+    assert (failed.group_id, error.code.name) == ("g0", "INVALID_ARGUMENT")
+    assert error.reason == "PROMPT_TOO_LONG"
+    assert [event.finished.group_id for event in events if event.HasField("finished")] == ["g1"]
+
+
+ROW = {"prompt": "1=", "answer": "1"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"environment": "chess"}, "environment.name"),
+        ({"settings": {"reward": "best"}}, "environment.settings.reward"),
+        ({"settings": {"chta": True}}, "environment.settings.chta"),
+        (
+            {"environment": "grim", "settings": {"flavour": "poison"}},
+            "environment.settings.flavour",
+        ),
+        ({"rows": [ROW, {"answer": "1"}]}, "groups[1].row.prompt"),
+        ({"rows": [{"index": 4}]}, "groups[0].row"),
+        (
+            {
+                "rows": [{"index": 10}],
+                "environment": "reasoning_gym",
+                "settings": {"dataset": "chain_sum", "size": 10},
+            },
+            "groups[0].index",
+        ),
+        (
+            {"environment": "reasoning_gym", "rows": [{"index": 0}]},
+            "environment.settings.dataset",
+        ),
+        (
+            {
+                "environment": "reasoning_gym",
+                "rows": [{"index": 0}],
+                "settings": {"dataset": "no_such_set"},
+            },
+            "environment.settings.dataset",
+        ),
+        ({"sample_count": 0}, "sample_count"),
+        ({"sample_count": -1}, "sample_count"),
+        ({"max_new_tokens": 0}, "sampling.max_new_tokens"),
+        ({"request_id": "x" * 300}, "request_id"),
+    ],
+)
+async def test_a_wrong_field_is_named(refusing: Any, changes: dict[str, Any], field: str) -> None:
+    request_id = changes.pop("request_id", None)
+    request = rollout_request(changes.pop("rows", [ROW]), **changes)
+    request.request_id = request_id or request.request_id
+    with pytest.raises(RemoteError) as caught:
+        await refusing.finished(request)
+    error = caught.value
+    assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
+    assert error.metadata["field"] == field
+
+
+async def test_groups_and_seeds_must_fit(refusing: Any) -> None:
+    request = rollout_request([ROW, ROW])
+    request.groups[1].group_id = "g0"
+    no_task = rollout_request([ROW])
+    no_task.groups[0].ClearField("row")
+    few_seeds = rollout_request([ROW])
+    few_seeds.groups[0].seeds.append(1)
+    own_seeds = rollout_request([ROW])
+    own_seeds.sampling.seeds.extend([1, 2, 3, 4])
+    late = rollout_request([ROW])
+    late.group_timeout.FromMilliseconds(-1)
+    for wrong, field in (
+        (request, "groups[1].group_id"),
+        (no_task, "groups[0].task"),
+        (few_seeds, "groups[0].seeds"),
+        (own_seeds, "sampling.seeds"),
+        (late, "group_timeout"),
+    ):
+        with pytest.raises(RemoteError) as caught:
+            await refusing.finished(wrong)
+        assert caught.value.metadata["field"] == field
+
+
+async def test_environments_are_listed_with_their_settings(refusing: Any) -> None:
+    environments = await refusing.client.list_environments()
+    assert [environment.name for environment in environments] == [
+        "grim",
+        "prompts",
+        "reasoning_gym",
+    ]
+    schema = json.loads(environments[2].settings_schema)
+    assert {"dataset", "size", "partial_credit"} <= schema["properties"].keys()
+    assert schema["additionalProperties"] is False
+
+
+async def test_a_full_worker_refuses_and_recovers(store: Store, models: Models) -> None:
+    async with running_episodes(
+        store, models.first, max_open_groups=4, max_open_rollouts=2
+    ) as episodes:
+        with pytest.raises(RemoteError) as caught:
+            await episodes.finished(rollout_request(copy_rows(5)))
+        assert caught.value.reason == "INVALID_FIELD", "it could never be accepted"
+        await episodes.engine.stub.Pause(engine_pb.PauseRequest(mode=engine_pb.PAUSE_MODE_IN_PLACE))
+        held = rollout_request(copy_rows(3))
+        running = asyncio.create_task(episodes.finished(held))
+        async with asyncio.timeout(5):
+            while not await episodes.client.list_waits():
+                await asyncio.sleep(0.01)
+        late = rollout_request(copy_rows(2))
+        with pytest.raises(RemoteError) as caught:
+            await episodes.finished(late)
+        error = caught.value
+        assert (error.code.name, error.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
+        assert error.metadata["kind"] == "groups" and error.metadata["limit"] == "4"
+        other = asyncio.create_task(episodes.finished(rollout_request(copy_rows(1))))
+        await asyncio.sleep(0.1)
+        with pytest.raises(RemoteError) as caught:
+            await episodes.finished(rollout_request([ROW]))
+        assert caught.value.metadata["kind"] == "rollouts"
+        await episodes.engine.stub.Resume(engine_pb.ResumeRequest())
+        assert len(await running) == 3 and len(await other) == 1
+        assert len(await episodes.finished(late)) == 2, "a refusal is not remembered"

@@ -1,0 +1,279 @@
+"""Nothing is lost or done twice when a stream, a worker or an engine goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
+from sluice.api.rollout.v1 import rollout_service_pb2 as pb
+from sluice.client import EngineClient, RemoteError, RolloutClient, error_from_status
+from sluice.samples.blobs import BlobStore
+from tests.service.rollout.harness import (
+    Models,
+    Store,
+    copy_rows,
+    load_weights,
+    rollout_request,
+    running_episodes,
+    running_rollout,
+    running_router,
+    wait_for_engines,
+)
+from tests.unit.rollout import grim
+
+IN_PLACE = engine_pb.PauseRequest(mode=engine_pb.PAUSE_MODE_IN_PLACE)
+
+
+def grim_rows(*deeds: str) -> list[dict[str, str]]:
+    return [{"prompt": "12=", "deed": deed} for deed in deeds]
+
+
+async def first_events(client: RolloutClient, request: pb.RolloutRequest, count: int) -> Any:
+    """Listen to so many events, then go away."""
+    stream = client.stub.Rollout(request)
+    events = [await stream.read() for _ in range(count)]
+    stream.cancel()
+    return events
+
+
+async def decoded(client: EngineClient) -> int:
+    return (await client.get()).decoded_token_count
+
+
+async def test_a_stream_that_broke_is_told_everything_again(store: Store, models: Models) -> None:
+    async with running_episodes(store, models.first) as episodes:
+        request = rollout_request(copy_rows(6), settings={"reward": "position_match"})
+        heard = await first_events(episodes.client, request, 2)
+        finished = await episodes.finished(request)
+        assert len(finished) == 6
+        for event in heard:
+            assert finished[event.finished.group_id] == event.finished
+        before = await decoded(episodes.engine)
+        assert await episodes.finished(request) == finished
+        assert await decoded(episodes.engine) == before, "nothing is sampled again"
+        request.sample_count = 5
+        with pytest.raises(RemoteError) as caught:
+            await episodes.finished(request)
+        assert caught.value.reason == "REQUEST_ID_REUSED"
+
+
+async def test_a_rollout_nobody_listens_to_is_stopped_and_can_go_on(
+    store: Store, models: Models
+) -> None:
+    async with running_episodes(store, models.first, orphan_seconds=0.1) as episodes:
+        request = rollout_request(grim_rows("smile", "stall"), environment="grim")
+        (event,) = await first_events(episodes.client, request, 1)
+        async with asyncio.timeout(5):
+            while await episodes.client.list_waits():
+                await asyncio.sleep(0.02)
+        with pytest.raises(RemoteError) as caught:
+            await episodes.client.cancel(request.request_id)
+        assert caught.value.reason == "ROLLOUT_NOT_FOUND"
+        again = await first_events(episodes.client, request, 1)
+        assert again == [event], "what was finished is announced first"
+        assert await episodes.client.cancel(request.request_id) == ["g1"]
+
+
+@contextlib.asynccontextmanager
+async def episode_process(
+    store: Store, model: Path, router: str, log: Path
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, RolloutClient]]:
+    """An episode worker in a process of its own."""
+    file = log.with_suffix(".json")
+    with log.open("w") as stderr:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "services.rollout", "--roles", '["episodes"]'),
+            *("--router", router, "--store", str(store.root), "--tokenizer", str(model)),
+            *("--episodes.environments", json.dumps({"grim": grim.PATH})),
+            *("--server.address_file", str(file), "--server.drain_seconds", "0.2"),
+            stderr=stderr,
+        )
+    try:
+        async with asyncio.timeout(20):
+            while not file.exists():
+                assert process.returncode is None, f"see {log}"
+                await asyncio.sleep(0.02)
+        address = json.loads(file.read_text())["address"]
+        async with RolloutClient(address) as client:
+            yield process, client
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            async with asyncio.timeout(10):
+                assert await process.wait() == 0, f"see {log}"
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_a_worker_killed_in_the_middle_is_followed_by_another(
+    store: Store, models: Models, tmp_path: Path
+) -> None:
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    rows = grim_rows("smile", "stall", "smile", "stall")
+    request = rollout_request(rows, environment="grim", settings={"marks": str(marks)})
+    async with contextlib.AsyncExitStack() as stack:
+        router = await stack.enter_async_context(running_router())
+        address = router.server.address
+        engine_process = await stack.enter_async_context(
+            running_rollout(store, roles=["engine"], router=address)
+        )
+        engine = await stack.enter_async_context(EngineClient(engine_process.server.address))
+        await load_weights(engine, store.first)
+
+        first = episode_process(store, models.first, address, tmp_path / "first.log")
+        async with first as (process, client):
+            stream = client.stub.Rollout(request)
+            announced = {(await stream.read()).finished.group_id for _ in range(2)}
+            assert announced == {"g0", "g2"}
+            process.send_signal(signal.SIGKILL)
+            await process.wait()
+            with pytest.raises(grpc.aio.AioRpcError):
+                await stream.read()
+        async with asyncio.timeout(5):
+            while any(is_alive(int(path.name.partition("-")[2])) for path in marks.iterdir()):
+                await asyncio.sleep(0.02)  # judges do not outlive their worker
+
+        before = await decoded(engine)
+        second = episode_process(store, models.first, address, tmp_path / "second.log")
+        async with second as (process, client):
+            stream = client.stub.Rollout(request)
+            repeated = [(await stream.read()).finished for _ in range(2)]
+            assert {group.group_id for group in repeated} == announced
+            for group in repeated:
+                assert len(store.samples(group)) == 4
+            async with asyncio.timeout(10):
+                while await decoded(engine) == before:
+                    await asyncio.sleep(0.02)  # the other two are sampled again
+            assert await client.cancel(request.request_id) == ["g1", "g3"]
+            assert (await stream.read()).failed.group_id == "g1"
+
+        third = episode_process(store, models.first, address, tmp_path / "third.log")
+        async with third as (process, client):
+            events = [event async for event in client.rollout(request)]
+            kinds = [event.WhichOneof("event") for event in events]
+            outcomes = {
+                getattr(event, kind).group_id: kind
+                for event, kind in zip(events, kinds, strict=True)
+            }
+            assert outcomes == {"g0": "finished", "g1": "failed", "g2": "finished", "g3": "failed"}
+            request.sample_count = 3
+            with pytest.raises(RemoteError) as caught:
+                _ = [event async for event in client.rollout(request)]
+            assert caught.value.reason == "REQUEST_ID_REUSED"
+
+
+async def test_a_damaged_blob_is_sampled_again(store: Store, models: Models) -> None:
+    request = rollout_request(copy_rows(2))
+    async with running_episodes(store, models.first) as episodes:
+        finished = await episodes.finished(request)
+    digest = finished["g1"].blob.digest
+    path = store.root / "blobs" / digest[:2] / digest
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes()[:-3] + b"xyz")
+    async with running_episodes(store, models.first) as episodes:
+        again = await episodes.finished(request)
+    assert again["g0"] == finished["g0"]
+    assert store.samples(again["g1"])
+
+
+async def test_old_rollouts_are_forgotten_and_their_blobs_let_go(
+    store: Store, models: Models
+) -> None:
+    blobs = BlobStore(store.root, sync=False)
+    async with running_episodes(store, models.first, kept_rollouts=2) as episodes:
+        requests = [rollout_request(copy_rows(1)) for _ in range(4)]
+        for request in requests:
+            await episodes.finished(request)
+    owners = {f"rollout/{request.request_id}" for request in requests[2:]}
+    assert set(blobs.owners()) == owners
+    assert len(list((store.root / "rollouts").iterdir())) == 2
+
+
+async def test_a_lost_engine_is_replaced_by_another(store: Store, models: Models) -> None:
+    """Half of the samples hang on an engine that goes away; they are drawn on the other."""
+    async with running_episodes(store, models.first, split=True) as episodes:
+        router = episodes.router.server.address
+        async with contextlib.AsyncExitStack() as stack:
+            lost = await stack.enter_async_context(
+                running_rollout(store, roles=["engine"], engine_id="rollout-9", router=router)
+            )
+            async with EngineClient(lost.server.address) as client:
+                await load_weights(client, store.first)
+                await client.stub.Pause(IN_PLACE)
+            await wait_for_engines(router, 2)
+            request = rollout_request(copy_rows(4), sample_count=4)
+            for group in request.groups:
+                group.seeds.extend(range(4))
+            running = asyncio.create_task(episodes.finished(request))
+            async with asyncio.timeout(5):
+                while not _waits_on(await episodes.client.list_waits(), "rollout-9"):
+                    await asyncio.sleep(0.02)
+        finished = await running
+        assert finished.keys() == {f"g{i}" for i in range(4)}
+        request.request_id += "-again"
+        again = await episodes.finished(request)
+        for name, group in finished.items():
+            drawn = [sample.token_ids.tolist() for sample in store.samples(group)]
+            assert drawn == [s.token_ids.tolist() for s in store.samples(again[name])]
+
+
+def _waits_on(waits: Any, engine_id: str) -> bool:
+    return any(engine_id in wait.on for wait in waits)
+
+
+async def test_when_every_engine_is_lost_groups_fail_in_time(store: Store, models: Models) -> None:
+    async with running_router() as router:
+        common = {"router": router.server.address, "tokenizer": str(models.first)}
+        async with (
+            running_rollout(store, roles=["episodes"], engine_id="e", **common) as process,
+            RolloutClient(process.server.address) as client,
+        ):
+            async with running_rollout(store, roles=["engine"], engine_id="x", **common) as engine:
+                async with EngineClient(engine.server.address) as engine_client:
+                    await load_weights(engine_client, store.first)
+                    await wait_for_engines(router.server.address, 1)
+                    await engine_client.stub.Pause(IN_PLACE)
+                request = rollout_request(copy_rows(2))
+                request.group_timeout.FromMilliseconds(1500)
+                stream = client.stub.Rollout(request)
+                async with asyncio.timeout(5):
+                    while not _waits_on(await client.list_waits(), "x"):
+                        await asyncio.sleep(0.02)
+            async with asyncio.timeout(5):
+                failed = [(await stream.read()).failed for _ in range(2)]
+        for group in failed:
+            error = error_from_status(group.error)
+            assert error.reason in ("GROUP_TIMED_OUT", "ENGINE_LOST"), error
+
+
+async def test_a_worker_that_stops_sends_its_listeners_elsewhere(
+    store: Store, models: Models
+) -> None:
+    request = rollout_request(grim_rows("smile", "stall"), environment="grim")
+    async with running_episodes(store, models.first) as episodes:
+        stream = episodes.client.stub.Rollout(request)
+        finished = (await stream.read()).finished
+    with pytest.raises(grpc.aio.AioRpcError):
+        await stream.read()
+    async with running_episodes(store, models.first) as episodes:
+        (event,) = await first_events(episodes.client, request, 1)
+        assert event.finished == finished
+        await episodes.client.cancel(request.request_id)

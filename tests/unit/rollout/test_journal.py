@@ -1,0 +1,136 @@
+"""Journals and the spool: what is durable of a rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.rollout.episodes.journal import ABANDONED_SECONDS, Journals
+from services.rollout.episodes.spool import Spool, StoreFailedError
+from sluice.samples.arrow import decode_group, read_metadata
+from sluice.samples.blobs import BlobReference, BlobStore
+from sluice.samples.sample import Sample
+
+
+@pytest.fixture
+def blobs(tmp_path: Path) -> BlobStore:
+    return BlobStore(tmp_path, sync=False)
+
+
+def journals(blobs: BlobStore) -> Journals:
+    return Journals(blobs.root, blobs, sync=False)
+
+
+def put(blobs: BlobStore, *texts: str) -> dict[str, BlobReference]:
+    return {text: blobs.put(text.encode()) for text in texts}
+
+
+def samples(group_id: str) -> list[Sample]:
+    return [
+        Sample(
+            sample_id=f"{group_id}/{i}",
+            group_id=group_id,
+            token_ids=np.arange(4, dtype=np.int32),
+            prompt_length=2,
+            columns={"reward": float(i)},
+        )
+        for i in range(2)
+    ]
+
+
+@pytest.mark.parametrize("request_id", ["plain", "a/../b", "x.settled", "ünï", "a b.open"])
+def test_progress_survives_the_process(blobs: BlobStore, request_id: str) -> None:
+    first = journals(blobs)
+    assert first.open(request_id, "body").finished == {}
+    groups = put(blobs, "a", "b")
+    first.record(request_id, groups)
+    first.cancel(request_id, ["c"])
+    for settled in (False, True):
+        if settled:
+            first.settle(request_id, keep=5)
+        progress = journals(blobs).open(request_id, "other body")
+        assert (progress.body, progress.finished) == ("body", groups)
+        assert progress.cancelled == {"c"}
+    assert blobs.pinned(f"rollout/{request_id}") == {blob.digest for blob in groups.values()}
+    assert blobs.owners() == [f"rollout/{request_id}"]
+
+
+def test_a_line_torn_by_a_crash_is_forgotten_for_good(blobs: BlobStore) -> None:
+    store = journals(blobs)
+    store.open("r", "body")
+    store.record("r", put(blobs, "a"))
+    path = blobs.root / "rollouts" / "r.open"
+    whole = path.read_bytes()
+    for cut in range(1, len(whole)):
+        path.write_bytes(whole[:cut])
+        progress = journals(blobs).open("r", "body")
+        assert progress.finished.keys() <= {"a"}
+        store.record("r", put(blobs, "b"))
+        again = journals(blobs).open("r", "body")
+        assert again.finished.keys() == progress.finished.keys() | {"b"}, f"cut at {cut}"
+
+
+def test_retention_keeps_the_latest_settled_and_all_that_go_on(blobs: BlobStore) -> None:
+    store = journals(blobs)
+    now = time.time()
+    for age, name in enumerate(["new", "middle", "old"]):
+        store.open(name, "body")
+        store.record(name, put(blobs, name))
+        store.settle(name, keep=9)
+        os.utime(blobs.root / "rollouts" / f"{name}.settled", (now - age, now - age))
+    for name, age in (("running", 3600.0), ("abandoned", ABANDONED_SECONDS + 60)):
+        store.open(name, "body")
+        store.record(name, put(blobs, name))
+        os.utime(blobs.root / "rollouts" / f"{name}.open", (now - age, now - age))
+    store.open("last", "body")
+    store.settle("last", keep=3)
+    names = {path.name for path in (blobs.root / "rollouts").iterdir()}
+    assert names == {"new.settled", "middle.settled", "last.settled", "running.open"}
+    assert set(blobs.owners()) == {"rollout/new", "rollout/middle", "rollout/running"}
+
+
+async def test_groups_spooled_together_share_a_write(blobs: BlobStore) -> None:
+    spool = Spool(blobs, journals(blobs))
+    await spool.open("r", "body")
+    references = await asyncio.gather(
+        *(spool.put("r", samples(f"g{i}"), {"answer": str(i)}) for i in range(5))
+    )
+    for i, reference in enumerate(references):
+        data = blobs.get(reference)
+        assert [sample.sample_id for sample in decode_group(data)] == [f"g{i}/0", f"g{i}/1"]
+        assert read_metadata(data) == {"answer": str(i)}
+    progress = await spool.open("r", "body")
+    assert progress.finished == {f"g{i}": references[i] for i in range(5)}
+    await spool.close()
+
+
+async def test_a_store_that_cannot_be_written_is_a_typed_error(
+    blobs: BlobStore, tmp_path: Path
+) -> None:
+    spool = Spool(blobs, journals(blobs))
+    await spool.open("r", "body")
+    (tmp_path / "rollouts" / "r.open").unlink()
+    (tmp_path / "rollouts" / "r.open").mkdir()
+    puts = [spool.put("r", samples(f"g{i}"), {}) for i in range(2)]
+    for outcome in await asyncio.gather(*puts, return_exceptions=True):
+        assert isinstance(outcome, StoreFailedError)
+    await spool.close()
+
+
+async def test_a_bug_in_the_writer_leaves_nobody_waiting(blobs: BlobStore) -> None:
+    spool = Spool(blobs, journals(blobs))
+    await spool.open("r", "body")
+    broken = [Sample(sample_id="s", group_id="g", token_ids=np.zeros(1), prompt_length=1)]
+    bad = Sample(
+        sample_id="s", group_id="g", token_ids=np.zeros(1), prompt_length=1, columns={"no": 1.0}
+    )
+    async with asyncio.timeout(5):
+        with pytest.raises(ValueError, match="unknown"):
+            await spool.put("r", [*broken, bad], {})
+        await spool.put("r", samples("g"), {})
+    await spool.close()
