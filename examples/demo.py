@@ -57,7 +57,7 @@ def services(run_dir: Path, model: Path, seed: int, ranks: int) -> UpConfig:
     trainer = {
         "model": str(model),
         "seed": seed,
-        "optim": {"learning_rate": 1e-3},
+        "optim": {"learning_rate": 2e-3},
         "ranks": {"count": ranks},
         "max_tokens_per_micro_batch": 8192,
     }

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 import time
@@ -74,7 +75,7 @@ class Supervisor:
             if entry.kind == kind
             for replica in range(entry.replicas)
         ]
-        self._ended_cpu_seconds = 0.0
+        self._ended_before = _ended_children_seconds()
 
     @property
     def services_file(self) -> Path:
@@ -116,13 +117,15 @@ class Supervisor:
         self.services_file.unlink(missing_ok=True)
 
     def cpu_seconds(self) -> float:
-        """Processor time of all services with their children, and of this process, so far."""
-        total = self._ended_cpu_seconds
-        roots = [os.getpid(), *(s.process.pid for s in self._services if s.process is not None)]
-        for pid in roots:
+        """Processor time of this process and of all services with their children, so far."""
+        own = resource.getrusage(resource.RUSAGE_SELF)
+        total = own.ru_utime + own.ru_stime + _ended_children_seconds() - self._ended_before
+        for service in self._services:
+            if service.process is None or service.process.returncode is not None:
+                continue
             try:
-                root = psutil.Process(pid)
-                tree = [root] if pid == os.getpid() else [root, *root.children(recursive=True)]
+                root = psutil.Process(service.process.pid)
+                tree = [root, *root.children(recursive=True)]
             except psutil.NoSuchProcess:
                 continue
             total += sum(_cpu_seconds(process) for process in tree)
@@ -226,6 +229,11 @@ def read_services(path: Path) -> dict[str, str]:
     except FileNotFoundError:
         raise ConfigError(f"services: {path} does not exist; is `sluice up` running?") from None
     return {entry["kind"]: entry["address"] for entry in services.values()}
+
+
+def _ended_children_seconds() -> float:
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return ended.ru_utime + ended.ru_stime
 
 
 def _cpu_seconds(process: psutil.Process) -> float:

@@ -55,12 +55,12 @@ class GroupFeed:
         self._config, self._ledger, self._workers = config, ledger, workers
         self._build_request = build_request
         self._ready = {g.group_id: g for g in ledger.groups("generated")}
-        self._pending = {g.group_id: g for g in ledger.groups("issued")}
+        self._pending: dict[str, LedgerGroup] = {}
+        self._unsent = ledger.groups("issued")  # by a run that ended
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
         self._dropped_in_a_row = 0
-        self._unsent = list(self._pending.values())  # issued by a run that ended
 
     @property
     def in_flight_count(self) -> int:
@@ -72,27 +72,28 @@ class GroupFeed:
 
     async def fill(self, step: int) -> None:
         """Issue what the schedule allows when `step` steps are done."""
-        await self._drop_stale(step)
-        limit = self._config.groups_per_step * (step + 1 + self._config.max_staleness)
+        self._drop_stale(step)
+        limit = self._limit(step)
         first = self._ledger.next_position()
-        count = limit - (first - self._ledger.dropped_count())
         fresh = [
             LedgerGroup(
-                position=position,
-                group_id=f"g{position:07}",
-                state="issued",
-                issue_step=step,
+                position=position, group_id=f"g{position:07}", state="issued", issue_step=step
             )
-            for position in range(first, first + max(0, count))
+            for position in range(first, limit)
         ]
         self._ledger.issue([(group.position, group.group_id) for group in fresh], step)
-        self._pending.update({group.group_id: group for group in fresh})
-        again = [replace(group, issue_step=step) for group in self._unsent]
+        again = [replace(g, issue_step=step) for g in self._unsent if g.position < limit]
+        self._unsent = [group for group in self._unsent if group.position >= limit]
         for group in again:
             self._ledger.reissue(group.group_id, step)
-        self._unsent = []
+        self._pending.update({group.group_id: group for group in (*again, *fresh)})
         for share in self._workers.split([*again, *fresh]):
             self._start(share)
+
+    def _limit(self, step: int) -> int:
+        """The first position that may not be in flight when `step` steps are done."""
+        steps = step + 1 + self._config.max_staleness
+        return self._config.groups_per_step * steps + self._ledger.dropped_count()
 
     async def take(self, step: int) -> list[LedgerGroup]:
         """The groups of a step, by position; waits for them. Raises RolloutFailedError."""
@@ -123,12 +124,14 @@ class GroupFeed:
         oldest_allowed = step - self._config.max_staleness
         if any(group.issue_step <= oldest_allowed for group in self._pending.values()):
             return None
-        ready = sorted(self._ready.values(), key=lambda group: (group.oldest_step, group.position))
+        limit = self._limit(step)  # a run that went back to a cut holds groups of later steps
+        ready = [group for group in self._ready.values() if group.position < limit]
+        ready.sort(key=lambda group: (group.oldest_step, group.position))
         if len(ready) < self._config.groups_per_step:
             return None
         return sorted(ready[: self._config.groups_per_step], key=lambda group: group.position)
 
-    async def _drop_stale(self, step: int) -> None:
+    def _drop_stale(self, step: int) -> None:
         oldest_allowed = step - self._config.max_staleness
         for group in [g for g in self._ready.values() if g.oldest_step < oldest_allowed]:
             self._ledger.drop(group.group_id, "stale")

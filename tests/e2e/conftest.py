@@ -1,0 +1,158 @@
+"""Real processes, as a user starts them: `sluice up` once, `sluice train` as often as a test likes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from examples.demo import write_prompts
+from examples.models.tiny_qwen3 import build_tiny_qwen3
+from sluice.loop.ledger import Ledger, LedgerGroup
+from sluice.loop.report import read_metrics
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def wait_until(condition, seconds: float = 120.0, what: str = "") -> Any:
+    """The first true value of `condition()`; fails after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what or condition}"
+        time.sleep(0.05)
+    return value
+
+
+@dataclass
+class Training:
+    """A `sluice train` process and what it leaves in its run directory."""
+
+    run_dir: Path
+    process: subprocess.Popen
+
+    def finish(self, seconds: float = 240.0) -> str:
+        """Wait for its end; its output. Fails unless it ended well."""
+        output, _ = self.process.communicate(timeout=seconds)
+        assert self.process.returncode == 0, output
+        return output
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [row for row in read_metrics(self.run_dir) if "reward_mean" in row]
+
+    def wait_for_step(self, step: int) -> None:
+        def reached() -> bool:
+            assert self.process.poll() is None or self.rows()[-1]["step"] >= step
+            return bool(self.rows()) and self.rows()[-1]["step"] >= step
+
+        wait_until(reached, what=f"step {step}")
+
+    def groups(self, state: str) -> list[LedgerGroup]:
+        ledger = Ledger(self.run_dir / "ledger.sqlite")
+        try:
+            return ledger.groups(state)
+        finally:
+            ledger.close()
+
+
+@dataclass
+class Stack:
+    """A `sluice up` process."""
+
+    run_dir: Path
+    process: subprocess.Popen
+
+    @property
+    def services(self) -> dict[str, dict[str, Any]]:
+        return json.loads((self.run_dir / "services.json").read_text())
+
+    def pid(self, name: str) -> int:
+        return self.services[name]["pid"]
+
+    def rank_pids(self) -> list[int]:
+        children = psutil.Process(self.pid("trainer")).children(recursive=True)
+        return [child.pid for child in children]
+
+    def train(self, name: str, **changes: Any) -> Training:
+        run_dir = self.run_dir / "runs" / name
+        run_dir.mkdir(parents=True, exist_ok=True)
+        config = {
+            "run_dir": str(run_dir),
+            "store": str(self.run_dir / "store"),
+            "services": str(self.run_dir / "services.json"),
+            "prompts": {"file": str(self.run_dir / "prompts.jsonl")},
+            "environment": {"name": "prompts", "settings": {"reward": "position_match"}},
+            "sampling": {"max_new_tokens": 5},
+            "groups_per_step": 4,
+            "samples_per_group": 4,
+            "steps": 4,
+            "checkpoint_every": 2,
+            "service_timeout_seconds": 120,
+            **changes,
+        }
+        path = run_dir / "run.yaml"
+        path.write_text(yaml.safe_dump(config))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "sluice.cli", "train", str(path)],
+            env=ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        return Training(run_dir, process)
+
+
+def start_stack(run_dir: Path, **services: dict[str, Any]) -> Stack:
+    """`sluice up` of a router, a trainer and a rollout, changed by `services`."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    model = str(build_tiny_qwen3(run_dir / "model", 0))
+    write_prompts(run_dir / "prompts.jsonl", 0)
+    trainer = {"model": model, "optim": {"learning_rate": 2e-3}}
+    engine = {"max_running": 64, "max_model_length": 16, "threads": 1, "deterministic": True}
+    entries: dict[str, dict[str, Any]] = {
+        "router": {"kind": "router"},
+        "trainer": {"kind": "trainer", "config": trainer},
+        "rollout": {"kind": "rollout", "config": {"tokenizer": model, "engine": engine}},
+    }
+    entries.update(services)
+    path = run_dir / "services.yaml"
+    path.write_text(yaml.safe_dump({"run_dir": str(run_dir), "services": entries}))
+    with (run_dir / "up.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "sluice.cli", "up", str(path)],
+            env=ENVIRONMENT,
+            stdout=log,
+            stderr=log,
+        )
+    stack = Stack(run_dir, process)
+
+    def is_up() -> bool:
+        assert process.poll() is None, (run_dir / "up.log").read_text()
+        return (run_dir / "services.json").exists()
+
+    wait_until(is_up, what="sluice up")
+    return stack
+
+
+def stop_stack(stack: Stack) -> None:
+    """Ctrl-C; it ends well and leaves no process behind."""
+    pids = [psutil.Process(stack.process.pid), *psutil.Process(stack.process.pid).children(True)]
+    stack.process.send_signal(signal.SIGINT)
+    assert stack.process.wait(timeout=60) == 0
+    gone, alive = psutil.wait_procs(pids, timeout=10)
+    assert not alive, f"left behind: {alive}"
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    stack = start_stack(tmp_path_factory.mktemp("stack"))
+    yield stack
+    stop_stack(stack)

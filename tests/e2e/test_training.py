@@ -1,0 +1,86 @@
+"""The main job over real processes, in short."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+
+import yaml
+
+from sluice.loop.cut import latest_cut
+
+
+def consumed(training) -> dict[str, int]:
+    return {group.group_id: group.consumed_step for group in training.groups("consumed")}
+
+
+def test_a_run_trains_every_group_once_and_leaves_its_report(stack):
+    training = stack.train("plain")
+    output = training.finish()
+    assert [row["step"] for row in training.rows()] == [1, 2, 3, 4]
+    assert consumed(training) == {f"g{i:07}": i // 4 + 1 for i in range(16)}
+    for row in training.rows():
+        assert row["rollout_mismatch"] <= 1e-4  # reference engine against reference trainer
+        assert row["staleness_max"] == 0
+        assert math.isfinite(row["loss"])
+        assert row["grad_norm"] > 0
+    assert (training.run_dir / "reward.png").stat().st_size > 10_000
+    assert "reward.png" in output
+
+
+def test_a_run_is_not_overwritten(stack):
+    training = stack.train("plain")  # the run directory of the test before
+    output, _ = training.process.communicate(timeout=60)
+    assert training.process.returncode == 2
+    assert "holds a run" in output
+
+
+def test_a_killed_loop_resumes_from_its_cut_and_loses_nothing(stack):
+    training = stack.train("killed-loop", steps=6)
+    training.wait_for_step(3)
+    training.process.send_signal(signal.SIGKILL)
+    training.process.wait(timeout=10)
+    cut = latest_cut(training.run_dir / "cuts")
+    assert cut is not None
+    assert cut.step == 2
+    stack.train("killed-loop", steps=6, resume=True).finish()
+    assert consumed(training) == {f"g{i:07}": i // 4 + 1 for i in range(24)}
+    assert not training.groups("dropped")
+
+
+def test_a_killed_rollout_process_costs_no_group(stack):
+    training = stack.train("killed-rollout", steps=6)
+    training.wait_for_step(2)
+    os.kill(stack.pid("rollout"), signal.SIGKILL)
+    training.finish()
+    assert consumed(training) == {f"g{i:07}": i // 4 + 1 for i in range(24)}
+
+
+def test_a_killed_rank_brings_the_run_back_to_its_cut(stack):
+    training = stack.train("killed-rank", steps=6)
+    training.wait_for_step(3)
+    os.kill(stack.rank_pids()[0], signal.SIGKILL)
+    training.finish()
+    assert consumed(training) == {f"g{i:07}": i // 4 + 1 for i in range(24)}
+    assert [row["step"] for row in training.rows()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_asynchronous_steps_keep_the_staleness_bound(stack):
+    training = stack.train("async", steps=8, max_staleness=2)
+    training.finish()
+    groups = training.groups("consumed")
+    assert len(groups) == 32
+    ages = [group.consumed_step - 1 - group.oldest_step for group in groups]
+    assert 0 <= min(ages)
+    assert 1 <= max(ages) <= 2  # it is asynchronous, and bounded
+
+
+def test_bad_settings_end_in_one_line(stack, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({"run_dir": str(tmp_path), "setps": 3}))
+    command = [sys.executable, "-m", "sluice.cli", "train", str(path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert "setps: unknown key" in ended.stderr
+    assert "Traceback" not in ended.stderr
