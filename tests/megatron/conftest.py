@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.trainer.config import OptimConfig
 from tests.megatron.comparison import Summary, Tensors
 from tests.megatron.models import build_checkpoint, make_rows
-from tests.megatron.oracle import Oracle, OracleStep
+from tests.megatron.oracle import Oracle, OracleStep, reference_config
 from tests.megatron.pool import Pool
 from tests.megatron.settings import NORMALIZER, OPTIM, SPEC, STEPS
 
@@ -20,7 +19,9 @@ SUMMARY = Summary()
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The whole suite runs where it is asked for by name; elsewhere its fast part does."""
     here = Path(__file__).parent
-    if any(Path(argument.split("::")[0]).resolve().is_relative_to(here) for argument in config.args):
+    if any(
+        Path(argument.split("::")[0]).resolve().is_relative_to(here) for argument in config.args
+    ):
         return
     slow = [i for i in items if i.path.is_relative_to(here) and "fast" not in i.keywords]
     config.hook.pytest_deselected(items=slow)
@@ -69,7 +70,7 @@ class ExpectedByFamily:
         if family not in self._made:
             torch.set_num_threads(1)
             directory = build_checkpoint(family, self._root / family)
-            oracle = Oracle(directory, OptimConfig(**OPTIM), torch.float32)
+            oracle = Oracle(reference_config(directory, OPTIM))
             rows = make_rows()
             self._made[family] = Expected(
                 directory=directory,

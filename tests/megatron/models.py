@@ -75,9 +75,7 @@ def make_rows(step: int = 0, *, groups: int = 4) -> list[Row]:
     return rows
 
 
-def _make_row(
-    group: str, index: int, length: int, prompt: int, generator: torch.Generator
-) -> Row:
+def _make_row(group: str, index: int, length: int, prompt: int, generator: torch.Generator) -> Row:
     response = length - prompt
     noise = torch.randn((3, response), generator=generator)
     return Row(

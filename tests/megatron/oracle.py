@@ -1,4 +1,4 @@
-"""What transformers says: log-probs, gradients and steps by plain autograd, by HF names."""
+"""What the reference backend says: log-probs, gradients, steps and weights, by HF names."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
 
-from services.trainer.backend import Row
-from services.trainer.config import OptimConfig
-from sluice.algo.inputs import pack_rows
-from sluice.algo.logprobs import token_logprobs
-from sluice.algo.losses import compute_loss
+from services.trainer.backend import Mesh, Row
+from services.trainer.backends.reference.backend import ReferenceBackend
+from services.trainer.config import TrainerConfig
 from sluice.algo.spec import LossSpec
 
 Tensors = dict[str, torch.Tensor]
@@ -26,64 +23,28 @@ class OracleStep:
 
 
 class Oracle:
-    def __init__(self, directory: Path, optim: OptimConfig, dtype: torch.dtype) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
-        self._optim = optim
-        decayed = [p for p in self.model.parameters() if p.dim() > 1]
-        others = [p for p in self.model.parameters() if p.dim() <= 1]
-        self._optimizer = torch.optim.AdamW(
-            [
-                {"params": decayed, "weight_decay": optim.weight_decay},
-                {"params": others, "weight_decay": 0.0},
-            ],
-            lr=optim.learning_rate,
-            betas=optim.betas,
-            eps=optim.epsilon,
-        )
+    def __init__(self, config: TrainerConfig) -> None:
+        self._backend = ReferenceBackend(config, Mesh(rank=0, world_size=1))
 
-    @torch.no_grad()
     def logprobs(self, rows: Sequence[Row], temperature: float) -> Tensors:
-        return {row.sample_id: self._outputs(row, temperature)[0].float() for row in rows}
+        return self._backend.compute_logprobs([rows], model="policy", temperature=temperature)
 
     def gradients(self, rows: Sequence[Row], spec: LossSpec, normalizer: float) -> Tensors:
         """Gradient of every tensor of the checkpoint, by its name there."""
-        self.model.zero_grad()
-        self._backward(rows, spec, normalizer)
-        found = {
-            name: parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            for name, parameter in self.model.named_parameters()
-        }
-        self.model.zero_grad()
+        self._backend.forward_backward([rows], spec)
+        parameters = self._backend._optimizer.parameters
+        found = {name: p.grad / normalizer for name, p in parameters.items() if p.grad is not None}
+        self._backend.discard_gradients()
         return split_experts(found)
 
     def step(self, rows: Sequence[Row], spec: LossSpec, normalizer: float) -> OracleStep:
-        self._optimizer.zero_grad()
-        loss = self._backward(rows, spec, normalizer)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._optim.max_grad_norm)
-        self._optimizer.step()
-        return OracleStep(loss, float(norm))
+        sums = self._backend.forward_backward([rows], spec)
+        outcome = self._backend.step(normalizer=normalizer, learning_rate=None)
+        return OracleStep(sums.loss / normalizer, outcome.grad_norm)
 
     def weights(self) -> Tensors:
-        named = self.model.named_parameters()
-        return split_experts({name: parameter.detach() for name, parameter in named})
-
-    def _backward(self, rows: Sequence[Row], spec: LossSpec, normalizer: float) -> float:
-        total = 0.0
-        for row in rows:
-            outputs, entropy = self._outputs(row, spec.temperature or 1.0)
-            loss = compute_loss(pack_rows([row], spec, outputs, entropy), spec).loss
-            (loss / normalizer).backward()
-            total += loss.item()
-        return total / normalizer
-
-    def _outputs(self, row: Row, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self.model(row.token_ids[None]).logits[0, row.prompt_length - 1 : -1]
-        return token_logprobs(
-            logits,
-            row.token_ids[row.prompt_length :],
-            temperature=temperature,
-            entropy="gradient",
-        )
+        named = self._backend._optimizer.parameters
+        return split_experts({name: p.detach().clone() for name, p in named.items()})
 
 
 def split_experts(tensors: Tensors) -> Tensors:
@@ -101,3 +62,7 @@ def split_experts(tensors: Tensors) -> Tensors:
         else:
             found[name] = tensor
     return found
+
+
+def reference_config(directory: Path, optim: dict[str, float]) -> TrainerConfig:
+    return TrainerConfig(model=str(directory), store=directory, optim=optim, durable=False)

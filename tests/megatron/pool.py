@@ -105,10 +105,9 @@ def _run(rank: int, task: dict[str, Any]) -> dict[str, Any]:
     except BaseException:
         return {"error": traceback.format_exc()}
     finally:
-        from megatron.core import parallel_state
-
-        if parallel_state.model_parallel_is_initialized():
-            parallel_state.destroy_model_parallel()
+        parallel = importlib.import_module("services.trainer.backends.megatron.parallel")
+        while parallel._users:  # of a job that failed
+            parallel.stop()
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -28,9 +28,7 @@ RESHARD = [
     pytest.param("qwen3", 2, DATA, 1, {}, id="DP2-DP1"),
     pytest.param("qwen3", 1, {}, 4, {"tensor": 2, "context": 2}, id="single-TP2xCP2"),
     pytest.param("qwen3_tied", 2, {"pipeline": 2}, 2, TENSOR, id="tied-PP2-TP2"),
-    pytest.param(
-        "qwen3_moe", 2, {"expert": 2}, 4, {"expert": 2, "pipeline": 2}, id="EP2-EP2xPP2"
-    ),
+    pytest.param("qwen3_moe", 2, {"expert": 2}, 4, {"expert": 2, "pipeline": 2}, id="EP2-EP2xPP2"),
     pytest.param("qwen3_moe", 4, {"expert": 4}, 2, {"expert": 2}, id="EP4-EP2"),
 ]
 

@@ -99,7 +99,7 @@ def _over_context(local: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     placed = local.new_zeros((batch.token_ids.shape[1], local.shape[1]))
     placed = placed.index_copy(0, batch.local_predictors, local)
     gathered: torch.Tensor = _GatherContext.apply(placed, group)
-    return gathered.index_select(0, batch.responses)
+    return gathered.index_select(0, batch.places)
 
 
 class _GatherContext(torch.autograd.Function):

@@ -6,11 +6,23 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from services.trainer.backends.megatron.config import MegatronConfig
+from services.trainer.backends.megatron.layout import LayoutError
 from sluice.weights.rules import Partition
 
 
+_users: list[MegatronConfig] = []  # Megatron keeps one set of groups a process
+
+
 def start(config: MegatronConfig, *, seed: int) -> None:
-    """Make all groups; collective over the default group, which must exist."""
+    """Make all groups; collective over the default group, which must exist.
+
+    Backends of one process share them. Raises LayoutError when theirs are of another layout.
+    """
+    if _users:
+        if _sizes(_users[0]) != _sizes(config):
+            raise LayoutError("a backend of another layout is open in this process")
+        _users.append(config)
+        return
     interleaved = config.virtual_pipeline > 1
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor,
@@ -23,10 +35,26 @@ def start(config: MegatronConfig, *, seed: int) -> None:
         create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    _users.append(config)
 
 
 def stop() -> None:
-    parallel_state.destroy_model_parallel()
+    """Undo one `start`; the last one ends the groups."""
+    if _users:
+        _users.pop()
+    if not _users and parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+
+
+def _sizes(config: MegatronConfig) -> tuple[int, ...]:
+    return (
+        config.tensor,
+        config.pipeline,
+        config.virtual_pipeline,
+        config.context,
+        config.expert,
+        config.expert_tensor_size,
+    )
 
 
 def partition(*, expert: bool, padded_vocab: int) -> Partition:

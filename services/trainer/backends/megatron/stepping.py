@@ -17,7 +17,7 @@ from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.backends.megatron.policy import Policy
 from services.trainer.config import OptimConfig
 
-NON_FINITE = "non_finite_gradients"
+NON_FINITE = "non-finite gradient norm"
 
 
 class Stepper:
