@@ -94,11 +94,12 @@ def plan_micro_batches(rows: PlanRows, limits: PlanLimits) -> Plan:
     if allowed is not None and rows.owners is None:
         allowed *= limits.data_size
     packed, leftover = [], []
+    ranks_per_share = limits.data_size // len(shares)
+    step = limits.micro_batch_multiple * ranks_per_share
     for share in shares:
-        content, left = _pack_prefix(table, share, limits.cap, allowed)
+        content, left = _pack_prefix(table, share, limits.cap, step, allowed)
         packed.append(content)
         leftover += left
-    ranks_per_share = limits.data_size // len(shares)
     needed = max(-(-len(content) // ranks_per_share) for content in packed)
     multiple = limits.micro_batch_multiple
     count = max(1, -(-needed // multiple)) * multiple
@@ -126,10 +127,10 @@ def _shares(rows: PlanRows, data_size: int) -> list[list[int]]:
 
 
 def _pack_prefix(
-    table: RowTable, share: list[int], cap: int, allowed: int | None
+    table: RowTable, share: list[int], cap: int, step: int, allowed: int | None
 ) -> tuple[list[list[Piece]], list[int]]:
     """Pack as many leading groups as fit `allowed` bins; returns the rows left out."""
-    packed = pack(table, share, cap)
+    packed = pack(table, share, cap, step)
     if allowed is None or len(packed) <= allowed:
         return packed, []
     members: dict[int, list[int]] = {}
@@ -140,7 +141,7 @@ def _pack_prefix(
     fitting, high = 0, len(groups) - 1
     while fitting < high:
         middle = (fitting + high + 1) // 2
-        candidate = pack(table, [row for group in groups[:middle] for row in group], cap)
+        candidate = pack(table, [row for group in groups[:middle] for row in group], cap, step)
         if len(candidate) <= allowed:
             fitting, packed = middle, candidate
         else:

@@ -111,10 +111,11 @@ def first_fit(table: RowTable, order: Sequence[int], cap: int) -> list[list[int]
     return alone + bins
 
 
-def pack(table: RowTable, rows: Sequence[int], cap: int) -> list[list[Piece]]:
-    """Pack into the fewest bins found; of equal counts the one that repeats fewest prompts.
+def pack(table: RowTable, rows: Sequence[int], cap: int, step: int = 1) -> list[list[Piece]]:
+    """Pack into the fewest bins found, counted in full steps of `step` bins.
 
-    Never more bins than first-fit in the given order or by falling length.
+    Never more steps than first-fit in the given order or by falling length. Of equal counts
+    the packing that repeats the fewest prompts is taken.
     """
     falling = sorted(rows, key=lambda row: (-table.tokens[row], row))
     candidates = [first_fit(table, falling, cap), first_fit(table, rows, cap)]
@@ -128,7 +129,9 @@ def pack(table: RowTable, rows: Sequence[int], cap: int) -> list[list[Piece]]:
         filled = fill_bins([table.tokens_of(chunk) for chunk in chunks], cap)
         if filled is not None:
             candidates.append([[row for chunk in bin_ for row in chunks[chunk]] for bin_ in filled])
-    best = min(candidates, key=lambda bins: (len(bins), sum(map(table.tokens_of, bins))))
+    best = min(
+        candidates, key=lambda bins: (-(-len(bins) // step), sum(map(table.tokens_of, bins)))
+    )
     return [_pieces_of(table, content) for content in best]
 
 

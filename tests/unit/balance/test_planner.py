@@ -159,6 +159,22 @@ def test_a_group_over_the_cap_repeats_its_prompt_as_seldom_as_possible():
     assert plan.ranks == (((0, 1, 2, 3), (4, 5, 6, 7)),)
 
 
+@pytest.mark.parametrize(("data_size", "count", "repeats"), [(1, 5, True), (3, 6, False)])
+def test_a_prompt_is_repeated_only_to_save_a_micro_batch(data_size: int, count: int, repeats: bool):
+    """Groups (prompt, siblings) of responses of 10; three ranks run six micro-batches anyway."""
+    groups = [(20, 4), (10, 5), (20, 4), (30, 3), (20, 5), (30, 3)]
+    prompts = [prompt for prompt, siblings in groups for _ in range(siblings)]
+    rows = PlanRows(
+        lengths=[prompt + 10 for prompt in prompts],
+        groups=[group for group, (_, siblings) in enumerate(groups) for _ in range(siblings)],
+        prompt_lengths=prompts,
+    )
+    plan = plan_micro_batches(rows, PlanLimits(token_cap=100, data_size=data_size))
+    assert len(contents(plan)) == count
+    once = sum(prompt + 10 * siblings for prompt, siblings in groups)
+    assert (plan.statistics.token_count > once) == repeats
+
+
 def test_the_cost_of_a_shared_prompt_is_paid_once():
     rows = PlanRows(
         lengths=[10, 10, 10],
