@@ -113,7 +113,7 @@ class Episodes:
 
 async def wait_for_engines(address: str, count: int) -> list[router_pb.Engine]:
     """Until the router leases so many engines."""
-    async with RouterClient(address) as client, asyncio.timeout(10):
+    async with RouterClient(address) as client, asyncio.timeout(30):
         while True:
             engines = await client.list_engines(router_pb.ROLE_ENGINE)
             active = [e for e in engines if e.state == router_pb.ENGINE_STATE_ACTIVE]
