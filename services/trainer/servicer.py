@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
+from typing import get_args
 
 import grpc
 import xxhash
@@ -15,8 +16,9 @@ from services.trainer.front.columns import ColumnUpdate
 from services.trainer.front.passes import COLUMN_OF_MODEL, GradientsRequest
 from services.trainer.front.state import PassScalars
 from services.trainer.front.trainer import Trainer
-from sluice.algo.spec import AdvantageName, LossName
+from sluice.algo.spec import AdvantageName, LossName, LossSpec
 from sluice.api.common.v1 import sample_pb2
+from sluice.api.trainer.v1 import loss_pb2
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.api.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
 from sluice.api.trainer.v1 import worker_service_pb2 as worker_pb
@@ -33,6 +35,7 @@ from sluice.runtime.wire import (
     sample_from_proto,
 )
 
+POLICY_LOSSES = tuple(name for name in get_args(LossName) if name != "value")
 MAX_RESPONSE_BYTES = 1 << 20  # of one message of a stream, unless a row alone is larger
 
 
@@ -183,7 +186,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             part_id=request.part_id,
             body=_digest_without_id(request),
             expected_step=request.expected_step,
-            loss=loss_from_proto(request.loss),
+            loss=_policy_loss_from_proto(request.loss),
             sample_ids=request.sample_ids,
         )
 
@@ -274,6 +277,14 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         return self._operations.start("publish", request, run, lambda: metadata)
 
 
+def _policy_loss_from_proto(message: loss_pb2.LossSpec) -> LossSpec:
+    """Raises InvalidFieldError, also for the loss of a critic."""
+    loss = loss_from_proto(message)
+    if loss.name not in POLICY_LOSSES:
+        raise InvalidFieldError("loss.name", f"{loss.name} trains a critic, this is a policy")
+    return loss
+
+
 def _digest_without_id(request: pb.ForwardBackwardRequest) -> str:
     """A part is the same part under another request_id."""
     body = pb.ForwardBackwardRequest()
@@ -313,8 +324,8 @@ def _describe(trainer: Trainer) -> pb.Trainer:
         ranks=[link.to_proto() for link in ranks.links],
         restart_count=ranks.restart_count,
         failure=ranks.failure,
-        losses=_words(LossName),
-        advantage_estimators=_words(AdvantageName),
+        losses=POLICY_LOSSES,
+        advantage_estimators=get_args(AdvantageName),
         batches=[batch.name for batch in state.batches.all()],
         backend=trainer.config.backend,
         skipped_count=state.skipped_count,
@@ -326,8 +337,3 @@ def _describe(trainer: Trainer) -> pb.Trainer:
         described.weights.version = state.weights.version
         described.weights.digest = state.weights.digest
     return described
-
-
-def _words(literal: object) -> Sequence[str]:
-    words: Sequence[str] = literal.__args__  # type: ignore[attr-defined]
-    return words

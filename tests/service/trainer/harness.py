@@ -1,0 +1,176 @@
+"""Trainers as real processes, and rows to train them on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from sluice.algo.spec import AdvantageSpec, LossSpec
+from sluice.api.trainer.v1 import trainer_service_pb2 as pb
+from sluice.client import TrainerClient
+from sluice.samples.sample import Sample
+
+PPO = LossSpec(name="ppo_clip", clip_low=0.2)
+GRPO = AdvantageSpec(name="grpo")
+ACTIVE, FAILED = pb.Trainer.STATE_ACTIVE, pb.Trainer.STATE_FAILED
+PATIENCE = 60.0  # seconds for anything on a busy machine
+
+
+@dataclass
+class RunningTrainer:
+    """A front process; ranks are its children."""
+
+    process: subprocess.Popen[bytes]
+    address: str
+    store: Path
+
+    def client(self) -> TrainerClient:
+        return TrainerClient(self.address)
+
+
+@contextmanager
+def running_trainer(root: Path, model: Path, **settings: Any) -> Iterator[RunningTrainer]:
+    """A trainer whose ranks may still be loading; ended with SIGTERM."""
+    root.mkdir(parents=True, exist_ok=True)
+    values = {
+        "model": str(model),
+        "store": str(root / "store"),
+        "durable": False,
+        "log_level": "WARNING",
+        "optim": {"learning_rate": 0.01},
+        "server": {"address_file": str(root / "address.json"), "drain_seconds": 1.0},
+    }
+    values.update(settings)
+    file = root / "trainer.yaml"
+    file.write_text(yaml.safe_dump(values))
+    environment = {key: value for key, value in os.environ.items() if "SLUICE_" not in key}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "services.trainer", "--config", str(file)],
+        env={**environment, "SLUICE_DEVICE": "cpu", "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        address = _await_address(process, root / "address.json")
+        yield RunningTrainer(process, address, Path(values["store"]))
+    finally:
+        process.terminate()
+        try:
+            process.wait(PATIENCE)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _await_address(process: subprocess.Popen[bytes], file: Path) -> str:
+    deadline = time.monotonic() + PATIENCE
+    while not file.exists():
+        assert process.poll() is None, f"the front exited with {process.returncode}"
+        assert time.monotonic() < deadline, "the front does not listen"
+        time.sleep(0.02)
+    address: str = json.loads(file.read_text())["address"]
+    return address
+
+
+async def until(
+    client: TrainerClient, condition: Callable[[pb.Trainer], bool], seconds: float = PATIENCE
+) -> pb.Trainer:
+    """The trainer once `condition` holds of it."""
+    async with asyncio.timeout(seconds):
+        while not condition(trainer := await client.get()):
+            await asyncio.sleep(0.05)
+        return trainer
+
+
+async def poll(
+    condition: Callable[[], Awaitable[bool]], seconds: float, interval: float = 0.1
+) -> None:
+    """Until `condition` holds, at most `seconds`."""
+    async with asyncio.timeout(seconds):
+        while not await condition():
+            await asyncio.sleep(interval)
+
+
+def make_group(
+    group_id: str, *, size: int = 4, seed: int = 0, rewards: Sequence[float] | None = None
+) -> list[Sample]:
+    """Samples of one prompt for the tiny model, of unequal lengths."""
+    random = np.random.default_rng(seed)
+    prompt = random.integers(0, 11, size=int(random.integers(2, 6)))
+    samples = []
+    for index in range(size):
+        response = random.integers(0, 12, size=int(random.integers(1, 7)))
+        samples.append(
+            Sample(
+                sample_id=f"{group_id}/{index}",
+                group_id=group_id,
+                token_ids=np.concatenate([prompt, response]).astype(np.int32),
+                prompt_length=len(prompt),
+                finish_reason="stop",
+                columns={
+                    "rollout_logprobs": random.normal(-2.5, 0.2, len(response)).astype(np.float32),
+                    "reward": float(random.random() if rewards is None else rewards[index]),
+                },
+            )
+        )
+    return samples
+
+
+def make_groups(prefix: str, count: int = 3, seed: int = 0) -> list[Sample]:
+    return [
+        sample
+        for index in range(count)
+        for sample in make_group(f"{prefix}-{index}", seed=seed + index)
+    ]
+
+
+async def upload(client: TrainerClient, batch_id: str, samples: Sequence[Sample]) -> str:
+    """Upload with GRPO advantages; returns the batch's name."""
+    response = await client.upload_batch(batch_id, len(samples), samples=samples)
+    await client.compute_advantages(response.batch, GRPO)
+    return str(response.batch)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one training step came to."""
+
+    loss: float
+    grad_norm: float
+    digest: str
+
+
+async def train_step(client: TrainerClient, batch: str, loss: LossSpec = PPO) -> Outcome:
+    step = (await client.get()).step
+    passed = await client.forward_backward(batch, loss, expected_step=step, part_id="whole")
+    stepped = await client.step_optimizer(step, ["whole"])
+    published = await client.publish_weights()
+    return Outcome(passed.loss, stepped.grad_norm, published.weights.digest)
+
+
+async def rows_of(samples: Sequence[Sample]) -> AsyncIterator[Sample]:
+    for sample in samples:
+        yield sample
+
+
+def process_exists(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+        return Path(f"/proc/{process_id}/stat").read_text().split(") ")[1][0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def end(process_id: int, number: signal.Signals) -> None:
+    os.kill(process_id, number)

@@ -1,0 +1,209 @@
+"""Two data-parallel ranks: the numbers of one, and what happens when one stops or dies.
+
+The tests share one trainer and run in order: each but the last leaves it active.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from sluice.algo.spec import AdvantageSpec
+from sluice.api.trainer.v1 import trainer_service_pb2 as pb
+from sluice.client import RemoteError, TrainerClient, typed_errors
+from tests.service.trainer.harness import (
+    ACTIVE,
+    PPO,
+    RunningTrainer,
+    end,
+    make_groups,
+    poll,
+    process_exists,
+    running_trainer,
+    train_step,
+    until,
+    upload,
+)
+
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.fixture(scope="module")
+def pair(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, trainer: RunningTrainer
+) -> Iterator[RunningTrainer]:
+    """Two ranks that share the store of the session's trainer."""
+    root = tmp_path_factory.mktemp("pair")
+    ranks = {
+        "count": 2,
+        "heartbeat_seconds": 0.5,
+        "silent_seconds": 2.0,
+        "lost_seconds": 120.0,
+        "command_timeout": 60.0,
+        "restart_backoff": 0.1,
+    }
+    settings = {"store": str(trainer.store), "name": "pair", "ranks": ranks}
+    with running_trainer(root, model, **settings) as running:
+        yield running
+
+
+@pytest.fixture
+async def both(pair: RunningTrainer) -> AsyncIterator[TrainerClient]:
+    async with pair.client() as client:
+        await until(client, lambda now: now.state == ACTIVE)
+        yield client
+        if (await client.get()).state == ACTIVE:
+            await client.discard_gradients()
+            for batch in (await client.get()).batches:
+                await client.delete_batch(batch)
+
+
+async def test_two_ranks_equal_one(client: TrainerClient, both: TrainerClient) -> None:
+    """Also: a checkpoint of one rank loads into two."""
+    await client.save_checkpoint("for-two")
+    await both.load_checkpoint("checkpoints/for-two")
+    assert (await both.get()).layout.data == 2
+    samples = make_groups("dp", count=5, seed=77)
+    white = AdvantageSpec(name="reinforce_plus_plus")
+    found = []
+    for each in (client, both):
+        response = await each.upload_batch("dp", len(samples), samples=samples)
+        scored = await each.compute_logprobs(response.batch)
+        scalars = await each.compute_advantages(response.batch, white)
+        columns = await each.get_columns(response.batch, ["advantages", "old_logprobs"])
+        step = (await each.get()).step
+        passed = await each.forward_backward(
+            response.batch, PPO, expected_step=step, part_id="whole"
+        )
+        stepped = await each.step_optimizer(step, ["whole"])
+        after = await each.compute_logprobs(response.batch)
+        found.append(
+            {
+                "mean": scored.mean,
+                "mismatch": scored.rollout_mismatch_mean,
+                "reward": scalars.reward_mean,
+                "advantage": scalars.advantage_abs_mean,
+                "loss": passed.loss,
+                "tokens": passed.token_count,
+                "ratio": passed.metrics["ratio"],
+                "norm": stepped.grad_norm,
+                "after": after.mean,
+                "columns": np.concatenate(
+                    [row[name] for row in columns.values() for name in sorted(row)]
+                ),
+            }
+        )
+    one, two = found
+    np.testing.assert_allclose(two.pop("columns"), one.pop("columns"), atol=1e-5)
+    assert two == pytest.approx(one, rel=1e-5)
+
+
+async def test_both_ranks_hold_rows_and_publish_one_version(both: TrainerClient) -> None:
+    batch = await upload(both, "publish", make_groups("publish", count=4, seed=5))
+    outcome = await train_step(both, batch)
+    again = await both.publish_weights()
+    assert again.weights.digest == outcome.digest
+    ranks = (await both.get()).ranks
+    assert [(rank.rank, rank.data_rank) for rank in ranks] == [(0, 0), (1, 1)]
+
+
+async def test_a_stopped_rank_is_named(both: TrainerClient) -> None:
+    """SIGSTOP: ListWaits names the rank within 10 s, with and without a command under way."""
+    batch = await upload(both, "stop", make_groups("stop", seed=6))
+    step = (await both.get()).step
+    stopped = (await both.get()).ranks[1].process_id
+    started = time.monotonic()
+    end(stopped, signal.SIGSTOP)
+    passing = asyncio.create_task(
+        both.forward_backward(batch, PPO, expected_step=step, part_id="slow")
+    )
+
+    async def is_named() -> bool:
+        waits = await both.list_waits()
+        named = {wait.what: wait for wait in waits if list(wait.on) == ["rank 1"]}
+        command = named.get("forward_backward on all ranks")
+        return (
+            command is not None
+            and command.explanation.startswith("rank 1 silent for ")
+            and "heartbeat of rank 1" in named
+        )
+
+    try:
+        await poll(is_named, seconds=10.0)
+    finally:
+        end(stopped, signal.SIGCONT)
+    assert time.monotonic() - started < 10.0
+    assert (await passing).token_count > 0, "it goes on once the rank does"
+
+    async def is_quiet() -> bool:
+        return not await both.list_waits()
+
+    await poll(is_quiet, seconds=10.0)
+    assert (await both.get()).restart_count == 0
+
+
+async def test_a_killed_rank_is_reported_and_the_group_restarts(both: TrainerClient) -> None:
+    samples = make_groups("kill", seed=8)
+    batch = await upload(both, "kill", samples)
+    saved = await both.save_checkpoint("before-kill")
+    published = (await both.get()).weights
+    expected = await train_step(both, batch)
+    await both.forward_backward(batch, PPO, expected_step=saved.step + 1, part_id="doomed")
+    ranks = {rank.rank: rank.process_id for rank in (await both.get()).ranks}
+    end(ranks[0], signal.SIGSTOP)  # so that the pass is still under way when rank 1 dies
+    call = pb.ForwardBackwardRequest(
+        batch=batch,
+        loss={"name": "ppo_clip", "clip_low": 0.2},
+        expected_step=saved.step + 1,
+        part_id="lost",
+        request_id="lost-with-the-rank",
+    )
+    async with grpc.aio.insecure_channel(both.address, [("grpc.enable_retries", 0)]) as channel:
+        method = channel.unary_unary(
+            "/sluice.api.trainer.v1.TrainerService/ForwardBackward",
+            request_serializer=pb.ForwardBackwardRequest.SerializeToString,
+            response_deserializer=pb.ForwardBackwardResponse.FromString,
+        )
+        passing = asyncio.ensure_future(method(call, timeout=60.0))
+
+        async def is_under_way() -> bool:
+            return any("forward_backward" in wait.what for wait in await both.list_waits())
+
+        await poll(is_under_way, seconds=10.0)
+        end(ranks[1], signal.SIGKILL)
+        with pytest.raises(RemoteError) as caught, typed_errors():
+            await passing
+    assert (caught.value.code, caught.value.reason) == (UNAVAILABLE, "RANK_LOST")
+    assert str(caught.value).endswith("rank 1 was killed by SIGKILL")
+    assert caught.value.metadata == {"rank": "1"}
+
+    restarted = await until(both, lambda now: now.state == ACTIVE and now.restart_count == 1)
+    assert restarted.failure == "rank 1 was killed by SIGKILL"
+    assert not process_exists(ranks[0]), "the others are ended"
+    assert restarted.step == saved.step, "back to the checkpoint"
+    assert restarted.weights == published, "whose parent the next version names"
+    assert list(restarted.part_ids) == [], "gradients are gone"
+    assert list(restarted.batches) == [batch], "batches came back"
+    with pytest.raises(RemoteError, match="COLUMN_MISSING"):  # but not what was computed
+        await both.forward_backward(batch, PPO, expected_step=saved.step, part_id="again")
+    await both.compute_advantages(batch, AdvantageSpec(name="grpo"))
+    assert (await train_step(both, batch)) == expected, "the same step again, to the bit"
+
+
+async def test_ranks_die_with_the_front(pair: RunningTrainer) -> None:
+    async with pair.client() as client:
+        ranks = [rank.process_id for rank in (await client.get()).ranks]
+    assert all(process_exists(rank) for rank in ranks)
+    pair.process.kill()
+
+    async def are_gone() -> bool:
+        return not any(process_exists(rank) for rank in ranks)
+
+    await poll(are_gone, seconds=10.0)
