@@ -176,9 +176,8 @@ class ResponseLayout:
         return self.layout.place_of_pack[torch.cat(parts)]
 
     def share(self, rank: int) -> torch.Tensor:
-        """int64[L]: which response tokens (in packed order) `rank` predicts, by slot."""
-        mine = (self.places // self.layout.local_length == rank).nonzero()[:, 0]
-        return mine[self.places[mine].argsort()]
+        """int64[L]: which response tokens `rank` predicts, in packed order, which is slot order."""
+        return (self.places // self.layout.local_length == rank).nonzero()[:, 0]
 
     def slots(self, rank: int) -> torch.Tensor:
         """int64[L]: the slots of `rank` that predict them, ascending."""

@@ -40,10 +40,11 @@ def linear_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`token_logprobs(hidden @ weight.T, targets)` within about chunk_rows x V x 4 bytes.
 
-    hidden_TH: float[T, H]. weight_VH: float[V, H], same dtype, no bias. Gradients of both are
-    accumulated in float32 or better. With `vocab.collectives` the weight is one shard of the
-    vocabulary and the hidden states are the same on all its ranks: forward runs one MAX and one
-    SUM all-reduce, backward one SUM all-reduce of the hidden states' gradient (if they need one).
+    hidden_TH: float[T, H]. weight_VH: float[V, H], same dtype, no bias. The gradient of the weight
+    is summed over chunks in float32 or better, as is that of the hidden states over ranks.
+    With `vocab.collectives` the weight is one shard of the vocabulary and the hidden states are
+    the same on all its ranks: forward runs one MAX and one SUM all-reduce, backward one SUM
+    all-reduce of the hidden states' gradient (if they need one).
     """
     if hidden_TH.dtype != weight_VH.dtype:
         raise ValueError(f"hidden is {hidden_TH.dtype} but the weight {weight_VH.dtype}")
@@ -90,7 +91,7 @@ class _LinearLogprobs(torch.autograd.Function):
         real_VH = weight_VH[:real]
         dtype = log_total_T.dtype
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        grad_hidden_TH = torch.zeros_like(hidden_TH, dtype=dtype) if needs_hidden else None
+        grad_hidden_TH = hidden_TH.new_empty(hidden_TH.shape) if needs_hidden else None
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=dtype) if needs_weight else None
         gradients = RowGradients(grad_logprobs_T, grad_entropy_T, entropy_T, max_T, log_total_T)
         buffer_RV = _chunk_buffer(hidden_TH, real_VH, options)
@@ -101,13 +102,14 @@ class _LinearLogprobs(torch.autograd.Function):
                 whole = slice(rows.start + part.start, rows.start + part.stop)
                 gradients.write(whole, chunk_RV[part], targets_T[whole], chunk_RV[part], options)
             if grad_hidden_TH is not None:
-                _add_product(grad_hidden_TH[rows], chunk_RV, real_VH)
+                torch.mm(chunk_RV, real_VH, out=grad_hidden_TH[rows])
             if grad_weight_VH is not None:
                 _add_product(grad_weight_VH[:real], chunk_RV.t(), hidden_TH[rows])
         if grad_hidden_TH is not None and options.vocab.collectives is not None:
-            options.vocab.collectives.all_reduce(grad_hidden_TH, "sum")
+            whole_TH = options.vocab.collectives.all_reduce(grad_hidden_TH.to(dtype), "sum")
+            grad_hidden_TH = whole_TH.to(hidden_TH.dtype)
         return (
-            None if grad_hidden_TH is None else grad_hidden_TH.to(hidden_TH.dtype),
+            grad_hidden_TH,
             None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype),
             None,
             None,

@@ -39,7 +39,7 @@ def compute_loss(inputs: LossInputs, spec: LossSpec) -> LossTerms:
     tokens = _Tokens.read(inputs)
     loss_T = _value_loss(tokens, spec) if spec.name == "value" else _policy_loss(tokens, spec)
     weight_T = inputs.sample_weights.to(loss_T.dtype)[inputs.sample_index]
-    loss = (torch.where(inputs.mask, loss_T, 0.0) * weight_T).sum()
+    loss = (loss_T * weight_T).sum()  # untrained tokens were made 0 when they were read
     return LossTerms(loss=loss, token_count=tokens.count, metrics=tokens.metrics)
 
 

@@ -135,16 +135,20 @@ def test_terminal_reward_is_on_the_last_trained_token():
 
 
 def test_kl_in_reward_reaches_grpo_and_rloo():
-    """Per sample: reward - coefficient x summed KL, before the group is compared."""
-    rows = [make_row(f"a/{i}", "a", float(i), seed=i, length=3 + i) for i in range(3)]
-    sums = [
-        (row.columns["rollout_logprobs"] - row.columns["reference_logprobs"]).sum().item()
-        for row in rows
-    ]
-    adjusted = [i - 0.2 * s for i, s in enumerate(sums)]
+    """Per sample: reward - coefficient x KL summed over trained tokens, before comparing."""
+    mask = torch.tensor([True, False, True, True])
+    rows = [make_row(f"a/{i}", "a", float(i), seed=i, mask=mask) for i in range(3)]
+    adjusted = []
+    for i, row in enumerate(rows):
+        kl = (row.columns["rollout_logprobs"] - row.columns["reference_logprobs"])[mask]
+        adjusted.append(i - 0.2 * kl.sum().item())
+        row.columns["reference_logprobs"][1] = torch.nan  # an observation has none
     expected = [r - (sum(adjusted) - r) / 2 for r in adjusted]
-    found = scores(rows, AdvantageSpec(name="rloo", kl_coefficient=0.2))
-    assert found == pytest.approx(expected, abs=1e-5)
+    spec = AdvantageSpec(name="rloo", kl_coefficient=0.2)
+    assert scores(rows, spec) == pytest.approx(expected, abs=1e-5)
+    centered = [r - sum(adjusted) / 3 for r in adjusted]
+    spec = AdvantageSpec(name="grpo", scale_by_std=False, kl_coefficient=0.2)
+    assert scores(rows, spec) == pytest.approx(centered, abs=1e-5)
 
 
 def test_distillation_is_the_gap_to_the_teacher():

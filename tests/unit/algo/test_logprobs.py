@@ -121,6 +121,16 @@ def test_low_precision_inputs_accumulate_in_float32(kind, dtype):
         assert error < 8 * torch.finfo(dtype).eps
 
 
+def test_the_weight_gradient_is_summed_in_float32_over_many_chunks():
+    """512 chunks added up in bfloat16 would lose most of what each of them brings."""
+    hidden, weight, targets = draw(6, 1024, 5, torch.bfloat16)
+    linear_logprobs(hidden, weight, targets, chunk_rows=2)[0].sum().backward()
+    exact = weight.detach().double().requires_grad_()
+    plain(hidden.detach().double() @ exact.T, targets)[0].sum().backward()
+    error = (weight.grad.double() - exact.grad).norm() / exact.grad.norm()
+    assert error < torch.finfo(torch.bfloat16).eps
+
+
 def test_large_logits_neither_overflow_nor_cancel():
     logits = torch.tensor([[1e4, 1e4 - 1, -1e4], [-3e4, -3e4, -3e4]], requires_grad=True)
     found = token_logprobs(logits, torch.tensor([1, 2]), entropy="gradient")

@@ -344,6 +344,21 @@ def test_metrics_are_means_over_trained_tokens():
         assert not total.requires_grad
 
 
+def test_mismatch_is_of_this_pass_where_a_row_has_no_old_logprobs():
+    inputs = make_inputs()
+    old = inputs.columns["old_logprobs"].clone()
+    without = inputs.sample_index == 0
+    old[without] = torch.nan
+    rollout = inputs.columns["rollout_logprobs"]
+    columns = {**inputs.columns, "old_logprobs": old}
+    total, weight = compute_loss(
+        replace(inputs, columns=columns), LossSpec(name="reinforce")
+    ).metrics["rollout_mismatch"]
+    trainer = torch.where(without, inputs.outputs.detach(), old)
+    assert weight == inputs.mask.sum()
+    torch.testing.assert_close(total, (trainer - rollout)[inputs.mask].abs().sum())
+
+
 def test_mismatch_leaves_out_rows_without_rollout_logprobs():
     inputs = make_inputs()
     rollout = inputs.columns["rollout_logprobs"].clone()
@@ -356,12 +371,20 @@ def test_mismatch_leaves_out_rows_without_rollout_logprobs():
     torch.testing.assert_close(total, (inputs.outputs.detach() - rollout)[present].abs().sum())
 
 
-def test_far_ratios_stay_finite():
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo_clip", "gspo", "cispo"])
+def test_far_ratios_stay_finite(name):
+    """A log ratio of 500 overflows float32; here loss, gradient and metrics stay numbers."""
     inputs = make_inputs()
-    far = {**inputs.columns, "rollout_logprobs": torch.full_like(inputs.outputs, -500.0)}
-    for settings in ({"name": "importance_sampling"}, {"name": "ppo_clip", "clip_low": 0.2}):
-        terms = compute_loss(replace(inputs, columns=far), LossSpec(**settings))
-        assert math.isfinite(terms.loss.item())
+    outputs = inputs.outputs.detach().float().requires_grad_()
+    columns = {key: value.float() for key, value in inputs.columns.items()}
+    columns["rollout_logprobs"] = torch.full_like(outputs, -500.0)
+    clips = {"ppo_clip": {"clip_low": 0.2}, "gspo": {"clip_low": 0.2}, "cispo": {"clip_high": 0.2}}
+    spec = LossSpec(name=name, **clips.get(name, {}))
+    terms = compute_loss(replace(inputs, outputs=outputs, columns=columns), spec)
+    terms.loss.backward()
+    assert terms.loss.isfinite()
+    assert outputs.grad.isfinite().all()
+    assert all(total.isfinite() for total, _ in terms.metrics.values())
 
 
 def test_a_missing_column_is_named():
