@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -255,6 +256,7 @@ class Trainer:
     async def _restore(self, generation: Generation) -> None:
         """Bring fresh ranks to where the lost ones were saved last."""
         self._planner.limits = self._plan_limits(self.layout)
+        self.limits = replace(self.limits, max_tokens=self._planner.limits.cap)
         state = self.state
         if state.checkpoint:
             await self._load_into(generation, state.checkpoint)

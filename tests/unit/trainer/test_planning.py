@@ -1,0 +1,167 @@
+"""Owners, micro-batches and weights of a batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.trainer.front import commands
+from services.trainer.front.planning import (
+    Planner,
+    find_missing,
+    skips_silent_rows,
+    weigh_pass,
+)
+from sluice.algo.spec import LossSpec
+from sluice.api.trainer.v1 import worker_service_pb2 as pb
+from sluice.balance.cost import TransformerShape
+from sluice.balance.planner import PlanLimits
+from tests.unit.trainer.rows import make_batch, make_samples
+
+SHAPE = TransformerShape(
+    hidden_size=16,
+    layer_count=2,
+    head_count=2,
+    kv_head_count=2,
+    head_size=8,
+    feed_forward_size=32,
+    vocabulary_size=50,
+)
+GROUPS = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), min_size=1, max_size=6)
+AGGREGATIONS = ("token_mean", "sample_mean", "group_mean", "constant")
+
+
+def loss_of(aggregation: str) -> LossSpec:
+    length = 8.0 if aggregation == "constant" else None
+    return LossSpec(name="sft", aggregation=aggregation, constant_length=length)  # type: ignore[arg-type]
+
+
+@settings(max_examples=40, deadline=None)
+@given(groups=GROUPS, data_size=st.integers(1, 4))
+def test_groups_stay_whole_and_every_selected_row_runs_once(
+    groups: list[list[int]], data_size: int
+) -> None:
+    planner = Planner(SHAPE, PlanLimits(token_cap=24, data_size=data_size))
+    samples = make_samples(groups)
+    batch = make_batch(samples)
+    batch.owners = planner.own(batch.facts)
+    for group in set(batch.facts.group_ids):
+        rows = [row for row, name in enumerate(batch.facts.group_ids) if name == group]
+        assert len({int(batch.owners[row]) for row in rows}) == 1
+    selection = np.arange(0, len(samples), 2)
+    plan = planner.plan(batch, selection)
+    assert len({len(rank) for rank in plan.ranks}) == 1
+    for data_rank, rank in enumerate(plan.ranks):
+        for micro_batch in rank:
+            assert all(batch.owners[row] == data_rank for row in micro_batch)
+            prompts = {int(batch.facts.prompts[row]): row for row in micro_batch}
+            tokens = sum(int(batch.facts.prompt_lengths[row]) for row in prompts.values())
+            tokens += sum(
+                int(batch.facts.lengths[row] - batch.facts.prompt_lengths[row])
+                for row in micro_batch
+            )
+            assert tokens <= 24
+    ran = sorted(row for rank in plan.ranks for part in rank for row in part)
+    assert ran == selection.tolist()
+
+
+def test_an_empty_selection_is_one_dummy_on_every_rank() -> None:
+    planner = Planner(SHAPE, PlanLimits(token_cap=24, data_size=3, micro_batch_multiple=2))
+    plan = planner.plan(make_batch(make_samples([[1]])), np.arange(0))
+    assert plan.ranks == (((), ()),) * 3
+
+
+@settings(max_examples=50, deadline=None)
+@given(groups=GROUPS, aggregation=st.sampled_from(AGGREGATIONS), data=st.data())
+def test_weights_and_divisors_do_not_depend_on_the_split(
+    groups: list[list[int]], aggregation: str, data: st.DataObject
+) -> None:
+    """The step's loss is sum w l / normalizer for any split of rows into calls."""
+    batch = make_batch(make_samples(groups))
+    loss, everything = loss_of(aggregation), np.arange(batch.row_count)
+    whole = weigh_pass(batch, everything, loss)
+    cut = data.draw(st.integers(0, batch.row_count))
+    order = np.array(data.draw(st.permutations(range(batch.row_count))), dtype=np.int64)
+    parts = [np.sort(order[:cut]), np.sort(order[cut:])]
+    found = [weigh_pass(batch, part, loss) for part in parts]
+    assert sum(part.normalizer for part in found) == pytest.approx(whole.normalizer)
+    for part, weighed in zip(parts, found, strict=True):
+        np.testing.assert_array_equal(weighed.weights, whole.weights[part])
+
+
+def test_divisors_by_hand() -> None:
+    # Trained tokens (every other one): group 0 has 2 and 1, group 1 has 3, group 2 none.
+    batch = make_batch(make_samples([[4, 2], [5], [0]]))
+    assert batch.mask_counts.tolist() == [2, 1, 3, 0]
+    everything = np.arange(4)
+    expected = {
+        "token_mean": ([1, 1, 1, 1], 6.0),
+        "sample_mean": ([1 / 2, 1, 1 / 3, 0], 3.0),
+        "group_mean": ([1 / 3, 1 / 3, 1 / 3, 0], 2.0),
+        "constant": ([1, 1, 1, 1], 32.0),
+    }
+    for aggregation, (weights, normalizer) in expected.items():
+        found = weigh_pass(batch, everything, loss_of(aggregation))
+        assert found.weights.tolist() == pytest.approx(weights), aggregation
+        assert found.normalizer == pytest.approx(normalizer), aggregation
+
+
+def test_the_first_row_that_lacks_a_column() -> None:
+    batch = make_batch(make_samples([[3, 3], [3]]))
+    assert find_missing(batch, np.arange(3), ["reward", "loss_mask"]) is None
+    batch.mark("advantages", [0, 2])
+    assert find_missing(batch, np.array([0, 2]), ["advantages"]) is None
+    found = find_missing(batch, np.arange(3), ["advantages", "values", "reward"])
+    assert found == (0, ["values"])
+    assert find_missing(batch, np.array([1, 2]), ["advantages"]) == (1, ["advantages"])
+
+
+@pytest.mark.parametrize(
+    ("settings_", "skips"),
+    [
+        ({"name": "ppo_clip", "clip_low": 0.2}, True),
+        ({"name": "reinforce"}, True),
+        ({"name": "ppo_clip", "clip_low": 0.2, "kl_coefficient": 0.1}, False),
+        ({"name": "ppo_clip", "clip_low": 0.2, "entropy_coefficient": 0.1}, False),
+        ({"name": "dro", "dro_beta": 0.1}, False),
+        ({"name": "sft"}, False),
+    ],
+)
+def test_rows_of_zero_advantage_are_left_out_only_where_they_do_nothing(
+    settings_: dict[str, object], skips: bool
+) -> None:
+    assert skips_silent_rows(LossSpec(**settings_)) is skips  # type: ignore[arg-type]
+
+
+def test_large_passes_are_cut_into_commands_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "ROWS_PER_COMMAND", 10)
+    planner = Planner(SHAPE, PlanLimits(token_cap=16, data_size=2))
+    batch = make_batch(make_samples([[2, 3, 4], [5, 1], [9], [1, 1, 1], [3], [2, 2]] * 4))
+    batch.owners = planner.own(batch.facts)
+    plan = planner.plan(batch, np.arange(batch.row_count))
+    weights = {row: float(row) for row in range(batch.row_count)}
+
+    def wrap(micro_batches: list[pb.MicroBatchRows]) -> pb.FollowResponse:
+        command = pb.GradientsCommand(micro_batches=micro_batches)
+        return pb.FollowResponse(forward_backward=command)
+
+    builds = commands.pass_commands(plan, weights, wrap)
+    assert len(builds) > 1
+    joined: list[list[tuple[int, ...]]] = [[], []]
+    for build in builds:
+        parts = [build(rank).forward_backward.micro_batches for rank in range(2)]
+        assert len(parts[0]) == len(parts[1]), "ranks run the same count"
+        for rank in range(2):
+            assert sum(len(part.rows) for part in parts[rank]) <= 10
+            for part in parts[rank]:
+                assert list(part.loss_weights) == [weights[row] for row in part.rows]
+            joined[rank] += [tuple(part.rows) for part in parts[rank]]
+    assert tuple(map(tuple, joined)) == plan.ranks
+
+
+def test_the_largest_command_is_below_a_mebibyte() -> None:
+    rows = list(range(2**31 - commands.ROWS_PER_COMMAND, 2**31))
+    part = pb.MicroBatchRows(rows=rows, loss_weights=[1.0] * len(rows))
+    assert pb.GradientsCommand(micro_batches=[part]).ByteSize() < 1 << 20

@@ -1,0 +1,303 @@
+"""Ranks that answer, err, fall silent, hang and die, over the real stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from services.trainer.config import TrainerConfig
+from services.trainer.errors import RankError, RankLostError, TrainerFailedError
+from services.trainer.front import generation as generation_module
+from services.trainer.front.commands import same_for_all
+from services.trainer.front.generation import Generation
+from services.trainer.front.launcher import ExternalLauncher
+from services.trainer.front.rank_group import RankGroup
+from services.trainer.front.worker_service import WorkerServer
+from sluice.api.common.v1 import wait_service_pb2
+from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
+from sluice.api.trainer.v1 import worker_service_pb2 as pb
+from sluice.config import parse_config
+from sluice.runtime.errors import LoadingError, NotFoundError
+from sluice.runtime.waits import Waits
+from tests.unit.trainer.ranks import ScriptedRank, ranks_config, until
+
+ACTIVE, FAILED = trainer_pb.Trainer.STATE_ACTIVE, trainer_pb.Trainer.STATE_FAILED
+DISCARD = same_for_all(pb.FollowResponse(discard=pb.DiscardCommand()))
+
+
+class House:
+    """A group on a port, and the ranks that connect to it."""
+
+    def __init__(self, path: Path, **settings: Any) -> None:
+        self.waits = Waits()
+        self.restored: list[int] = []
+        values = {
+            "model": str(path),
+            "store": str(path),
+            "ranks": ranks_config(**settings),
+        }
+        (path / "config.json").write_text("{}")
+        config = parse_config(TrainerConfig, values)
+        self.size = config.ranks.count
+        self.group = RankGroup(config.ranks, ExternalLauncher(), self.waits, self._restore)
+        self.server = WorkerServer(config, self.group)
+        self.ranks: list[ScriptedRank] = []
+
+    def connect(self, rank: int, **options: Any) -> ScriptedRank:
+        scripted = ScriptedRank(self.server.address, rank, self.size, **options)
+        self.ranks.append(scripted)
+        return scripted
+
+    async def connect_all(self, **options: Any) -> list[ScriptedRank]:
+        connected = [self.connect(rank, **options) for rank in range(self.size)]
+        await until(lambda: self.group.state == ACTIVE)
+        return connected
+
+    async def listed(self) -> dict[str, wait_service_pb2.Wait]:
+        request = wait_service_pb2.ListWaitsRequest()
+        return {wait.what: wait for wait in (await self.waits.ListWaits(request, None)).waits}
+
+    async def _restore(self, generation: Generation) -> None:
+        self.restored.append(generation.number)
+
+
+@pytest.fixture
+async def open_house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
+    monkeypatch.setattr(generation_module, "EXIT_GRACE", 0.05)  # no process explains its end here
+    houses: list[House] = []
+
+    async def start(**settings: Any) -> House:
+        house = House(tmp_path, **settings)
+        houses.append(house)
+        await house.server.start()
+        house.group.start(house.server.address)
+        await until(lambda: house.group._generation is not None)
+        return house
+
+    yield start
+    for house in houses:
+        for rank in house.ranks:
+            await rank.leave()
+        await house.group.close()
+        await house.server.close()
+
+
+async def test_answers_come_in_the_order_of_ranks(open_house: Any) -> None:
+    house = await open_house(count=3)
+    with pytest.raises(LoadingError):
+        _ = house.group.generation
+    waits = await house.listed()
+    assert list(waits["ranks to load the model"].on) == ["rank 0", "rank 1", "rank 2"]
+
+    async def slow(command: pb.FollowResponse) -> pb.CommandResult:
+        await asyncio.sleep(0.05)
+        return pb.CommandResult(sums=pb.PassSums(loss=1.0))
+
+    async def fast(command: pb.FollowResponse) -> pb.CommandResult:
+        return pb.CommandResult(sums=pb.PassSums(loss=2.0))
+
+    layout = trainer_pb.ParallelLayout(data=2)
+    house.connect(0, answer=slow)
+    house.connect(1, answer=fast, ready=pb.RankReady(layout=layout, data_rank=0, reports=False))
+    house.connect(2, answer=fast, ready=pb.RankReady(layout=layout, data_rank=1, reports=True))
+    await until(lambda: house.group.state == ACTIVE)
+    generation = house.group.generation
+    results = await house.group.run_on(generation, "discard", DISCARD)
+    assert [result.sums.loss for result in results] == [1.0, 2.0, 2.0]
+    reporting = generation.reporting(results)
+    assert [result.sums.loss for result in reporting] == [1.0, 2.0]
+    assert house.restored == [1]
+    assert await house.listed() == {}
+
+
+async def test_each_data_rank_gets_its_own_command(open_house: Any) -> None:
+    house = await open_house()
+    ranks = await house.connect_all()
+
+    def build(data_rank: int) -> pb.FollowResponse:
+        return pb.FollowResponse(drop_batch=pb.DropBatch(batch_id=f"for {data_rank}"))
+
+    await house.group.run_on(house.group.generation, "drop", build)
+    assert [rank.received[0].drop_batch.batch_id for rank in ranks] == ["for 0", "for 1"]
+
+
+async def test_an_error_is_an_answer(open_house: Any) -> None:
+    house = await open_house()
+    status = NotFoundError("blob", "abc").to_status()
+
+    async def fail(command: pb.FollowResponse) -> pb.CommandResult:
+        return pb.CommandResult(error=status)
+
+    house.connect(0)
+    house.connect(1, answer=fail)
+    await until(lambda: house.group.state == ACTIVE)
+    generation = house.group.generation
+    with pytest.raises(RankError) as caught:
+        await house.group.run_on(generation, "discard", DISCARD)
+    assert caught.value.code == grpc.StatusCode.NOT_FOUND
+    assert caught.value.reason == "BLOB_NOT_FOUND"
+    assert caught.value.metadata == {"name": "abc", "rank": "1"}
+    assert house.group.generation is generation, "the ranks live on"
+
+
+async def test_a_silent_rank_is_named_until_it_speaks(open_house: Any) -> None:
+    house = await open_house()
+    asked = asyncio.Event()
+
+    async def late(command: pb.FollowResponse) -> pb.CommandResult:
+        await asked.wait()
+        return pb.CommandResult()
+
+    house.connect(0)
+    sleeper = house.connect(1, answer=late)
+    await until(lambda: house.group.state == ACTIVE)
+    await until(lambda: house.group.links[1].activity == "pondering")
+    sleeper.beating.clear()
+    running = asyncio.create_task(
+        house.group.run_on(house.group.generation, "forward_backward", DISCARD)
+    )
+
+    def names_the_sleeper(waits: dict[str, wait_service_pb2.Wait]) -> bool:
+        command = waits.get("forward_backward on all ranks")
+        return (
+            command is not None
+            and list(command.on) == ["rank 1"]
+            and command.explanation.startswith("rank 1 silent for 0.")
+            and command.explanation.endswith(" s, last in pondering")
+            and "heartbeat of rank 1" in waits
+        )
+
+    async with asyncio.timeout(10):
+        while not names_the_sleeper(await house.listed()):
+            await asyncio.sleep(0.02)
+    sleeper.beating.set()
+    async with asyncio.timeout(10):
+        while "heartbeat of rank 1" in await house.listed():
+            await asyncio.sleep(0.02)
+    waits = await house.listed()
+    assert waits["forward_backward on all ranks"].explanation == "rank 1 in pondering"
+    asked.set()
+    await running
+
+
+async def test_a_rank_silent_for_too_long_is_lost(open_house: Any) -> None:
+    house = await open_house(lost_seconds=0.6)
+    _, sleeper = await house.connect_all()
+    sleeper.beating.clear()
+    await until(lambda: house.group.failure.startswith("rank 1 was silent for 0."))
+
+
+async def test_a_command_has_a_deadline(open_house: Any) -> None:
+    house = await open_house(command_timeout=0.2)
+
+    async def never(command: pb.FollowResponse) -> None:
+        return None
+
+    living = house.connect(0)
+    stuck = house.connect(1, answer=never)
+    await until(lambda: house.group.state == ACTIVE)
+    with pytest.raises(RankLostError, match=r"rank 1 did not end step within 0\.2 s") as caught:
+        await house.group.run_on(house.group.generation, "step", DISCARD)
+    assert caught.value.metadata == {"rank": "1"}
+    async with asyncio.timeout(10):  # the others are ended too
+        await living.ended()
+        await stuck.ended()
+    with pytest.raises(RankLostError, match="rank 1 did not end step"):
+        _ = house.group.generation  # until the ranks are back
+    await house.connect_all()
+    assert house.restored == [1, 2]
+    assert house.group.restart_count == 1
+
+
+async def test_a_rank_that_leaves_ends_the_commands_under_way(open_house: Any) -> None:
+    house = await open_house()
+
+    async def never(command: pb.FollowResponse) -> None:
+        return None
+
+    ranks = await house.connect_all(answer=never)
+    running = asyncio.create_task(house.group.run_on(house.group.generation, "step", DISCARD))
+    await until(lambda: bool(ranks[1].received))
+    await ranks[1].leave()
+    with pytest.raises(RankLostError, match="rank 1 closed its stream") as caught:
+        await running
+    assert caught.value.code == grpc.StatusCode.UNAVAILABLE
+    assert caught.value.reason == "RANK_LOST"
+
+
+async def test_one_failing_rank_does_not_leave_the_others_in_a_collective(
+    open_house: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation_module, "ERROR_GRACE", 0.1)
+    house = await open_house()
+
+    async def never(command: pb.FollowResponse) -> None:
+        return None
+
+    async def fail(command: pb.FollowResponse) -> pb.CommandResult:
+        return pb.CommandResult(error=LoadingError("broken").to_status())
+
+    house.connect(0, answer=never)
+    house.connect(1, answer=fail)
+    await until(lambda: house.group.state == ACTIVE)
+    with pytest.raises(RankLostError, match="rank 0 hung in step after another rank failed"):
+        await house.group.run_on(house.group.generation, "step", DISCARD)
+
+
+async def test_restarts_are_bounded_and_count_again_after_a_step(open_house: Any) -> None:
+    house = await open_house(max_restarts=1)
+    for restarts in (0, 1):
+        ranks = await house.connect_all()
+        assert house.group.restart_count == restarts
+        if restarts:
+            house.group.note_progress()
+        await ranks[0].leave()
+        await until(lambda: house.group.state != ACTIVE)
+        await ranks[1].ended()
+    ranks = await house.connect_all()
+    await ranks[0].leave()
+    await until(lambda: house.group.state == FAILED)
+    assert house.group.failure.startswith("rank 0 closed its stream")
+    with pytest.raises(TrainerFailedError) as caught:
+        _ = house.group.generation
+    assert caught.value.metadata == {"cause": house.group.failure}
+
+
+async def test_a_model_that_cannot_be_loaded_fails_at_once(open_house: Any) -> None:
+    house = await open_house(max_restarts=5)
+    status = LoadingError("OSError: no such file").to_status()
+    house.connect(0)
+    house.connect(1, ready=pb.RankReady(error=status))
+    await until(lambda: house.group.state == FAILED)
+    assert house.group.failure == "rank 1: OSError: no such file"
+    assert house.group.restart_count == 0
+
+
+async def test_ranks_that_do_not_come_are_named(open_house: Any) -> None:
+    house = await open_house(start_timeout=0.3, max_restarts=0)
+    house.connect(0)
+    await until(lambda: house.group.state == FAILED)
+    assert house.group.failure == "rank 1 was not ready within 0.3 s"
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "generation"), [(1, 3, 0), (2, 2, 0), (0, 2, 0), (1, 2, 7)]
+)
+async def test_ranks_that_do_not_belong_here_are_refused(
+    open_house: Any, rank: int, world_size: int, generation: int
+) -> None:
+    house = await open_house()
+    house.connect(0)
+    await until(lambda: len(house.group.links) == 1)
+    intruder = ScriptedRank(house.server.address, rank, world_size, generation=generation)
+    async with asyncio.timeout(10):
+        await intruder.ended()
+    await intruder.leave()
+    assert intruder.error is not None
+    assert intruder.error.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert len(house.group.links) == 1

@@ -1,0 +1,97 @@
+"""Learning rates by step, and settings that contradict each other."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.trainer.config import OptimConfig, TrainerConfig
+from services.trainer.schedule import learning_rate
+from sluice.config import ConfigError, parse_config
+
+
+def rates(steps: list[int], **optim: Any) -> list[float]:
+    config = OptimConfig(learning_rate=1.0, **optim)
+    return [learning_rate(config, step) for step in steps]
+
+
+def test_constant() -> None:
+    assert rates([0, 1, 1000]) == [1.0, 1.0, 1.0]
+
+
+def test_warm_up_reaches_the_rate_at_its_last_step() -> None:
+    assert rates([0, 1, 3, 4], warmup_steps=4) == [0.25, 0.5, 1.0, 1.0]
+
+
+def test_linear_and_cosine_fall_to_the_minimum_and_stay() -> None:
+    for schedule, half in (("linear", 0.55), ("cosine", 0.55)):
+        found = rates(
+            [10, 60, 110, 500],
+            schedule=schedule,
+            warmup_steps=10,
+            decay_steps=110,
+            minimum_ratio=0.1,
+        )
+        assert found == pytest.approx([1.0, half, 0.1, 0.1]), schedule
+    early = [
+        rates([35], schedule=s, warmup_steps=10, decay_steps=110)[0] for s in ("linear", "cosine")
+    ]
+    assert early[0] == pytest.approx(0.75)
+    assert early[1] == pytest.approx(0.8535533905932737)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"optim": {"schedule": "cosine"}}, "decay_steps"),
+        ({"optim": {"decay_steps": 10}}, "decay_steps"),
+        ({"optim": {"schedule": "linear", "warmup_steps": 5, "decay_steps": 5}}, "decay_steps"),
+        ({"optim": {"lr": 1.0}}, "optim.lr"),
+        ({"ranks": {"count": 0}}, "ranks.count"),
+        ({"ranks": {"count": "two"}}, "ranks.count"),
+        ({"backend": "deepspeed"}, "backend"),
+        ({"modle": "x"}, "modle"),
+        ({"model": "/no/such/model"}, "model"),
+        ({"server": {"host": "0.0.0.0"}}, "server"),
+    ],
+)
+def test_wrong_settings_are_named(tmp_path: Path, settings: dict[str, Any], key: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    values = {"model": str(tmp_path), "store": str(tmp_path), **settings}
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+        parse_config(TrainerConfig, values)
+
+
+def test_the_resolved_config_survives_json(tmp_path: Path) -> None:
+    """Ranks get it that way."""
+    (tmp_path / "config.json").write_text("{}")
+    values = {
+        "model": str(tmp_path),
+        "store": str(tmp_path),
+        "optim": {"betas": [0.8, 0.9]},
+        "ranks": {"count": 3},
+    }
+    config = parse_config(TrainerConfig, values)
+    assert parse_config(TrainerConfig, config.model_dump(mode="json")) == config
+
+
+def test_the_command_line_refuses_what_is_wrong() -> None:
+    command = [sys.executable, "-m", "services.trainer", "--store", "x", "--model", "/no/such"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert found.returncode == 2
+    assert found.stderr.startswith("trainer: model: ")
+    assert "Traceback" not in found.stderr
+
+
+def test_the_front_can_be_imported_without_torch() -> None:
+    code = (
+        "import sys; import services.trainer.__main__; "
+        "bad = {'torch', 'transformers', 'safetensors', 'megatron'} & set(sys.modules); "
+        "sys.exit(f'imported {bad}' if bad else 0)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr

@@ -1,0 +1,217 @@
+"""The front's trainer with ranks that answer as told: poison, alarms, cancelled callers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from services.trainer.config import TrainerConfig
+from services.trainer.errors import (
+    GradientsIncompleteError,
+    RankError,
+    RankLostError,
+    SkippedTooOftenError,
+)
+from services.trainer.front.passes import GradientsRequest
+from services.trainer.front.trainer import Trainer
+from services.trainer.front.worker_service import WorkerServer
+from sluice.algo.spec import LossSpec
+from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
+from sluice.api.trainer.v1 import worker_service_pb2 as pb
+from sluice.config import parse_config
+from sluice.runtime.errors import LoadingError
+from sluice.runtime.waits import Waits
+from tests.unit.trainer.ranks import ScriptedRank, ranks_config, until
+from tests.unit.trainer.rows import make_samples
+
+MODEL = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 50,
+    "intermediate_size": 32,
+}
+SFT = LossSpec(name="sft")
+Script = Callable[[str], Awaitable[pb.CommandResult]]
+
+
+class Stage:
+    """A trainer of one scripted rank. `script` answers by the name of the command."""
+
+    def __init__(self, path: Path) -> None:
+        (path / "config.json").write_text(json.dumps(MODEL))
+        values = {
+            "model": str(path),
+            "store": str(path / "store"),
+            "durable": False,
+            "optim": {"max_consecutive_skips": 2},
+            "ranks": ranks_config(count=1, max_restarts=3),
+        }
+        self.config = parse_config(TrainerConfig, values)
+        self.trainer = Trainer(self.config, Waits())
+        self.server = WorkerServer(self.config, self.trainer.ranks)
+        self.commands: list[str] = []
+        self.script: Script = self.succeed
+        self.rank: ScriptedRank | None = None
+
+    async def succeed(self, name: str) -> pb.CommandResult:
+        return pb.CommandResult()
+
+    async def connect(self) -> None:
+        self.rank = ScriptedRank(self.server.address, 0, 1, answer=self._answer)
+        await until(lambda: self.trainer.ranks.state == trainer_pb.Trainer.STATE_ACTIVE)
+
+    async def upload(self) -> str:
+        upload = self.trainer.begin_upload()
+        for sample in make_samples([[3, 4], [5]]):
+            upload.add_sample(sample)
+        return (await self.trainer.upload("b", upload.finish(), 3)).name
+
+    def request(self, part_id: str, step: int = 0) -> GradientsRequest:
+        return GradientsRequest(part_id, f"body of {part_id}", step, SFT, ())
+
+    async def _answer(self, command: pb.FollowResponse) -> pb.CommandResult:
+        name = command.WhichOneof("command") or ""
+        self.commands.append(name)
+        return await self.script(name)
+
+
+@pytest.fixture
+async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
+    stage = Stage(tmp_path)
+    await stage.server.start()
+    starting = asyncio.create_task(stage.trainer.start(stage.server.address))
+    await until(lambda: stage.trainer.ranks._generation is not None)
+    await stage.connect()
+    await starting
+    yield stage
+    assert stage.rank is not None
+    await stage.rank.leave()
+    await stage.trainer.close()
+    await stage.server.close()
+
+
+async def test_a_pass_that_fails_poisons_the_gradients(stage: Stage) -> None:
+    batch = await stage.upload()
+    await stage.trainer.forward_backward(batch, stage.request("a"))
+
+    async def fail(name: str) -> pb.CommandResult:
+        return pb.CommandResult(error=LoadingError("out of memory").to_status())
+
+    stage.script = fail
+    with pytest.raises(RankError, match="out of memory"):
+        await stage.trainer.forward_backward(batch, stage.request("b"))
+    stage.script = stage.succeed
+    for call in (
+        stage.trainer.forward_backward(batch, stage.request("a")),
+        stage.trainer.forward_backward(batch, stage.request("c")),
+        stage.trainer.step(0, ["a"], None),
+    ):
+        with pytest.raises(GradientsIncompleteError, match="out of memory"):
+            await call
+    assert await stage.trainer.discard() == ["a"]
+    await stage.trainer.forward_backward(batch, stage.request("a"))
+    assert (await stage.trainer.step(0, ["a"], None)).step == 1
+
+
+async def test_a_step_that_fails_restarts_the_ranks(stage: Stage) -> None:
+    """Some ranks may have stepped: only a checkpoint, here the initial model, is whole again."""
+    batch = await stage.upload()
+    await stage.trainer.forward_backward(batch, stage.request("a"))
+    await stage.trainer.step(0, ["a"], None)
+    await stage.trainer.forward_backward(batch, stage.request("b", step=1))
+
+    async def fail(name: str) -> pb.CommandResult:
+        return pb.CommandResult(error=LoadingError("nan in all_reduce").to_status())
+
+    stage.script = fail
+    with pytest.raises(RankError, match="nan in all_reduce"):
+        await stage.trainer.step(1, ["b"], None)
+    assert stage.rank is not None
+    await stage.rank.ended()
+    stage.script = stage.succeed
+    stage.commands.clear()
+    await until(lambda: stage.trainer.ranks.restart_count == 1)
+    await stage.connect()
+    assert stage.commands == ["add_rows"], "the batch is registered again"
+    assert stage.trainer.state.step == 0
+    assert stage.trainer.state.ledger.parts == {}
+
+
+async def test_many_skips_in_a_row_raise_an_alarm(stage: Stage) -> None:
+    batch = await stage.upload()
+
+    async def skip(name: str) -> pb.CommandResult:
+        outcome = pb.StepResult(grad_norm=float("nan"), skipped_reason="non-finite gradient norm")
+        return pb.CommandResult(step=outcome) if name == "step" else pb.CommandResult()
+
+    stage.script = skip
+    for step in range(2):
+        await stage.trainer.forward_backward(batch, stage.request("a", step))
+        done = await stage.trainer.step(step, ["a"], None)
+        assert (done.skips_in_a_row, done.step) == (step + 1, step + 1)
+    with pytest.raises(SkippedTooOftenError, match="non-finite gradient norm") as caught:
+        await stage.trainer.forward_backward(batch, stage.request("a", 2))
+    assert caught.value.metadata["count"] == "2"
+    await stage.trainer.discard()
+    stage.script = stage.succeed
+    await stage.trainer.forward_backward(batch, stage.request("a", 2))
+    done = await stage.trainer.step(2, ["a"], None)
+    assert (done.skips_in_a_row, done.skipped_count) == (0, 2)
+
+
+async def test_a_caller_that_goes_away_does_not_stop_the_pass(stage: Stage) -> None:
+    batch = await stage.upload()
+    go_on = asyncio.Event()
+
+    async def wait(name: str) -> pb.CommandResult:
+        await go_on.wait()
+        return pb.CommandResult(sums=pb.PassSums(loss=3.0))
+
+    stage.script = wait
+    stage.commands.clear()
+    call = asyncio.create_task(stage.trainer.forward_backward(batch, stage.request("a")))
+    await until(lambda: bool(stage.commands))
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    go_on.set()
+    answer = await stage.trainer.forward_backward(batch, stage.request("a"))
+    assert answer.loss * stage.trainer.state.ledger.normalizer == pytest.approx(3.0)
+    assert stage.commands == ["forward_backward"], "the part was added once"
+
+
+async def test_a_lost_rank_leaves_no_half_registered_batch(stage: Stage) -> None:
+    async def wait(name: str) -> pb.CommandResult:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    stage.script = wait
+    uploading = asyncio.create_task(stage.upload())
+    await until(lambda: bool(stage.commands))
+    assert stage.rank is not None
+    await stage.rank.leave()
+    with pytest.raises(RankLostError):
+        await uploading
+    assert stage.trainer.state.batches.all() == []
+    assert stage.trainer.blobs.pinned(stage.config.name) == set()
+
+
+async def test_pins_of_a_former_life_are_dropped_at_the_start(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    blob = stage.trainer.blobs.put(b"left behind")
+    stage.trainer.blobs.pin(stage.config.name, [blob.digest])
+    stage.trainer.blobs.pin("another", [blob.digest])
+    await stage.server.start()
+    starting = asyncio.create_task(stage.trainer.start(stage.server.address))
+    await until(lambda: stage.trainer.ranks._generation is not None)
+    assert stage.trainer.blobs.pinned(stage.config.name) == set()
+    assert stage.trainer.blobs.pinned("another") == {blob.digest}
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    await stage.trainer.close()
+    await stage.server.close()
