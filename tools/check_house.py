@@ -41,10 +41,7 @@ def check(path: Path) -> list[str]:
             length = (node.end_lineno or 0) - node.lineno + 1
             if length > MAX_FUNCTION:
                 found.append(f"{name}:{node.lineno}: {node.name} has {length} lines")
-        broad = isinstance(node, ast.ExceptHandler) and (
-            node.type is None or getattr(node.type, "id", "") in ("Exception", "BaseException")
-        )
-        if broad and name not in BROAD and not _raises(node):
+        if isinstance(node, ast.ExceptHandler) and name not in BROAD and _is_broad(node):
             found.append(f"{name}:{node.lineno}: catches everything")
     if name.startswith(DEVICE_FREE) and name not in DEVICE_FILES:
         for number, line in enumerate(lines, 1):
@@ -53,10 +50,12 @@ def check(path: Path) -> list[str]:
     return found
 
 
-def _raises(handler: ast.ExceptHandler) -> bool:
-    """Clean-up that raises again hides nothing."""
+def _is_broad(handler: ast.ExceptHandler) -> bool:
+    """Catches everything and does not raise it again; clean-up that does hides nothing."""
     last = handler.body[-1]
-    return isinstance(last, ast.Raise) and last.exc is None
+    named = getattr(handler.type, "id", "")
+    everything = handler.type is None or named in ("Exception", "BaseException")
+    return everything and not (isinstance(last, ast.Raise) and last.exc is None)
 
 
 def main() -> int:

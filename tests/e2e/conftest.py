@@ -1,4 +1,4 @@
-"""Real processes, as a user starts them: `sluice up` once, `sluice train` as often as a test likes."""
+"""Real processes, as a user starts them: `sluice up` once, `sluice train` many times."""
 
 import json
 import os
@@ -147,7 +147,7 @@ def stop_stack(stack: Stack) -> None:
     pids = [psutil.Process(stack.process.pid), *psutil.Process(stack.process.pid).children(True)]
     stack.process.send_signal(signal.SIGINT)
     assert stack.process.wait(timeout=60) == 0
-    gone, alive = psutil.wait_procs(pids, timeout=10)
+    _, alive = psutil.wait_procs(pids, timeout=10)
     assert not alive, f"left behind: {alive}"
 
 
