@@ -15,7 +15,7 @@ from rich.table import Table
 
 from sluice import logs
 from sluice.client import Client, RemoteError
-from sluice.config import ConfigError, load_config
+from sluice.config import ConfigError, ProcessConfig, load_config
 from sluice.loop.config import RunConfig
 from sluice.loop.evaluation import EvaluationError
 from sluice.loop.feed import RolloutFailedError
@@ -23,13 +23,22 @@ from sluice.loop.fleet import NoEngineError
 from sluice.loop.report import Report
 from sluice.loop.run import Run, TrainerFailedError
 from sluice.loop.workers import NoWorkerError
+from sluice.runtime.security import SecurityConfig
 from sluice.supervise import ServiceDiedError, Supervisor, UpConfig, read_services
 
 USAGE = """usage:
   sluice up SERVICES.yaml [--key value ...]      start services, keep them alive until Ctrl-C
   sluice train RUN.yaml [--up SERVICES.yaml] [--key value ...]
-  sluice waits ADDRESS                           what a server is waiting for, and on whom
+  sluice waits ADDRESS [--security.token_file FILE] [--security.tls.ca FILE ...]
+                                                 what a server is waiting for, and on whom
 """
+
+
+class WaitsConfig(ProcessConfig):
+    """How `sluice waits` proves itself."""
+
+    security: SecurityConfig = SecurityConfig()
+
 
 _EXPECTED = (
     ConfigError,
@@ -88,9 +97,9 @@ async def run_training(
 
 async def waits(arguments: Sequence[str]) -> None:
     """Print what a server waits for."""
-    if len(arguments) != 1:
-        raise ConfigError(USAGE)
-    async with Client(arguments[0]) as client:
+    address, *flags = arguments
+    config = load_config(WaitsConfig, flags)
+    async with Client(address, config.security) as client:
         table = Table("what", "on", "for", "explanation")
         for wait in await client.list_waits():
             age = time.time() - wait.start_time.ToNanoseconds() / 1e9

@@ -14,9 +14,7 @@ from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSetti
 from pydantic_settings.main import SettingsConfigDict
 
 ENV_PREFIX = "SLUICE_"
-RESERVED_ENV = frozenset(
-    {"SLUICE_DEVICE", "SLUICE_TOKEN", "SLUICE_FUSED_OPS"}
-)  # not settings of one process
+RESERVED_ENV = frozenset({"SLUICE_DEVICE", "SLUICE_FUSED_OPS"})  # not settings of one process
 
 
 class ConfigError(ValueError):
@@ -30,11 +28,16 @@ class Config(BaseModel, frozen=True, extra="forbid"):
 class ProcessConfig(BaseSettings):
     """Base of a process's whole configuration.
 
-    Defaults < `--config file.yaml` < `SLUICE_OPTIM__LR=x` < `--optim.lr x`.
+    Defaults < `--config file.yaml` < `SLUICE_OPTIM__LR=x` < `--optim.lr x`. An empty variable
+    is as none.
     """
 
     model_config = SettingsConfigDict(
-        frozen=True, extra="forbid", env_prefix=ENV_PREFIX, env_nested_delimiter="__"
+        frozen=True,
+        extra="forbid",
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter="__",
+        env_ignore_empty=True,
     )
 
 

@@ -19,6 +19,7 @@ import yaml
 from pydantic import Field
 
 from sluice.config import RESERVED_ENV, Config, ConfigError, ProcessConfig
+from sluice.runtime.security import SecurityConfig
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class UpConfig(ProcessConfig):
 
     run_dir: Path
     services: dict[str, ServiceEntry]
+    security: SecurityConfig = SecurityConfig()  # of every service that names none of its own
     start_timeout_seconds: float = Field(180, gt=0)
     stop_timeout_seconds: float = Field(40, gt=0)
     restarts: int = Field(20, ge=0)  # of one process, before it is left dead
@@ -155,6 +157,7 @@ class Supervisor:
     def _filled_in(self, service: _Service) -> dict[str, Any]:
         config = dict(service.config)
         server = {**config.get("server", {}), "address_file": str(service.address_file)}
+        server.setdefault("security", self.config.security.model_dump(mode="json"))
         if service.addresses:  # a restart keeps the ports that others know
             server["port"] = int(service.addresses["address"].rpartition(":")[2])
             server["metrics_port"] = int(service.addresses["metrics_address"].rpartition(":")[2])

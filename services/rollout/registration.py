@@ -30,6 +30,7 @@ class Registration:
         self._describe = describe
         self._task: asyncio.Task[None] | None = None
         self._is_known = False
+        self._trouble = ""  # the last that was told
 
     def start(self) -> None:
         """Begin; the router may come later."""
@@ -63,7 +64,7 @@ class Registration:
             response = await self._stub.RegisterEngine(request, timeout=ANNOUNCE_SECONDS)
         if not self._is_known:
             logger.info("registered as %s", request.engine.engine_id)
-        self._is_known = True
+        self._is_known, self._trouble = True, ""
         return response.heartbeat_interval.ToNanoseconds() / 1e9 / HEARTBEATS_PER_INTERVAL
 
     async def _keep(self) -> None:
@@ -71,7 +72,8 @@ class Registration:
             try:
                 delay = await self._register()
             except RemoteError as error:
-                if self._is_known:
+                if self._trouble != str(error):  # once each, not twice a second
+                    self._trouble = str(error)
                     logger.warning("router: %s", error)
                 self._is_known, delay = False, RETRY_SECONDS
             await asyncio.sleep(delay)

@@ -8,7 +8,7 @@ import sys
 
 from services.trainer.config import TrainerConfig
 from services.trainer.front.trainer import Trainer
-from services.trainer.front.worker_service import WorkerServer, check_listen_host
+from services.trainer.front.worker_service import WorkerServer
 from services.trainer.servicer import TrainerServicer
 from sluice import logs
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
@@ -24,12 +24,11 @@ SERVICE = "sluice.api.trainer.v1.TrainerService"
 def main() -> int:
     try:
         config = load_config(TrainerConfig)
-        check_listen_host(config)
+        logs.configure(config.log_level)
+        asyncio.run(serve(config))
     except ConfigError as error:
         print(f"trainer: {error}", file=sys.stderr)
         return 2
-    logs.configure(config.log_level)
-    asyncio.run(serve(config))
     return 0
 
 

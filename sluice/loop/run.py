@@ -228,6 +228,7 @@ class Run:
                     except RemoteError as error:
                         if error.code is not grpc.StatusCode.UNAVAILABLE:
                             raise
+                        state = str(error)
                     else:
                         state = trainer_pb.Trainer.State.Name(trainer.state)
                         if trainer.state == trainer_pb.Trainer.STATE_ACTIVE:

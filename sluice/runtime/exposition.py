@@ -3,24 +3,59 @@
 from __future__ import annotations
 
 import hmac
+import logging
+import socket
+import ssl
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from wsgiref.simple_server import WSGIRequestHandler
 
 from prometheus_client import REGISTRY, CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from sluice.runtime.security import SecurityConfig, http_context
 
+logger = logging.getLogger(__name__)
 
-class _QuietHandler(WSGIRequestHandler):
+SILENT_SECONDS = 10.0  # a connection that says nothing for so long is closed
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = SILENT_SECONDS
+
     def log_message(self, format: str, *args: Any) -> None:
         """Scrapes are not worth a log line."""
 
 
+class _Server(ThreadingWSGIServer):
+    """Shakes hands in the thread of the connection: a peer that stalls stalls nobody else."""
+
+    tls: ssl.SSLContext | None = None
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        connection: socket.socket = request
+        if self.tls is not None:
+            connection.settimeout(SILENT_SECONDS)
+            try:
+                connection = self.tls.wrap_socket(connection, server_side=True)
+            except OSError:  # ssl.SSLError included: no certificate, a wrong one, or no TLS at all
+                return
+        try:
+            super().finish_request(connection, client_address)
+        finally:
+            if connection is not request:
+                connection.close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        error = sys.exception()
+        if not isinstance(error, OSError):  # a caller that went away is no news
+            logger.error("the metrics port failed", exc_info=error)
+
+
 class MetricsServer:
-    """Serves `/metrics` from a thread until `stop`."""
+    """Serves `/metrics` from a thread until `stop`. Raises ConfigError and OSError."""
 
     def __init__(
         self,
@@ -31,13 +66,10 @@ class MetricsServer:
     ) -> None:
         self._token = security.token()
         self._app: Callable[..., Iterable[bytes]] = make_wsgi_app(registry)
-        self._server: WSGIServer = make_server(
-            host, port, self._serve, ThreadingWSGIServer, handler_class=_QuietHandler
-        )
-        if security.tls is not None:
-            self._server.socket = http_context(security.tls).wrap_socket(
-                self._server.socket, server_side=True
-            )
+        tls = None if security.tls is None else http_context(security.tls)
+        self._server = _Server((host, port), _Handler)
+        self._server.tls = tls
+        self._server.set_app(self._serve)
         self.port = int(self._server.server_port)
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.1,), name="metrics"

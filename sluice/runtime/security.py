@@ -6,16 +6,27 @@ import ssl
 from pathlib import Path
 
 import grpc
+from pydantic import model_validator
 
 from sluice.config import Config, ConfigError
 
 
 class TlsConfig(Config):
-    """PEM files. With `ca` a server asks clients for certificates (mTLS) and a client trusts it."""
+    """PEM files. With `ca` a server asks clients for certificates (mTLS) and a client trusts it.
+
+    Without `client_certificates` a server with a `ca` takes callers that show none.
+    """
 
     cert: Path | None = None
     key: Path | None = None
     ca: Path | None = None
+    client_certificates: bool = True
+
+    @model_validator(mode="after")
+    def _cert_and_key_go_together(self) -> TlsConfig:
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("cert and key go together")
+        return self
 
 
 class SecurityConfig(Config):
@@ -44,16 +55,38 @@ def _read(path: Path | None, name: str) -> bytes | None:
         raise ConfigError(f"security.tls.{name}: {error}") from None
 
 
+def _load(context: ssl.SSLContext, tls: TlsConfig) -> None:
+    """Give a context the files. Raises ConfigError naming the one that cannot be used."""
+    if tls.cert is not None and tls.key is not None:
+        _read(tls.cert, "cert"), _read(tls.key, "key")
+        try:
+            context.load_cert_chain(tls.cert, tls.key)
+        except ssl.SSLError as error:
+            raise ConfigError(
+                f"security.tls: {tls.cert} and {tls.key} are no certificate and its key: {error}"
+            ) from None
+    if tls.ca is not None:
+        _read(tls.ca, "ca")
+        try:
+            context.load_verify_locations(tls.ca)
+        except ssl.SSLError as error:
+            raise ConfigError(f"security.tls.ca: {tls.ca} holds no certificate: {error}") from None
+
+
 def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials:
-    """Credentials of a server; it verifies clients when a `ca` is given."""
+    """Credentials of a server; it verifies clients when a `ca` is given.
+
+    Raises ConfigError for files that are missing or do not fit together.
+    """
+    http_context(tls)  # says which file is wrong, where grpc would only fail to open the port
     key, cert, ca = _read(tls.key, "key"), _read(tls.cert, "cert"), _read(tls.ca, "ca")
-    if key is None or cert is None:
-        raise ConfigError("security.tls: a server needs cert and key")
-    return grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=ca is not None)
+    asks = ca is not None and tls.client_certificates
+    return grpc.ssl_server_credentials([(key, cert)], ca if asks else None, asks)
 
 
 def channel_credentials(tls: TlsConfig) -> grpc.ChannelCredentials:
-    """Credentials of a client; it shows a certificate when it has one."""
+    """Credentials of a client; it shows a certificate when it has one. Raises ConfigError."""
+    _load(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), tls)
     return grpc.ssl_channel_credentials(
         root_certificates=_read(tls.ca, "ca"),
         private_key=_read(tls.key, "key"),
@@ -62,12 +95,11 @@ def channel_credentials(tls: TlsConfig) -> grpc.ChannelCredentials:
 
 
 def http_context(tls: TlsConfig) -> ssl.SSLContext:
-    """The same for the metrics port."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    """The same for the metrics port. Raises ConfigError."""
     if tls.cert is None or tls.key is None:
         raise ConfigError("security.tls: a server needs cert and key")
-    context.load_cert_chain(tls.cert, tls.key)
-    if tls.ca is not None:
-        context.load_verify_locations(tls.ca)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    _load(context, tls)
+    if tls.ca is not None and tls.client_certificates:
         context.verify_mode = ssl.CERT_REQUIRED
     return context

@@ -112,7 +112,7 @@ class Server:
         return f"{self.config.host}:{self._metrics.port}"
 
     async def start(self) -> None:
-        """Open the ports. Raises RuntimeError when one is taken."""
+        """Open the ports. Raises RuntimeError when one is taken, ConfigError for bad files."""
         names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.grpc_server)
         listen, security = f"{self.config.host}:{self.config.port}", self.config.security
