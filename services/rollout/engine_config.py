@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from sluice.config import Config
 
@@ -31,8 +31,15 @@ class EngineConfig(Config):
     deterministic: bool = Field(
         False,
         description="A sample's tokens and log-probs do not depend, to the bit, on its neighbours;"
-        " every decode step then costs max_running rows.",
+        " every decode step then costs max_running rows, on one thread.",
     )
+
+    @model_validator(mode="after")
+    def _one_thread_when_deterministic(self) -> EngineConfig:
+        # How work is cut over threads depends on how much there is.
+        if self.deterministic and self.threads > 1:
+            raise ValueError("threads: deterministic needs 1")
+        return self
 
     @property
     def cache_tokens(self) -> int:

@@ -53,6 +53,13 @@ class UnsupportedModelError(ServiceError):
     reason = "UNSUPPORTED_MODEL"
 
 
+class NonFiniteLogitsError(ServiceError):
+    """The serving weights overflow or hold NaN; other weights may do."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "NON_FINITE_LOGITS"
+
+
 class EngineFailedError(ServiceError):
     """A step of the engine raised, or it was closed; another replica may serve."""
 

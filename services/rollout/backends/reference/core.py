@@ -25,6 +25,7 @@ from services.rollout.errors import NoWeightsError
 from sluice.runtime.errors import QueueFullError, ServiceError
 
 Outcome = Delta | list[float] | ServiceError  # a list answers a scoring
+ROW_MULTIPLE = 16  # elementwise loops round otherwise in a vector register than in its remainder
 
 
 class EngineCore:
@@ -99,7 +100,8 @@ class EngineCore:
         would otherwise be drawn from the old weights and reported under the new version.
         """
         if self._batch is None:
-            fixed = self.config.max_running if self.config.deterministic else 0
+            slots = self.config.max_running
+            fixed = slots + -slots % ROW_MULTIPLE if self.config.deterministic else 0
             self.model = model
             self._batch = DecodeBatch(model.cache_shape, self.max_length, fixed)
         model.swap(weights.parameters)
@@ -148,14 +150,22 @@ class EngineCore:
         return [request.request_id for request in found]
 
     def abort_running(self) -> None:
-        """End all that has begun; what waits goes on waiting."""
-        waiting = set(self._waiting)
-        self._drop([item for item in self._live.values() if item not in waiting])
+        """End all requests that have begun; what waits goes on waiting, scorings go on."""
+        self._drop([item for item in self._begun() if isinstance(item, Request)])
+
+    def fail_running(self, error: ServiceError) -> None:
+        """End all that has begun with an error."""
+        self.outbox += [(item.key, error) for item in self._begun()]
+        self._drop(self._begun())
 
     def discard(self, key: int) -> None:
         """End what `key` stands for, if it has not ended."""
         if key in self._live:
             self._drop([self._live[key]])
+
+    def _begun(self) -> list[Request | Scoring]:
+        waiting = set(self._waiting)
+        return [item for item in self._live.values() if item not in waiting]
 
     @torch.inference_mode()
     def _drop(self, gone: Sequence[Request | Scoring]) -> None:
@@ -265,18 +275,17 @@ class EngineCore:
             count = min(request.unstarted, slots, tokens // request.reserved)
             if count < 1:
                 break
-            lanes = [Lane(request, request.started + number) for number in range(count)]
-            request.started += count
+            groups.append((request, [Lane(request, request.started + i) for i in range(count)]))
             slots -= count
             tokens -= count * request.reserved
-            self._reserved += count * request.reserved
-            self._unstarted -= count
-            self.drawn_tokens += count
-            groups.append((request, lanes))
         if not groups:
             return False
         self._batch.start(groups, self.version)
-        for request, _ in groups:
+        for request, lanes in groups:
+            request.started += len(lanes)
+            self._reserved += len(lanes) * request.reserved
+            self._unstarted -= len(lanes)
+            self.drawn_tokens += len(lanes)
             if not request.unstarted:
                 self._active.remove(request)
                 request.prompt.restart()

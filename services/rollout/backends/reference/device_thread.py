@@ -122,10 +122,16 @@ class DeviceThread:
                     self._execute(command)
             self._core.draining = bool(self._quiet)
             if self._core.has_work:
-                self._core.step()
+                self._step()
             self._serve_quiet()
             if outbox := self._core.take_outbox():
                 self._loop.call_soon_threadsafe(self._deliver, outbox)
+
+    def _step(self) -> None:
+        try:
+            self._core.step()
+        except ServiceError as error:  # of the weights or the requests, not of the engine
+            self._core.fail_running(error)
 
     def _take(self) -> list[Command]:
         try:

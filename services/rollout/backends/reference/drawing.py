@@ -13,8 +13,10 @@ import torch
 from torch.nn.functional import pad
 
 from services.rollout.engine import Sampling
+from services.rollout.errors import NonFiniteLogitsError
 
 SEGMENT = 256  # vocabulary entries per segment of the two-level search
+FEW = 128  # most likely tokens that a nucleus is first looked for in
 
 
 @dataclass(frozen=True)
@@ -42,16 +44,11 @@ class DrawSettings:
     ) -> None:
         self.seeds, self.temperature, self.top_k, self.top_p = seeds, temperature, top_k, top_p
         greedy, cut = temperature == 0, (top_k > 0) | (top_p < 1)
+        divisor = temperature.masked_fill(greedy, 1)[:, None]
         self.greedy = greedy if bool(greedy.any()) else None
-        self.divisor: torch.Tensor | None = None
-        if bool((temperature != 1).any()):
-            self.divisor = temperature.masked_fill(greedy, 1)[:, None]
-        self.truncated: torch.Tensor | None = None
-        self.largest_k = 0  # over truncated rows; 0 when one of them has no top-k
-        if bool(cut.any()):
-            self.truncated = cut.nonzero()[:, 0]
-            top_k = top_k[self.truncated]
-            self.largest_k = int(top_k.max()) if bool((top_k > 0).all()) else 0
+        self.all_greedy = bool(greedy.all())
+        self.divisor = divisor if bool((divisor != 1).any()) else None
+        self.truncated = cut.nonzero()[:, 0] if bool(cut.any()) else None
 
     @staticmethod
     def of(
@@ -98,23 +95,39 @@ def draw(logits: torch.Tensor, settings: DrawSettings, positions: torch.Tensor) 
     """One token per row of `logits` float32[B, V]; `positions` int64[B] is where it will stand.
 
     Log-probabilities are before truncation. A greedy row reports those at temperature 1.
+    Raises NonFiniteLogitsError, before anything is indexed with what they would give.
     """
     scaled = logits if settings.divisor is None else logits / settings.divisor
     top = scaled.amax(-1, keepdim=True)
     weights = (scaled - top).exp_()
     normalizer = top[:, 0] + weights.sum(-1).log_()
-    chance = uniform(settings.seeds, positions)
-    tokens = _invert(weights, chance)
-    if settings.truncated is not None:
-        rows = settings.truncated
-        tokens[rows] = _draw_truncated(scaled[rows], chance[rows], settings)
-    if settings.greedy is not None:
-        tokens = torch.where(settings.greedy, logits.argmax(-1), tokens)
+    if not bool(normalizer.isfinite().all()):
+        raise NonFiniteLogitsError("the weights give logits that are not finite")
+    if settings.all_greedy:
+        tokens = logits.argmax(-1)
+    else:
+        tokens = _choose(scaled, weights, settings, positions)
+        if settings.greedy is not None:
+            tokens = torch.where(settings.greedy, logits.argmax(-1), tokens)
     logprobs = scaled.gather(1, tokens[:, None])[:, 0] - normalizer
     if settings.divisor is None:
         return Drawn(tokens, logprobs, logprobs)
     plain = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
     return Drawn(tokens, logprobs, plain)
+
+
+def _choose(
+    scaled: torch.Tensor,
+    weights: torch.Tensor,
+    settings: DrawSettings,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """Tokens drawn in proportion to `weights`, which are exp(`scaled`) up to a factor."""
+    if settings.truncated is not None:
+        rows = settings.truncated
+        kept = scaled[rows] >= _thresholds(scaled[rows], weights[rows], settings)
+        weights[rows] = weights[rows] * kept
+    return _invert(weights, uniform(settings.seeds, positions))
 
 
 def draw_fixed(
@@ -166,21 +179,34 @@ def _invert(weights: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
     return (segment * SEGMENT + torch.searchsorted(inner_sums, rest, right=True))[:, 0]
 
 
-def _draw_truncated(
-    scaled: torch.Tensor, chance: torch.Tensor, settings: DrawSettings
+def _thresholds(
+    scaled: torch.Tensor, weights: torch.Tensor, settings: DrawSettings
 ) -> torch.Tensor:
-    """Draw from rows cut to top_k, then to the smallest set of mass top_p of what is left."""
+    """[R, 1]: the smallest value of `scaled` [R, V] that top-k, then top-p of the rest, leave.
+
+    Values that are equal stay or go together. Only as many of the largest values are looked
+    at as the rows need, and what comes out does not depend on how many that were.
+    """
+    assert settings.truncated is not None
     top_k, top_p = settings.top_k[settings.truncated], settings.top_p[settings.truncated]
     width = scaled.shape[1]
-    largest = min(settings.largest_k, width)
-    values, order = (
-        scaled.topk(largest) if largest else scaled.sort(stable=True, dim=-1, descending=True)
-    )
-    weights = (values - values[:, :1]).exp()
-    rank = torch.arange(values.shape[1], device=scaled.device)
-    limit = torch.where(top_k > 0, top_k, width)
-    weights = weights.masked_fill_(rank >= limit[:, None], 0)
-    sums = weights.cumsum(-1, dtype=torch.float64)
-    before = (sums - weights) / sums[:, -1:]
-    weights = weights.masked_fill_(before >= top_p[:, None], 0)
-    return order.gather(1, _invert(weights, chance)[:, None])[:, 0]
+    limits = torch.where(top_k > 0, top_k.clamp(max=width), width)[:, None]
+    largest = int(top_k.max())
+    while True:
+        largest = min(max(largest, FEW), width)
+        values = scaled.topk(largest).values
+        heights = (values - values[:, :1]).exp_()
+        sums = heights.cumsum(-1, dtype=torch.float64)
+        seen = limits.clamp(max=largest)
+        total = torch.where(
+            limits < width, sums.gather(1, seen - 1), weights.sum(-1, True, dtype=torch.float64)
+        )
+        wanted = top_p[:, None] * total
+        rank = torch.arange(largest, device=scaled.device)
+        counts = ((rank < limits) & (sums - heights < wanted)).sum(-1, keepdim=True)
+        short = (limits > largest) & (top_p[:, None] < 1) & (sums[:, -1:] < wanted)
+        if largest == width or not bool(short.any()):
+            break
+        largest *= 16
+    everything = (top_p[:, None] >= 1) & (limits == width)
+    return values.gather(1, counts - 1).masked_fill_(everything, float("-inf"))

@@ -64,6 +64,8 @@ class ReferenceEngine(Engine):
 
     async def start(self) -> None:
         threads = self._config.threads or torch.get_num_threads()
+        if self._config.deterministic:
+            threads = 1
         await self._load(lambda: None)  # its thread sets thread counts before the device thread
         self._thread.start(asyncio.get_running_loop(), threads)
         if self._config.model:

@@ -1,0 +1,97 @@
+"""An SGLang server on CPU, in a virtual environment of its own, for side by side measurements."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+START_SECONDS, POLL_SECONDS, REQUEST_SECONDS = 300, 1.0, 600
+STOP_SECONDS = 20
+FLAGS = [
+    *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
+    *("--sampling-backend", "pytorch", "--max-total-tokens", "16384"),
+    *("--disable-overlap-schedule", "--disable-cuda-graph", "--disable-radix-cache"),
+    *("--sleep-on-idle", "--host", "127.0.0.1"),
+]
+
+
+class Timing(NamedTuple):
+    cpu_seconds: float
+    wall_seconds: float
+
+
+class SglangServer:
+    """Runs while the context is open; one thread computes."""
+
+    def __init__(self, python: str, model: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        self._command = [python, "-m", "sglang.launch_server", "--model-path", str(model), *FLAGS]
+        self._command += ["--port", str(self._port)]
+
+    def __enter__(self) -> SglangServer:
+        environment = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+        self._process = psutil.Popen(
+            self._command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        deadline = time.monotonic() + START_SECONDS
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.__exit__()
+                raise RuntimeError("the SGLang server did not start")
+            time.sleep(POLL_SECONDS)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        family = [*self._process.children(recursive=True), self._process]
+        for process in family:
+            process.terminate()
+        _, alive = psutil.wait_procs(family, timeout=STOP_SECONDS)
+        for process in alive:
+            process.kill()
+
+    def timed(self, prompts: list[list[int]], lengths: list[int]) -> Timing:
+        """All prompts in one request, each to its own length."""
+        body = {
+            "input_ids": prompts,
+            "sampling_params": [
+                {"temperature": 0, "max_new_tokens": length, "ignore_eos": True}
+                for length in lengths
+            ],
+        }
+        wall, cpu = time.monotonic(), self._cpu_seconds()
+        answers = self._call("/generate", body)
+        timing = Timing(self._cpu_seconds() - cpu, time.monotonic() - wall)
+        assert [len(answer["output_ids"]) for answer in answers] == lengths
+        return timing
+
+    def _cpu_seconds(self) -> float:
+        times = [p.cpu_times() for p in (self._process, *self._process.children(recursive=True))]
+        return sum(one.user + one.system for one in times)
+
+    def _answers(self) -> bool:
+        try:
+            self._call("/model_info", None)
+        except (urllib.error.URLError, OSError):
+            return False
+        return True
+
+    def _call(self, path: str, body: object) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self._port}{path}",
+            data=data,
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as response:
+            return json.load(response)
