@@ -22,6 +22,7 @@ EntropyMode = Literal["off", "metric", "gradient"]
 CPU_BLOCK_BYTES = 2**20  # stays in a core's cache from the first touch to the last
 DEVICE_BLOCK_BYTES = 2**28  # few kernel launches, little beside the logits
 LOWEST_LOG_WEIGHT = -1e4  # exp of it is 0; keeps 0 x -inf out of the entropy of banned tokens
+LOWEST_MAX = -1e30  # of a shard where every token is padding or banned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +123,7 @@ class RowSums:
 
     def __init__(self, like_TV: torch.Tensor, rows: int, options: RowOptions) -> None:
         dtype = torch.promote_types(like_TV.dtype, torch.float32)
-        self.max_T = torch.full((rows,), -1e30, dtype=dtype, device=like_TV.device)
+        self.max_T = torch.full((rows,), LOWEST_MAX, dtype=dtype, device=like_TV.device)
         self.sums_3T = torch.zeros(3, rows, dtype=dtype, device=like_TV.device)
         self.options = options
 
@@ -135,7 +136,7 @@ class RowSums:
         scaled_RV = logits_RV.to(dtype) if logits_RV.dtype != dtype else logits_RV.clone()
         if options.temperature != 1:
             scaled_RV.div_(options.temperature)
-        max_R = torch.amax(scaled_RV, dim=1, out=self.max_T[start:stop])
+        max_R = torch.amax(scaled_RV, dim=1, out=self.max_T[start:stop]).clamp_(min=LOWEST_MAX)
         local_R, owned_R = local_targets(targets_R, logits_RV.shape[1], options.vocab)
         found_R = scaled_RV.gather(1, local_R[:, None]).squeeze(1)
         self.sums_3T[1, start:stop] = torch.where(owned_R, found_R, 0.0)
@@ -158,7 +159,7 @@ class RowSums:
         if collectives is not None:
             local_T = self.max_T.clone()
             collectives.all_reduce(self.max_T, "max")
-            shift_T = (local_T - self.max_T).clamp(min=LOWEST_LOG_WEIGHT)
+            shift_T = local_T - self.max_T
             weight_T = shift_T.exp()
             # sum e^(x - M) (x - M), M the maximum of all shards, from the sums around this one's
             self.sums_3T[2].addcmul_(self.sums_3T[0], shift_T).mul_(weight_T)

@@ -203,3 +203,30 @@ def check_vocabulary_shards(context):
                 grad_hidden = collectives.all_reduce(grad_hidden.contiguous(), "sum")
             close(grad_hidden, wanted_grads[0], "d hidden")
             close(grads[1], wanted_grads[1][mine], "d weight")
+
+
+def check_a_shard_of_banned_tokens(context):
+    """One rank's logits are all -inf, as where a task forbids them; the others share the mass."""
+    collectives = context.world
+    columns, shard = shard_of(collectives.rank, False)
+    logits = torch.randn(6, WORLD * columns, generator=torch.Generator().manual_seed(2))
+    logits[:, columns : 2 * columns] = -torch.inf
+    targets = torch.tensor([0, 1, 10, 11, 18, 2])
+    kept = torch.cat([logits[:, :columns], logits[:, 2 * columns : VOCAB]], dim=1)
+    kept.requires_grad_()
+    log = kept.log_softmax(-1)
+    wanted = (
+        log.gather(1, torch.where(targets < columns, targets, targets - columns)[:, None])[:, 0],
+        -(log.exp() * log).sum(-1),
+    )
+    torch.stack(wanted).sum().backward()
+    mine = logits[:, shard.start : shard.start + columns].requires_grad_()
+    vocab = VocabShard(start=shard.start, size=VOCAB, collectives=collectives)
+    found = token_logprobs(mine, targets, entropy="gradient", vocab=vocab)
+    torch.stack(found).sum().backward()
+    close(found[0], wanted[0], "log-probs")
+    close(found[1], wanted[1], "entropy")
+    if collectives.rank == 1:
+        assert not mine.grad.any()
+    if collectives.rank == 0:
+        close(mine.grad, kept.grad[:, :columns], "d logits")
