@@ -31,6 +31,7 @@ class Row:
 
     `columns` holds float32[response] tensors by column name. `loss_weight` is the factor
     of this row's summed token losses, so that a global normaliser gives the aggregation.
+    `routed_experts` are those the engine chose, for a backend that replays them.
     """
 
     sample_id: str
@@ -40,6 +41,8 @@ class Row:
     loss_mask: torch.Tensor  # bool[response]
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
     loss_weight: float = 1.0
+    # integer[length or length - 1, mixture layers, chosen]; the last token may be left out
+    routed_experts: torch.Tensor | None = None
 
     @property
     def response_length(self) -> int:

@@ -57,7 +57,7 @@ class Expected:
 
 
 @pytest.fixture(scope="session")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> "ExpectedByFamily":
+def expected(tmp_path_factory: pytest.TempPathFactory) -> ExpectedByFamily:
     return ExpectedByFamily(tmp_path_factory.mktemp("checkpoints"))
 
 

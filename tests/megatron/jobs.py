@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,17 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from services.trainer.backend import Row
 from services.trainer.backends.megatron.backend import MegatronBackend
 from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.backends.megatron.export import export_tensors
 from services.trainer.backends.megatron.loading import LocalTensor
 from services.trainer.backends.megatron.mesh import mesh_of
+from services.trainer.backends.megatron.replay import RoutingMissingError, RoutingReplay
 from services.trainer.config import TrainerConfig
 from services.trainer.errors import CheckpointMismatchError
 from sluice.algo.spec import LossSpec
-from tests.megatron.models import make_rows, micro_batches
+from tests.megatron.models import make_rows, micro_batches, routed_rows
 from tests.megatron.settings import NORMALIZER, OPTIM, SPEC, STEPS
 
 
@@ -35,10 +38,12 @@ def open_backend(rank: int, world: int, arguments: dict[str, Any]) -> MegatronBa
     return MegatronBackend(config, mesh_of(layout, rank, world))
 
 
-def gather_gradients(backend: MegatronBackend, step: int, spec: LossSpec = SPEC) -> float:
+def gather_gradients(
+    backend: MegatronBackend, step: int, spec: LossSpec = SPEC, rows: list[Row] | None = None
+) -> float:
     """Forward and backward on the rows of `step`, in two calls; the loss of all data ranks."""
     mesh = backend.mesh
-    batches = micro_batches(make_rows(step), mesh.data_rank, mesh.data_size)
+    batches = micro_batches(rows or make_rows(step), mesh.data_rank, mesh.data_size)
     parts = [backend.forward_backward(part, spec) for part in (batches[:1], batches[1:])]
     total = torch.tensor(sum(p.loss for p in parts) if mesh.reports else 0.0, dtype=torch.float64)
     dist.all_reduce(total)
@@ -131,3 +136,62 @@ def resume_error(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, 
     except CheckpointMismatchError as error:
         return {"error_message": str(error)}
     return {}
+
+
+def replay_rollout(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Log-probs and gradients with the experts that the rows bring."""
+    out = Path(arguments["out"])
+    backend = open_backend(rank, world, arguments)
+    mesh, rows = backend.mesh, routed_rows()
+    batches = micro_batches(rows, mesh.data_rank, mesh.data_size)
+    scored = backend.compute_logprobs(batches, model="policy", temperature=SPEC.temperature or 1.0)
+    if mesh.reports:
+        save_file(scored, out / f"logprobs-{rank}.safetensors")
+    gather_gradients(backend, 0, rows=rows)
+    backend._stepper.reduce(NORMALIZER)
+    save_export(backend, out / f"gradients-{rank}.safetensors", main_gradient)
+    reference = backend.compute_logprobs(batches, model="reference", temperature=1.0)
+    if mesh.reports:
+        save_file(reference, out / f"reference-{rank}.safetensors")
+    backend.close()
+    return {}
+
+
+def replay_recorded(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Losses under weights that moved since the experts were recorded, with and without them."""
+    backend = open_backend(rank, world, arguments)
+    replay, mesh = backend._replay, backend.mesh
+    assert replay is not None
+    batches = micro_batches(make_rows(), mesh.data_rank, mesh.data_size)
+    backend.compute_logprobs(batches, model="policy", temperature=1.0)
+    first = gather_gradients(backend, 0)
+    backend.step(normalizer=NORMALIZER, learning_rate=0.05)
+    replayed = gather_gradients(backend, 0)
+    missing = [error_of(backend, rows) for rows in (make_rows(1), renamed(make_rows()))]
+    rows = [with_records(row, replay) for row in make_rows()]
+    replay.mode = "rollout"
+    brought = gather_gradients(backend, 0, rows=rows) if world == 1 else replayed
+    backend._passes = replace(backend._passes, replay=None)
+    free = gather_gradients(backend, 0)
+    backend.close()
+    losses = {"first": first, "replayed": replayed, "brought": brought, "free": free}
+    return {**losses, "missing": missing}
+
+
+def error_of(backend: MegatronBackend, rows: list[Row]) -> str:
+    try:
+        gather_gradients(backend, 0, rows=rows)
+    except RoutingMissingError as error:
+        return str(error)
+    return ""
+
+
+def renamed(rows: list[Row]) -> list[Row]:
+    return [replace(row, sample_id=f"{row.sample_id}-new") for row in rows]
+
+
+def with_records(row: Row, replay: RoutingReplay) -> Row:
+    """The row with the experts that were recorded for it, all mixture layers on this rank."""
+    found = [chunk.records.get(row.sample_id) for chunk in replay._chunks]
+    parts = [record.experts for record in found if record is not None]
+    return replace(row, routed_experts=torch.cat(parts, dim=1) if parts else None)

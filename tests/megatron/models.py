@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import transformers
 from services.trainer.backend import MicroBatch, Row
 
 VOCAB = 131  # no multiple of anything, so that the vocabulary is padded
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -21,7 +22,7 @@ SIZES = {
     "max_position_embeddings": 128,
     "rms_norm_eps": 1e-6,
 }
-EXPERTS = {
+EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 48,
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -91,6 +92,18 @@ def _make_row(group: str, index: int, length: int, prompt: int, generator: torch
         },
         loss_weight=1.0 + index,
     )
+
+
+def routed_rows() -> list[Row]:
+    """The rows of step 0 with random experts, for every other row none for the last token."""
+    generator = torch.Generator().manual_seed(7)
+    layers = SIZES["num_hidden_layers"] - len(EXPERTS["mlp_only_layers"])
+    choices, experts = EXPERTS["num_experts_per_tok"], EXPERTS["num_experts"]
+    rows = []
+    for index, row in enumerate(make_rows()):
+        scores = torch.rand((len(row.token_ids) - index % 2, layers, experts), generator=generator)
+        rows.append(replace(row, routed_experts=scores.topk(choices).indices.to(torch.uint8)))
+    return rows
 
 
 def micro_batches(rows: list[Row], data_rank: int, data_size: int) -> list[MicroBatch]:

@@ -16,7 +16,7 @@ from typing import Any
 
 Job = Callable[[int, int, dict[str, Any]], dict[str, Any]]
 START_SECONDS = 120.0
-JOB_SECONDS = 120.0
+JOB_SECONDS = 90.0
 
 
 class JobError(AssertionError):

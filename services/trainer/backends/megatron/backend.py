@@ -23,11 +23,13 @@ from services.trainer.backend import (  # noqa: E402
     TrainingBackend,
 )
 from services.trainer.backends.megatron import parallel  # noqa: E402
-from services.trainer.backends.megatron.batch import PackedBatch, pack_batch  # noqa: E402
+from services.trainer.backends.megatron.batch import PackedBatch, check_tokens, pack_batch  # noqa: E402
 from services.trainer.backends.megatron.checkpoint import begin_save, describe, load  # noqa: E402
+from services.trainer.backends.megatron.config import MegatronConfig  # noqa: E402
 from services.trainer.backends.megatron.export import write_shards  # noqa: E402
 from services.trainer.backends.megatron.forward import Passes  # noqa: E402
 from services.trainer.backends.megatron.policy import Policy, create_policy  # noqa: E402
+from services.trainer.backends.megatron.replay import RoutingReplay  # noqa: E402
 from services.trainer.backends.megatron.results import share_responses, share_sums  # noqa: E402
 from services.trainer.backends.megatron.saving import PendingSave  # noqa: E402
 from services.trainer.backends.megatron.stepping import Stepper  # noqa: E402
@@ -50,7 +52,10 @@ class MegatronBackend(TrainingBackend):
         parallel.start(self._layout, seed=config.seed)
         self._policy = create_policy(Path(config.model), self._layout, device=self._device)
         self._stepper = Stepper(self._policy, self._layout, config.optim)
-        self._passes = Passes(chunks=self._policy.chunks, head=self._policy.head)
+        self._replay = _create_replay(self._policy, self._layout)
+        self._passes = Passes(
+            chunks=self._policy.chunks, head=self._policy.head, replay=self._replay
+        )
 
     def compute_logprobs(
         self, micro_batches: Sequence[MicroBatch], *, model: ModelName, temperature: float
@@ -71,6 +76,8 @@ class MegatronBackend(TrainingBackend):
         )
 
     def step(self, *, normalizer: float, learning_rate: float | None) -> StepOutcome:
+        if self._replay is not None:
+            self._replay.step()
         return self._stepper.step(normalizer=normalizer, learning_rate=learning_rate)
 
     def discard_gradients(self) -> None:
@@ -121,10 +128,18 @@ class MegatronBackend(TrainingBackend):
         multiple = self._layout.micro_batch_multiple
         missing = -len(micro_batches) % multiple
         rank = parallel_state.get_context_parallel_rank()
+        for rows in micro_batches:
+            check_tokens(rows, self._policy.source.shape.vocab)
         return [
             pack_batch(rows, self._layout, context_rank=rank, device=self._device)
             for rows in [*micro_batches, *([()] * missing)]
         ]
+
+
+def _create_replay(policy: Policy, config: MegatronConfig) -> RoutingReplay | None:
+    if config.routing_replay == "off":
+        return None
+    return RoutingReplay(config.routing_replay, policy.models, policy.source, policy.config)
 
 
 def _current_device() -> torch.device:

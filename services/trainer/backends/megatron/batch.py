@@ -12,6 +12,10 @@ from services.trainer.backends.megatron.config import MegatronConfig
 from sluice.algo.layout import Piece, SequenceLayout
 
 
+class TokenRangeError(ValueError):
+    """A row has a token that the model does not know."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
     """T tokens of this rank, out of context_size * T of the pack; R response tokens in row order.
@@ -59,6 +63,16 @@ def pack_batch(
             order=layout.place_of_pack.to(device) if config.context > 1 else None,
         ),
     )
+
+
+def check_tokens(rows: MicroBatch, vocab: int) -> None:
+    """Raises TokenRangeError ahead of a pass: inside it a device would fail without a name."""
+    for row in rows:
+        low, high = int(row.token_ids.min()), int(row.token_ids.max())
+        if low < 0 or high >= vocab:
+            raise TokenRangeError(
+                f"sample {row.sample_id!r} has token ids {low}..{high}, the model has {vocab}"
+            )
 
 
 def _tokens(rows: MicroBatch, layout: SequenceLayout, rank: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ What the model is called with is built in one place, so that both kinds of pass 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,13 +15,13 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
+from services.trainer.backend import Row
 from services.trainer.backends.megatron.batch import PackedBatch
 from services.trainer.backends.megatron.head import OutputHead
-from sluice.algo.inputs import pack_rows
+from services.trainer.backends.megatron.replay import Purpose, RoutingReplay
+from sluice.algo.inputs import MissingColumnError, pack_rows
 from sluice.algo.losses import compute_loss
-from sluice.algo.spec import LossSpec
-
-Hook = Callable[[torch.nn.Module, PackedBatch], None]
+from sluice.algo.spec import LossSpec, required_columns
 
 
 def build_forward_kwargs(batch: PackedBatch) -> dict[str, Any]:
@@ -33,6 +33,14 @@ def build_forward_kwargs(batch: PackedBatch) -> dict[str, Any]:
         "labels": None,  # the loss is made from hidden states
         "packed_seq_params": batch.runs,
     }
+
+
+def check_columns(rows: Sequence[Row], spec: LossSpec) -> None:
+    """Raises MissingColumnError ahead of a pass: inside it only the last stage would."""
+    needed = required_columns(spec)
+    for row in rows:
+        if missing := needed - row.columns.keys():
+            raise MissingColumnError(missing, f"sample {row.sample_id}")
 
 
 @dataclass
@@ -55,19 +63,17 @@ class SumsOnDevice:
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """Runs micro-batches through the chunks of one model. `head` is None but on the last stage.
-
-    `before` is called with the chunk and its batch ahead of every forward.
-    """
+    """Runs micro-batches through the chunks of one model. `head` is None but on the last stage."""
 
     chunks: Sequence[Any]  # modules, wrapped for gradients if they are to be trained
     head: OutputHead | None
-    before: Hook | None = None
+    replay: RoutingReplay | None = None
 
     def train(self, batches: Sequence[PackedBatch], spec: LossSpec) -> SumsOnDevice:
         """Add the gradients of the summed loss; nothing is reduced over ranks."""
         sums = SumsOnDevice()
-        with ExitStack() as stack:
+        check_columns([row for batch in batches for row in batch.rows], spec)
+        with self._replayed("train", batches), ExitStack() as stack:
             for chunk in self.chunks:
                 stack.enter_context(chunk.no_sync())
             self._run(batches, partial(self._loss, spec=spec, sums=sums), forward_only=False)
@@ -84,8 +90,20 @@ class Passes:
             scored.append(found.outputs.float())
             return found.outputs
 
-        self._run(batches, keep, forward_only=True)
+        with self._replayed("score", batches):
+            self._run(batches, keep, forward_only=True)
         return scored
+
+    @contextmanager
+    def _replayed(self, purpose: Purpose, batches: Sequence[PackedBatch]) -> Iterator[None]:
+        if self.replay is None:
+            yield
+            return
+        self.replay.begin(purpose, batches)
+        try:
+            yield
+        finally:
+            self.replay.end()
 
     def _loss(
         self, batch: PackedBatch, output: torch.Tensor, *, spec: LossSpec, sums: SumsOnDevice
@@ -113,13 +131,16 @@ class Passes:
         def step(
             iterator: Iterator[PackedBatch], chunk: torch.nn.Module
         ) -> tuple[torch.Tensor, Callable[..., Any]]:
-            batch = next(iterator)
-            if self.before is not None:
-                self.before(chunk, batch)
+            batch, index = next(iterator), self.chunks.index(chunk)
+            if self.replay is not None:
+                self.replay.before(index, batch)
             arguments = build_forward_kwargs(batch)
             if isinstance(getattr(chunk, "module", chunk), Float16Module):
                 arguments["fp32_output"] = False
-            return chunk(**arguments), partial(finish, batch)
+            output = chunk(**arguments)
+            if self.replay is not None:
+                self.replay.after(index, batch)
+            return output, partial(finish, batch)
 
         get_forward_backward_func()(
             forward_step_func=step,

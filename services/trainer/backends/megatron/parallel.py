@@ -9,7 +9,6 @@ from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.backends.megatron.layout import LayoutError
 from sluice.weights.rules import Partition
 
-
 _users: list[MegatronConfig] = []  # Megatron keeps one set of groups a process
 
 

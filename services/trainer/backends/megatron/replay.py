@@ -1,0 +1,215 @@
+"""Routing replay: training sends tokens to the experts that were chosen before.
+
+R2 ("recorded"): the pass that computes old log-probs records the experts, training takes them
+again until the next such pass after a step (arXiv 2507.18071). R3 ("rollout"): rows bring the
+experts of the engine (`Row.routed_experts`), for old log-probs and for training (2510.11370).
+Megatron's RouterReplay does the replaying.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from services.trainer.backend import Row
+from services.trainer.backends.megatron.batch import PackedBatch
+from services.trainer.backends.megatron.model_config import ModelSource
+
+Mode = Literal["recorded", "rollout"]
+Purpose = Literal["score", "train"]
+
+
+class RoutingMissingError(ValueError):
+    """A row has no routed experts, or has them for other tokens or layers."""
+
+
+@dataclass(frozen=True)
+class _Record:
+    """Experts int16[length, layers, k] and the tokens that they were recorded for."""
+
+    token_ids: torch.Tensor
+    experts: torch.Tensor
+
+
+@dataclass
+class _Chunk:
+    """The routers of one model chunk and their places among all mixture layers."""
+
+    routers: list[RouterReplay]
+    layers: list[int]
+    records: dict[str, _Record] = field(default_factory=dict)  # by sample_id
+
+
+class RoutingReplay:
+    """Stands before and after every forward of a chunk; see Passes."""
+
+    def __init__(
+        self,
+        mode: Mode,
+        models: Sequence[torch.nn.Module],
+        source: ModelSource,
+        config: TransformerConfig,
+    ) -> None:
+        self.mode = mode
+        self._sparse = sorted(source.shape.sparse_layers)
+        self._experts = source.shape.experts
+        self._choices: int = config.moe_router_topk
+        self._sequence_parallel: bool = config.sequence_parallel
+        self._chunks = [
+            self._find_routers(model, index, config) for index, model in enumerate(models)
+        ]
+        RouterReplay.clear_global_router_replay_instances()  # routers are found by chunk
+        self._stale = False
+        self._recording = False
+
+    def begin(self, purpose: Purpose, batches: Sequence[PackedBatch]) -> None:
+        """Ahead of a pass; collective. Raises RoutingMissingError on every rank or on none, so
+        that no rank waits for another inside the pass."""
+        self._recording = self.mode == "recorded" and purpose == "score"
+        if not self._recording:
+            self._check([row for batch in batches for row in batch.rows])
+        if self._recording and self._stale:
+            for chunk in self._chunks:
+                chunk.records.clear()
+            self._stale = False
+
+    def before(self, index: int, batch: PackedBatch) -> None:
+        chunk = self._chunks[index]
+        if not chunk.layers:
+            return
+        if self._recording:
+            _act(chunk, RouterReplayAction.RECORD)
+            return
+        experts = [self._experts_of(row, chunk) for row in batch.rows]
+        targets_of = self._place(experts, batch, len(chunk.layers))
+        for router, targets in zip(chunk.routers, targets_of, strict=True):
+            router.set_target_indices(targets)
+        _act(chunk, RouterReplayAction.REPLAY_FORWARD)
+
+    def after(self, index: int, batch: PackedBatch) -> None:
+        chunk = self._chunks[index]
+        if self._recording:
+            chunk.records.update(self._record(chunk, batch))
+        else:  # a recomputed forward takes the targets again, the oldest first
+            _act(chunk, RouterReplayAction.REPLAY_BACKWARD)
+
+    def end(self) -> None:
+        """Behind a pass, also a failed one."""
+        for chunk in self._chunks:
+            for router in chunk.routers:
+                router.clear_indices()
+                router.clear_router_replay_action()
+
+    def step(self) -> None:
+        """The policy has moved: the next scoring pass starts a new set of records."""
+        self._stale = True
+
+    def _find_routers(
+        self, model: torch.nn.Module, index: int, config: TransformerConfig
+    ) -> _Chunk:
+        interleaved = config.virtual_pipeline_model_parallel_size is not None
+        offset = get_transformer_layer_offset(config, vp_stage=index if interleaved else None)
+        chunk = _Chunk([], [])
+        decoder: Any = model.decoder
+        for position, layer in enumerate(decoder.layers):
+            if offset + position in self._sparse:
+                chunk.routers.append(layer.mlp.router.router_replay)
+                chunk.layers.append(self._sparse.index(offset + position))
+        return chunk
+
+    def _check(self, rows: Sequence[Row]) -> None:
+        faults = [fault for fault in map(self._fault_of, rows) if fault]
+        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        flag = torch.tensor(float(bool(faults)), device=device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        if flag.item():
+            raise RoutingMissingError(faults[0] if faults else "rows of another rank lack experts")
+
+    def _fault_of(self, row: Row) -> str:
+        """What keeps a row from being replayed; empty if nothing does."""
+        named = f"sample {row.sample_id!r}"
+        if self.mode == "recorded":
+            for record in (c.records.get(row.sample_id) for c in self._chunks if c.layers):
+                if record is None:
+                    return f"{named}: no experts were recorded; compute its old log-probs first"
+                if not torch.equal(record.token_ids, row.token_ids):
+                    return f"{named}: experts were recorded for other tokens"
+            return ""
+        experts, length = row.routed_experts, len(row.token_ids)
+        if experts is None:
+            return f"{named} has no routed_experts"
+        wanted = (len(self._sparse), self._choices)
+        if len(experts) not in (length, length - 1) or tuple(experts.shape[1:]) != wanted:
+            return (
+                f"{named}: routed_experts are {tuple(experts.shape)} for {length} tokens, "
+                f"{wanted[0]} mixture layers and {wanted[1]} choices"
+            )
+        if experts.numel() and not 0 <= int(experts.min()) <= int(experts.max()) < self._experts:
+            return f"{named}: a routed expert is not among {self._experts}"
+        return ""
+
+    def _experts_of(self, row: Row, chunk: _Chunk) -> torch.Tensor:
+        """int64[length, layers of the chunk, k]."""
+        if self.mode == "recorded":
+            return chunk.records[row.sample_id].experts.long()
+        assert row.routed_experts is not None
+        filled = self._anything(len(row.token_ids), len(self._sparse))
+        filled[: len(row.routed_experts)] = row.routed_experts
+        return filled[:, chunk.layers]
+
+    def _anything(self, tokens: int, layers: int) -> torch.Tensor:
+        """Distinct experts for tokens that no loss depends on."""
+        return torch.arange(self._choices).repeat(tokens, layers, 1)
+
+    def _place(
+        self, experts: Sequence[torch.Tensor], batch: PackedBatch, layers: int
+    ) -> list[torch.Tensor]:
+        """For each layer int64[tokens of this rank's routers, k]."""
+        layout = batch.layout
+        pack = self._anything(layout.total, layers)
+        for start, values in zip(layout.starts, experts, strict=False):
+            pack[start : start + len(values)] = values
+        rank = parallel_state.get_context_parallel_rank()
+        mine = layout.pack_of_place[rank * layout.local_length : (rank + 1) * layout.local_length]
+        local = pack[mine]
+        if self._sequence_parallel:
+            tensor = parallel_state.get_tensor_model_parallel_group()
+            local = local.chunk(tensor.size())[tensor.rank()]
+        return list(local.unbind(1))
+
+    def _record(self, chunk: _Chunk, batch: PackedBatch) -> dict[str, _Record]:
+        """What the routers chose, gathered over the ranks that hold the rows' other tokens."""
+        if not chunk.routers:
+            return {}
+        chosen = [router.get_recorded_indices() for router in chunk.routers]
+        local = torch.stack([indices for indices in chosen if indices is not None], dim=1)
+        local = local.to(torch.int32)
+        if self._sequence_parallel:
+            local = _gather(local, parallel_state.get_tensor_model_parallel_group())
+        whole = _gather(local, parallel_state.get_context_parallel_group())
+        parts = batch.layout.assemble(whole.cpu().to(torch.int16))
+        return {
+            row.sample_id: _Record(row.token_ids, part.clone())
+            for row, part in zip(batch.rows, parts, strict=True)
+        }
+
+
+def _act(chunk: _Chunk, action: RouterReplayAction) -> None:
+    for router in chunk.routers:
+        router.set_router_replay_action(action)
+
+
+def _gather(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    if group.size() == 1:
+        return local
+    whole = local.new_empty((group.size() * len(local), *local.shape[1:]))
+    dist.all_gather_into_tensor(whole, local.contiguous(), group=group)
+    return whole
