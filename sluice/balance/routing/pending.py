@@ -17,6 +17,8 @@ import numpy as np
 
 from sluice.balance.routing.groups import NO_GROUP, GroupTable
 
+_Key = tuple[int, int]  # group, and the lease where there is no group
+
 
 @dataclass
 class _Waiting:
@@ -29,15 +31,25 @@ class _Waiting:
     alone: float = math.nan  # expected tokens of a lease without a group
 
 
+@dataclass(frozen=True)
+class Last:
+    """Seconds the lease is expected to run (NaN unknown), and seconds it has waited."""
+
+    key: _Key
+    expected: float
+    waited: float
+
+
 class PendingQueue:
     """Waiting leases of one kind of need."""
 
     def __init__(self, groups: GroupTable) -> None:
         self._groups = groups
-        self._waiting: dict[tuple[int, int], _Waiting] = {}  # (group, first lease if no group)
-        self._heap: list[tuple[float, int, tuple[int, int]]] = []
-        self._probes: deque[tuple[int, int]] = deque()
-        self._unknown: deque[tuple[int, int]] = deque()  # a probe runs; oldest first
+        self._waiting: dict[_Key, _Waiting] = {}
+        self._heap: list[tuple[float, int, _Key]] = []  # longest expected first
+        self._shortest: list[tuple[float, int, _Key]] = []
+        self._probes: deque[_Key] = deque()
+        self._unknown: deque[_Key] = deque()  # a probe runs; oldest first
         self._stamp = 0
         self.count = 0  # leases in the queue, cancelled ones included until met
 
@@ -77,7 +89,40 @@ class PendingQueue:
             return self._take(unknown, self._waiting[unknown])
         return self._take(known[1], self._waiting[known[1]])
 
-    def _file(self, key: tuple[int, int], entry: _Waiting) -> None:
+    def last(self, now: float) -> Last | None:
+        """The lease that would be bound last, for an engine that only suits a short one."""
+        known = self._first(self._shortest)
+        unknown = self._last_of(self._unknown) or self._last_of(self._probes)
+        if known is not None and (unknown is None or self._is_short(self._waiting[known])):
+            return self._as_last(known, now)
+        return None if unknown is None else self._as_last(unknown, now)
+
+    def take(self, last: Last) -> int:
+        """Take out what `last` returned, before anything else changes."""
+        entry = self._waiting[last.key]
+        lease = self._take(last.key, entry)
+        if entry.leases and last.key in self._probes:
+            self._probes.remove(last.key)
+            self._file_unknown(last.key, entry)
+        return lease
+
+    def _as_last(self, key: _Key, now: float) -> Last:
+        entry = self._waiting[key]
+        expected = self._expected(entry) * self._groups.seconds_per_token
+        return Last(key, expected, now - entry.enqueued)
+
+    def _is_short(self, entry: _Waiting) -> bool:
+        return self._expected(entry) <= self._groups.mean_tokens
+
+    def _last_of(self, keys: deque[_Key]) -> _Key | None:
+        while keys:
+            entry = self._waiting.get(keys[-1])
+            if entry is not None and not entry.stamp:
+                return keys[-1]
+            keys.pop()
+        return None
+
+    def _file(self, key: _Key, entry: _Waiting) -> None:
         if not math.isnan(self._expected(entry)):
             self._push_known(key, entry)
         elif entry.group != NO_GROUP and math.isnan(self._groups.started[entry.group]):
@@ -85,7 +130,7 @@ class PendingQueue:
         else:
             self._file_unknown(key, entry)
 
-    def _file_unknown(self, key: tuple[int, int], entry: _Waiting) -> None:
+    def _file_unknown(self, key: _Key, entry: _Waiting) -> None:
         if math.isnan(self._expected(entry)):
             self._unknown.append(key)
         else:
@@ -96,22 +141,27 @@ class PendingQueue:
             return entry.alone
         return float(self._groups.expected(np.asarray([entry.group]))[0])
 
-    def _push_known(self, key: tuple[int, int], entry: _Waiting) -> None:
+    def _push_known(self, key: _Key, entry: _Waiting) -> None:
         self._stamp += 1
         entry.stamp = self._stamp
         seconds = self._expected(entry) * self._groups.seconds_per_token
         heapq.heappush(self._heap, (entry.enqueued - seconds, self._stamp, key))
+        heapq.heappush(self._shortest, (seconds - entry.enqueued, self._stamp, key))
 
-    def _first_known(self) -> tuple[float, tuple[int, int]] | None:
-        while self._heap:
-            negated, stamp, key = self._heap[0]
+    def _first_known(self) -> tuple[float, _Key] | None:
+        key = self._first(self._heap)
+        return None if key is None else (-self._heap[0][0], key)
+
+    def _first(self, heap: list[tuple[float, int, _Key]]) -> _Key | None:
+        while heap:
+            _, stamp, key = heap[0]
             entry = self._waiting.get(key)
             if entry is not None and entry.stamp == stamp:
-                return -negated, key
-            heapq.heappop(self._heap)
+                return key
+            heapq.heappop(heap)
         return None
 
-    def _first_unknown(self) -> tuple[int, int] | None:
+    def _first_unknown(self) -> _Key | None:
         while self._unknown:
             key = self._unknown[0]
             entry = self._waiting.get(key)
@@ -120,7 +170,7 @@ class PendingQueue:
             self._unknown.popleft()
         return None
 
-    def _unknown_rank(self, key: tuple[int, int], now: float) -> float:
+    def _unknown_rank(self, key: _Key, now: float) -> float:
         """A group none of whose samples has ended runs at least as long as its oldest has."""
         entry = self._waiting[key]
         seconds = self._groups.mean_tokens * self._groups.seconds_per_token
@@ -129,7 +179,7 @@ class PendingQueue:
             seconds = max(seconds, now - started if started == started else 0.0)
         return seconds - entry.enqueued
 
-    def _take(self, key: tuple[int, int], entry: _Waiting) -> int:
+    def _take(self, key: _Key, entry: _Waiting) -> int:
         self.count -= 1
         lease = entry.leases.popleft()
         if not entry.leases:

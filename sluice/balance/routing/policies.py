@@ -64,8 +64,7 @@ class MinCount:
     def place(
         self, fleet: Fleet, count: int, rng: np.random.Generator, hints: PlaceHints = NO_HINTS
     ) -> IntArray:
-        added = place_level(fleet.load, fleet.limit, count, rng, hints.avoid)
-        return deal(added, fleet.load, rng)
+        return deal(place_level(fleet, count, rng, hints.avoid), fleet, rng)
 
 
 class _ByEngine:

@@ -150,7 +150,7 @@ class Pool:
         admit(self.tables, self.waiting, row, request, int((sticky.targets == QUEUED).sum()))
         self.tables.charge(sticky.targets, groups, now)
         targets = sticky.targets
-        if not self.waiting.has(request.needs):
+        if self._goes_at_once(request, int((targets == QUEUED).sum())):
             self._place(request, sticky, groups, expected, now)
         first = self.tables.leases.grant(row.slot, targets, sticky.sessions, groups)
         self.tables.sessions.hold(sticky.sessions)
@@ -159,6 +159,7 @@ class Pool:
         if len(wait):
             self.waiting.add(row, first + wait, groups[wait], expected[wait], request.needs, now)
             self.waiting.dispatch(now)
+            self._tell(row, first, targets)
         return Grant(first_id=first, targets=targets)
 
     def release(
@@ -278,14 +279,32 @@ class Pool:
         return lost
 
     def _group_slots(self, request: LeaseRequest, now: float) -> IntArray:
-        if not request.groups:
+        if not request.groups or not request.count:
             return np.full(request.count, NO_GROUP, dtype=np.int64)
-        keys, sizes = zip(*request.groups, strict=True)
+        keys, sizes = zip(*((key, size) for key, size in request.groups if size), strict=True)
         slots = self.tables.groups.slots(keys, now)
         if request.expected_tokens is not None:
             firsts = np.cumsum(sizes) - sizes
             self.tables.groups.expect(slots, request.expected_tokens[firsts])
         return np.repeat(slots, sizes)
+
+    def _goes_at_once(self, request: LeaseRequest, count: int) -> bool:
+        """Whether `count` leases need no queue: none waits before them and all have a slot."""
+        if not request.may_wait:
+            return True
+        if self.waiting.has(request.needs):
+            return False
+        return count <= self.tables.targets.prompt_free_count(request.needs)
+
+    def _tell(self, row: ClientRow, first: int, targets: IntArray) -> None:
+        """Put what the queue bound of this very request into its answer."""
+        others = []
+        for lease, target in row.bound:
+            if first <= lease < first + len(targets):
+                targets[lease - first] = target
+            else:
+                others.append((lease, target))
+        row.bound = others
 
     def _place(
         self,

@@ -72,8 +72,9 @@ class SessionTable:
         if len(chosen):
             np.subtract.at(self._live, chosen, 1)
             self._used[chosen] = now
-            for slot in chosen[self._live[chosen] <= 0].tolist():
+            for slot in chosen.tolist():
                 if self._keys[slot] is None:  # it ended while this lease was held
+                    self._used[slot] = np.inf
                     self._give_back(slot)
 
     def end(self, key: str) -> bool:

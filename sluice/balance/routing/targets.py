@@ -22,6 +22,7 @@ from sluice.balance.routing.types import (
 from sluice.balance.routing.waterfill import Fleet
 
 IntArray = NDArray[np.int64]
+_SLOW = 1.1
 
 
 class Registered(Enum):
@@ -64,6 +65,15 @@ class EngineRow:
         if self.breaker.state is BreakerState.OPEN:
             return EngineState.BROKEN
         return EngineState.ACTIVE
+
+
+@dataclass(frozen=True)
+class SlowFleet:
+    """Slots of slow engines; running_elsewhere: leases on the others."""
+
+    fleet: Fleet
+    slowdown: float
+    running_elsewhere: int
 
 
 class TargetTable:
@@ -242,6 +252,37 @@ class TargetTable:
             limit[engine.first : engine.stop] = 0
         rest = Fleet.create(fleet.load, limit, fleet.engine_of, fleet.starts, fleet.slowdown)
         return rest if rest.free_count else fleet
+
+    def prompt_free_count(self, needs: Needs) -> int:
+        """Free slots, those of slow engines left out unless every engine is slow."""
+        fleet = self.fleet(needs)
+        if fleet.is_even:
+            return fleet.free_count
+        return int(fleet.room[~self._slow(needs)[fleet.engine_of]].sum())
+
+    def slow_fleet(self, needs: Needs) -> SlowFleet | None:
+        """Slow engines alone, the fastest of them with a free slot; None if there is none."""
+        fleet = self.fleet(needs)
+        if fleet.is_even:
+            return None
+        slow = self._slow(needs)[fleet.engine_of]
+        open_ = slow & (fleet.room > 0)
+        if not open_.any():
+            return None
+        speed = fleet.slowdown[fleet.engine_of]
+        best = int(speed[open_].min())
+        limit = np.where(open_ & (speed == best), fleet.limit, 0)
+        chosen = Fleet.create(fleet.load, limit, fleet.engine_of, fleet.starts, fleet.slowdown)
+        able = self.able(needs)[fleet.engine_of]
+        fastest = int(fleet.slowdown[self.able(needs)].min())
+        return SlowFleet(chosen, best / fastest, int(fleet.load[able & ~slow].sum()))
+
+    def _slow(self, needs: Needs) -> NDArray[np.bool_]:
+        """bool[e]: engines noticeably slower than the fastest able one."""
+        slowdown, able = self.speed.slowdown, self.able(needs)
+        if not able.any():
+            return able
+        return slowdown > _SLOW * int(slowdown[able].min())
 
     def _limit(self, needs: Needs, unlimited: bool) -> IntArray:
         limit = self._limits.get((needs, unlimited))

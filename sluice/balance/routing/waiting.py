@@ -16,6 +16,7 @@ from sluice.balance.routing.types import Needs
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 _BATCH = 1024
+_CAUTION = 2.0  # an unknown duration is taken for this many mean ones
 
 
 class WaitingRoom:
@@ -69,17 +70,17 @@ class WaitingRoom:
             return 0
         count = 0
         for needs, lane in list(self._lanes.items()):
-            while lane.count:
-                bound = self._fill(needs, lane, now)
-                if not bound:
-                    break
+            while lane.count and (bound := self._fill(needs, lane, now)):
                 count += bound
+            if lane.count:
+                count += self._fill_slow(needs, lane, now)
             if not lane.count:
                 del self._lanes[needs]
         return count
 
     def _fill(self, needs: Needs, lane: PendingQueue, now: float) -> int:
-        free = min(self._tables.targets.fleet(needs).free_count, _BATCH)
+        """Bind those in front, one for every free slot that is not a slow engine's."""
+        free = min(self._tables.targets.prompt_free_count(needs), _BATCH)
         ids = self._pop(lane, free, now)
         if not len(ids):
             return 0
@@ -100,6 +101,39 @@ class WaitingRoom:
             lane.push(int(ids[index]), int(columns.groups[index]), np.nan, now)
         self._bind(ids, targets)
         return int((targets >= 0).sum())
+
+    def _fill_slow(self, needs: Needs, lane: PendingQueue, now: float) -> int:
+        """Give a slow engine's free slots to those at the end that are done sooner there.
+
+        At the end of the queue a lease waits about `lane.count` / (running elsewhere) mean
+        durations for a prompt rank; on the slow engine it loses (slowdown - 1) of its own.
+        """
+        tables, bound = self._tables, 0
+        while lane.count and (slow := tables.targets.slow_fleet(needs)) is not None:
+            last = lane.last(now)
+            if last is None:
+                break
+            mean = tables.groups.mean_tokens * tables.groups.seconds_per_token
+            duration = last.expected if last.expected == last.expected else mean * _CAUTION
+            wait = lane.count / max(slow.running_elsewhere, 1) * mean
+            if mean and duration * (slow.slowdown - 1.0) > max(wait, last.waited):
+                break
+            if not mean and lane.count < slow.running_elsewhere * (slow.slowdown - 1) * _CAUTION:
+                break
+            lease = lane.take(last)
+            if tables.leases.target_of(lease) != QUEUED:
+                continue
+            ids = np.array([lease])
+            columns = tables.leases.read(ids)
+            if columns.sessions[0] != NO_SESSION:
+                targets = self._placement.open_sessions(slow.fleet, columns.sessions.tolist())
+            else:
+                unknown = np.array([np.nan])
+                targets = self._placement.spread(slow.fleet, columns.groups, unknown, None)
+            tables.charge(targets, columns.groups, now)
+            self._bind(ids, targets)
+            bound += 1
+        return bound
 
     def _pop(self, lane: PendingQueue, count: int, now: float) -> IntArray:
         ids: list[int] = []

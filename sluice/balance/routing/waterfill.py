@@ -8,6 +8,7 @@ level, so taking the n smallest keys equals n greedy picks, each charged before 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ IntArray = NDArray[np.int64]
 
 _LEVELS = 1 << 32  # above every load
 _NEVER = np.iinfo(np.int64).max
+_CANDIDATES = 4  # looked at per lease drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,7 @@ class Fleet:
 
 
 def place_level(
-    load: IntArray,
-    limit: IntArray,
+    fleet: Fleet,
     count: int,
     rng: np.random.Generator,
     avoid: IntArray | None = None,
@@ -64,17 +65,11 @@ def place_level(
 
     On the last level targets are drawn at random, those with the smallest `avoid` first.
     """
-    return _lowest(load, np.maximum(limit - load, 0), count, rng, avoid)
+    return _lowest(fleet, fleet.load, fleet.room, count, _Draw(fleet, rng, avoid))
 
 
-def _lowest(
-    load: IntArray,
-    room: IntArray,
-    count: int,
-    rng: np.random.Generator,
-    avoid: IntArray | None,
-) -> IntArray:
-    """`place_level` for targets with `room` more slots each."""
+def _lowest(fleet: Fleet, load: IntArray, room: IntArray, count: int, draw: _Draw) -> IntArray:
+    """`place_level` for targets with this load and `room` more slots each."""
     if int(room.sum()) <= count:
         return room
     if count <= 0:
@@ -95,7 +90,7 @@ def _lowest(
     added = _added(load, room, low)
     missing = count - int(added.sum())
     ties = np.flatnonzero((load + added == high - 1) & (added < room))
-    added[_draw(ties, missing, rng, avoid)] += 1
+    added[draw(ties, missing)] += 1
     return added
 
 
@@ -127,7 +122,7 @@ def place_step_time(
     below = search.slots(low)
     tied = search.slots(high) - below
     missing = count - int(below.sum())
-    return below + _lowest(fleet.load + below, tied, missing, rng, avoid)
+    return below + _lowest(fleet, fleet.load + below, tied, missing, _Draw(fleet, rng, avoid))
 
 
 def pick_step_time(
@@ -141,9 +136,8 @@ def pick_step_time(
     if 0 < count < fleet.free_count:
         ties = _cheapest(fleet, base)
         if len(ties) >= count:  # one key holds them all: no search
-            chosen = _draw(ties, count, rng, avoid)
-            return chosen[rng.permutation(count)] if count == len(ties) else chosen
-    return deal(place_step_time(fleet, base, count, rng, avoid), fleet.load, rng)
+            return _Draw(fleet, rng, avoid)(ties, count)
+    return deal(place_step_time(fleet, base, count, rng, avoid), fleet, rng)
 
 
 def _cheapest(fleet: Fleet, base: int) -> IntArray:
@@ -198,28 +192,48 @@ def _added(load: IntArray, room: IntArray, level: IntArray | int) -> IntArray:
     return np.minimum(added, room, out=added)
 
 
-def _draw(ties: IntArray, count: int, rng: np.random.Generator, avoid: IntArray | None) -> IntArray:
-    """`count` of `ties`, uniformly among those of equal `avoid`."""
-    if count >= len(ties):
-        return ties
-    key = rng.random(len(ties))
-    if avoid is not None:
-        key += avoid[ties]
-    if count == 1:
-        return ties[[int(key.argmin())]]
-    return ties[key.argpartition(count)[:count]]
+class _Draw:
+    """Draws among equal targets: fewest siblings first, then spread over engines, at random."""
+
+    def __init__(self, fleet: Fleet, rng: np.random.Generator, avoid: IntArray | None) -> None:
+        self._fleet, self._rng, self._avoid = fleet, rng, avoid
+
+    def __call__(self, ties: IntArray, count: int) -> IntArray:
+        """`count` of `ties`, in the order in which they are best dealt out."""
+        key = self._rng.random(len(ties))
+        if self._avoid is not None:
+            key += self._avoid[ties]
+        if count == 1:
+            return ties[[int(key.argmin())]]
+        some = _CANDIDATES * count
+        if some < len(ties):  # enough to find an engine for each
+            chosen = key.argpartition(some)[:some]
+            ties, key = ties[chosen], key[chosen]
+        return ties[_spread(self._fleet.engine_of[ties], np.floor(key), key)[:count]]
 
 
-def deal(added: IntArray, load: IntArray, rng: np.random.Generator) -> IntArray:
-    """int64[sum(added)]: the targets, lowest level first, shuffled within a level.
+def deal(added: IntArray, fleet: Fleet, rng: np.random.Generator) -> IntArray:
+    """int64[sum(added)]: the targets, lowest level first; in a level engines take turns.
 
-    Neighbours in this order are different targets wherever a level holds several, so dealing
-    it out to the samples of a group in turn spreads the group.
+    Neighbours in this order are on different targets, and on different engines wherever a level
+    holds several: dealing it out to the samples of a group in turn spreads the group.
     """
     targets = np.repeat(np.arange(len(added)), added)
     if len(targets) <= 1:
         return targets
     ends = np.cumsum(added)
     within = np.arange(len(targets)) - np.repeat(ends - added, added)
-    level = load[targets] + within
-    return targets[np.argsort(level + rng.random(len(targets)), kind="stable")]
+    level = fleet.load[targets] + within
+    return targets[_spread(fleet.engine_of[targets], level, rng.random(len(targets)))]
+
+
+def _spread(engine: IntArray, first: NDArray[Any], noise: NDArray[np.float64]) -> IntArray:
+    """Order by `first`, and where that is equal by turns over engines, otherwise by `noise`."""
+    engines = int(engine.max()) + 1
+    kind = first * engines + engine
+    order = np.argsort(kind + (noise - np.floor(noise)), kind="stable")
+    ordered = kind[order]
+    begins = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
+    turn = np.empty(len(order), dtype=np.int64)
+    turn[order] = np.arange(len(order)) - np.repeat(begins, np.diff(np.r_[begins, len(order)]))
+    return np.argsort(first * (int(turn.max()) + 1) + turn + (noise - np.floor(noise)))

@@ -1,0 +1,154 @@
+"""A batch placed at once equals picks made one by one, each charged before the next."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sluice.balance.routing.policies import POLICIES, create_policy
+from sluice.balance.routing.waterfill import (
+    Fleet,
+    deal,
+    pick_step_time,
+    place_level,
+    place_step_time,
+)
+
+BASE = 20
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> Fleet:
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=6))
+    count = sum(sizes)
+    load = draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
+    limit = draw(st.lists(st.integers(0, 14), min_size=count, max_size=count))
+    slowdown = draw(
+        st.lists(st.sampled_from([20, 20, 23, 34, 60]), min_size=len(sizes), max_size=len(sizes))
+    )
+    return Fleet.create(
+        np.array(load),
+        np.array(limit),
+        np.repeat(np.arange(len(sizes)), sizes),
+        np.cumsum([0, *sizes[:-1]]),
+        np.array(slowdown),
+    )
+
+
+def greedy_keys(fleet: Fleet, count: int, *, by_step_time: bool) -> list[tuple[int, int]]:
+    """(step time, load after) of each pick when the best is taken again and again."""
+    load = fleet.load.copy()
+    keys = []
+    for _ in range(count):
+        open_ = [t for t in range(len(load)) if load[t] < fleet.limit[t]]
+        if not open_:
+            break
+
+        def key(target: int) -> tuple[int, int]:
+            engine = fleet.engine_of[target]
+            largest = max(load[t] for t in range(len(load)) if fleet.engine_of[t] == engine)
+            step = fleet.slowdown[engine] * (BASE + max(largest, load[target] + 1))
+            return (int(step) if by_step_time else 0, int(load[target]) + 1)
+
+        best = min(open_, key=key)
+        keys.append(key(best))
+        load[best] += 1
+    return keys
+
+
+def keys_of(fleet: Fleet, added: np.ndarray, *, by_step_time: bool) -> list[tuple[int, int]]:
+    """The keys of the slots taken, whichever targets were drawn among ties."""
+    largest = np.maximum.reduceat(fleet.load, fleet.starts)
+    keys = []
+    for target, number in enumerate(added):
+        engine = fleet.engine_of[target]
+        for level in range(fleet.load[target] + 1, fleet.load[target] + number + 1):
+            step = fleet.slowdown[engine] * (BASE + max(largest[engine], level))
+            keys.append((int(step) if by_step_time else 0, int(level)))
+    return sorted(keys)
+
+
+@settings(max_examples=50, deadline=None)
+@given(fleets(), st.integers(0, 40), st.integers(0, 5))
+def test_step_time_batch_equals_greedy_picks(fleet, count, seed):
+    added = place_step_time(fleet, BASE, count, np.random.default_rng(seed))
+    assert keys_of(fleet, added, by_step_time=True) == sorted(
+        greedy_keys(fleet, count, by_step_time=True)
+    )
+    assert (fleet.load + added <= np.maximum(fleet.limit, fleet.load)).all()
+    picked = pick_step_time(fleet, BASE, count, np.random.default_rng(seed))
+    again = np.bincount(picked, minlength=len(fleet.load))
+    assert keys_of(fleet, again, by_step_time=True) == keys_of(fleet, added, by_step_time=True)
+
+
+@settings(max_examples=50, deadline=None)
+@given(fleets(), st.integers(0, 40), st.integers(0, 5))
+def test_level_batch_equals_greedy_picks(fleet, count, seed):
+    added = place_level(fleet, count, np.random.default_rng(seed))
+    assert keys_of(fleet, added, by_step_time=False) == sorted(
+        greedy_keys(fleet, count, by_step_time=False)
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(fleets(), st.integers(0, 40), st.sampled_from(sorted(POLICIES)))
+def test_every_policy_fills_free_slots_and_no_others(fleet, count, name):
+    placed = create_policy(name, BASE).place(fleet, count, np.random.default_rng(1))
+    added = np.bincount(placed, minlength=len(fleet.load))
+    assert len(placed) == min(count, fleet.free_count)
+    assert (added <= fleet.room).all()
+
+
+def even_fleet(engines: int, ranks: int, slowdown: list[int] | None = None) -> Fleet:
+    count = engines * ranks
+    return Fleet.create(
+        np.zeros(count, dtype=np.int64),
+        np.full(count, 1 << 30),
+        np.repeat(np.arange(engines), ranks),
+        np.arange(0, count, ranks),
+        np.array(slowdown or [20] * engines),
+    )
+
+
+def test_a_slow_engine_gets_work_only_when_the_others_are_as_slow():
+    fleet = even_fleet(2, 1, [20, 40])
+    few = place_step_time(fleet, BASE, 20, np.random.default_rng(0))
+    assert few.tolist() == [20, 0]
+    many = place_step_time(fleet, BASE, 23, np.random.default_rng(0))
+    assert many.tolist() == [22, 1]  # 20 * (20 + 23) > 40 * (20 + 1)
+
+
+@pytest.mark.parametrize("name", ["step_time", "min_count"])
+def test_ties_are_random_and_follow_the_seed(name):
+    fleet = even_fleet(4, 8)
+
+    def first(seed: int) -> int:
+        return int(create_policy(name).place(fleet, 1, np.random.default_rng(seed))[0])
+
+    assert first(3) == first(3)
+    counts = Counter(first(seed) for seed in range(640))
+    assert len(counts) == 32 and max(counts.values()) <= 2.5 * 20
+
+
+def test_ties_go_where_siblings_are_not():
+    fleet = even_fleet(1, 8)
+    avoid = np.array([1, 1, 1, 0, 1, 1, 1, 0])
+    for seed in range(10):
+        added = place_step_time(fleet, BASE, 2, np.random.default_rng(seed), avoid)
+        assert added.tolist() == [0, 0, 0, 1, 0, 0, 0, 1]
+
+
+def test_siblings_are_dealt_to_different_engines_where_there_are_enough():
+    fleet = even_fleet(8, 4)
+    for count in (8, 32, 64):
+        targets = pick_step_time(fleet, BASE, count, np.random.default_rng(count))
+        for start in range(0, count, 8):
+            engines = fleet.engine_of[targets[start : start + 8]]
+            assert sorted(engines) == list(range(8))
+    crowded = deal(np.array([4] * 8), even_fleet(2, 4), np.random.default_rng(0))
+    for start in range(0, 32, 8):
+        assert len(set(crowded[start : start + 8])) == 8
