@@ -9,7 +9,10 @@ from pydantic import Field, field_validator, model_validator
 
 from services.trainer.backends.megatron.config import MegatronConfig
 from sluice.config import Config, ProcessConfig
+from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import ServerConfig
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class OptimConfig(Config):
@@ -85,9 +88,35 @@ class TrainerConfig(ProcessConfig):
     megatron: MegatronConfig = MegatronConfig()
     server: ServerConfig = ServerConfig()
 
+    @property
+    def rank_security(self) -> SecurityConfig:
+        """How ranks and front trust each other: within one host the token is enough."""
+        security = self.server.security
+        if is_loopback(self.ranks.listen_host):
+            return security.model_copy(update={"tls": None})
+        return security
+
+    @model_validator(mode="after")
+    def _check_rank_port(self) -> Self:
+        server, ranks = self.server, self.ranks
+        if is_loopback(ranks.listen_host):
+            return self
+        if ranks.launch == "local":
+            raise ValueError("ranks.listen_host must be loopback where ranks.launch is local")
+        if server.security.tls is None and not server.allow_insecure:
+            raise ValueError(
+                f"ranks.listen_host {ranks.listen_host} is not loopback: set "
+                "server.security.tls, or server.allow_insecure: true"
+            )
+        return self
+
     @field_validator("model", "reference_model")
     @classmethod
     def _is_checkpoint(cls, value: str | None) -> str | None:
         if value is not None and not (Path(value) / "config.json").is_file():
             raise ValueError(f"{value} is no model directory: it has no config.json")
         return value
+
+
+def is_loopback(host: str) -> bool:
+    return host in LOOPBACK

@@ -79,6 +79,13 @@ class CheckpointMismatchError(ServiceError):
     reason = "CHECKPOINT_MISMATCH"
 
 
+class CommandTooLargeError(ServiceError):
+    """A micro-batch of too many rows: `max_tokens_per_micro_batch` is too large for them."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "COMMAND_TOO_LARGE"
+
+
 class RankLostError(ServiceError):
     """A rank died or hung; the group restarts."""
 

@@ -17,11 +17,13 @@ PREFIX = "batches/"
 
 @dataclass(frozen=True)
 class StoredRows:
-    """A blob whose rows follow one another in the upload order from `first_row` on."""
+    """Rows of a blob, from index `first_index` on, which are in the upload order from
+    `first_row` on."""
 
     blob: BlobReference
     first_row: int
     count: int
+    first_index: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

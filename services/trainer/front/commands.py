@@ -40,7 +40,7 @@ def _add_rows(batch: Batch, start: int, end: int) -> Build:
                 command.blobs.append(
                     pb.BlobRows(
                         blob=blob_to_proto(stored.blob),
-                        indices=indices.tolist(),
+                        indices=(indices + stored.first_index).tolist(),
                         rows=(indices + stored.first_row).tolist(),
                     )
                 )

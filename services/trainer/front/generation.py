@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from services.trainer.config import RanksConfig
-from services.trainer.errors import RankError, RankLostError
+from services.trainer.errors import CommandTooLargeError, RankError, RankLostError
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.runtime.errors import ServiceError
@@ -108,9 +108,11 @@ class Generation:
             if not pending.done.done():
                 pending.done.set_exception(error)
 
-    def close(self) -> None:
-        """Close all streams and stop watching; commands under way fail."""
+    def close(self, *, orderly: bool = False) -> None:
+        """Close all streams and stop watching. Ranks count an end as failure unless `orderly`."""
         for link in self.links.values():
+            if orderly:
+                link.outgoing.put_nowait(pb.FollowResponse(shutdown=pb.ShutdownCommand()))
             link.outgoing.put_nowait(None)
         for watcher in self._watchers:
             watcher.cancel()
@@ -126,7 +128,7 @@ class Generation:
         elif kind == "result":
             self._take_result(link, event.result)
 
-    async def run(self, activity: str, build: Build, seconds: float) -> list[pb.CommandResult]:
+    async def run(self, build: Build, seconds: float) -> list[pb.CommandResult]:
         """Give every rank its command and wait for all answers, in the order of ranks.
 
         Raises the error of the lowest rank that answered with one, and RankLostError when a
@@ -134,17 +136,18 @@ class Generation:
         """
         if self.lost.done():
             raise self.lost.result()
+        commands = {data: build(data) for data in {link.data_rank for link in self.links.values()}}
+        activity = commands[0].WhichOneof("command") or ""
+        if (size := max(command.ByteSize() for command in commands.values())) > MAX_COMMAND_BYTES:
+            raise CommandTooLargeError(f"{activity} would take {size} bytes", size=size)
         self._sequence += 1
         sequence = self._sequence
         pending = self._pending[sequence] = _Pending(activity, set(self.links))
-        commands: dict[int, pb.FollowResponse] = {}
         for link in self.links.values():
-            if link.data_rank not in commands:
-                command = build(link.data_rank)
-                command.sequence = sequence
-                assert command.ByteSize() <= MAX_COMMAND_BYTES, f"{activity}: split the command"
-                commands[link.data_rank] = command
-            link.outgoing.put_nowait(commands[link.data_rank])
+            command = commands[link.data_rank]
+            command.sequence = sequence
+            link.activity = activity
+            link.outgoing.put_nowait(command)
         try:
             await self._gather(pending, seconds)
         finally:
@@ -201,6 +204,7 @@ class Generation:
         if pending is None or link.rank not in pending.waiting:
             return
         pending.waiting.remove(link.rank)
+        link.activity = ""
         pending.results[link.rank] = result
         if not pending.waiting:
             if not pending.done.done():

@@ -82,7 +82,7 @@ class Passes:
         plan = self._planner.plan(batch, np.arange(batch.row_count))
         builds = commands.compute_logprobs(batch, model, temperature, plan)
         with metrics.PASS_SECONDS.labels("logprobs").time():
-            total = await self._sum(generation, "compute_logprobs", builds)
+            total = await self._sum(generation, builds)
         batch.mark(COLUMN_OF_MODEL[model])  # type: ignore[index]
         found = commands.means(total)
         _note_mismatch(found)
@@ -149,7 +149,7 @@ class Passes:
         builds = commands.forward_backward(batch, loss_to_proto(loss), plan, weights)
         try:
             with metrics.PASS_SECONDS.labels("forward_backward").time():
-                total = await self._sum(generation, "forward_backward", builds)
+                total = await self._sum(generation, builds)
         except BaseException as error:
             ledger.broken = str(error) or type(error).__name__
             raise
@@ -177,7 +177,7 @@ class Passes:
         used = learning_rate(self._optim, state.step) if rate is None else rate
         started = time.perf_counter()
         if ledger.normalizer == 0:  # nothing to divide by, and no gradient
-            await self._run(generation, "discard", pb.FollowResponse(discard=pb.DiscardCommand()))
+            await self._run(generation, pb.FollowResponse(discard=pb.DiscardCommand()))
             outcome = pb.StepResult(grad_norm=0.0, learning_rate=used, skipped_reason=NO_TOKENS)
         else:
             outcome = await self._apply(generation, ledger.normalizer, used)
@@ -197,7 +197,7 @@ class Passes:
     async def discard(self) -> list[str]:
         """Forget gathered gradients; a streak of skipped steps counts as seen."""
         generation = self._ranks.generation
-        await self._run(generation, "discard", pb.FollowResponse(discard=pb.DiscardCommand()))
+        await self._run(generation, pb.FollowResponse(discard=pb.DiscardCommand()))
         self._state.skips_in_a_row = 0
         metrics.SKIPS_IN_A_ROW.set(0)
         return self._state.ledger.clear()
@@ -213,7 +213,7 @@ class Passes:
     async def _apply(self, generation: Generation, normalizer: float, rate: float) -> pb.StepResult:
         command = pb.StepCommand(normalizer=normalizer, learning_rate=rate)
         try:
-            results = await self._run(generation, "step", pb.FollowResponse(step=command))
+            results = await self._run(generation, pb.FollowResponse(step=command))
         except ServiceError as error:
             # Some ranks may have stepped and others not: only a checkpoint is whole again.
             generation.fail(error)
@@ -248,21 +248,19 @@ class Passes:
         self, generation: Generation, command: pb.AdvantagesCommand
     ) -> list[pb.CommandResult]:
         message = pb.FollowResponse(compute_advantages=command)
-        return generation.reporting(await self._run(generation, "compute_advantages", message))
+        return generation.reporting(await self._run(generation, message))
 
-    async def _sum(
-        self, generation: Generation, activity: str, builds: Sequence[Build]
-    ) -> pb.PassSums:
+    async def _sum(self, generation: Generation, builds: Sequence[Build]) -> pb.PassSums:
         sums = []
         for build in builds:
-            results = await self._ranks.run_on(generation, activity, build)
+            results = await self._ranks.run_on(generation, build)
             sums += [result.sums for result in generation.reporting(results)]
         return commands.add_sums(sums)
 
     async def _run(
-        self, generation: Generation, activity: str, command: pb.FollowResponse
+        self, generation: Generation, command: pb.FollowResponse
     ) -> list[pb.CommandResult]:
-        return await self._ranks.run_on(generation, activity, commands.same_for_all(command))
+        return await self._ranks.run_on(generation, commands.same_for_all(command))
 
 
 def merge_moments(parts: Sequence[pb.TokenMoments]) -> pb.TokenMoments:

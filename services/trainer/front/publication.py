@@ -33,7 +33,6 @@ class Publisher:
                 command = pb.PublishCommand(directory=str(staging.directory.resolve()))
                 results = await self._ranks.run_on(
                     generation,
-                    "publish",
                     commands.same_for_all(pb.FollowResponse(publish=command)),
                 )
                 shards = [shard_from_proto(s) for result in results for s in result.shards]

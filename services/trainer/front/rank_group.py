@@ -77,14 +77,12 @@ class RankGroup:
             await asyncio.gather(self._supervisor, return_exceptions=True)
         if self._generation is not None:
             self._generation.fail(LoadingError("the trainer shuts down"))
-            self._generation.close()
+            self._generation.close(orderly=True)
         await self._launcher.close()
 
-    async def run_on(
-        self, generation: Generation, activity: str, build: Build
-    ) -> list[pb.CommandResult]:
+    async def run_on(self, generation: Generation, build: Build) -> list[pb.CommandResult]:
         """Run one command on every rank; see Generation.run."""
-        return await generation.run(activity, build, self._config.command_timeout)
+        return await generation.run(build, self._config.command_timeout)
 
     def note_progress(self) -> None:
         """An optimizer step was taken: earlier losses of ranks do not count against the next."""

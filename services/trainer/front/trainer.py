@@ -33,7 +33,7 @@ from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.balance.cost import shape_from_config
 from sluice.balance.planner import PlanLimits
-from sluice.runtime.errors import InvalidFieldError, NotFoundError
+from sluice.runtime.errors import InvalidFieldError, NotFoundError, ServiceError
 from sluice.runtime.waits import Waits
 from sluice.runtime.wire import blob_from_proto
 from sluice.samples.blobs import BlobNotFoundError, BlobReference, BlobStore
@@ -64,7 +64,9 @@ class Trainer:
         self._passes = Passes(config.optim, self.state, self.ranks, self._planner)
         weights = WeightStore(config.store / "weights", durable=config.durable)
         self._publisher = Publisher(Path(config.model), weights, self.state, self.ranks)
+        self._waits = waits
         self._lock = asyncio.Lock()
+        self._turn = ""  # what holds the lock
         self._running: set[asyncio.Task[object]] = set()
 
     async def start(self, front: str) -> None:
@@ -81,7 +83,7 @@ class Trainer:
 
     async def upload(self, batch_id: str, references: list[BlobReference], count: int) -> Batch:
         """Register the rows of blobs that exist already."""
-        return await self._alone(lambda: self._upload(batch_id, references, count))
+        return await self._alone("upload", lambda: self._upload(batch_id, references, count))
 
     def begin_upload(self) -> Upload:
         """Where rows are gathered before they become a batch."""
@@ -89,64 +91,72 @@ class Trainer:
 
     async def delete(self, name: str) -> None:
         """Forget a batch and let go of its blobs."""
-        await self._alone(lambda: self._delete(name))
+        await self._alone("delete", lambda: self._delete(name))
 
     async def put_columns(
         self, update: ColumnUpdate, spooled: Sequence[tuple[BlobReference, list[int]]]
     ) -> int:
         """Give the ranks columns that were spooled before; returns the rows changed."""
-        return await self._alone(lambda: self._put_columns(update, spooled))
+        return await self._alone("put columns", lambda: self._put_columns(update, spooled))
 
     async def get_columns(self, name: str, columns: Sequence[str]) -> Iterator[Sample]:
         """Rows in the order of the upload, with the named columns that they have."""
         check_names(columns)
-        return await self._alone(lambda: self._get_columns(name, columns))
+        return await self._alone("get columns", lambda: self._get_columns(name, columns))
 
     async def compute_logprobs(self, name: str, model: int, temperature: float) -> PassScalars:
         return await self._alone(
-            lambda: self._passes.compute_logprobs(self.state.batches.get(name), model, temperature)
+            "compute logprobs",
+            lambda: self._passes.compute_logprobs(self.state.batches.get(name), model, temperature),
         )
 
     async def compute_advantages(self, name: str, spec: AdvantageSpec) -> AdvantageScalars:
         return await self._alone(
-            lambda: self._passes.compute_advantages(self.state.batches.get(name), spec)
+            "compute advantages",
+            lambda: self._passes.compute_advantages(self.state.batches.get(name), spec),
         )
 
     async def forward_backward(self, name: str, request: GradientsRequest) -> PassScalars:
         return await self._alone(
-            lambda: self._passes.forward_backward(self.state.batches.get(name), request)
+            "forward backward",
+            lambda: self._passes.forward_backward(self.state.batches.get(name), request),
         )
 
     async def step(
         self, expected_step: int, part_ids: Sequence[str], rate: float | None
     ) -> StepScalars:
-        return await self._alone(lambda: self._passes.step(expected_step, part_ids, rate))
+        return await self._alone("step", lambda: self._passes.step(expected_step, part_ids, rate))
 
     async def discard(self) -> list[str]:
-        return await self._alone(self._passes.discard)
+        return await self._alone("discard", self._passes.discard)
 
     async def publish(self, on_allocated: Callable[[int], None]) -> tuple[VersionRecord, int]:
-        return await self._alone(lambda: self._publisher.publish(on_allocated))
+        return await self._alone("publish", lambda: self._publisher.publish(on_allocated))
 
     async def save_checkpoint(self, checkpoint_id: str) -> int:
         """Write everything a resumed run needs; returns the step it holds."""
-        return await self._alone(lambda: self._save(checkpoint_id))
+        return await self._alone("save checkpoint", lambda: self._save(checkpoint_id))
 
     async def load_checkpoint(self, name: str) -> int:
         """Go back to a checkpoint; batches and gradients are dropped."""
-        return await self._alone(lambda: self._load(name))
+        return await self._alone("load checkpoint", lambda: self._load(name))
 
     @property
     def layout(self) -> trainer_pb.ParallelLayout:
         links = [link for link in self.ranks.links if link.layout is not None]
         return links[0].layout if links and links[0].layout else trainer_pb.ParallelLayout()
 
-    async def _alone(self, run: Callable[[], Awaitable[T]]) -> T:
+    async def _alone(self, what: str, run: Callable[[], Awaitable[T]]) -> T:
         """Run while nothing else does, to the end even if the caller is cancelled."""
 
         async def locked() -> T:
-            async with self._lock:
+            with self._waits.waiting(f"turn of {what}", on=lambda: [self._turn]):
+                await self._lock.acquire()
+            self._turn = what
+            try:
                 return await run()
+            finally:
+                self._lock.release()
 
         task = asyncio.ensure_future(locked())
         self._running.add(task)  # type: ignore[arg-type]
@@ -176,12 +186,12 @@ class Trainer:
 
     async def _register(self, generation: Generation, batch: Batch) -> None:
         for build in commands.add_rows(batch):
-            await self.ranks.run_on(generation, "add_rows", build)
+            await self.ranks.run_on(generation, build)
 
     async def _delete(self, name: str) -> None:
         batch = self.state.batches.get(name)
         command = pb.FollowResponse(drop_batch=pb.DropBatch(batch_id=batch.batch_id))
-        await self.ranks.run_on(self.ranks.generation, "drop_batch", commands.same_for_all(command))
+        await self.ranks.run_on(self.ranks.generation, commands.same_for_all(command))
         await self._unpin(self.state.batches.remove(batch))
         metrics.BATCHES.set(len(self.state.batches.all()))
 
@@ -192,7 +202,7 @@ class Trainer:
             raise NotFoundError("batch", update.batch.name)  # deleted meanwhile
         for blob, rows in spooled:
             build = set_columns(update.batch, blob, rows)
-            await self.ranks.run_on(self.ranks.generation, "set_columns", build)
+            await self.ranks.run_on(self.ranks.generation, build)
         return update.apply()
 
     async def _get_columns(self, name: str, columns: Sequence[str]) -> Iterator[Sample]:
@@ -200,7 +210,7 @@ class Trainer:
         batch = self.state.batches.get(name)
         command = pb.ReadColumns(batch_id=batch.batch_id, columns=columns)
         message = commands.same_for_all(pb.FollowResponse(read_columns=command))
-        results = await self.ranks.run_on(generation, "read_columns", message)
+        results = await self.ranks.run_on(generation, message)
         blobs = [blob_from_proto(result.columns) for result in generation.reporting(results)]
         parts = [await asyncio.to_thread(read_samples, self.blobs, blob) for blob in blobs]
         return in_upload_order(batch, parts)
@@ -223,7 +233,7 @@ class Trainer:
             with metrics.CHECKPOINT_SECONDS.labels("save").time():
                 command = pb.SaveCommand(directory=str(partial.resolve()))
                 message = commands.same_for_all(pb.FollowResponse(save=command))
-                await self.ranks.run_on(generation, "save_checkpoint", message)
+                await self.ranks.run_on(generation, message)
                 layout = {field.name: value for field, value in self.layout.ListFields()}
                 record = checkpoints.record_state(self.state, self.config.backend, layout)
                 await asyncio.to_thread(self._checkpoints.finish, checkpoint_id, partial, record)
@@ -238,7 +248,7 @@ class Trainer:
         self._checkpoints.read(name, self.config.backend)
         for batch in self.state.batches.all():
             command = pb.FollowResponse(drop_batch=pb.DropBatch(batch_id=batch.batch_id))
-            await self.ranks.run_on(generation, "drop_batch", commands.same_for_all(command))
+            await self.ranks.run_on(generation, commands.same_for_all(command))
         await self._unpin(self.state.batches.clear())
         metrics.BATCHES.set(0)
         await self._load_into(generation, name)
@@ -248,8 +258,12 @@ class Trainer:
         record = self._checkpoints.read(name, self.config.backend)
         directory = str(self._checkpoints.directory(name).resolve())
         message = pb.FollowResponse(load=pb.LoadCommand(directory=directory))
-        with metrics.CHECKPOINT_SECONDS.labels("load").time():
-            await self.ranks.run_on(generation, "load_checkpoint", commands.same_for_all(message))
+        try:
+            with metrics.CHECKPOINT_SECONDS.labels("load").time():
+                await self.ranks.run_on(generation, commands.same_for_all(message))
+        except ServiceError as error:  # what the ranks hold now is neither old nor new
+            generation.fail(error)
+            raise
         checkpoints.restore_state(self.state, name, record)
         metrics.STEP.set(self.state.step)
 

@@ -64,7 +64,9 @@ def read_batch(
     samples: list[Sample] = []
     for reference in references:
         found = read_samples(blobs, reference)
-        stored.append(StoredRows(reference, len(samples), len(found)))
+        for first in range(0, len(found), SPOOL_ROWS):
+            count = min(SPOOL_ROWS, len(found) - first)
+            stored.append(StoredRows(reference, len(samples) + first, count, first))
         samples += found
     facts = describe_rows(samples, limits)
     return Batch(batch_id=batch_id, stored=tuple(stored), facts=facts, owners=planner.own(facts))

@@ -12,7 +12,7 @@ from services.trainer.front.generation import Generation, RankLink
 from services.trainer.front.rank_group import RankGroup
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.api.trainer.v1 import worker_service_pb2_grpc as pb_grpc
-from sluice.config import ConfigError
+from sluice.runtime.channel import MAX_MESSAGE_BYTES
 from sluice.runtime.errors import InvalidFieldError
 from sluice.runtime.interceptors import ServiceInterceptor
 from sluice.runtime.security import server_credentials
@@ -57,14 +57,15 @@ async def _listen(
 
 
 class WorkerServer:
-    """The gRPC server of the ranks; its security is that of the public one."""
+    """The gRPC server of the ranks."""
 
     def __init__(self, config: TrainerConfig, group: RankGroup) -> None:
-        security, ranks = config.server.security, config.ranks
+        security, ranks = config.rank_security, config.ranks
         self._server = grpc.aio.server(
             interceptors=[ServiceInterceptor(security.token())],
             options=[
                 ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
                 ("grpc.keepalive_time_ms", 20_000),
             ],
@@ -82,22 +83,3 @@ class WorkerServer:
 
     async def close(self) -> None:
         await self._server.stop(None)
-
-
-def check_listen_host(config: TrainerConfig) -> None:
-    """Ranks beyond this host need TLS, or a word that they do not."""
-    server, host = config.server, config.ranks.listen_host
-    if (
-        server.security.tls is None
-        and not server.allow_insecure
-        and host
-        not in (
-            "127.0.0.1",
-            "::1",
-            "localhost",
-        )
-    ):
-        raise ConfigError(
-            f"ranks.listen_host {host} is not loopback: set server.security.tls, "
-            "or server.allow_insecure: true"
-        )

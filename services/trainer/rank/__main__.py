@@ -61,13 +61,13 @@ def _follow(config: TrainerConfig, stream: FrontStream) -> int:
     for command in stream.commands():
         name = command.WhichOneof("command") or ""
         if name == "shutdown":
-            break
+            executor.close()
+            return 0
         stream.set_activity(name)
         result = executor.execute(command)
         stream.set_activity("")
         stream.send(pb.FollowRequest(result=result))
-    executor.close()
-    return 0
+    return 1  # the front is gone: whoever started this rank may start it again
 
 
 def _parse_flags() -> argparse.Namespace:

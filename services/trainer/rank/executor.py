@@ -10,6 +10,7 @@ import torch
 
 from services.trainer.backend import ModelName, PassSums, TrainingBackend, create_backend
 from services.trainer.config import TrainerConfig
+from services.trainer.errors import CheckpointMismatchError
 from services.trainer.rank.advantages import add_advantages
 from services.trainer.rank.group import find_mesh, join_group, leave_group
 from services.trainer.rank.table import RowTable
@@ -22,6 +23,17 @@ from sluice.weights.manifest import ShardFile
 
 logger = logging.getLogger(__name__)
 
+# What may go wrong with one command and leave the rank fit for the next.
+COMMAND_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 MODELS: dict[int, tuple[ModelName, str]] = {
     trainer_pb.ComputeLogprobsRequest.MODEL_POLICY: ("policy", "old_logprobs"),
     trainer_pb.ComputeLogprobsRequest.MODEL_REFERENCE: ("reference", "reference_logprobs"),
@@ -72,14 +84,7 @@ class Executor:
             result.error.CopyFrom(NotFoundError("blob", error.digest).to_status())
         except BlobDigestError as error:
             result.error.CopyFrom(DataLossError(str(error), blob=error.expected).to_status())
-        except (
-            ArithmeticError,
-            LookupError,
-            OSError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as error:
+        except COMMAND_ERRORS as error:
             logger.error("%s failed", name, exc_info=error)
             message = f"{type(error).__name__} in {name}: {error}"
             result.error.CopyFrom(ServiceError(message).to_status())
@@ -142,7 +147,10 @@ class Executor:
         self._backend.save_checkpoint(Path(command.directory))
 
     def _load(self, command: pb.LoadCommand, result: pb.CommandResult) -> None:
-        self._backend.load_checkpoint(Path(command.directory))
+        try:
+            self._backend.load_checkpoint(Path(command.directory))
+        except (OSError, ValueError) as error:
+            raise CheckpointMismatchError(str(error)) from error
 
     def _publish(self, command: pb.PublishCommand, result: pb.CommandResult) -> None:
         shards = self._backend.write_shards(Path(command.directory))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import os
+import socket
 
 import torch.distributed as dist
 
@@ -27,11 +29,27 @@ def join_group(config: TrainerConfig, mesh: Mesh) -> None:
     """
     if mesh.world_size == 1 and config.backend == "reference":
         return
+    timeout = datetime.timedelta(seconds=config.ranks.command_timeout)
     dist.init_process_group(
         platform.current().collective,
-        timeout=datetime.timedelta(seconds=config.ranks.command_timeout),
+        timeout=timeout,
         rank=mesh.rank,
         world_size=mesh.world_size,
+        store=_local_store(mesh, timeout) if config.ranks.launch == "local" else None,
+    )
+
+
+def _local_store(mesh: Mesh, timeout: datetime.timedelta) -> dist.Store:
+    """Where ranks of one host meet. Torch's own listens on all interfaces, and asks nobody."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    listener = socket.create_server((host, port)).detach() if mesh.rank == 0 else None
+    return dist.TCPStore(
+        host,
+        port,
+        mesh.world_size,
+        is_master=mesh.rank == 0,
+        timeout=timeout,
+        master_listen_fd=listener,
     )
 
 

@@ -82,7 +82,7 @@ class FrontStream:
         self._loop = asyncio.get_running_loop()
         self._outgoing.put_nowait(pb.FollowRequest(hello=self._hello))
         self._started.set()
-        channel = create_channel(self._front, self._config.server.security)
+        channel = create_channel(self._front, self._config.rank_security)
         heart = asyncio.create_task(self._beat())
         try:
             stub = pb_grpc.WorkerServiceStub(channel)

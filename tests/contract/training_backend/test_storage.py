@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -14,6 +15,7 @@ from tests.contract.training_backend.cases import (
     PPO,
     Model,
     StartBackend,
+    build_model,
     published,
     ragged_rows,
 )
@@ -59,6 +61,29 @@ def test_without_optimizer_moments_the_next_step_differs(
     train(fresh, 1)
     left, right = published(straight, tmp_path / "a"), published(fresh, tmp_path / "b")
     assert any(not torch.equal(left[name], right[name]) for name in left)
+
+
+def test_damaged_and_foreign_checkpoints_are_refused(
+    start_backend: StartBackend,
+    qwen3: Model,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    backend = start_backend(qwen3)
+    train(backend, 1)
+    directory = tmp_path / "checkpoint"
+    directory.mkdir()
+    backend.save_checkpoint(directory)
+    llama = build_model(tmp_path_factory.mktemp("llama"), "llama")
+    with pytest.raises(ValueError, match="another model"):
+        start_backend(llama).load_checkpoint(directory)
+    for file in directory.rglob("*.safetensors"):
+        data = file.read_bytes()
+        file.write_bytes(data[: len(data) // 2])
+        with pytest.raises((ValueError, OSError)):
+            backend.load_checkpoint(directory)
+        file.write_bytes(data)
+    backend.load_checkpoint(directory)
 
 
 def test_shards_load_with_from_pretrained(

@@ -21,6 +21,7 @@ import yaml
 from sluice.algo.spec import AdvantageSpec, LossSpec
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.client import TrainerClient
+from sluice.runtime.security import SecurityConfig
 from sluice.samples.sample import Sample
 
 PPO = LossSpec(name="ppo_clip", clip_low=0.2)
@@ -36,9 +37,10 @@ class RunningTrainer:
     process: subprocess.Popen[bytes]
     address: str
     store: Path
+    security: SecurityConfig
 
     def client(self) -> TrainerClient:
-        return TrainerClient(self.address)
+        return TrainerClient(self.address, self.security)
 
 
 @contextmanager
@@ -51,8 +53,13 @@ def running_trainer(root: Path, model: Path, **settings: Any) -> Iterator[Runnin
         "durable": False,
         "log_level": "WARNING",
         "optim": {"learning_rate": 0.01},
-        "server": {"address_file": str(root / "address.json"), "drain_seconds": 1.0},
+        "server": {
+            "address_file": str(root / "address.json"),
+            "drain_seconds": 1.0,
+            "security": {"token_file": str(root / "token")},  # for clients and ranks alike
+        },
     }
+    (root / "token").write_text("a secret")
     values.update(settings)
     file = root / "trainer.yaml"
     file.write_text(yaml.safe_dump(values))
@@ -63,7 +70,8 @@ def running_trainer(root: Path, model: Path, **settings: Any) -> Iterator[Runnin
     )
     try:
         address = _await_address(process, root / "address.json")
-        yield RunningTrainer(process, address, Path(values["store"]))
+        security = SecurityConfig(token_file=root / "token")
+        yield RunningTrainer(process, address, Path(values["store"]), security)
     finally:
         process.terminate()
         try:

@@ -61,6 +61,12 @@ async def test_unknown_names(client: TrainerClient) -> None:
     assert (await client.get()).part_ids == []
 
 
+async def test_a_token_is_needed(trainer: RunningTrainer) -> None:
+    async with TrainerClient(trainer.address) as stranger:
+        error = await refusal(stranger.get())
+    assert_is(error, grpc.StatusCode.UNAUTHENTICATED, "TOKEN_MISSING_OR_WRONG")
+
+
 async def test_names_that_are_taken(client: TrainerClient) -> None:
     group = make_group("taken")
     await client.upload_batch("taken", len(group), samples=group)

@@ -165,13 +165,14 @@ async def test_a_killed_rank_is_reported_and_the_group_restarts(both: TrainerCli
         part_id="lost",
         request_id="lost-with-the-rank",
     )
+    token = grpc.aio.Metadata(("authorization", "Bearer a secret"))
     async with grpc.aio.insecure_channel(both.address, [("grpc.enable_retries", 0)]) as channel:
         method = channel.unary_unary(
             "/sluice.api.trainer.v1.TrainerService/ForwardBackward",
             request_serializer=pb.ForwardBackwardRequest.SerializeToString,
             response_deserializer=pb.ForwardBackwardResponse.FromString,
         )
-        passing = asyncio.ensure_future(method(call, timeout=60.0))
+        passing = asyncio.ensure_future(method(call, timeout=60.0, metadata=token))
 
         async def is_under_way() -> bool:
             return any("forward_backward" in wait.what for wait in await both.list_waits())

@@ -11,6 +11,7 @@ import pytest
 
 from services.trainer.config import TrainerConfig
 from services.trainer.errors import (
+    CheckpointMismatchError,
     GradientsIncompleteError,
     RankError,
     RankLostError,
@@ -20,10 +21,11 @@ from services.trainer.front.passes import GradientsRequest
 from services.trainer.front.trainer import Trainer
 from services.trainer.front.worker_service import WorkerServer
 from sluice.algo.spec import LossSpec
+from sluice.api.common.v1 import wait_service_pb2
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.config import parse_config
-from sluice.runtime.errors import LoadingError
+from sluice.runtime.errors import LoadingError, NotFoundError
 from sluice.runtime.waits import Waits
 from tests.unit.trainer.ranks import ScriptedRank, ranks_config, until
 from tests.unit.trainer.rows import make_samples
@@ -52,7 +54,8 @@ class Stage:
             "ranks": ranks_config(count=1, max_restarts=3),
         }
         self.config = parse_config(TrainerConfig, values)
-        self.trainer = Trainer(self.config, Waits())
+        self.waits = Waits()
+        self.trainer = Trainer(self.config, self.waits)
         self.server = WorkerServer(self.config, self.trainer.ranks)
         self.commands: list[str] = []
         self.script: Script = self.succeed
@@ -140,6 +143,87 @@ async def test_a_step_that_fails_restarts_the_ranks(stage: Stage) -> None:
     assert stage.commands == ["add_rows"], "the batch is registered again"
     assert stage.trainer.state.step == 0
     assert stage.trainer.state.ledger.parts == {}
+
+
+async def test_a_checkpoint_that_fails_to_load_leaves_no_mixture(stage: Stage) -> None:
+    """Ranks hold neither the old state nor the new one: they restart from the last good one."""
+    batch = await stage.upload()
+    await stage.trainer.save_checkpoint("good")
+    for step in range(2):
+        await stage.trainer.forward_backward(batch, stage.request("a", step))
+        await stage.trainer.step(step, ["a"], None)
+    await stage.trainer.save_checkpoint("bad")
+    assert await stage.trainer.load_checkpoint("checkpoints/good") == 0
+
+    async def fail(name: str) -> pb.CommandResult:
+        status = CheckpointMismatchError("optimizer.safetensors is damaged").to_status()
+        return pb.CommandResult(error=status) if name == "load" else pb.CommandResult()
+
+    stage.script = fail
+    with pytest.raises(RankError, match="optimizer.*is damaged") as caught:
+        await stage.trainer.load_checkpoint("checkpoints/bad")
+    assert caught.value.reason == "CHECKPOINT_MISMATCH"
+    stage.script = stage.succeed
+    assert stage.rank is not None
+    await stage.rank.ended()
+    await until(lambda: stage.trainer.ranks.restart_count == 1)
+    stage.commands.clear()
+    await stage.connect()
+    assert stage.commands == ["load"]
+    assert (stage.trainer.state.step, stage.trainer.state.checkpoint) == (0, "checkpoints/good")
+
+
+async def test_checkpoints_of_another_kind_are_refused_by_the_front(stage: Stage) -> None:
+    await stage.trainer.save_checkpoint("first")
+    record = stage.config.store / "checkpoints" / "first" / "checkpoint.json"
+    document = json.loads(record.read_text())
+    for change in ({"backend": "megatron"}, {"format": 99}, {"steps": 1}):
+        record.write_text(json.dumps({**document, **change}))
+        with pytest.raises(CheckpointMismatchError):
+            await stage.trainer.load_checkpoint("checkpoints/first")
+    record.write_text("{")
+    with pytest.raises(CheckpointMismatchError):
+        await stage.trainer.load_checkpoint("checkpoints/first")
+    record.unlink()
+    with pytest.raises(NotFoundError):  # unfinished: its record is written last
+        await stage.trainer.load_checkpoint("checkpoints/first")
+    assert "load" not in stage.commands
+
+
+async def test_a_failed_save_leaves_nothing(stage: Stage) -> None:
+    async def fail(name: str) -> pb.CommandResult:
+        return pb.CommandResult(error=LoadingError("no space left").to_status())
+
+    stage.script = fail
+    with pytest.raises(RankError, match="no space left"):
+        await stage.trainer.save_checkpoint("full")
+    stage.script = stage.succeed
+    assert list((stage.config.store / "checkpoints").iterdir()) == []
+    await stage.trainer.save_checkpoint("full")
+    assert stage.trainer.state.checkpoint == "checkpoints/full"
+
+
+async def test_what_waits_for_its_turn_is_listed(stage: Stage) -> None:
+    batch = await stage.upload()
+    go_on = asyncio.Event()
+
+    async def wait(name: str) -> pb.CommandResult:
+        await go_on.wait()
+        return pb.CommandResult()
+
+    stage.script = wait
+    stage.commands.clear()
+    first = asyncio.create_task(stage.trainer.forward_backward(batch, stage.request("a")))
+    await until(lambda: bool(stage.commands))
+    second = asyncio.create_task(stage.trainer.discard())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    listed = await stage.waits.ListWaits(wait_service_pb2.ListWaitsRequest(), None)
+    turns = {wait.what: list(wait.on) for wait in listed.waits}
+    assert turns["turn of discard"] == ["forward backward"]
+    assert turns["forward_backward on all ranks"] == ["rank 0"]
+    go_on.set()
+    await asyncio.gather(first, second)
 
 
 async def test_many_skips_in_a_row_raise_an_alarm(stage: Stage) -> None:

@@ -30,11 +30,12 @@ def attend(
     A window is honoured by refusing it where it would matter.
     """
     del attention_mask  # the layout knows
-    outputs = []
-    for bucket in packed_layout.buckets:
-        if sliding_window is not None and bucket.key_length > sliding_window:
-            raise NotImplementedError(f"a window of {sliding_window} tokens over longer rows")
-        outputs.append(_attend_bucket(query[0], key[0], value[0], bucket, scaling))
+    if sliding_window is not None and packed_layout.longest > sliding_window:
+        raise NotImplementedError(f"a window of {sliding_window} tokens over longer rows")
+    outputs = [
+        _attend_bucket(query[0], key[0], value[0], bucket, scaling)
+        for bucket in packed_layout.buckets
+    ]
     return torch.cat(outputs)[None], None
 
 

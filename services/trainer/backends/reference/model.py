@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.trainer.backend import MicroBatch
 from services.trainer.backends.reference.attention import IMPLEMENTATION
@@ -14,6 +14,8 @@ from services.trainer.backends.reference.layout import pack
 from sluice.algo.linear_logprobs import linear_logprobs
 from sluice.algo.logprobs import EntropyMode, token_logprobs
 
+# Their attention is the plain one, of queries, keys, values and a scale.
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 MAX_LOGITS = 1 << 26  # entries held at once; larger passes make them in chunks, twice
 
 
@@ -27,6 +29,9 @@ class ScoredModel:
     @classmethod
     def load(cls, path: str, device: torch.device) -> ScoredModel:
         """A HF checkpoint directory in float32. Raises OSError or ValueError for another thing."""
+        family = AutoConfig.from_pretrained(path, local_files_only=True).model_type
+        if family not in FAMILIES:
+            raise ValueError(f"model_type {family} is unknown here; known: {', '.join(FAMILIES)}")
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation=IMPLEMENTATION, local_files_only=True
         )
@@ -43,7 +48,7 @@ class ScoredModel:
             "use_cache": False,
             "packed_layout": layout,
         }
-        if self._needs_chunks(len(layout.targets)):
+        if len(layout.targets) * self.model.config.vocab_size > MAX_LOGITS:
             hidden_TH = self.model.base_model(**inputs).last_hidden_state[0]
             weight_VH = self.model.get_output_embeddings().weight
             picked_RH = hidden_TH.index_select(0, layout.predictors)
@@ -62,13 +67,3 @@ class ScoredModel:
             entropy=entropy,
             reuse_logits=True,
         )
-
-    def _needs_chunks(self, tokens: int) -> bool:
-        """Whether all logits are too many, and only a plain output layer makes them."""
-        config = self.model.config
-        softened = any(
-            getattr(config, name, None)
-            for name in ("final_logit_softcapping", "logits_scaling", "logit_scale")
-        )
-        plain = getattr(self.model.get_output_embeddings(), "bias", None) is None
-        return tokens * config.vocab_size > MAX_LOGITS and plain and not softened

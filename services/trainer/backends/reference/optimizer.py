@@ -42,7 +42,7 @@ class FlatOptimizer:
             lr=optim.learning_rate,
             betas=optim.betas,
             eps=optim.epsilon,
-            fused=True,
+            fused=True if first.device.type == "cpu" else None,  # elsewhere torch chooses
         )
 
     def step(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -29,16 +30,19 @@ def save(directory: Path, model: torch.nn.Module, optimizer: FlatOptimizer, mesh
 
 
 def load(directory: Path, model: torch.nn.Module, optimizer: FlatOptimizer, mesh: Mesh) -> None:
-    """What `save` wrote, under any count of ranks. Raises ValueError for another model's."""
+    """What `save` wrote, under any count of ranks.
+
+    Raises ValueError for another model's or a damaged one; the state is then undefined.
+    """
     own = model_tensors(model)
-    saved = load_file(directory / MODEL_FILE)
+    saved = _read(directory / MODEL_FILE)
     if saved.keys() != own.keys():
         different = ", ".join(sorted(saved.keys() ^ own.keys())[:8])
         raise ValueError(f"the checkpoint is of another model, they differ in: {different}")
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(saved[name])
-    moments = load_file(directory / OPTIMIZER_FILE)
+    moments = _read(directory / OPTIMIZER_FILE)
     optimizer.adam.state.clear()
     for name, parameter in optimizer.parameters.items():
         if f"{name}/step" in moments:
@@ -48,7 +52,7 @@ def load(directory: Path, model: torch.nn.Module, optimizer: FlatOptimizer, mesh
     optimizer.clear()
     random = _random_file(directory, mesh)
     if random.exists():
-        torch.set_rng_state(load_file(random)["torch"])
+        torch.set_rng_state(_read(random)["torch"])
 
 
 def write_shards(
@@ -82,6 +86,14 @@ def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             seen.add(tensor.data_ptr())
             found[name] = tensor
     return found
+
+
+def _read(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        tensors: dict[str, torch.Tensor] = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path.name} is damaged: {error}") from error
+    return tensors
 
 
 def _optimizer_tensors(optimizer: FlatOptimizer) -> dict[str, torch.Tensor]:
