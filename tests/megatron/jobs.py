@@ -1,8 +1,9 @@
-"""What ranks do in the tests: run in the processes of the pool, answer JSON, leave tensors in files."""
+"""What ranks do in the tests: they answer JSON and leave tensors in files."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from services.trainer.backends.megatron.replay import RoutingMissingError, Routi
 from services.trainer.config import TrainerConfig
 from services.trainer.errors import CheckpointMismatchError
 from sluice.algo.spec import LossSpec
+from sluice.weights.errors import WeightStoreError
 from tests.megatron.models import make_rows, micro_batches, routed_rows
 from tests.megatron.settings import NORMALIZER, OPTIM, SPEC, STEPS
 
@@ -195,3 +197,51 @@ def with_records(row: Row, replay: RoutingReplay) -> Row:
     found = [chunk.records.get(row.sample_id) for chunk in replay._chunks]
     parts = [record.experts for record in found if record is not None]
     return replace(row, routed_experts=torch.cat(parts, dim=1) if parts else None)
+
+
+def publish(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """One step, then the shards into the staging directory; log-probs for comparison."""
+    out = Path(arguments["out"])
+    backend = open_backend(rank, world, arguments)
+    run_steps(backend, 0, 1)
+    shards = backend.write_shards(Path(arguments["staging"]))
+    mesh = backend.mesh
+    batches = micro_batches(make_rows(), mesh.data_rank, mesh.data_size)
+    scored = backend.compute_logprobs(batches, model="policy", temperature=1.0)
+    if mesh.reports:
+        save_file(scored, out / f"logprobs-{rank}.safetensors")
+    backend.close()
+    return {"shards": [asdict(shard) for shard in shards]}
+
+
+def poisoned_step(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A step with an infinite advantage on the last data rank only, then a good one."""
+    backend = open_backend(rank, world, arguments)
+    before = [tensor.parameter.detach().clone() for tensor in backend._policy.tensors]
+    rows = make_rows()
+    rows[-1].columns["advantages"][:] = float("inf")
+    rows[-1].loss_mask[:] = True
+    gather_gradients(backend, 0, rows=rows)
+    bad = backend.step(normalizer=NORMALIZER, learning_rate=None)
+    after = [tensor.parameter.detach().clone() for tensor in backend._policy.tensors]
+    gather_gradients(backend, 0)
+    good = backend.step(normalizer=NORMALIZER, learning_rate=None)
+    finite = all(bool(t.parameter.isfinite().all()) for t in backend._policy.tensors)
+    moved = [not torch.equal(a, t.parameter) for a, t in zip(after, backend._policy.tensors)]
+    backend.close()
+    return {
+        "bad": bad.skipped_reason,
+        "bad_norm_is_finite": math.isfinite(bad.grad_norm),
+        "unchanged": all(map(torch.equal, before, after)),
+        "good": good.skipped_reason,
+        "moved": any(moved) and finite,
+    }
+
+
+def open_error(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What keeps a backend from being made."""
+    try:
+        open_backend(rank, world, arguments)
+    except (ValueError, WeightStoreError) as error:
+        return {"type": type(error).__name__, "text": str(error)}
+    return {}

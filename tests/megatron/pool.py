@@ -1,4 +1,4 @@
-"""Warm processes, four at most, that run a job under any world size; starting Megatron costs seconds once."""
+"""Warm processes that run a job under any world size: starting Megatron costs seconds, once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,21 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
+from sluice.weights.errors import WeightStoreError
+
 Job = Callable[[int, int, dict[str, Any]], dict[str, Any]]
+ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    WeightStoreError,
+)
 START_SECONDS = 120.0
 JOB_SECONDS = 90.0
 
@@ -102,7 +116,7 @@ def _run(rank: int, task: dict[str, Any]) -> dict[str, Any]:
         )
         job: Job = getattr(importlib.import_module("tests.megatron.jobs"), task["job"])
         return {"result": job(rank, task["world"], task["arguments"])}
-    except BaseException:
+    except ERRORS:
         return {"error": traceback.format_exc()}
     finally:
         parallel = importlib.import_module("services.trainer.backends.megatron.parallel")

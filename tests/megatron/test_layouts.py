@@ -39,6 +39,12 @@ LAYOUTS = [
         {"tensor": 2, "sequence_parallel": True, "expert": 2, "expert_tensor": 1},
         id="EP2xTP2+SP",
     ),
+    pytest.param(
+        "qwen3_moe",
+        4,
+        {"tensor": 2, "sequence_parallel": True, "expert": 2},
+        id="EP2xETP2+SP",
+    ),
     pytest.param("qwen3_moe", 4, {"context": 2, "expert": 4}, id="EP4xCP2"),
     pytest.param("qwen3_tied", 1, {}, id="tied-single"),
     pytest.param("qwen3_tied", 4, {"tensor": 2, "pipeline": 2}, id="tied-TP2xPP2"),

@@ -55,6 +55,12 @@ ENDS = (
         stage=Stage.HEAD,
         when=("value_head",),
     ),
+    WeightRule(
+        megatron="output_layer.bias",
+        sources=(Source("score.bias", ("one",)),),
+        stage=Stage.HEAD,
+        when=("value_head",),
+    ),
 )
 
 NORMS = tuple(

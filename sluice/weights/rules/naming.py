@@ -16,7 +16,7 @@ TRANSFORMER_ENGINE_NAMES = (  # (pattern, replacement), tried in order
         r".mlp.experts.local_experts.\3.linear_\1.\2",
     ),
 )
-WRAPPERS = re.compile(r"^(module\.)+")
+WRAPPERS = re.compile(r"^((module|language_model)\.)+")  # of data parallelism, of nested models
 _LAYER = re.compile(r"(\blayers\.)(\d+)(\.)")
 _EXPERT = re.compile(r"(\blocal_experts\.)(\d+)(\.)")
 

@@ -10,9 +10,10 @@ process break others without any error (with `torch.tensor` wrapped, transformer
 notices its meta-device context and leaves rotary frequencies uninitialised). Three methods of
 tensors and modules cannot be confined; for callers outside they do what they did.
 
-Beside the interface there are two CPU paths that Megatron lacks: split sizes of expert-parallel
-exchanges (`maybe_move_tensor_to_cpu` leaves CPU tensors alone, `all_to_all_single` wants numbers)
-and the fusion by torch.compile, which is turned off.
+Beside the interface there are three CPU paths that Megatron lacks: split sizes of expert-parallel
+exchanges (`maybe_move_tensor_to_cpu` leaves CPU tensors alone, `all_to_all_single` wants numbers),
+gathers and scatters of unequal shares (experts divided over tensor ranks; gloo only has equal
+ones), and the fusion by torch.compile, which is turned off.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from sluice.platform import CUDA, PlatformError
 
@@ -124,7 +126,15 @@ class _Overlay(ModuleType):
 @functools.cache
 def _adapted_torch() -> ModuleType:
     factories = {name: _on_cpu(getattr(torch, name)) for name in FACTORIES}
-    return _Overlay(torch, **{CUDA.device_type: _adapted_interface()}, **factories)
+    distributed = _Overlay(
+        torch.distributed, all_gather=_all_gather, reduce_scatter=_reduce_scatter
+    )
+    return _Overlay(
+        torch,
+        distributed=distributed,
+        **{CUDA.device_type: _adapted_interface()},
+        **factories,
+    )
 
 
 def _adapted_interface() -> ModuleType:
@@ -152,6 +162,32 @@ def _adapted_interface() -> ModuleType:
         random=_Overlay(CUDA.module.random, **rng_state),
         **rng_state,
     )
+
+
+def _all_gather(
+    parts: list[torch.Tensor], mine: torch.Tensor, group: dist.ProcessGroup | None = None
+) -> None:
+    """torch.distributed.all_gather, also of parts that differ in size."""
+    if len({part.shape for part in parts}) == 1:
+        dist.all_gather(parts, mine, group=group)
+        return
+    rank = dist.get_rank(group)
+    for source, part in enumerate(parts):
+        whole = mine.contiguous() if source == rank else torch.empty_like(part)
+        dist.broadcast(whole, group_src=source, group=group)
+        part.copy_(whole)
+
+
+def _reduce_scatter(
+    mine: torch.Tensor, parts: list[torch.Tensor], group: dist.ProcessGroup | None = None
+) -> None:
+    """torch.distributed.reduce_scatter (sum), also of parts that differ in size."""
+    rank = dist.get_rank(group)
+    for target, part in enumerate(parts):
+        whole = part.clone(memory_format=torch.contiguous_format)
+        dist.reduce(whole, group_dst=target, group=group)
+        if target == rank:
+            mine.copy_(whole)
 
 
 def _names_accelerator(device: object) -> bool:

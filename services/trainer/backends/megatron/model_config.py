@@ -22,6 +22,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+CRITIC = "ForTokenClassification"
 
 
 class UnsupportedModelError(ValueError):
@@ -54,8 +55,8 @@ class ModelSource:
         return padded_rows(self.shape.vocab, multiple=config.vocab_multiple, size=config.tensor)
 
 
-def read_model(directory: Path, *, value_head: bool = False) -> ModelSource:
-    """Read `config.json` below `directory`.
+def read_model(directory: Path) -> ModelSource:
+    """Read `config.json` below `directory`; a token classifier of one label is a critic.
 
     Raises UnknownArchitectureError, InvalidCheckpointError or UnsupportedModelError.
     """
@@ -66,6 +67,9 @@ def read_model(directory: Path, *, value_head: bool = False) -> ModelSource:
         raise UnsupportedModelError(f"hidden_act {hf_config.hidden_act!r} is not silu")
     if getattr(hf_config, "use_sliding_window", False):
         raise UnsupportedModelError("sliding-window attention is not supported")
+    value_head = config["architectures"][0].endswith(CRITIC)
+    if value_head and hf_config.num_labels != 1:
+        raise UnsupportedModelError(f"a critic has 1 label, not {hf_config.num_labels}")
     shape = read_shape(family, config, value_head=value_head)
     return ModelSource(directory=directory, hf_config=hf_config, weights=WeightMap(family, shape))
 

@@ -45,14 +45,13 @@ def create_policy(
     config: MegatronConfig,
     *,
     device: torch.device,
-    value_head: bool = False,
     trained: bool = True,
 ) -> Policy:
     """Build this rank's chunks and load the HF checkpoint in `directory` into them.
 
     `trained`: wrap them for gradients. Collective over the model-parallel groups.
     """
-    source = read_model(directory, value_head=value_head)
+    source = read_model(directory)
     rotary = PositionRotary(source.hf_config, device)
     scale = rotary.attention_scaling**2 * source.shape.head_dim**-0.5
     core = transformer_config(source, config, softmax_scale=scale)

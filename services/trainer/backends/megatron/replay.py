@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from services.trainer.backend import Row
 from services.trainer.backends.megatron.batch import PackedBatch
 from services.trainer.backends.megatron.model_config import ModelSource
+from services.trainer.backends.megatron.value_head import find_decoder
 
 Mode = Literal["recorded", "rollout"]
 Purpose = Literal["score", "train"]
@@ -118,8 +119,7 @@ class RoutingReplay:
         interleaved = config.virtual_pipeline_model_parallel_size is not None
         offset = get_transformer_layer_offset(config, vp_stage=index if interleaved else None)
         chunk = _Chunk([], [])
-        decoder: Any = model.decoder
-        for position, layer in enumerate(decoder.layers):
+        for position, layer in enumerate(find_decoder(model).layers):
             if offset + position in self._sparse:
                 chunk.routers.append(layer.mlp.router.router_replay)
                 chunk.layers.append(self._sparse.index(offset + position))

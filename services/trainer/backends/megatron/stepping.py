@@ -17,6 +17,7 @@ from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.backends.megatron.policy import Policy
 from services.trainer.config import OptimConfig
 
+FLOAT16_SCALE = 2.0**12  # losses are sums: the usual 2**32 would skip the first forty steps
 NON_FINITE = "non-finite gradient norm"
 
 
@@ -40,6 +41,8 @@ class Stepper:
                 fp16=core.fp16,
                 params_dtype=core.params_dtype,
                 use_distributed_optimizer=config.distributed_optimizer,
+                initial_loss_scale=FLOAT16_SCALE,
+                hysteresis=1,
             ),
             self._chunks,
             use_gloo_process_groups=False,

@@ -24,16 +24,17 @@ class ValueHead(MegatronModule):  # type: ignore[misc]
     def __init__(self, config: TransformerConfig, device: torch.device) -> None:
         super().__init__(config=config)
         self.gathers = config.sequence_parallel
-        self.weight = torch.nn.Parameter(
-            torch.zeros((1, config.hidden_size), dtype=config.params_dtype, device=device)
-        )
+        options = {"dtype": config.params_dtype, "device": device}
+        self.weight = torch.nn.Parameter(torch.zeros((1, config.hidden_size), **options))
+        self.bias = torch.nn.Parameter(torch.zeros(1, **options))
 
     def forward(
         self, hidden: torch.Tensor, weight: None = None, runtime_gather_output: object = None
     ) -> tuple[torch.Tensor, None]:
         if self.gathers:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        return torch.nn.functional.linear(hidden.float(), self.weight.float()), None
+        weight_1H, bias_1 = self.weight.float(), self.bias.float()
+        return torch.nn.functional.linear(hidden.float(), weight_1H, bias_1), None
 
 
 def find_output_layer(model: torch.nn.Module) -> Any:
@@ -47,6 +48,11 @@ def find_output_layer(model: torch.nn.Module) -> Any:
         names = ", ".join(repr(name) for name, _ in sites) or "nowhere"
         raise ValueHeadError(f"a model needs one output_layer, found in: {names}")
     return sites[0][1]
+
+
+def find_decoder(model: torch.nn.Module) -> Any:
+    """The transformer block of `model`, wherever it is nested."""
+    return next(module.decoder for module in model.modules() if hasattr(module, "decoder"))
 
 
 def place_value_head(model: torch.nn.Module, config: TransformerConfig) -> None:
