@@ -34,13 +34,13 @@ class CollectiveMismatchError(RuntimeError):
 class CollectiveMonitor:
     """Folds every collective into a hash and compares the hashes of all ranks.
 
-    `group` must be a gloo group of the same ranks used for nothing else: it has its own timeout,
-    so a rank that never comes is an error there and not a hang. `end_step` must be called by all
-    ranks at the same points, e.g. before the optimizer.
+    `group` must be a gloo group of the same ranks used for nothing else. A rank that does not
+    come within `timeout` is a RuntimeError that names it on the group's first rank, not a hang.
+    `end_step` must be called by all ranks at the same points, e.g. before the optimizer.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
+        self._group, self._timeout = group, timeout
         self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES)
         self._count = 0
 
@@ -61,6 +61,7 @@ class CollectiveMonitor:
         digest = hashlib.blake2b(self._hash.digest() + bytes([at_end]), digest_size=DIGEST_BYTES)
         name = description.encode()[:NAME_BYTES].ljust(NAME_BYTES)
         mine = torch.frombuffer(bytearray(digest.digest() + name), dtype=torch.uint8)
+        dist.monitored_barrier(self._group, timeout=self._timeout, wait_all_ranks=True)
         rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(rows, mine, group=self._group)
         states = [bytes(row.tolist()) for row in rows]
@@ -126,6 +127,11 @@ class Collectives:
 
 
 def create_monitor(group: dist.ProcessGroup, timeout: timedelta) -> CollectiveMonitor:
-    """A monitor for `group` with a gloo group of its own; every rank of the world must call it."""
-    ranks = dist.get_process_group_ranks(group)
-    return CollectiveMonitor(dist.new_group(ranks, timeout=timeout, backend="gloo"))
+    """A monitor for `group` with a gloo group of its own; every rank of `group` must call it."""
+    side = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=timeout,
+        backend="gloo",
+        use_local_synchronization=True,
+    )
+    return CollectiveMonitor(side, timeout)

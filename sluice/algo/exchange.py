@@ -7,6 +7,7 @@ same collectives, and its gradient edges exist.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -36,14 +37,12 @@ def redistribute(
         raise ValueError("source and target lay out other samples or other ranks")
     if len({column.dtype for column in columns}) != 1:
         raise ValueError("columns of one exchange have one dtype")
-    flat_LK = torch.cat([column.flatten(1) if column.dim() > 1 else column[:, None]
-                         for column in columns], dim=1)  # fmt: skip
+    widths = [math.prod(column.shape[1:]) for column in columns]
+    flat_LK = torch.cat([c.reshape(len(c), w) for c, w in zip(columns, widths, strict=True)], 1)
     flat_LK = _with_edge(flat_LK) if differentiable else flat_LK.detach()
     routes = _Routes(source, target, collectives.rank)
     apply: Callable[..., torch.Tensor] = _Exchange.apply
     moved_LK = apply(flat_LK, routes, collectives)
-    widths = [column[:1].numel() if len(column) else column.new_empty(1, *column.shape[1:]).numel()
-              for column in columns]  # fmt: skip
     return [
         part.reshape(target.local_length, *column.shape[1:])
         for part, column in zip(moved_LK.split(widths, dim=1), columns, strict=True)

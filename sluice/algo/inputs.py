@@ -107,9 +107,10 @@ def pack_rows(
         outputs=outputs_T,
         mask=torch.cat(masks)[share_T].to(device),
         sample_index=index_T[share_T].to(device),
-        sample_weights=torch.tensor([row.loss_weight for row in rows], dtype=torch.float64).to(
-            device, outputs_T.dtype
-        ),
+        sample_weights=torch.tensor(
+            [row.loss_weight for row in rows],
+            dtype=torch.promote_types(outputs_T.dtype, torch.float32),
+        ).to(device),
         columns={name: _pack_column(rows, name)[share_T].to(device) for name in sorted(names)},
         entropy=entropy_T,
         sum_over_ranks=sum_over_ranks,

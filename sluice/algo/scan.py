@@ -6,6 +6,8 @@ step, gets no reward and no value, and costs no discount.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 CHUNK = 128  # a triangular product inside, one carry between: 128 times fewer Python steps
@@ -20,14 +22,20 @@ def discounted_suffix_sums(terms_T: torch.Tensor, discount: float) -> torch.Tens
     padded_RC = terms_T.new_zeros(rows * CHUNK, dtype=torch.float64)
     padded_RC[:length] = terms_T
     padded_RC = padded_RC.view(rows, CHUNK)
-    steps_C = torch.arange(CHUNK, dtype=torch.float64, device=terms_T.device)
-    distance_CC = steps_C[:, None] - steps_C[None, :]  # [j, i] = j - i
-    powers_CC = torch.where(distance_CC >= 0, discount ** distance_CC.clamp(min=0), 0.0)
+    powers_CC, to_next_C = _powers(discount, terms_T.device)
     sums_RC = padded_RC @ powers_CC
-    to_next_C = discount ** (CHUNK - steps_C)
     for row in range(rows - 2, -1, -1):
         sums_RC[row] += to_next_C * sums_RC[row + 1, 0]
     return sums_RC.view(-1)[:length]
+
+
+@lru_cache(maxsize=16)
+def _powers(discount: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(discount^(j - i) at [j, i] for j >= i, discount^(steps from i to the next chunk))."""
+    steps_C = torch.arange(CHUNK, dtype=torch.float64, device=device)
+    distance_CC = steps_C[:, None] - steps_C[None, :]
+    powers_CC = torch.where(distance_CC >= 0, discount ** distance_CC.clamp(min=0), 0.0)
+    return powers_CC, discount ** (CHUNK - steps_C)
 
 
 def place_terminal(mask_T: torch.Tensor, reward: float) -> torch.Tensor:

@@ -252,6 +252,10 @@ def test_bad_rows_are_named():
     with pytest.raises(MissingColumnError, match=r"a/7 lacks values"):
         bare = replace(row, columns={})
         compute_advantages([bare], AdvantageSpec(name="gae"))
+    for missing in ("teacher_logprobs", "rollout_logprobs"):
+        columns = {k: v for k, v in row.columns.items() if k != missing}
+        with pytest.raises(MissingColumnError, match=rf"a/7 lacks {missing}"):
+            compute_advantages([replace(row, columns=columns)], AdvantageSpec(name="distillation"))
     with pytest.raises(MissingColumnError, match=r"a/7 lacks reward"):
         compute_advantages([replace(row, rewards={})], AdvantageSpec(name="grpo"))
     with pytest.raises(ValueError, match=r"a/7: reward is not finite"):

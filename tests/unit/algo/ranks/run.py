@@ -20,7 +20,7 @@ import sequence
 import torch
 import torch.distributed as dist
 
-from sluice.algo.collectives import CollectiveMonitor, Collectives
+from sluice.algo.collectives import Collectives, create_monitor
 
 WORLD = 4
 TIMEOUT = timedelta(seconds=60)
@@ -39,9 +39,8 @@ def create_context(rank):
         blocks = [list(range(first, first + size)) for first in range(0, WORLD, size)]
         for block in blocks:
             group = dist.new_group(block, timeout=TIMEOUT)
-            side = dist.new_group(block, timeout=TIMEOUT)
             if rank in block:
-                groups.append(Collectives(group, CollectiveMonitor(side)))
+                groups.append(Collectives(group, create_monitor(group, TIMEOUT)))
     return Context(Collectives(dist.group.WORLD), tuple(groups))
 
 

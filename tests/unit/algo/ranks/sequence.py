@@ -106,3 +106,16 @@ def check_monitor_names_a_rank_with_an_extra_collective(context):
             collectives.all_reduce(torch.ones(2), "max")
 
     expect_mismatch(context, act, rank=3, index=2)
+
+
+def check_monitor_names_a_rank_that_never_comes(context):
+    """Rank 2 is busy elsewhere: the first rank says so at the deadline, nobody hangs."""
+    monitor = create_monitor(context.world.group, timedelta(seconds=2))
+    if context.world.rank == 2:
+        return
+    try:
+        Collectives(context.world.group, monitor).all_reduce(torch.ones(1), "sum")
+    except RuntimeError as error:
+        assert context.world.rank != 0 or "Ranks 2 failed to pass" in str(error), str(error)
+        return
+    raise AssertionError("rank 2 was not missed")
