@@ -9,7 +9,6 @@ from pydantic import Field, field_validator, model_validator
 
 from services.trainer.backends.megatron.config import MegatronConfig
 from sluice.config import Config, ProcessConfig
-from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import ServerConfig
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -89,12 +88,10 @@ class TrainerConfig(ProcessConfig):
     server: ServerConfig = ServerConfig()
 
     @property
-    def rank_security(self) -> SecurityConfig:
-        """How ranks and front trust each other: within one host the token is enough."""
-        security = self.server.security
-        if is_loopback(self.ranks.listen_host):
-            return security.model_copy(update={"tls": None})
-        return security
+    def front_name(self) -> str:
+        """Whom the front's certificate names, for ranks that reach it over loopback."""
+        host, _, _ = self.server.advertise.rpartition(":")
+        return host if is_loopback(self.ranks.listen_host) else ""
 
     @model_validator(mode="after")
     def _check_rank_port(self) -> Self:

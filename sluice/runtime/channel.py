@@ -113,10 +113,15 @@ def _split(interceptor: _CallDefaults) -> list[Any]:
     ]
 
 
-def create_channel(address: str, security: SecurityConfig | None = None) -> grpc.aio.Channel:
-    """A channel to host:port; the caller closes it."""
+def create_channel(
+    address: str, security: SecurityConfig | None = None, *, name: str = ""
+) -> grpc.aio.Channel:
+    """A channel to host:port; the caller closes it. Raises ConfigError.
+
+    name: host that the server's certificate must be for, where that is not the address's.
+    """
     security = security or SecurityConfig()
-    options = [
+    options: list[tuple[str, Any]] = [
         ("grpc.service_config", _SERVICE_CONFIG),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -127,5 +132,7 @@ def create_channel(address: str, security: SecurityConfig | None = None) -> grpc
     interceptors = _split(_CallDefaults(security.token()))
     if security.tls is None:
         return grpc.aio.insecure_channel(address, options, interceptors=interceptors)
+    if name:
+        options.append(("grpc.ssl_target_name_override", name))
     credentials = channel_credentials(security.tls)
     return grpc.aio.secure_channel(address, credentials, options, interceptors=interceptors)

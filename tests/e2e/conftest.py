@@ -110,8 +110,10 @@ class Stack:
         return Training(run_dir, process)
 
 
-def start_stack(run_dir: Path, **services: dict[str, Any]) -> Stack:
-    """`sluice up` of a router, a trainer and a rollout, changed by `services`."""
+def start_stack(
+    run_dir: Path, up: dict[str, Any] | None = None, **services: dict[str, Any]
+) -> Stack:
+    """`sluice up` of a router, a trainer and a rollout, changed by `services` and `up`."""
     run_dir.mkdir(parents=True, exist_ok=True)
     model = str(build_tiny_qwen3(run_dir / "model", 0))
     write_prompts(run_dir / "prompts.jsonl", 0)
@@ -124,7 +126,7 @@ def start_stack(run_dir: Path, **services: dict[str, Any]) -> Stack:
     }
     entries.update(services)
     path = run_dir / "services.yaml"
-    path.write_text(yaml.safe_dump({"run_dir": str(run_dir), "services": entries}))
+    path.write_text(yaml.safe_dump({"run_dir": str(run_dir), "services": entries, **(up or {})}))
     with (run_dir / "up.log").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "sluice.cli", "up", str(path)],

@@ -57,10 +57,10 @@ async def _listen(
 
 
 class WorkerServer:
-    """The gRPC server of the ranks."""
+    """The gRPC server of the ranks; its security is that of the public one."""
 
     def __init__(self, config: TrainerConfig, group: RankGroup) -> None:
-        security, ranks = config.rank_security, config.ranks
+        security, ranks = config.server.security, config.ranks
         self._server = grpc.aio.server(
             interceptors=[ServiceInterceptor(security.token())],
             options=[

@@ -82,7 +82,8 @@ class FrontStream:
         self._loop = asyncio.get_running_loop()
         self._outgoing.put_nowait(pb.FollowRequest(hello=self._hello))
         self._started.set()
-        channel = create_channel(self._front, self._config.rank_security)
+        config = self._config
+        channel = create_channel(self._front, config.server.security, name=config.front_name)
         heart = asyncio.create_task(self._beat())
         try:
             stub = pb_grpc.WorkerServiceStub(channel)

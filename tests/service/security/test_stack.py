@@ -1,0 +1,154 @@
+"""Every port of a stack under mTLS and a token: the right callers work, the others do not."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+
+import psutil
+import pytest
+
+from sluice.client import TrainerClient
+from sluice.runtime.security import SecurityConfig
+from tests.e2e.conftest import ENVIRONMENT, Stack
+from tests.service.security.ports import (
+    TOKEN_REFUSED,
+    UNREACHABLE,
+    ask_metrics,
+    ask_service,
+    ask_workers_port,
+)
+from tests.service.security.trust import Trust
+
+Ask = Callable[[str, SecurityConfig], Awaitable[str]]
+
+
+@dataclass(frozen=True)
+class Port:
+    name: str
+    address: str
+    ask: Ask
+    right_answer: str = "OK"
+
+
+def listening(process: psutil.Process) -> dict[int, str]:
+    """Address by port."""
+    sockets = process.net_connections("tcp")
+    return {s.laddr.port: s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN}
+
+
+def known_ports(stack: Stack) -> list[Port]:
+    """Ports of every service; that of the ranks is what else the trainer's front listens on."""
+    ports: list[Port] = []
+    for name, service in stack.services.items():
+        ports.append(Port(f"{name} gRPC", service["address"], ask_service))
+        ports.append(Port(f"{name} metrics", service["metrics_address"], ask_metrics))
+    named = {int(port.address.rpartition(":")[2]) for port in ports}
+    (workers,) = listening(psutil.Process(stack.pid("trainer"))).keys() - named
+    taken = "INVALID_ARGUMENT/INVALID_FIELD"
+    return [*ports, Port("trainer ranks", f"127.0.0.1:{workers}", ask_workers_port, taken)]
+
+
+@pytest.fixture(scope="module")
+def trained(secured: Stack, trust: Trust) -> Stack:
+    """The stack, after two steps of a loop that has the right credentials."""
+    training = secured.train("secured", steps=2, security=trust.right.model_dump(mode="json"))
+    training.finish()
+    assert [row["step"] for row in training.rows()] == [1, 2]
+    return secured
+
+
+async def ask_all(ports: list[Port], callers: dict[str, SecurityConfig]) -> dict[str, str]:
+    """Answer by `port, caller`."""
+    asked = [(port, name) for port in ports for name in callers]
+    answers = await asyncio.gather(*(port.ask(port.address, callers[name]) for port, name in asked))
+    return {f"{p.name}, {name}": a for (p, name), a in zip(asked, answers, strict=True)}
+
+
+async def test_the_right_caller_is_served_on_every_port(trained: Stack, trust: Trust) -> None:
+    ports = known_ports(trained)
+    assert len(ports) == 7
+    found = await ask_all(ports, {"right": trust.right})
+    assert found == {f"{port.name}, right": port.right_answer for port in ports}
+
+
+async def test_a_wrong_certificate_is_refused_on_every_port(trained: Stack, trust: Trust) -> None:
+    found = await ask_all(known_ports(trained), trust.strangers)
+    assert len(found) == 7 * 5
+    assert {key: value for key, value in found.items() if value != UNREACHABLE} == {}
+
+
+async def test_a_wrong_token_is_refused_on_every_port(trained: Stack, trust: Trust) -> None:
+    found = await ask_all(known_ports(trained), trust.tokenless)
+    assert len(found) == 7 * 2
+    assert {key: value for key, value in found.items() if value != TOKEN_REFUSED} == {}
+
+
+def test_nothing_listens_beyond_loopback(trained: Stack) -> None:
+    """Ports of the collectives between ranks included, which torch opens."""
+    root = psutil.Process(trained.process.pid)
+    found = {child.pid: listening(child) for child in root.children(recursive=True)}
+    assert sum(map(len, found.values())) > len(known_ports(trained))
+    hosts = {host for ports in found.values() for host in ports.values()}
+    assert hosts <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+
+
+async def test_a_loop_with_the_wrong_token_ends_in_one_line(trained: Stack, trust: Trust) -> None:
+    wrong = trust.tokenless["wrong token"].model_dump(mode="json")
+    training = trained.train("wrong-token", security=wrong)
+    output, _ = await asyncio.to_thread(partial(training.process.communicate, timeout=60))
+    assert training.process.returncode == 2
+    assert output.splitlines()[-1].startswith("sluice: UNAUTHENTICATED/TOKEN_MISSING_OR_WRONG")
+    assert "Traceback" not in output
+
+
+async def test_a_loop_that_trusts_another_authority_says_so(trained: Stack, trust: Trust) -> None:
+    wrong = trust.strangers["trusts another CA"].model_dump(mode="json")
+    training = trained.train("wrong-ca", security=wrong, service_timeout_seconds=2)
+    output, _ = await asyncio.to_thread(partial(training.process.communicate, timeout=60))
+    assert training.process.returncode == 2
+    assert "was not ready in 2 s: UNAVAILABLE" in output and "CERTIFICATE_VERIFY" in output
+
+
+def run_waits(stack: Stack, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sluice.cli", "waits", stack.services["trainer"]["address"]]
+    return subprocess.run(
+        [*command, *flags], env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_waits_are_listed_for_who_may_ask(trained: Stack, trust: Trust) -> None:
+    tls = trust.right.tls
+    assert tls is not None
+    flags = [
+        *("--security.tls.ca", str(tls.ca), "--security.tls.cert", str(tls.cert)),
+        *("--security.tls.key", str(tls.key)),
+    ]
+    token = ["--security.token_file", str(trust.right.token_file)]
+    allowed = run_waits(trained, *flags, *token)
+    assert allowed.returncode == 0, allowed.stderr
+    assert "explanation" in allowed.stdout
+    refused = run_waits(trained, *flags)
+    assert refused.returncode == 2
+    assert "TOKEN_MISSING_OR_WRONG" in refused.stderr
+
+
+async def test_health_needs_a_certificate_but_no_token(trained: Stack, trust: Trust) -> None:
+    """What a container's health check has."""
+    address, tls = trained.services["router"]["address"], trust.right.tls
+    assert tls is not None
+    command = [sys.executable, "-m", "sluice.runtime.healthcheck", address]
+    service = "sluice.api.router.v1.RouterService"
+    files = ["--ca", str(tls.ca), "--cert", str(tls.cert), "--key", str(tls.key)]
+    for arguments, expected in (([service, *files], 0), ([service], 1), ([service, *files[:2]], 1)):
+        checked = await asyncio.create_subprocess_exec(*command, *arguments)
+        assert await asyncio.wait_for(checked.wait(), 30) == expected, arguments
+
+
+async def test_the_stack_serves_on_after_all_that(trained: Stack, trust: Trust) -> None:
+    async with TrainerClient(trained.services["trainer"]["address"], trust.right) as client:
+        assert (await client.get()).restart_count == 0
