@@ -160,7 +160,7 @@ def describe_rows(samples: Sequence[Sample], limits: RowLimits) -> RowFacts:
     prompt_of = np.empty(len(samples), dtype=np.int64)
     present: dict[str, np.ndarray] = {}
     for row, sample in enumerate(samples):
-        check_sample(sample, limits)
+        check_row(sample)
         if sample.sample_id in seen:
             raise InvalidFieldError(
                 "sample_id", f"{sample.sample_id!r} comes twice", sample_id=sample.sample_id
@@ -172,6 +172,7 @@ def describe_rows(samples: Sequence[Sample], limits: RowLimits) -> RowFacts:
             if name not in present:
                 present[name] = np.zeros(len(samples), dtype=np.bool_)
             present[name][row] = True
+    check_tokens(samples, limits)
     return RowFacts(
         sample_ids=[sample.sample_id for sample in samples],
         group_ids=[sample.group_id for sample in samples],
@@ -204,17 +205,29 @@ def check_row(sample: Sample) -> None:
 def check_sample(sample: Sample, limits: RowLimits) -> None:
     """Raise InvalidFieldError for a sample that no rank can take."""
     check_row(sample)
-    tokens = sample.token_ids
-    if tokens.min() < 0 or tokens.max() >= limits.vocabulary_size:
+    check_tokens([sample], limits)
+
+
+def check_tokens(samples: Sequence[Sample], limits: RowLimits) -> None:
+    """Raise InvalidFieldError for the first sample that is too long or not of this vocabulary."""
+    if not samples:
+        return
+    lengths = np.array([len(sample.token_ids) for sample in samples])
+    if lengths.max() > limits.max_tokens:
+        long = samples[int(np.argmax(lengths > limits.max_tokens))]
+        raise InvalidFieldError(
+            "token_ids",
+            f"of sample {long.sample_id!r} are {len(long.token_ids)}, "
+            f"a micro-batch holds {limits.max_tokens}",
+            sample_id=long.sample_id,
+        )
+    tokens = np.concatenate([sample.token_ids for sample in samples])
+    foreign = (tokens < 0) | (tokens >= limits.vocabulary_size)
+    if foreign.any():
+        place = np.searchsorted(lengths.cumsum(), int(np.argmax(foreign)), side="right")
+        sample = samples[int(place)]
         raise InvalidFieldError(
             "token_ids",
             f"of sample {sample.sample_id!r} are not all within 0..{limits.vocabulary_size - 1}",
-            sample_id=sample.sample_id,
-        )
-    if len(tokens) > limits.max_tokens:
-        raise InvalidFieldError(
-            "token_ids",
-            f"of sample {sample.sample_id!r} are {len(tokens)}, "
-            f"a micro-batch holds {limits.max_tokens}",
             sample_id=sample.sample_id,
         )

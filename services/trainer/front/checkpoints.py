@@ -13,6 +13,7 @@ from typing import Any
 
 from services.trainer.errors import CheckpointMismatchError
 from services.trainer.front.state import PublishedWeights, TrainerState
+from sluice import faults
 from sluice.durable import sync_path, write_new
 from sluice.runtime.errors import AlreadyExistsError, InvalidFieldError, NotFoundError
 
@@ -52,6 +53,7 @@ class CheckpointStore:
 
     def finish(self, checkpoint_id: str, partial: Path, record: CheckpointRecord) -> None:
         """Write the record and give the directory its name."""
+        faults.point("checkpoint.files")
         document = {"format": FORMAT, **asdict(record)}
         if self._durable:
             for path in partial.rglob("*"):
@@ -60,12 +62,14 @@ class CheckpointStore:
         write_new(partial / RECORD, data, sync=self._durable)
         if self._durable:
             sync_path(partial)
+        faults.point("checkpoint.record")
         try:
             os.rename(partial, self._root / checkpoint_id)
         except OSError:
             raise AlreadyExistsError("checkpoint", PREFIX + checkpoint_id) from None
         if self._durable:
             sync_path(self._root)
+        faults.point("checkpoint.renamed")
 
     def abandon(self, partial: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -98,10 +99,16 @@ def _own(sample: Sample) -> OwnedRow:
         group_id=sample.group_id,
         token_ids=torch.from_numpy(sample.token_ids.astype(np.int64)),
         prompt_length=sample.prompt_length,
-        loss_mask=torch.ones(sample.response_length, dtype=torch.bool),
+        loss_mask=_all_trained(sample.response_length),
     )
     _set_columns(row, sample)
     return row
+
+
+@functools.lru_cache(maxsize=4096)
+def _all_trained(length: int) -> torch.Tensor:
+    """Masks are replaced, never written to, so rows may share one."""
+    return torch.ones(length, dtype=torch.bool)
 
 
 def _set_columns(row: OwnedRow, sample: Sample) -> None:

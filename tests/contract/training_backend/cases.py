@@ -15,6 +15,8 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from services.trainer.backend import Row, TrainingBackend
@@ -44,7 +46,7 @@ PPO = LossSpec(name="ppo_clip", clip_low=0.2)
 
 @dataclass(frozen=True)
 class Model:
-    """A tiny random checkpoint: Qwen3, or Llama with tied embeddings."""
+    """A tiny random checkpoint: Qwen3, its mixture of experts, or Llama with tied embeddings."""
 
     directory: Path
 
@@ -57,8 +59,11 @@ def build_model(directory: Path, family: str, seed: int = 0) -> Model:
     torch.manual_seed(seed)
     if family == "qwen3":
         module: Any = Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=False))
-    else:
+    elif family == "llama":
         module = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
+    else:
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        module = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts))
     module.save_pretrained(directory)
     return Model(directory)
 

@@ -14,7 +14,7 @@ from sluice.config import parse_config
 from tests.contract.training_backend.cases import OPTIM, Model, StartBackend, build_model
 
 
-@pytest.fixture(scope="session", params=["qwen3", "llama"])
+@pytest.fixture(scope="session", params=["qwen3", "llama", "qwen3_moe"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     return build_model(tmp_path_factory.mktemp("model"), request.param)
 

@@ -160,7 +160,7 @@ async def test_a_checkpoint_that_fails_to_load_leaves_no_mixture(stage: Stage) -
         return pb.CommandResult(error=status) if name == "load" else pb.CommandResult()
 
     stage.script = fail
-    with pytest.raises(RankError, match="optimizer.*is damaged") as caught:
+    with pytest.raises(RankError, match=r"optimizer.*is damaged") as caught:
         await stage.trainer.load_checkpoint("checkpoints/bad")
     assert caught.value.reason == "CHECKPOINT_MISMATCH"
     stage.script = stage.succeed

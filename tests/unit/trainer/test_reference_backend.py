@@ -1,0 +1,98 @@
+"""The reference backend beyond the contract: every gradient, chunked logits, lower precision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.trainer.backend import Mesh
+from services.trainer.backends.reference import model as model_module
+from services.trainer.backends.reference.backend import ReferenceBackend
+from services.trainer.config import TrainerConfig
+from sluice.algo.spec import LossSpec
+from sluice.config import parse_config
+from tests.contract.training_backend.cases import (
+    PPO,
+    Model,
+    Oracle,
+    build_model,
+    ragged_rows,
+    relative_distance,
+)
+
+BONUS = LossSpec(name="ppo_clip", clip_low=0.2, entropy_coefficient=0.05)
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return build_model(tmp_path_factory.mktemp("model"), request.param)
+
+
+def start(model: Model, path: Path, **settings: Any) -> ReferenceBackend:
+    values = {"model": str(model.directory), "store": str(path), **settings}
+    config = parse_config(TrainerConfig, values)
+    return ReferenceBackend(config, Mesh(rank=0, world_size=1))
+
+
+def gradients(backend: ReferenceBackend) -> dict[str, torch.Tensor]:
+    parameters = backend._optimizer.parameters
+    return {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+
+
+def test_every_gradient_equals_autograd(model: Model, tmp_path: Path) -> None:
+    rows = ragged_rows()
+    backend, oracle = start(model, tmp_path), Oracle(model.load())
+    backend.forward_backward([rows[:5], rows[5:]], PPO)
+    oracle.ppo_loss(rows).backward()
+    expected = {name: p.grad for name, p in oracle.model.named_parameters()}
+    found = gradients(backend)
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        reference = expected[name]
+        assert reference is not None
+        assert relative_distance(gradient, reference) < 1e-4, name
+
+
+@pytest.mark.parametrize("loss", [PPO, BONUS])
+def test_logits_made_in_chunks_change_nothing(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: LossSpec
+) -> None:
+    rows = ragged_rows()
+    backend = start(model, tmp_path)
+    whole = backend.forward_backward([rows], loss)
+    expected = gradients(backend)
+    backend.discard_gradients()
+    monkeypatch.setattr(model_module, "MAX_LOGITS", 0)
+    chunked = backend.forward_backward([rows], loss)
+    assert chunked.loss == pytest.approx(whole.loss, rel=1e-5)
+    for name, gradient in gradients(backend).items():
+        assert relative_distance(gradient, expected[name]) < 1e-4, name
+
+
+def test_autocast_stays_near_and_keeps_float32_gradients(model: Model, tmp_path: Path) -> None:
+    rows = ragged_rows()
+    exact, fast = start(model, tmp_path), start(model, tmp_path, autocast=True)
+    left = exact.compute_logprobs([rows], model="policy", temperature=1.0)
+    right = fast.compute_logprobs([rows], model="policy", temperature=1.0)
+    gaps = torch.cat([left[row.sample_id] - right[row.sample_id] for row in rows]).abs()
+    assert 1e-5 < float(gaps.mean()) < 0.1, "bfloat16, and not another model"
+    fast.forward_backward([rows], PPO)
+    assert {gradient.dtype for gradient in gradients(fast).values()} == {torch.float32}
+
+
+def test_a_model_of_another_kind_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ValueError, match="model_type gpt2 is unknown here; known: llama, qwen2"):
+        start(Model(tmp_path), tmp_path)
+
+
+def test_equal_seeds_give_equal_bits(model: Model, tmp_path: Path) -> None:
+    found = []
+    for _ in range(2):
+        backend = start(model, tmp_path, seed=3)
+        backend.forward_backward([ragged_rows()], PPO)
+        found.append(gradients(backend))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
