@@ -11,18 +11,15 @@ import random
 import shutil
 import subprocess
 import sys
-import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from examples.measured import Cost, measured_run
 from sluice import logs
-from sluice.cli import exit_code, run_training, supervised
+from sluice.cli import exit_code
 from sluice.config import parse_config
 from sluice.loop.config import RunConfig
-from sluice.loop.report import read_metrics
-from sluice.loop.run import Run
-from sluice.supervise import Supervisor, UpConfig
+from sluice.supervise import UpConfig
 
 DIGITS, PROMPTS = 4, 4096
 
@@ -103,34 +100,6 @@ def prepare(run_dir: Path, seed: int) -> None:
     write_prompts(run_dir / "prompts.jsonl", seed)
 
 
-@dataclass
-class Result:
-    """What a demo run cost; rewards are means of the first five and the last ten steps."""
-
-    seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    first: float = 0.0
-    last: float = 0.0
-    steps: int = 0
-
-
-async def demo(flags: argparse.Namespace, run_dir: Path, result: Result) -> None:
-    """Bring the services up, train, and say what it cost."""
-    start = time.monotonic()
-    supervisor = Supervisor(services(run_dir, run_dir / "model", flags.seed, flags.ranks))
-
-    async def measure(_: Run) -> None:
-        result.cpu_seconds = supervisor.cpu_seconds()
-
-    config = training(run_dir, run_dir / "prompts.jsonl", flags.seed, flags.algorithm, flags.steps)
-    async with supervised(supervisor):
-        await run_training(config, on_end=measure)
-    rewards = [row["reward_mean"] for row in read_metrics(run_dir) if "reward_mean" in row]
-    result.first = sum(rewards[:5]) / len(rewards[:5])
-    result.last = sum(rewards[-10:]) / len(rewards[-10:])
-    result.steps, result.seconds = len(rewards), time.monotonic() - start
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"))
@@ -143,14 +112,17 @@ def main() -> int:
     logs.configure("WARNING")
     run_dir = flags.run_dir.absolute()
     prepare(run_dir, flags.seed)
-    result = Result()
-    if code := exit_code(demo(flags, run_dir, result)):
+    cost = Cost()
+    up = services(run_dir, run_dir / "model", flags.seed, flags.ranks)
+    run = training(run_dir, run_dir / "prompts.jsonl", flags.seed, flags.algorithm, flags.steps)
+    if code := exit_code(measured_run(up, run, cost)):
         return code
+    first, last = (sum(part) / len(part) for part in (cost.rewards[:5], cost.rewards[-10:]))
     print(
-        f"demo: reward first={result.first:.3f} last={result.last:.3f} steps={result.steps} "
-        f"seconds={result.seconds:.0f} cpu_seconds={result.cpu_seconds:.1f}"
+        f"demo: reward first={first:.3f} last={last:.3f} steps={len(cost.rewards)} "
+        f"seconds={cost.seconds:.0f} cpu_seconds={cost.cpu_seconds:.1f}"
     )
-    return 0 if result.last >= flags.target else 1
+    return 0 if last >= flags.target else 1
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from sluice.client import (
     new_request_id,
 )
 from sluice.runtime import wire
+from sluice.samples.blobs import BlobReference
 from sluice.supervise import read_services
 
 GROUPS, SAMPLES = 32, 16
@@ -61,7 +62,8 @@ async def one_step(
 ) -> float:
     """Roll out, train, and return the mean reward."""
     step = (await trainer.get()).step
-    blobs, rewards = [], []
+    blobs: list[BlobReference] = []
+    rewards: list[float] = []
     async for response in rollout.rollout(rollout_request(step, rows)):
         if response.HasField("failed"):
             raise RuntimeError(response.failed.error.message)
@@ -76,9 +78,7 @@ async def one_step(
     return sum(rewards) / len(rewards)
 
 
-async def main(services: Path, prompts: Path, steps: int) -> None:
-    rows = [json.loads(line) for line in prompts.read_text().splitlines()]
-    addresses = read_services(services)
+async def main(addresses: dict[str, str], rows: list[dict[str, str]], steps: int) -> None:
     async with RouterClient(addresses["router"]) as router:
         (engine_entry,) = await router.list_engines(router_pb.ROLE_ENGINE)
         (worker_entry,) = await router.list_engines(router_pb.ROLE_EPISODES)
@@ -96,4 +96,6 @@ async def main(services: Path, prompts: Path, steps: int) -> None:
 
 if __name__ == "__main__":
     count = int(sys.argv[3]) if len(sys.argv) > 3 else 100
-    asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2]), count))
+    lines = Path(sys.argv[2]).read_text().splitlines()
+    addresses = read_services(Path(sys.argv[1]))
+    asyncio.run(main(addresses, [json.loads(line) for line in lines], count))
