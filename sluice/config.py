@@ -14,7 +14,8 @@ from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSetti
 from pydantic_settings.main import SettingsConfigDict
 
 ENV_PREFIX = "SLUICE_"
-RESERVED_ENV = frozenset({"SLUICE_DEVICE", "SLUICE_FUSED_OPS"})  # not settings of one process
+# not settings of one process
+RESERVED_ENV = frozenset({"SLUICE_DEVICE", "SLUICE_FAULT", "SLUICE_FUSED_OPS"})
 
 
 class ConfigError(ValueError):

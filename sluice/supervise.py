@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import logging
 import os
@@ -18,13 +19,18 @@ import psutil
 import yaml
 from pydantic import Field
 
+from sluice import faults
 from sluice.config import RESERVED_ENV, Config, ConfigError, ProcessConfig
 from sluice.runtime.security import SecurityConfig
 
 logger = logging.getLogger(__name__)
 
+_LIBC = ctypes.CDLL(None)
+
 Kind = Literal["router", "trainer", "rollout"]
 START_ORDER: tuple[Kind, ...] = ("router", "trainer", "rollout")
+LASTING_SECONDS = 30.0  # a process that served for so long is not failing in a row
+PR_SET_PDEATHSIG = 1
 
 
 class ServiceEntry(Config):
@@ -43,7 +49,7 @@ class UpConfig(ProcessConfig):
     security: SecurityConfig = SecurityConfig()  # of every service that names none of its own
     start_timeout_seconds: float = Field(180, gt=0)
     stop_timeout_seconds: float = Field(40, gt=0)
-    restarts: int = Field(20, ge=0)  # of one process, before it is left dead
+    restarts: int = Field(20, ge=0)  # of one process in a row, before it is given up
 
 
 class ServiceDiedError(Exception):
@@ -143,6 +149,8 @@ class Supervisor:
             if not name.startswith("SLUICE_") or name in RESERVED_ENV
         }
         environment.setdefault("OMP_WAIT_POLICY", "passive")
+        if faults.enabled():  # of one service, not of its neighbours
+            environment[faults.VARIABLE] = str(Path(environment[faults.VARIABLE], service.name))
         with service.log.open("ab") as log:
             service.process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -152,6 +160,7 @@ class Supervisor:
                 stderr=log,
                 env=environment,
                 start_new_session=True,  # Ctrl-C is for the supervisor, which stops in order
+                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
             )
 
     def _filled_in(self, service: _Service) -> dict[str, Any]:
@@ -192,16 +201,30 @@ class Supervisor:
 
     async def _keep_alive(self, service: _Service) -> None:
         while True:
+            opened = time.monotonic()
             assert service.process is not None
             code = await service.process.wait()
+            if time.monotonic() - opened > LASTING_SECONDS:
+                service.restarts = 0
+            await self._restart(service, f"ended with {code}")
+
+    async def _restart(self, service: _Service, why: str) -> None:
+        """Until it has opened its ports again. Raises ServiceDiedError after too many tries."""
+        while True:
             service.restarts += 1
             if service.restarts > self.config.restarts:
-                raise ServiceDiedError(f"{service.name} died too often; see {service.log}")
-            logger.warning("%s ended with %s; restarting it", service.name, code)
+                raise ServiceDiedError(f"{service.name} died too often: {why}; see {service.log}")
+            logger.warning("%s %s; restarting it", service.name, why)
             await asyncio.sleep(min(5.0, 0.2 * 2 ** min(service.restarts - 1, 5)))
             await self._spawn(service)
-            await self._opened(service)
+            try:
+                await self._opened(service)
+            except ServiceDiedError as error:
+                why = str(error)
+                await self._end(service)
+                continue
             self._write_services()
+            return
 
     async def _end(self, service: _Service) -> None:
         process = service.process
@@ -218,7 +241,12 @@ class Supervisor:
 
     def _write_services(self) -> None:
         known = {
-            service.name: {"kind": service.kind, **service.addresses} for service in self._services
+            service.name: {
+                "kind": service.kind,
+                "store": str(service.config.get("store", self.run_dir / "store")),
+                **service.addresses,
+            }
+            for service in self._services
         }
         partial = self.services_file.with_suffix(".partial")
         partial.write_text(json.dumps(known, indent=1))
@@ -227,11 +255,26 @@ class Supervisor:
 
 def read_services(path: Path) -> dict[str, str]:
     """Addresses of the trainer and the router in a services.json."""
+    return {entry["kind"]: entry["address"] for entry in _read_entries(path)}
+
+
+def read_store(path: Path) -> Path:
+    """The shared store of the trainer in a services.json."""
+    (store,) = {entry["store"] for entry in _read_entries(path) if entry["kind"] == "trainer"}
+    return Path(store)
+
+
+def _read_entries(path: Path) -> list[dict[str, Any]]:
     try:
-        services = json.loads(path.read_text())
+        services: dict[str, dict[str, Any]] = json.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"services: {path} does not exist; is `sluice up` running?") from None
-    return {entry["kind"]: entry["address"] for entry in services.values()}
+    return list(services.values())
+
+
+def _die_with_parent() -> None:
+    """In the child, before it becomes the service: a killed supervisor leaves nobody behind."""
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _ended_children_seconds() -> float:

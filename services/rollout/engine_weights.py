@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from services.rollout.engine import Engine, PauseMode
 from services.rollout.errors import DigestMismatchError, VersionNotPreparedError
+from sluice import faults
 from sluice.runtime.errors import NotFoundError
 from sluice.weights.errors import VersionNotFoundError, WeightStoreError
 from sluice.weights.store import VersionRecord, WeightStore
@@ -62,6 +63,7 @@ class EngineWeights:
                 )
             await self._check_digest(version, digest)
             pause = await self._engine.commit(version, mode)
+            faults.point("engine.swapped")
             await self._unpin_unused()
             await self._on_commit()
             return pause
@@ -83,6 +85,7 @@ class EngineWeights:
         try:
             record = await self._check_digest(version, digest, pin=True)
             await self._engine.prepare(version, digest, record.directory)
+            faults.point("engine.prepared")
         finally:
             await self._unpin_unused(besides=(version, digest))
         return time.monotonic() - start

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import xxhash
 
+from sluice import faults
 from sluice.durable import locked, sync_path, temporary_path, write_new
 from sluice.samples.pins import (
     DIGEST,
@@ -116,6 +117,7 @@ class BlobStore:
                 if not self._path(digest).exists():
                     raise BlobNotFoundError(digest)
             append(pin_path(self._pins, owner), "+", digests, sync=self.sync)
+        faults.point("blob.pinned")
 
     def unpin(self, owner: str, digests: Iterable[str] | None = None) -> None:
         """Let go of `digests`, or of everything `owner` has pinned."""
@@ -187,6 +189,7 @@ class BlobStore:
         source = temporary_path(self._temporary, path.name)
         try:
             write_new(source, data, sync=self.sync)
+            faults.point("blob.written")
             with locked(self._lock, shared=True):  # the collector may be about to unlink `path`
                 os.utime(source)
                 source.replace(path)
@@ -194,6 +197,7 @@ class BlobStore:
             source.unlink(missing_ok=True)
             raise
         self._sync(path.parent)
+        faults.point("blob.stored")
 
     def _make_durable(self, folder: Path) -> None:
         """A folder that is there may be one that another process has not synced yet."""

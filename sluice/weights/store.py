@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
 
+from sluice import faults
 from sluice.durable import locked, sync_path, write_new
 from sluice.weights.assembly import add_companions, check_shards, collect_tensors, write_index
 from sluice.weights.checkpoint import companion_files, describe_shard, shard_paths
@@ -99,6 +100,7 @@ class WeightStore:
             except FileExistsError:
                 number += 1
         self._sync(self.root / "allocated")
+        faults.point("weights.allocated")
         self._last_allocated = number
         return open_staging(self.root / "staging", number, parent)
 
@@ -144,6 +146,7 @@ class WeightStore:
         (staging.directory / MANIFEST_NAME).unlink(missing_ok=True)
         write_new(staging.directory / MANIFEST_NAME, encode_manifest(manifest), sync=self.durable)
         self._sync(staging.directory)
+        faults.point("weights.manifest")
         return self._publish(staging, manifest)
 
     def abort(self, staging: Staging) -> None:
@@ -208,6 +211,7 @@ class WeightStore:
             (pins / quote(owner, safe="")).touch()
             self._sync(pins)
             self._sync(pins.parent)
+            faults.point("weights.pinned")
 
     def unpin(self, version: int, owner: str) -> None:
         """Forget a pin; one that is not there is no error."""
@@ -238,6 +242,7 @@ class WeightStore:
             for version in removed:
                 trash = self.root / "trash" / f"{version:08d}-{secrets.token_hex(8)}"
                 self._directory(version).rename(trash)
+                faults.point("weights.trashed")
                 self._records.pop(version, None)
             self._sync(self.root / "versions")
         for directory in (self.root / "trash").iterdir():
@@ -259,6 +264,7 @@ class WeightStore:
                 raise VersionExistsError(staging.version) from error
             raise
         self._sync(target.parent)
+        faults.point("weights.renamed")
         close_staging(staging)
         return self._remember(manifest)
 

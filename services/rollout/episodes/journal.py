@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
+from sluice import faults
 from sluice.durable import sync_path
 from sluice.samples.blobs import BlobReference, BlobStore
 
@@ -51,6 +52,7 @@ class Journals:
         self._append(request_id, [{"body": body, "created": time.time()}])
         if self._sync:
             sync_path(self._root)
+        faults.point("journal.opened")
         return Progress(body)
 
     def record(self, request_id: str, groups: Mapping[str, BlobReference]) -> None:
@@ -61,6 +63,7 @@ class Journals:
             for group_id, blob in groups.items()
         ]
         self._append(request_id, lines)
+        faults.point("journal.recorded")
 
     def cancel(self, request_id: str, group_ids: Iterable[str]) -> None:
         """Remember that these groups are not to be run again."""
@@ -71,6 +74,7 @@ class Journals:
         path = self._path(request_id)
         if path.exists():
             path.rename(self._settled_path(request_id))
+            faults.point("journal.settled")
         settled: list[tuple[float, str]] = []
         abandoned: list[tuple[float, str]] = []
         for entry in os.scandir(self._root):

@@ -14,6 +14,7 @@ from services.trainer.errors import CheckpointMismatchError
 from services.trainer.rank.advantages import add_advantages
 from services.trainer.rank.group import find_mesh, join_group, leave_group
 from services.trainer.rank.table import RowTable
+from sluice import faults
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.runtime.errors import DataLossError, NotFoundError, ServiceError
@@ -78,6 +79,7 @@ class Executor:
         result = pb.CommandResult(sequence=command.sequence)
         try:
             getattr(self, f"_{name}")(getattr(command, name), result)
+            faults.point(f"rank{self._backend.mesh.rank}.{name}")
         except ServiceError as error:
             result.error.CopyFrom(error.to_status())
         except BlobNotFoundError as error:

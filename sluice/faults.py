@@ -1,0 +1,57 @@
+"""Faults on demand: a test ends this process, or loses its answer, right after a durable write.
+
+Off unless SLUICE_FAULT names a directory when the process starts; then nothing is looked at. A
+fault is armed by a file of its name in that directory, which holds the number of the passing at
+which it fires. It fires once: the process that takes the file away is the one that fails.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+VARIABLE = "SLUICE_FAULT"
+
+_directory = os.environ.get(VARIABLE, "")
+
+
+def enabled() -> bool:
+    """Whether this process looks for faults at all."""
+    return bool(_directory)
+
+
+def point(name: str) -> None:
+    """A kill point, named after what is durable now; kills this process (-9) if it is due."""
+    if _directory and due(name):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def due(name: str) -> bool:
+    """Count a passing of the fault `name`; whether it has to fire now."""
+    path = Path(_directory, name)
+    try:
+        left = int(path.read_text()) - 1
+        if left > 0:
+            path.write_text(str(left))
+            return False
+        path.unlink()
+    except FileNotFoundError:  # not armed, or another process was first
+        return False
+    return True
+
+
+def arm(directory: Path, name: str, passing: int = 1) -> None:
+    """Have the fault `name` fire at its `passing`-th passing in processes of this directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    partial = directory / f".{name}"
+    partial.write_text(str(passing))
+    partial.rename(directory / name)
+
+
+def disarm(directory: Path) -> list[str]:
+    """Take back what has not fired; returns the names."""
+    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    for name in names:
+        (directory / name).unlink(missing_ok=True)
+    return names
