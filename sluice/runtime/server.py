@@ -18,6 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from pydantic import model_validator
 
+from sluice import faults
 from sluice.api.common.v1 import wait_service_pb2_grpc
 from sluice.config import Config
 from sluice.runtime.exposition import MetricsServer
@@ -63,6 +64,16 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def _interceptors(security: SecurityConfig) -> list[grpc.aio.ServerInterceptor]:
+    """The outermost first."""
+    found: list[grpc.aio.ServerInterceptor] = [ServiceInterceptor(security.token())]
+    if faults.enabled():
+        from sluice.runtime.lost_replies import LostReplies
+
+        found.append(LostReplies())
+    return found
+
+
 class Server:
     """A server whose services are NOT_SERVING until `set_serving`.
 
@@ -76,7 +87,7 @@ class Server:
         self.port = 0
         limit = config.max_message_bytes
         self.grpc_server = grpc.aio.server(
-            interceptors=[ServiceInterceptor(config.security.token())],
+            interceptors=_interceptors(config.security),
             options=[
                 ("grpc.max_receive_message_length", limit),
                 ("grpc.max_send_message_length", limit),
