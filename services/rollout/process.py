@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 ENGINE_SERVICE = "sluice.api.rollout.v1.EngineService"
 ROLLOUT_SERVICE = "sluice.api.rollout.v1.RolloutService"
 REMEMBERED_TOKENS = 4_000_000
+DRAIN_SHARE = 0.8  # of the server's drain time, for rollouts to settle
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class RolloutProcess:
         gc.collect()
         gc.freeze()  # modules stay; looking through them again and again is a third of all work
         self._register(None if engine is None else engine.engine)
-        self._leaving = asyncio.create_task(self._leave_router(), name="leave router")
+        self._leaving = asyncio.create_task(self._leave(episodes), name="leave")
 
     async def close(self) -> None:
         """Let go of everything; the server has stopped before."""
@@ -88,10 +89,12 @@ class RolloutProcess:
             await self._leaving
         await self._resources.aclose()
 
-    async def _leave_router(self) -> None:
+    async def _leave(self, episodes: EpisodeWorker | None) -> None:
         """Once no new work is wanted, while running calls still end."""
         await self.server.stopping.wait()
         await asyncio.gather(*(registration.close() for registration in self._registrations))
+        if episodes is not None:
+            await episodes.drain(self._config.server.drain_seconds * DRAIN_SHARE)
 
     def _add_engine(self) -> _EngineRole:
         config = self._config

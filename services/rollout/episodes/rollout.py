@@ -48,6 +48,7 @@ class Rollout:
         self._open: dict[str, asyncio.Task[GroupResult] | None] = {}
         self._tasks: set[asyncio.Task[GroupResult]] = set()  # cancelled ones too, till they end
         self._changed = asyncio.Event()
+        self.settled = asyncio.Event()  # every group has its event
         self._is_stopped = False
         self.listener_count = 0
 
@@ -69,7 +70,7 @@ class Rollout:
             task.add_done_callback(partial(self._settle, group_id))
         metrics.GROUPS_OPEN.inc(len(self._open))
         if not self._open:
-            self._on_settled(self)
+            self._end()
 
     async def follow(self) -> AsyncIterator[pb.RolloutResponse]:
         """Every event from the first one; ends when all groups are settled.
@@ -136,7 +137,11 @@ class Rollout:
         metrics.GROUPS_OPEN.dec()
         self._changed.set()
         if not self._open:
-            self._on_settled(self)
+            self._end()
+
+    def _end(self) -> None:
+        self.settled.set()
+        self._on_settled(self)
 
 
 def _typed(group_id: str, error: BaseException) -> ServiceError:

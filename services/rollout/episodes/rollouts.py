@@ -90,6 +90,15 @@ class Rollouts:
             await self._spool.cancel(request_id, cancelled)
         return cancelled
 
+    async def drain(self, seconds: float) -> None:
+        """Let rollouts settle for so long, then send their listeners to another worker."""
+        waits = [asyncio.ensure_future(rollout.settled.wait()) for rollout in self._begun()]
+        if waits:
+            _, pending = await asyncio.wait(waits, timeout=seconds)
+            for wait in pending:
+                wait.cancel()
+        await self.close()
+
     async def close(self) -> None:
         """Stop all rollouts; what is finished stays in the store."""
         for timer in self._orphans.values():

@@ -41,6 +41,10 @@ class EpisodeWorker:
         self._rollouts = Rollouts(episodes, self._environments, tools)
         self.servicer = RolloutServicer(self._rollouts, self._environments)
 
+    async def drain(self, seconds: float) -> None:
+        """Let rollouts end for so long; the rest goes on at another worker."""
+        await self._rollouts.drain(seconds)
+
     async def close(self) -> None:
         """Stop the rollouts; what is finished stays in the store."""
         await self._rollouts.close()

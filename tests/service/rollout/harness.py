@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ class Episodes:
     router: RouterProcess
     engine: EngineClient
     client: RolloutClient
-    resources: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
+    worker: RolloutProcess
 
     async def finished(self, request: pb.RolloutRequest) -> dict[str, pb.FinishedGroup]:
         """All groups of a rollout; none may fail."""
@@ -124,13 +124,21 @@ async def wait_for_engines(address: str, count: int) -> list[router_pb.Engine]:
 
 @contextlib.asynccontextmanager
 async def running_episodes(
-    store: Store, model: Path, *, split: bool = False, **episodes: Any
+    store: Store,
+    model: Path,
+    *,
+    split: bool = False,
+    server: Mapping[str, Any] = SERVER,
+    engine: Mapping[str, Any] = ENGINE,
+    **episodes: Any,
 ) -> AsyncIterator[Episodes]:
     """Everything a rollout needs; with `split` the roles are two servers."""
     async with contextlib.AsyncExitStack() as stack:
         router = await stack.enter_async_context(running_router())
         common = {
             "router": router.server.address,
+            "server": server,
+            "engine": engine,
             "tokenizer": str(model),
             "episodes": {"environments": {"grim": grim.PATH}, **episodes},
         }
@@ -141,11 +149,11 @@ async def running_episodes(
             )
             for i, each in enumerate(roles)
         ]
-        engine = await stack.enter_async_context(EngineClient(processes[0].server.address))
+        direct = await stack.enter_async_context(EngineClient(processes[0].server.address))
         client = await stack.enter_async_context(RolloutClient(processes[-1].server.address))
-        await load_weights(engine, store.first)
+        await load_weights(direct, store.first)
         await wait_for_engines(router.server.address, 1)
-        yield Episodes(store, router, engine, client, stack)
+        yield Episodes(store, router, direct, client, processes[-1])
 
 
 def rollout_request(

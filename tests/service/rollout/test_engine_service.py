@@ -178,6 +178,10 @@ async def test_weights_that_cannot_serve_are_refused(engine: EngineClient, store
         assert code is None or caught.value.code.name == code
     assert (await engine.get()).weights == named(store.first)
     assert store.weights.pins() == {1: {"rollout-0"}}, "what failed is not kept"
+    await engine.prepare_weights(named(store.second))
+    with pytest.raises(RemoteError) as caught:
+        await engine.commit_weights(wrong)
+    assert caught.value.reason == "DIGEST_MISMATCH"
 
 
 async def test_preparing_and_committing_again_is_free(engine: EngineClient, store: Store) -> None:

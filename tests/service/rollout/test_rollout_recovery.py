@@ -17,7 +17,13 @@ import pytest
 
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
-from sluice.client import EngineClient, RemoteError, RolloutClient, error_from_status
+from sluice.client import (
+    EngineClient,
+    RemoteError,
+    RolloutClient,
+    error_from_status,
+    typed_errors,
+)
 from sluice.samples.blobs import BlobStore
 from tests.service.rollout.harness import (
     Models,
@@ -268,11 +274,15 @@ async def test_a_worker_that_stops_sends_its_listeners_elsewhere(
     store: Store, models: Models
 ) -> None:
     request = rollout_request(grim_rows("smile", "stall"), environment="grim")
-    async with running_episodes(store, models.first) as episodes:
+    async with running_episodes(store, models.first, server={"drain_seconds": 1.0}) as episodes:
         stream = episodes.client.stub.Rollout(request)
         finished = (await stream.read()).finished
-    with pytest.raises(grpc.aio.AioRpcError):
-        await stream.read()
+        stopping = asyncio.create_task(episodes.worker.server.stop())
+        with pytest.raises(RemoteError) as caught, typed_errors():
+            await stream.read()
+        expected = (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+        assert (caught.value.code, caught.value.reason) == expected
+        await stopping
     async with running_episodes(store, models.first) as episodes:
         (event,) = await first_events(episodes.client, request, 1)
         assert event.finished == finished

@@ -12,10 +12,12 @@ import pytest
 
 from services.rollout.episodes.tokenizer import TextTokenizer
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
-from sluice.client import RemoteError, error_from_status
+from sluice.api.router.v1 import router_service_pb2 as router_pb
+from sluice.client import RemoteError, RouterClient, error_from_status
 from sluice.samples.blobs import BlobStore
 from sluice.samples.columns import validate_sample
 from tests.service.rollout.harness import (
+    Episodes,
     Models,
     Store,
     copy_rows,
@@ -158,6 +160,43 @@ async def test_cancelling_does_not_wait_for_a_judge(store: Store, models: Models
         assert (await stream.read()).failed.group_id == "b"
         assert await stream.read() is grpc.aio.EOF
         assert await episodes.client.cancel(request.request_id) == []
+        async with asyncio.timeout(5):
+            while await episodes.client.list_waits():
+                await asyncio.sleep(0.02)  # the judges are ended, too
+
+
+async def test_a_cancelled_group_leaves_engine_and_router(store: Store, models: Models) -> None:
+    """Also when half of its samples run and the others wait for a slot."""
+    engine = {"max_running": 2, "max_model_length": 64, "threads": 1}
+    async with running_episodes(store, models.first, split=True, engine=engine) as episodes:
+        await episodes.engine.stub.Pause(engine_pb.PauseRequest(mode=engine_pb.PAUSE_MODE_IN_PLACE))
+        request = rollout_request(copy_rows(1), sample_count=4)
+        stream = episodes.client.stub.Rollout(request)
+        async with asyncio.timeout(5):
+            while len(waits := await episodes.client.list_waits()) < 2:
+                await asyncio.sleep(0.02)
+        assert {wait.what for wait in waits} == {"samples of group g0", "room for group g0"}
+        assert await episodes.client.cancel(request.request_id) == ["g0"]
+        assert (await stream.read()).failed.group_id == "g0"
+        await episodes.engine.stub.Resume(engine_pb.ResumeRequest())
+        async with asyncio.timeout(5):
+            while _is_busy(await episodes.engine.get()):
+                await asyncio.sleep(0.02)
+            while any((await _engine(episodes)).leased_counts):
+                await asyncio.sleep(0.02)
+        finished = await episodes.finished(rollout_request(copy_rows(3), sample_count=5))
+        assert [len(store.samples(group)) for group in finished.values()] == [5, 5, 5]
+
+
+def _is_busy(engine: engine_pb.GetEngineResponse) -> bool:
+    load = engine.rank_loads[0]
+    return bool(load.running_count or load.waiting_count or engine.decoded_token_count > 8)
+
+
+async def _engine(episodes: Episodes) -> router_pb.Engine:
+    async with RouterClient(episodes.router.server.address) as client:
+        (engine,) = await client.list_engines(router_pb.ROLE_ENGINE)
+        return engine
 
 
 async def test_a_group_ends_at_its_deadline_and_leaves_the_engine(
@@ -167,7 +206,8 @@ async def test_a_group_ends_at_its_deadline_and_leaves_the_engine(
         await episodes.engine.stub.Pause(engine_pb.PauseRequest(mode=engine_pb.PAUSE_MODE_IN_PLACE))
         request = rollout_request(copy_rows(2))
         request.group_timeout.FromMilliseconds(300)
-        failed = await episodes.failed(request)
+        async with asyncio.timeout(5):
+            failed = await episodes.failed(request)
         for group in failed.values():
             error = error_from_status(group.error)
             expected = (grpc.StatusCode.DEADLINE_EXCEEDED, "GROUP_TIMED_OUT")

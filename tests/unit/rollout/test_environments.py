@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from services.rollout.environments.environment import (
@@ -101,6 +101,8 @@ def test_exact_match_takes_nothing_but_the_answer() -> None:
     st.lists(st.integers(0, 9), min_size=1, max_size=6),
     st.lists(st.integers(0, 11), max_size=8),
 )
+@example([1, 2], [1, 2, END, 3])
+@example([1, 2], [1, 2, END])
 @settings(max_examples=50, deadline=None)
 def test_position_match_is_the_share_of_right_places(answer: list[int], ids: list[int]) -> None:
     environment = prompts(reward="position_match")

@@ -10,7 +10,11 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
-from services.rollout.episodes.chat_template import ChatTemplateError, NoChatTemplateError
+from services.rollout.episodes.chat_template import (
+    ChatTemplate,
+    ChatTemplateError,
+    NoChatTemplateError,
+)
 from services.rollout.episodes.tokenizer import TextTokenizer
 from sluice.config import ConfigError
 
@@ -71,6 +75,9 @@ def test_conversations_are_rendered_as_by_transformers(chatty: Path) -> None:
     expected: Any = theirs.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
     assert ours.encode_chat(CHAT) == expected
     assert len(expected) > 10
+    text = theirs.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
+    special = {"bos_token": "=", "eos_token": "<end>", "pad_token": "<pad>"}
+    assert ChatTemplate(TEMPLATE, special).render(CHAT) == text
 
 
 def test_responses_lose_their_special_tokens_only(plain: Path) -> None:
