@@ -93,7 +93,10 @@ class RankLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStatus:
-    """`version` is None before the first weights; `failure` says why an engine serves no more."""
+    """`version` is None before the first weights; `failure` says why an engine serves no more.
+
+    `deterministic`: a seeded sample is the same to the bit whatever runs beside it.
+    """
 
     version: int | None
     digest: str
@@ -107,6 +110,7 @@ class EngineStatus:
     decode_tokens_total: int = 0
     prefill_tokens_total: int = 0
     failure: str = ""
+    deterministic: bool = False
     extra: dict[str, float] = field(default_factory=dict)
 
 

@@ -130,6 +130,7 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
             last_preparation=_duration(status.last_prepare_seconds),
             decoded_token_count=status.decode_tokens_total,
             prefilled_token_count=status.prefill_tokens_total,
+            deterministic=status.deterministic,
         )
 
     def _weights_now(self) -> sample_pb2.WeightVersion | None:

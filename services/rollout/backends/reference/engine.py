@@ -153,6 +153,7 @@ class ReferenceEngine(Engine):
             decode_tokens_total=core.drawn_tokens,
             prefill_tokens_total=core.prefill_tokens,
             failure=self._failure,
+            deterministic=self._config.deterministic,
         )
 
     async def close(self) -> None:

@@ -188,7 +188,7 @@ class RankLoad(_message.Message):
     def __init__(self, running_count: _Optional[int] = ..., waiting_count: _Optional[int] = ..., used_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
 class GetEngineResponse(_message.Message):
-    __slots__ = ("weights", "prepared_versions", "paused", "rank_loads", "max_running_count", "max_model_length", "backend", "engine_id", "last_pause", "last_preparation", "decoded_token_count", "prefilled_token_count")
+    __slots__ = ("weights", "prepared_versions", "paused", "rank_loads", "max_running_count", "max_model_length", "backend", "engine_id", "last_pause", "last_preparation", "decoded_token_count", "prefilled_token_count", "deterministic")
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     PREPARED_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
@@ -201,6 +201,7 @@ class GetEngineResponse(_message.Message):
     LAST_PREPARATION_FIELD_NUMBER: _ClassVar[int]
     DECODED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     PREFILLED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     weights: _sample_pb2.WeightVersion
     prepared_versions: _containers.RepeatedScalarFieldContainer[int]
     paused: bool
@@ -213,4 +214,5 @@ class GetEngineResponse(_message.Message):
     last_preparation: _duration_pb2.Duration
     decoded_token_count: int
     prefilled_token_count: int
-    def __init__(self, weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., prepared_versions: _Optional[_Iterable[int]] = ..., paused: bool = ..., rank_loads: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., max_running_count: _Optional[int] = ..., max_model_length: _Optional[int] = ..., backend: _Optional[str] = ..., engine_id: _Optional[str] = ..., last_pause: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., last_preparation: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decoded_token_count: _Optional[int] = ..., prefilled_token_count: _Optional[int] = ...) -> None: ...
+    deterministic: bool
+    def __init__(self, weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., prepared_versions: _Optional[_Iterable[int]] = ..., paused: bool = ..., rank_loads: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., max_running_count: _Optional[int] = ..., max_model_length: _Optional[int] = ..., backend: _Optional[str] = ..., engine_id: _Optional[str] = ..., last_pause: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., last_preparation: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decoded_token_count: _Optional[int] = ..., prefilled_token_count: _Optional[int] = ..., deterministic: bool = ...) -> None: ...
