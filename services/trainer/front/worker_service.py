@@ -67,7 +67,6 @@ class WorkerServer:
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-                ("grpc.keepalive_time_ms", 20_000),
             ],
         )
         pb_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(group), self._server)

@@ -7,9 +7,9 @@ Torch is imported only after the front has been told that this rank exists.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from services.trainer.rank.parent import die_with
 from services.trainer.rank.stream import FrontStream
 from sluice import logs
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
-from sluice.config import parse_config
+from sluice.config import parse_config, read_yaml
 from sluice.runtime.errors import LoadingError, ServiceError
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,8 @@ def main() -> int:
     flags = _parse_flags()
     if flags.parent:
         die_with(flags.parent)
-    config = parse_config(TrainerConfig, json.loads(flags.config.read_text()))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the front, which ends its ranks
+    config = parse_config(TrainerConfig, read_yaml(flags.config))
     logs.configure(config.log_level)
     rank = int(os.environ["RANK"])
     hello = pb.RankHello(
@@ -72,7 +73,9 @@ def _follow(config: TrainerConfig, stream: FrontStream) -> int:
 
 def _parse_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", type=Path, required=True, help="resolved configuration, JSON")
+    parser.add_argument(
+        "--config", type=Path, required=True, help="the front's configuration, YAML or JSON"
+    )
     parser.add_argument("--front", required=True, help="host:port of the front's rank server")
     parser.add_argument("--generation", type=int, default=0)
     parser.add_argument("--parent", type=int, default=0, help="process to die with")

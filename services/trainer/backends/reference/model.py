@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from services.trainer.backend import MicroBatch
 from services.trainer.backends.reference.attention import IMPLEMENTATION
@@ -32,6 +33,7 @@ class ScoredModel:
         family = AutoConfig.from_pretrained(path, local_files_only=True).model_type
         if family not in FAMILIES:
             raise ValueError(f"model_type {family} is unknown here; known: {', '.join(FAMILIES)}")
+        disable_progress_bar()
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation=IMPLEMENTATION, local_files_only=True
         )
