@@ -47,6 +47,7 @@ class RankGroup:
         self._restarts_in_a_row = 0
         self._supervisor: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()
+        self._launched = asyncio.Event()  # set while there are ranks, loading or active
 
     @property
     def generation(self) -> Generation:
@@ -88,8 +89,13 @@ class RankGroup:
         """An optimizer step was taken: earlier losses of ranks do not count against the next."""
         self._restarts_in_a_row = 0
 
-    def admit(self, hello: pb.RankHello) -> tuple[Generation, RankLink]:
-        """Take in a rank. Raises InvalidFieldError for one that does not belong here."""
+    async def admit(self, hello: pb.RankHello) -> tuple[Generation, RankLink]:
+        """Take in a rank. Raises InvalidFieldError for one that does not belong here.
+
+        Whoever launches ranks may be faster than the restart here: such ranks wait for it.
+        """
+        if hello.generation == 0 and self.state != trainer_pb.Trainer.STATE_FAILED:
+            await asyncio.wait_for(self._launched.wait(), self._config.start_timeout)
         generation = self._generation
         if (
             generation is None
@@ -131,6 +137,7 @@ class RankGroup:
         number = self.restart_count + 1
         generation = Generation(number, self._config.count, self._config, self._waits)
         self._generation = generation
+        self._launched.set()
 
         def on_exit(rank: int, how: str) -> None:
             generation.fail(RankLostError(rank, how))
@@ -167,6 +174,7 @@ class RankGroup:
 
     def _note_loss(self, error: ServiceError) -> None:
         logger.error("the ranks are lost: %s", error)
+        self._launched.clear()
         self._last_error = error
         self.failure = str(error)
         self.state = trainer_pb.Trainer.STATE_LOADING

@@ -18,6 +18,7 @@ from sluice.runtime.interceptors import ServiceInterceptor
 from sluice.runtime.security import server_credentials
 
 HELLO_SECONDS = 30.0
+CLOSE_SECONDS = 2.0  # in which ranks hear that they may end
 
 
 class WorkerServicer(pb_grpc.WorkerServiceServicer):
@@ -34,7 +35,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         first = await asyncio.wait_for(anext(request_iterator, None), HELLO_SECONDS)
         if first is None or first.WhichOneof("event") != "hello":
             raise InvalidFieldError("hello", "must come first")
-        generation, link = self._group.admit(first.hello)
+        generation, link = await self._group.admit(first.hello)
         listener = asyncio.create_task(_listen(generation, link, request_iterator))
         try:
             while (command := await link.outgoing.get()) is not None:
@@ -81,4 +82,4 @@ class WorkerServer:
         await self._server.start()
 
     async def close(self) -> None:
-        await self._server.stop(None)
+        await self._server.stop(CLOSE_SECONDS)

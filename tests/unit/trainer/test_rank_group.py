@@ -284,6 +284,18 @@ async def test_ranks_that_do_not_come_are_named(open_house: Any) -> None:
     assert house.group.failure == "rank 1 was not ready within 0.3 s"
 
 
+async def test_ranks_that_come_back_before_the_group_does_wait_for_it(open_house: Any) -> None:
+    """torchrun starts its ranks again at once, whatever pause the group makes."""
+    house = await open_house(restart_backoff=0.4)
+    ranks = await house.connect_all()
+    await ranks[0].leave()
+    await until(lambda: house.group.state != ACTIVE)
+    early = [house.connect(rank) for rank in range(2)]
+    await until(lambda: house.group.state == ACTIVE)
+    assert house.group.restart_count == 1
+    assert [rank.error for rank in early] == [None, None]
+
+
 @pytest.mark.parametrize(
     ("rank", "world_size", "generation"), [(1, 3, 0), (2, 2, 0), (0, 2, 0), (1, 2, 7)]
 )
