@@ -45,7 +45,7 @@ class Rollout:
         self.request_id, self.body = request_id, body
         self._on_settled = on_settled
         self._events: list[pb.RolloutResponse] = []
-        self._open: dict[str, asyncio.Task[GroupResult] | None] = {}
+        self._open: dict[str, asyncio.Task[GroupResult]] = {}
         self._tasks: set[asyncio.Task[GroupResult]] = set()  # cancelled ones too, till they end
         self._changed = asyncio.Event()
         self.settled = asyncio.Event()  # every group has its event
@@ -93,13 +93,13 @@ class Rollout:
 
     def cancel(self, group_ids: Sequence[str]) -> list[str]:
         """End open groups (all of them for an empty list); returns which, at once."""
-        found = [name for name in (group_ids or list(self._open)) if name in self._open]
+        named = dict.fromkeys(group_ids or self._open)
+        found = [name for name in named if name in self._open]
         for group_id in found:
             task = self._open[group_id]
             error = CancelledGroupError(f"group {group_id} was cancelled", group_id=group_id)
             self._close_group(group_id, failed_event(group_id, error), "cancelled")
-            if task is not None:
-                task.cancel()
+            task.cancel()
         return found
 
     async def stop(self) -> None:
@@ -109,8 +109,8 @@ class Rollout:
         self._open.clear()
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._changed.set()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _settle(self, group_id: str, task: asyncio.Task[GroupResult]) -> None:
         self._tasks.discard(task)
