@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import unittest.mock
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,13 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from services.trainer.backend import Row
+from services.trainer.backends.megatron import (
+    checkpoint,
+    forward,
+    model_config,
+    parallel,
+    stepping,
+)
 from services.trainer.backends.megatron.backend import MegatronBackend
 from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.backends.megatron.export import export_tensors
@@ -22,7 +30,9 @@ from services.trainer.config import TrainerConfig
 from services.trainer.errors import CheckpointMismatchError
 from sluice.algo.spec import LossSpec
 from sluice.weights.errors import WeightStoreError
+from tests.megatron import providers
 from tests.megatron.models import make_rows, micro_batches, routed_rows
+from tests.megatron.mutants import exchanged, mutants
 from tests.megatron.settings import NORMALIZER, OPTIM, SPEC, STEPS
 
 
@@ -227,7 +237,9 @@ def poisoned_step(rank: int, world: int, arguments: dict[str, Any]) -> dict[str,
     gather_gradients(backend, 0)
     good = backend.step(normalizer=NORMALIZER, learning_rate=None)
     finite = all(bool(t.parameter.isfinite().all()) for t in backend._policy.tensors)
-    moved = [not torch.equal(a, t.parameter) for a, t in zip(after, backend._policy.tensors)]
+    moved = [
+        not torch.equal(a, t.parameter) for a, t in zip(after, backend._policy.tensors, strict=True)
+    ]
     backend.close()
     return {
         "bad": bad.skipped_reason,
@@ -245,3 +257,69 @@ def open_error(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, An
     except (ValueError, WeightStoreError) as error:
         return {"type": type(error).__name__, "text": str(error)}
     return {}
+
+
+def provided(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The parity job; which providers were called on the way, and where the classes are from."""
+    providers.CALLS.clear()
+    parity(rank, world, arguments)
+    return {"calls": providers.CALLS}
+
+
+def origins(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The modules of everything that the backend runs on."""
+    backend = open_backend(rank, world, arguments)
+    policy, stepper = backend._policy, backend._stepper
+    found: dict[str, Any] = {
+        "model": type(policy.models[0]),
+        "block": type(policy.models[0].decoder),
+        "linear": type(policy.models[0].decoder.layers[0].mlp.linear_fc1),
+        "data_parallel": type(policy.chunks[0]),
+        "optimizer": type(stepper.optimizer.chained_optimizers[0]),
+        "schedule": forward.get_forward_backward_func(),
+        "finalize": stepping.finalize_model_grads,
+        "checkpoint": checkpoint.dist_checkpointing.save,
+    }
+    backend.close()
+    return {name: f"{thing.__module__}.{thing.__qualname__}" for name, thing in found.items()}
+
+
+def critic(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Values and the gradients of the value loss."""
+    out = Path(arguments["out"])
+    backend = open_backend(rank, world, arguments)
+    mesh = backend.mesh
+    batches = micro_batches(make_rows(), mesh.data_rank, mesh.data_size)
+    scored = backend.compute_logprobs(batches, model="policy", temperature=1.0)
+    if mesh.reports:
+        save_file(scored, out / f"logprobs-{rank}.safetensors")
+    loss = gather_gradients(backend, 0, LossSpec(name="value")) * NORMALIZER
+    backend._stepper.reduce(1.0)
+    save_export(backend, out / f"gradients-{rank}.safetensors", main_gradient)
+    backend.close()
+    return {"loss": loss}
+
+
+def mutated_rules(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What each wrong rule does to the log-probs: an error's name, or the largest difference."""
+    right = open_backend(rank, world, arguments)
+    source = right._policy.source
+    rows = make_rows()
+    expected = right.compute_logprobs([rows], model="policy", temperature=1.0)
+    families = {"as it is": source.weights.family}
+    families |= dict(mutants(source.weights.family, source.shape))
+    families |= dict(exchanged(source.weights.family, source.shape))
+    found: dict[str, Any] = {}
+    for label, family in families.items():
+        with unittest.mock.patch.object(model_config, "family_of", lambda _, f=family: f):
+            try:
+                wrong = open_backend(rank, world, arguments)
+            except (RuntimeError, ValueError, WeightStoreError) as error:
+                found[label] = type(error).__name__
+                parallel.stop()
+                continue
+        scored = wrong.compute_logprobs([rows], model="policy", temperature=1.0)
+        found[label] = max(float((scored[name] - expected[name]).abs().max()) for name in expected)
+        wrong.close()
+    right.close()  # until here it kept the process groups
+    return found

@@ -44,6 +44,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen3ForCausalLM",
         {"head_dim": 32, "tie_word_embeddings": True},
     ),
+    "qwen3_critic": (
+        "Qwen3Config",
+        "Qwen3ForTokenClassification",
+        {"head_dim": 32, "num_labels": 1},
+    ),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {"head_dim": 32, **EXPERTS}),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
     "llama": ("LlamaConfig", "LlamaForCausalLM", {"rope_parameters": LLAMA3_ROPE}),
@@ -89,6 +94,7 @@ def _make_row(group: str, index: int, length: int, prompt: int, generator: torch
             "advantages": noise[0],
             "rollout_logprobs": -5.5 + noise[1],
             "reference_logprobs": -5.5 + noise[2],
+            "returns": noise[2] - noise[1],
         },
         loss_weight=1.0 + index,
     )

@@ -9,6 +9,7 @@ import pytest
 
 from tests.megatron.pool import Pool
 
+fast = pytest.mark.fast
 PLAIN = {"distributed_optimizer": False}
 
 

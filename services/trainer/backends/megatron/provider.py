@@ -70,7 +70,7 @@ def build_model(provider: str, request: ModelRequest) -> torch.nn.Module:
     if isinstance(made, torch.nn.Module):
         model = made
     elif made is None or isinstance(made, LAYER_SPECS):
-        model = _gpt_model(made, request)
+        model = gpt_model(made, request)
     else:
         raise ModelProviderError(f"{provider!r} gave {type(made).__name__}, no model and no spec")
     if request.value_head and request.post_process:
@@ -119,7 +119,8 @@ def _call(provider: Callable[..., object], request: ModelRequest) -> object:
     return provider(**{name: given[name] for name in names})
 
 
-def _gpt_model(spec: Any, request: ModelRequest) -> torch.nn.Module:
+def gpt_model(spec: Any, request: ModelRequest) -> GPTModel:
+    """Megatron's own model with the layers of `spec`; None builds this backend's layers."""
     if spec is None:
         spec = decoder_spec(
             request.config,

@@ -1,0 +1,103 @@
+"""Every kind of model provider gives the same model; Megatron's own classes run it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForTokenClassification
+
+from tests.megatron.comparison import (
+    GRADIENT_TOLERANCE,
+    LOGPROB_TOLERANCE,
+    logprob_difference,
+    read_ranks,
+    relative_difference,
+)
+from tests.megatron.models import build_checkpoint, make_rows
+from tests.megatron.pool import Pool
+
+fast = pytest.mark.fast
+HERE = "tests.megatron.providers"
+PROVIDERS = [
+    pytest.param("test-factory", ["factory"], id="registered"),
+    pytest.param(f"{HERE}:spec", ["spec"], id="spec"),
+    pytest.param(f"{HERE}:staged", ["staged"], id="staged"),
+    pytest.param(f"{HERE}:maker", ["maker", "spec"], id="maker-of-specs"),
+    pytest.param(f"{HERE}:open_ended", ["open_ended"], id="keywords"),
+    pytest.param(f"{HERE}:nested", ["nested"], id="nested", marks=fast),
+]
+
+
+@pytest.mark.parametrize(("provider", "calls"), PROVIDERS)
+def test_provider_gives_the_model(
+    provider: str, calls: list[str], pool: Pool, expected: Any, tmp_path: Path
+) -> None:
+    qwen3 = expected("qwen3")
+    layout = {"model_provider": provider, "pipeline": 2, "distributed_optimizer": False}
+    answers = pool.run("provided", 2, model=str(qwen3.directory), layout=layout, out=str(tmp_path))
+    assert all(answer["calls"] == calls for answer in answers)
+    assert logprob_difference(read_ranks(tmp_path, "logprobs"), qwen3.logprobs) < LOGPROB_TOLERANCE
+    gradients = read_ranks(tmp_path, "gradients")
+    assert relative_difference(gradients, qwen3.gradients) < GRADIENT_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("provider", "text"),
+    [
+        ("nowhere", "registered factory (test-factory"),
+        (f"{HERE}:absent", "cannot be imported"),
+        (f"{HERE}:number", "gave int"),
+        (f"{HERE}:NOT_CALLABLE", "gave int"),
+        (f"{HERE}:demanding", "asks for 'args'"),
+        (f"{HERE}:two_heads", "no rule|not expected|one output_layer"),
+    ],
+)
+def test_bad_providers_are_refused(
+    provider: str, text: str, pool: Pool, expected: Any, tmp_path: Path
+) -> None:
+    model, layout = str(expected("qwen3").directory), {"model_provider": provider}
+    (answer,) = pool.run("open_error", 1, model=model, layout=layout, out=str(tmp_path))
+    assert any(part in answer["text"] for part in text.split("|")), answer
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        pytest.param(1, {"model_provider": f"{HERE}:nested"}, id="nested", marks=fast),
+        pytest.param(2, {"tensor": 2, "sequence_parallel": True}, id="TP2+SP"),
+        pytest.param(2, {"context": 2}, id="CP2"),
+        pytest.param(2, {"pipeline": 2}, id="PP2"),
+    ],
+)
+def test_critic_has_the_values_of_transformers(
+    world: int, layout: dict[str, Any], pool: Pool, tmp_path: Path
+) -> None:
+    directory = build_checkpoint("qwen3_critic", tmp_path / "critic")
+    layout = {"distributed_optimizer": False, **layout}
+    answers = pool.run("critic", world, model=str(directory), layout=layout, out=str(tmp_path))
+
+    model = AutoModelForTokenClassification.from_pretrained(directory, dtype=torch.float32)
+    wanted, total = {}, torch.zeros(())
+    for row in make_rows():
+        values = model(row.token_ids[None]).logits[0, row.prompt_length - 1 : -1, 0]
+        wanted[row.sample_id] = values.detach()
+        squares = 0.5 * (values - row.columns["returns"])[row.loss_mask].square()
+        total = total + row.loss_weight * squares.sum()
+    assert logprob_difference(read_ranks(tmp_path, "logprobs"), wanted) < LOGPROB_TOLERANCE
+    assert answers[0]["loss"] == pytest.approx(total.item(), rel=1e-5)
+    total.backward()
+    named = model.named_parameters()
+    gradients = {name: p.grad for name, p in named if p.grad is not None}
+    assert relative_difference(read_ranks(tmp_path, "gradients"), gradients) < GRADIENT_TOLERANCE
+
+
+@pytest.mark.fast
+def test_everything_comes_from_megatron_core(pool: Pool, expected: Any, tmp_path: Path) -> None:
+    for layout in ({}, {"distributed_optimizer": False}):
+        model = str(expected("qwen3").directory)
+        (answer,) = pool.run("origins", 1, model=model, layout=layout, out=str(tmp_path))
+        assert all(origin.startswith("megatron.core.") for origin in answer.values()), answer
+    assert answer["model"] == "megatron.core.models.gpt.gpt_model.GPTModel"
