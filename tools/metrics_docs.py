@@ -4,48 +4,87 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from prometheus_client import REGISTRY
 from prometheus_client.metrics import MetricWrapperBase
+
+from sluice.runtime.metrics import Reading
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "metrics.md"
-MODULES = {
-    "Every service": "sluice.runtime.interceptors",
-    "Trainer": "services.trainer.metrics",
-    "Rollout": "services.rollout.metrics",
-    "Router": "services.router.metrics",
+MODULES = {  # by the service that exposes them; "" is every service
+    "": ("sluice.runtime.interceptors", "sluice.runtime.waits"),
+    "trainer": ("services.trainer.metrics",),
+    "rollout": ("services.rollout.metrics",),
+    "router": ("services.router.metrics",),
 }
 HEAD = """# Metrics
 
-Each service exposes these at `/metrics` of its metrics port, behind the same TLS and token as its gRPC port. Base units; counters
-end in `_total`; labels come from closed sets. `process_*` and `python_*` of the Prometheus client come on top.
-Generated from the code by `make docs`.
+Each service exposes these at `/metrics` of its metrics port, behind the same TLS and token as its
+gRPC port. Base units; counters end in `_total`; labels come from closed sets, of which `method` and
+`code` are given by gRPC, and `pool`, `engine` and `rank` by the fleet. `process_*` and `python_*`
+of the Prometheus client come on top. Generated from the code by `make docs`.
+
+How far engines are behind the trainer, in weight versions:
+`scalar(max(sluice_trainer_weight_version)) - sluice_rollout_weight_version`.
 """
 
 
-def declared() -> dict[str, MetricWrapperBase]:
-    """Metrics of the default registry by exposed name."""
-    collectors = REGISTRY._collector_to_names
-    found = {}
-    for collector in collectors:
-        if isinstance(collector, MetricWrapperBase):
-            suffix = "_total" if collector._type == "counter" else ""
-            found[collector._name + suffix] = collector
-    return found
+@dataclass(frozen=True)
+class Declared:
+    """A metric as it is scraped. `values` are the closed sets of labels that code fixes."""
+
+    name: str
+    kind: str
+    text: str
+    labels: tuple[str, ...]
+    values: dict[str, tuple[str, ...]]
+
+
+def declared(service: str) -> list[Declared]:
+    """What the modules of a service declare, by name."""
+    found = [metric for module in MODULES[service] for metric in _in_module(module)]
+    return sorted(found, key=lambda metric: metric.name)
+
+
+def _in_module(module: str) -> Iterator[Declared]:
+    for value in vars(importlib.import_module(module)).values():
+        if isinstance(value, Reading):
+            yield Declared(value.name, value.kind, value.text, value.labels, {})
+        elif isinstance(value, MetricWrapperBase):
+            suffix = "_total" if value._type == "counter" else ""
+            labels = tuple(value._labelnames)
+            children = list(value._metrics) if labels else []
+            yield Declared(
+                value._name + suffix,
+                str(value._type),
+                value._documentation,
+                labels,
+                {
+                    label: tuple(dict.fromkeys(child[index] for child in children))
+                    for index, label in enumerate(labels)
+                    if children
+                },
+            )
+
+
+def _row(metric: Declared) -> str:
+    labels = []
+    for label in metric.labels:
+        values = metric.values.get(label, ())
+        known = f" ({', '.join(values)})" if 0 < len(values) <= 4 else ""
+        labels.append(f"{label}{known}")
+    return f"| `{metric.name}` | {metric.kind} | {'; '.join(labels) or '–'} | {metric.text} |"  # noqa: RUF001
 
 
 def page() -> str:
-    lines, seen = [HEAD], set(declared())
-    for title, module in MODULES.items():
-        importlib.import_module(module)
-        fresh = {name: metric for name, metric in declared().items() if name not in seen}
-        seen |= fresh.keys()
-        lines += [f"## {title}", "", "| metric | type | labels | what |", "|---|---|---|---|"]
-        for name, metric in sorted(fresh.items()):
-            labels = ", ".join(metric._labelnames) or "–"
-            lines.append(f"| `{name}` | {metric._type} | {labels} | {metric._documentation} |")
+    lines = [HEAD]
+    for service in MODULES:
+        lines += [f"## {service.capitalize() or 'Every service'}", ""]
+        lines += ["| metric | type | labels | what |", "|---|---|---|---|"]
+        lines += [_row(metric) for metric in declared(service)]
         lines.append("")
     return "\n".join(lines)
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
+from services.rollout import metrics
 from services.rollout.engine import Engine, PauseMode
 from services.rollout.errors import DigestMismatchError, VersionNotPreparedError
 from sluice import faults
@@ -63,6 +64,7 @@ class EngineWeights:
                 )
             await self._check_digest(version, digest)
             pause = await self._engine.commit(version, mode)
+            metrics.PAUSE_SECONDS.observe(pause)
             faults.point("engine.swapped")
             await self._unpin_unused()
             await self._on_commit()
@@ -88,7 +90,9 @@ class EngineWeights:
             faults.point("engine.prepared")
         finally:
             await self._unpin_unused(besides=(version, digest))
-        return time.monotonic() - start
+        seconds = time.monotonic() - start
+        metrics.PREPARE_SECONDS.observe(seconds)
+        return seconds
 
     async def _check_digest(self, version: int, digest: str, *, pin: bool = False) -> VersionRecord:
         """The version, after a look at its manifest."""

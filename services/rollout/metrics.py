@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from services.rollout.engine import Delta, Engine
+from services.rollout.engine import Delta, Engine, FinishReason
+from sluice.runtime.metrics import Reading, with_values
 
 MINUTES = (0.01, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600)
+PAUSES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 600)
 LENGTHS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 
-GROUPS = Counter("sluice_rollout_groups_total", "Groups settled.", ["outcome"])
+GROUPS = with_values(
+    Counter("sluice_rollout_groups_total", "Groups settled.", ["outcome"]),
+    ("finished", "failed", "cancelled"),
+)
 GROUP_SECONDS = Histogram(
     "sluice_rollout_group_duration_seconds", "A group, from its start to its blob.", buckets=MINUTES
 )
@@ -25,12 +30,37 @@ REWARD_SECONDS = Histogram(
 )
 GROUPS_OPEN = Gauge("sluice_rollout_open_groups", "Groups accepted and not settled.")
 RETRIES = Counter("sluice_rollout_generate_retries_total", "Requests sent to another engine.")
-WORKERS_LOST = Counter("sluice_rollout_grader_exits_total", "Grader processes ended.", ["cause"])
+WORKERS_LOST = with_values(
+    Counter("sluice_rollout_grader_exits_total", "Grader processes ended.", ["cause"]),
+    ("grader_crashed", "grader_timed_out"),
+)
 SPOOLED_BYTES = Counter("sluice_rollout_spooled_bytes_total", "Bytes of groups in the store.")
-SAMPLES = Counter("sluice_rollout_samples_total", "Samples an engine ended.", ["finish_reason"])
+SAMPLES = with_values(
+    Counter("sluice_rollout_samples_total", "Samples an engine ended.", ["finish_reason"]),
+    FinishReason,
+)
 SAMPLE_TOKENS = Histogram(
     "sluice_rollout_sample_length_tokens", "Response lengths.", buckets=LENGTHS
 )
+PREPARE_SECONDS = Histogram(
+    "sluice_rollout_prepare_duration_seconds",
+    "Preparations of weights, while decoding goes on.",
+    buckets=MINUTES,
+)
+PAUSE_SECONDS = Histogram(
+    "sluice_rollout_pause_duration_seconds",
+    "Commits of weights: time without decoding.",
+    buckets=PAUSES,
+)
+
+WEIGHT_VERSION = Reading("sluice_rollout_weight_version", "Version that serves; -1 none.")
+RUNNING = Reading("sluice_rollout_running_samples", "Samples that decode.")
+WAITING = Reading("sluice_rollout_waiting_samples", "Samples that wait for a slot.")
+CACHE = Reading("sluice_rollout_cache_tokens", "Tokens in the cache.")
+CACHE_LIMIT = Reading("sluice_rollout_cache_limit_tokens", "Tokens the cache has room for.")
+PAUSED = Reading("sluice_rollout_paused", "1 while the engine is paused.")
+DECODED = Reading("sluice_rollout_decoded_tokens_total", "Tokens sampled.")
+PREFILLED = Reading("sluice_rollout_prefilled_tokens_total", "Prompt tokens read.")
 
 
 def count_generation(deltas: Sequence[Delta]) -> None:
@@ -57,28 +87,12 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         status = self._engine.status()
-        running = sum(load.running_count for load in status.rank_loads)
-        waiting = sum(load.waiting_count for load in status.rank_loads)
-        used = sum(load.used_tokens for load in status.rank_loads)
-        version = -1 if status.version is None else status.version
-        pause, prepare = status.last_pause_seconds, status.last_prepare_seconds
-        yield _gauge("sluice_rollout_weight_version", "Version that serves; -1 none.", version)
-        yield _gauge("sluice_rollout_running_samples", "Samples that decode.", running)
-        yield _gauge("sluice_rollout_waiting_samples", "Samples that wait for a slot.", waiting)
-        yield _gauge("sluice_rollout_cache_tokens", "Tokens in the cache.", used)
-        yield _gauge("sluice_rollout_pause_seconds", "Pause of the last commit.", pause)
-        yield _gauge("sluice_rollout_prepare_seconds", "The last preparation.", prepare)
-        yield _counter(
-            "sluice_rollout_decoded_tokens", "Tokens sampled.", status.decode_tokens_total
-        )
-        yield _counter(
-            "sluice_rollout_prefilled_tokens", "Prompt tokens.", status.prefill_tokens_total
-        )
-
-
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, text, value=value)
-
-
-def _counter(name: str, text: str, value: float) -> Metric:
-    return CounterMetricFamily(name, text, value=value)
+        loads = status.rank_loads
+        yield WEIGHT_VERSION.of(-1 if status.version is None else status.version)
+        yield RUNNING.of(sum(load.running_count for load in loads))
+        yield WAITING.of(sum(load.waiting_count for load in loads))
+        yield CACHE.of(sum(load.used_tokens for load in loads))
+        yield CACHE_LIMIT.of(sum(load.max_tokens for load in loads))
+        yield PAUSED.of(status.paused)
+        yield DECODED.of(status.decode_tokens_total)
+        yield PREFILLED.of(status.prefill_tokens_total)

@@ -1,20 +1,30 @@
-"""Metrics of the router service."""
+"""Metrics of the router service. The label `engine` grows with the fleet, `pool` with the pools."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import grpc
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from sluice.balance.routing import QUEUED as QUEUED_TARGET
+from sluice.balance.routing import Grant, Refusal
+from sluice.runtime.metrics import Family, Reading, with_values
+
 if TYPE_CHECKING:
-    from services.router.pools import Pools
+    from services.router.pools import PoolRoom, Pools
 
 WAITS = (0.001, 0.01, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600)
+DECISIONS = ("session", "placed", "queued")
 
-LEASES = Counter("sluice_router_leases_total", "Leases given.", ["pool"])
+LEASES = Counter(
+    "sluice_router_leases_total",
+    "Leases given: on the rank of their session, on the best free rank, or to wait for one.",
+    ["pool", "decision"],
+)
 RELEASES = Counter("sluice_router_releases_total", "Leases given back.", ["pool"])
 REFUSALS = Counter("sluice_router_refused_leases_total", "Leases refused.", ["pool", "reason"])
 EXPIRED_LEASES = Counter(
@@ -29,7 +39,48 @@ DROPPED_LEASES = Counter(
 HOLD_SECONDS = Histogram(
     "sluice_router_hold_duration_seconds", "Calls that waited for a free rank.", buckets=WAITS
 )
-PROXIED = Counter("sluice_router_proxied_requests_total", "Requests forwarded.", ["code"])
+PROXIED = with_values(
+    Counter("sluice_router_proxied_requests_total", "Requests forwarded.", ["code"]),
+    (code.name for code in grpc.StatusCode),
+)
+
+OUTSTANDING = Reading("sluice_router_outstanding_leases", "Leases out.", ("pool", "engine", "rank"))
+SLOWDOWN = Reading(
+    "sluice_router_engine_slowdown_ratio", "Step time over the average one's.", ("pool", "engine")
+)
+STATE = Reading(
+    "sluice_router_engine_state",
+    "1 for the state an engine is in.",
+    ("pool", "engine", "state"),
+)
+LAG = Reading(
+    "sluice_router_engine_lag_versions",
+    "Weight versions behind the newest of the pool; -1 without weights.",
+    ("pool", "engine"),
+)
+IMBALANCE = Reading(
+    "sluice_router_imbalance_ratio", "Largest over mean leases of active ranks.", ("pool",)
+)
+QUEUED = Reading("sluice_router_queued_leases", "Leases that wait for a rank.", ("pool",))
+CLIENTS = Reading("sluice_router_clients", "Clients that hold leases.", ("pool",))
+SESSIONS = Reading("sluice_router_sessions", "Sticky sessions.", ("pool",))
+
+
+def open_pool(name: str) -> None:
+    """Show a pool's counters from 0 on."""
+    for counter in (RELEASES, EXPIRED_LEASES, ADOPTED_LEASES, DROPPED_LEASES):
+        counter.labels(name)
+    with_values(LEASES, (name,), DECISIONS)
+    with_values(REFUSALS, (name,), Refusal)
+
+
+def count_grant(pool: str, grant: Grant) -> None:
+    """Count leases by how they were decided."""
+    queued = int((grant.targets == QUEUED_TARGET).sum())
+    placed = len(grant.targets) - queued - grant.session_count
+    for decision, count in zip(DECISIONS, (grant.session_count, placed, queued), strict=True):
+        if count:
+            LEASES.labels(pool, decision).inc(count)
 
 
 class PoolCollector(Collector):
@@ -42,29 +93,38 @@ class PoolCollector(Collector):
     def close(self) -> None:
         self._registry.unregister(self)
 
-    def collect(self) -> Iterator[Metric]:
-        def gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
-            return GaugeMetricFamily(f"sluice_router_{name}", text, labels=("pool", *labels))
+    def describe(self) -> list[Metric]:
+        """The pools are not asked at registration."""
+        return []
 
-        outstanding = gauge("outstanding_leases", "Leases out.", "engine", "rank")
-        slowdown = gauge("engine_slowdown_ratio", "Step time over the average one's.", "engine")
-        state = gauge("engine_state", "1 for the state an engine is in.", "engine", "state")
-        imbalance = gauge("imbalance_ratio", "Largest over mean leases of active ranks.")
-        queued = gauge("queued_leases", "Leases that wait for a rank.")
-        clients = gauge("clients", "Clients that hold leases.")
-        sessions = gauge("sessions", "Sticky sessions.")
+    def collect(self) -> Iterator[Metric]:
+        engines = {reading: reading.family() for reading in (OUTSTANDING, SLOWDOWN, STATE, LAG)}
+        pools = {reading: reading.family() for reading in (IMBALANCE, QUEUED, CLIENTS, SESSIONS)}
         for room in self._pools:
-            counts: list[int] = []
-            for view in room.pool.engines():
-                name = view.spec.name
-                slowdown.add_metric([room.name, name], view.slowdown)
-                state.add_metric([room.name, name, view.state.value], 1)
-                for rank, count in enumerate(view.lease_counts):
-                    outstanding.add_metric([room.name, name, str(rank)], count)
-                counts += view.lease_counts if view.state == "active" else ()
-            mean = sum(counts) / len(counts) if counts else 0.0
-            imbalance.add_metric([room.name], max(counts) / mean if mean else 1.0)
-            queued.add_metric([room.name], room.pool.waiting.count)
-            clients.add_metric([room.name], room.pool.client_count)
-            sessions.add_metric([room.name], room.pool.session_count)
-        yield from (outstanding, slowdown, state, imbalance, queued, clients, sessions)
+            _read_engines(room, engines)
+            name, pool = [room.name], room.pool
+            pools[IMBALANCE].add_metric(name, _imbalance(room))
+            pools[QUEUED].add_metric(name, pool.waiting.count)
+            pools[CLIENTS].add_metric(name, pool.client_count)
+            pools[SESSIONS].add_metric(name, pool.session_count)
+        yield from (*engines.values(), *pools.values())
+
+
+def _read_engines(room: PoolRoom, families: dict[Reading, Family]) -> None:
+    views = room.pool.engines()
+    newest = max((view.spec.version for view in views), default=-1)
+    for view in views:
+        labels = [room.name, view.spec.name]
+        version = view.spec.version  # NO_VERSION is below 0
+        families[SLOWDOWN].add_metric(labels, view.slowdown)
+        families[STATE].add_metric([*labels, view.state.value], 1)
+        families[LAG].add_metric(labels, -1 if version < 0 else newest - version)
+        for rank, count in enumerate(view.lease_counts):
+            families[OUTSTANDING].add_metric([*labels, str(rank)], count)
+
+
+def _imbalance(room: PoolRoom) -> float:
+    views = [view for view in room.pool.engines() if view.state == "active"]
+    counts = [count for view in views for count in view.lease_counts]
+    mean = sum(counts) / len(counts) if counts else 0.0
+    return max(counts) / mean if mean else 1.0

@@ -34,6 +34,7 @@ class PoolRoom:
         self.closed = False
         self._epoch = pool.epoch
         self._engines: tuple[int, list[pb.Engine]] = (-1, [])
+        metrics.open_pool(name)
 
     def settle(self) -> None:
         """Wake those who wait for what just happened."""
@@ -63,6 +64,7 @@ class PoolRoom:
             raise LeasesRefusedError(refused, self.name) from None
         finally:
             self.settle()
+        metrics.count_grant(self.name, grant)
         return grant
 
     @contextmanager

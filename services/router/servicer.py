@@ -161,7 +161,6 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
             )
             metrics.RELEASES.labels(room.name).inc(count)
         grant = room.acquire(client, wanted)
-        metrics.LEASES.labels(room.name).inc(request.count)
         response = pb.AcquireLeasesResponse(
             first_lease_id=grant.first_id,
             target_indices=np.maximum(grant.targets, -1).tolist(),

@@ -78,6 +78,8 @@ class TrainerConfig(ProcessConfig):
     seed: int = 0
     optim: OptimConfig = OptimConfig()
     ranks: RanksConfig = RanksConfig()
+    max_batches: int = Field(256, ge=1)  # held; then QUEUE_FULL
+    max_waiting_calls: int = Field(256, ge=1)  # for the ranks; then QUEUE_FULL
     max_tokens_per_micro_batch: int = Field(16384, ge=2)  # of one context-parallel rank
     publish_dtype: Literal["float32", "bfloat16"] = "float32"  # of the reference backend
     autocast: bool = False  # bfloat16 in the matrix products of the reference backend

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from prometheus_client import Counter, Gauge, Histogram
 
-MINUTES = (0.1, 0.5, 1, 5, 10, 30, 60, 300, 600, 1800)
+from sluice.runtime.metrics import with_values
 
-PASS_SECONDS = Histogram(
-    "sluice_trainer_pass_duration_seconds", "Passes over a batch.", ["kind"], buckets=MINUTES
+MINUTES = (0.1, 0.5, 1, 5, 10, 30, 60, 300, 600, 1800)
+LAGS = (0, 1, 2, 4, 8, 16, 32)
+
+PASSES = ("logprobs", "advantages", "forward_backward")
+PASS_SECONDS = with_values(
+    Histogram(
+        "sluice_trainer_pass_duration_seconds", "Passes over a batch.", ["kind"], buckets=MINUTES
+    ),
+    PASSES,
 )
 STEP_SECONDS = Histogram(
     "sluice_trainer_step_duration_seconds", "Optimizer steps.", buckets=MINUTES
@@ -15,20 +24,39 @@ STEP_SECONDS = Histogram(
 PUBLISH_SECONDS = Histogram(
     "sluice_trainer_publish_duration_seconds", "Publications of weights.", buckets=MINUTES
 )
-CHECKPOINT_SECONDS = Histogram(
-    "sluice_trainer_checkpoint_duration_seconds", "Checkpoints.", ["kind"], buckets=MINUTES
+PUBLISHED_BYTES = Counter("sluice_trainer_published_bytes_total", "Bytes of published weights.")
+CHECKPOINT_SECONDS = with_values(
+    Histogram(
+        "sluice_trainer_checkpoint_duration_seconds", "Checkpoints.", ["kind"], buckets=MINUTES
+    ),
+    ("save", "load"),
 )
 TOKENS = Counter("sluice_trainer_tokens_total", "Tokens trained on.")
-STEPS = Counter("sluice_trainer_steps_total", "Optimizer steps by outcome.", ["outcome"])
+STEPS = with_values(
+    Counter("sluice_trainer_steps_total", "Optimizer steps by outcome.", ["outcome"]),
+    ("applied", "skipped"),
+)
 SKIPS_IN_A_ROW = Gauge("sluice_trainer_consecutive_skipped_steps", "Skipped steps in a row.")
 STEP = Gauge("sluice_trainer_step_number", "Optimizer steps taken.")
 WEIGHT_VERSION = Gauge("sluice_trainer_weight_version", "Latest published version.")
+SAMPLE_LAG = Histogram(
+    "sluice_trainer_sample_lag_versions",
+    "Published versions between the oldest weights of an uploaded sample and the latest.",
+    buckets=LAGS,
+)
 GRAD_NORM = Gauge("sluice_trainer_gradient_norm", "Gradient norm of the last step, unclipped.")
 LEARNING_RATE = Gauge("sluice_trainer_learning_rate", "Learning rate of the last step.")
 LOSS = Gauge("sluice_trainer_loss", "Mean loss of the last pass.")
 MISMATCH = Gauge(
     "sluice_trainer_rollout_mismatch_logprob",
-    "Mean |trainer - engine| log-prob of sampled tokens, last pass that saw both.",
+    "Mean abs(trainer - engine) of sampled tokens' log-probs, last pass that saw both.",
 )
 BATCHES = Gauge("sluice_trainer_batches_held", "Batches held.")
+WAITING_CALLS = Gauge("sluice_trainer_waiting_calls", "Calls that run or wait for their turn.")
 RESTARTS = Counter("sluice_trainer_rank_restarts_total", "Restarts of the ranks.")
+
+
+def note_lags(oldest_versions: Iterable[int], latest: int) -> None:
+    """Count how far behind the latest version the weights of each sample were."""
+    for version in oldest_versions:
+        SAMPLE_LAG.observe(max(0, latest - version))

@@ -14,7 +14,7 @@ from google.api import field_behavior_pb2
 from google.protobuf import message as pb
 from google.rpc import status_pb2
 from grpc_status import rpc_status
-from prometheus_client import Histogram
+from prometheus_client import Gauge, Histogram
 
 from sluice import logs
 from sluice.runtime.errors import InvalidFieldError, ServiceError, UnauthenticatedError
@@ -27,6 +27,7 @@ RPC_SECONDS = Histogram(
     ["method", "code"],
     buckets=(0.001, 0.01, 0.1, 1, 10, 60, 600),
 )
+RPCS_RUNNING = Gauge("sluice_rpc_running", "RPCs under way.", ["method"])
 
 _required_cache: dict[Any, list[tuple[Any, bool]]] = {}
 
@@ -119,7 +120,7 @@ class _Call:
         self._code = grpc.StatusCode.OK
 
     async def unary(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
-        start = time.perf_counter()
+        start = self._begin()
         try:
             return await self._behavior(self._check(request), context)
         except BaseException as error:  # noqa: BLE001 - ends in the client's status or is raised
@@ -128,7 +129,7 @@ class _Call:
             self._measure(start)
 
     async def stream(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        start = time.perf_counter()
+        start = self._begin()
         try:
             async for response in self._behavior(self._check(request), context):
                 yield response
@@ -168,5 +169,10 @@ class _Call:
         await context.abort_with_status(rpc_status.to_status(status))
         raise AssertionError("abort returns never")
 
+    def _begin(self) -> float:
+        RPCS_RUNNING.labels(self._method).inc()
+        return time.perf_counter()
+
     def _measure(self, start: float) -> None:
+        RPCS_RUNNING.labels(self._method).dec()
         RPC_SECONDS.labels(self._method, self._code.name).observe(time.perf_counter() - start)

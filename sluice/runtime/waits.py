@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+from prometheus_client import Gauge
 
 from sluice.api.common.v1 import wait_service_pb2 as pb
 from sluice.api.common.v1 import wait_service_pb2_grpc as pb_grpc
 
 Names = Sequence[str] | Callable[[], Sequence[str]]
+
+WAITS = Gauge("sluice_waits", "Things this process waits for.")
+OLDEST_WAIT = Gauge("sluice_oldest_wait_seconds", "Age of the oldest thing it waits for.")
+_listed: weakref.WeakSet[Waits] = weakref.WeakSet()
 
 
 @dataclass(eq=False)
@@ -37,6 +44,7 @@ class Waits(pb_grpc.WaitServiceServicer):
 
     def __init__(self) -> None:
         self._waits: list[Wait] = []
+        _listed.add(self)
 
     @contextmanager
     def waiting(
@@ -61,3 +69,11 @@ class Waits(pb_grpc.WaitServiceServicer):
     ) -> pb.ListWaitsResponse:
         waits = sorted(self._waits, key=lambda wait: wait.start)
         return pb.ListWaitsResponse(waits=[wait.to_proto() for wait in waits])
+
+
+def _all() -> list[Wait]:
+    return [wait for waits in list(_listed) for wait in list(waits._waits)]
+
+
+WAITS.set_function(lambda: len(_all()))
+OLDEST_WAIT.set_function(lambda: max((time.time() - wait.start for wait in _all()), default=0.0))

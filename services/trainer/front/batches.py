@@ -31,7 +31,8 @@ class RowFacts:
     """What plans, weights and checks need of every row, in upload order.
 
     lengths, prompt_lengths, mask_counts (trained tokens), prompts (index of the distinct
-    prompt, one group's siblings share it): int64[N]. present: bool[N] by column name.
+    prompt, one group's siblings share it), oldest_versions (of the weights that sampled; -1
+    unknown): int64[N]. present: bool[N] by column name.
     """
 
     sample_ids: Sequence[str]
@@ -40,6 +41,7 @@ class RowFacts:
     prompt_lengths: np.ndarray
     prompts: np.ndarray
     mask_counts: np.ndarray
+    oldest_versions: np.ndarray
     present: dict[str, np.ndarray]
 
 
@@ -180,8 +182,13 @@ def describe_rows(samples: Sequence[Sample], limits: RowLimits) -> RowFacts:
         prompt_lengths=np.array([sample.prompt_length for sample in samples], dtype=np.int64),
         prompts=prompt_of,
         mask_counts=np.array([count_trained(sample) for sample in samples], dtype=np.int64),
+        oldest_versions=np.array([_oldest(sample) for sample in samples], dtype=np.int64),
         present=present,
     )
+
+
+def _oldest(sample: Sample) -> int:
+    return min((span.version for span in sample.spans), default=-1)
 
 
 def count_trained(sample: Sample) -> int:

@@ -47,8 +47,10 @@ class Publisher:
             await asyncio.shield(asyncio.to_thread(self._store.abort, staging))
             raise
         self._state.weights = PublishedWeights(record.version, record.digest)
+        size = sum(shard.size for shard in shards)
         metrics.WEIGHT_VERSION.set(record.version)
-        return record, sum(shard.size for shard in shards)
+        metrics.PUBLISHED_BYTES.inc(size)
+        return record, size
 
 
 def shard_from_proto(message: pb.WrittenShard) -> ShardFile:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from services.trainer import metrics
 from services.trainer.config import TrainerConfig
@@ -33,7 +33,12 @@ from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.balance.cost import shape_from_config
 from sluice.balance.planner import PlanLimits
-from sluice.runtime.errors import InvalidFieldError, NotFoundError, ServiceError
+from sluice.runtime.errors import (
+    InvalidFieldError,
+    NotFoundError,
+    QueueFullError,
+    ServiceError,
+)
 from sluice.runtime.waits import Waits
 from sluice.runtime.wire import blob_from_proto
 from sluice.samples.blobs import BlobNotFoundError, BlobReference, BlobStore
@@ -147,7 +152,13 @@ class Trainer:
         return links[0].layout if links and links[0].layout else trainer_pb.ParallelLayout()
 
     async def _alone(self, what: str, run: Callable[[], Awaitable[T]]) -> T:
-        """Run while nothing else does, to the end even if the caller is cancelled."""
+        """Run while nothing else does, to the end even if the caller is cancelled.
+
+        Raises QueueFullError when too many calls wait for their turn already.
+        """
+        limit = self.config.max_waiting_calls
+        if len(self._running) >= limit:
+            raise QueueFullError(f"{limit} calls wait for their turn", limit=limit, kind="calls")
 
         async def locked() -> T:
             with self._waits.waiting(f"turn of {what}", on=lambda: [self._turn]):
@@ -160,13 +171,23 @@ class Trainer:
 
         task = asyncio.ensure_future(locked())
         self._running.add(task)  # type: ignore[arg-type]
-        task.add_done_callback(self._running.discard)  # type: ignore[arg-type]
+        metrics.WAITING_CALLS.set(len(self._running))
+        task.add_done_callback(self._end_turn)
         return await asyncio.shield(task)
+
+    def _end_turn(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        metrics.WAITING_CALLS.set(len(self._running))
 
     async def _upload(self, batch_id: str, references: list[BlobReference], count: int) -> Batch:
         generation = self.ranks.generation
         batches = self.state.batches
         batches.check_new(batch_id)
+        limit = self.config.max_batches
+        if len(batches.all()) >= limit:
+            raise QueueFullError(
+                f"{limit} batches are held: delete one", limit=limit, kind="batches"
+            )
         await self._pin(references)
         try:
             batch = await asyncio.to_thread(
@@ -182,6 +203,9 @@ class Trainer:
             raise
         batches.add(batch)
         metrics.BATCHES.set(len(batches.all()))
+        if self.state.weights is not None:
+            sampled = batch.facts.oldest_versions
+            metrics.note_lags(sampled[sampled >= 0].tolist(), self.state.weights.version)
         return batch
 
     async def _register(self, generation: Generation, batch: Batch) -> None:

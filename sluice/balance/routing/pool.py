@@ -150,7 +150,8 @@ class Pool:
         admit(self.tables, self.waiting, row, request, int((sticky.targets == QUEUED).sum()))
         self.tables.charge(sticky.targets, groups, now)
         targets = sticky.targets
-        if self._goes_at_once(request, int((targets == QUEUED).sum())):
+        followed = int((targets != QUEUED).sum())
+        if self._goes_at_once(request, len(targets) - followed):
             self._place(request, sticky, groups, expected, now)
         first = self.tables.leases.grant(row.slot, targets, sticky.sessions, groups)
         self.tables.sessions.hold(sticky.sessions)
@@ -160,7 +161,7 @@ class Pool:
             self.waiting.add(row, first + wait, groups[wait], expected[wait], request.needs, now)
             self.waiting.dispatch(now)
             self._tell(row, first, targets)
-        return Grant(first_id=first, targets=targets)
+        return Grant(first_id=first, targets=targets, session_count=followed)
 
     def release(
         self,

@@ -107,10 +107,14 @@ class LeaseRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Grant:
-    """Lease ids first_id, first_id + 1, ...; targets int64[count], QUEUED where one waits."""
+    """Lease ids first_id, first_id + 1, ...; targets int64[count], QUEUED where one waits.
+
+    session_count: how many went where their session was before.
+    """
 
     first_id: int
     targets: IntArray
+    session_count: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
