@@ -81,6 +81,7 @@ class TrainerConfig(ProcessConfig):
     max_batches: int = Field(256, ge=1)  # held; then QUEUE_FULL
     max_waiting_calls: int = Field(256, ge=1)  # for the ranks; then QUEUE_FULL
     max_tokens_per_micro_batch: int = Field(16384, ge=2)  # of one context-parallel rank
+    keep_versions: int = Field(4, ge=0)  # of weights, besides those pinned; 0 keeps all
     publish_dtype: Literal["float32", "bfloat16"] = "float32"  # of the reference backend
     autocast: bool = False  # bfloat16 in the matrix products of the reference backend
     threads: int = Field(1, ge=1)  # of a rank on a CPU

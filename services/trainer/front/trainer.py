@@ -68,7 +68,7 @@ class Trainer:
         self._planner = Planner(self._shape, self._plan_limits(trainer_pb.ParallelLayout()))
         self._passes = Passes(config.optim, self.state, self.ranks, self._planner)
         weights = WeightStore(config.store / "weights", durable=config.durable)
-        self._publisher = Publisher(Path(config.model), weights, self.state, self.ranks)
+        self._publisher = Publisher(config, weights, self.state, self.ranks)
         self._waits = waits
         self._lock = asyncio.Lock()
         self._turn = ""  # what holds the lock
@@ -85,6 +85,7 @@ class Trainer:
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
+        await self._publisher.close()
 
     async def upload(self, batch_id: str, references: list[BlobReference], count: int) -> Batch:
         """Register the rows of blobs that exist already."""
