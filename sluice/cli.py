@@ -20,11 +20,12 @@ from sluice.loop.config import RunConfig
 from sluice.loop.evaluation import EvaluationError
 from sluice.loop.feed import RolloutFailedError
 from sluice.loop.fleet import NoEngineError
+from sluice.loop.readiness import TrainerFailedError, TrainerLostError
 from sluice.loop.report import Report
-from sluice.loop.run import Run, TrainerFailedError
+from sluice.loop.run import Run
 from sluice.loop.workers import NoWorkerError
 from sluice.runtime.security import SecurityConfig
-from sluice.supervise import ServiceDiedError, Supervisor, UpConfig, read_services
+from sluice.supervise import ServiceDiedError, Supervisor, UpConfig, read_services, read_store
 
 USAGE = """usage:
   sluice up SERVICES.yaml [--key value ...]      start services, keep them alive until Ctrl-C
@@ -49,6 +50,7 @@ _EXPECTED = (
     RolloutFailedError,
     ServiceDiedError,
     TrainerFailedError,
+    TrainerLostError,
 )
 
 
@@ -79,7 +81,11 @@ async def run_training(
     config: RunConfig, on_end: Callable[[Run], Awaitable[None]] | None = None
 ) -> None:
     """One run, its report and its plot. `on_end` is called before anything is closed."""
-    addresses = {} if config.services is None else read_services(config.services)
+    addresses = {}
+    if config.services is not None:
+        addresses = read_services(config.services)
+        if config.store is None:
+            config = config.model_copy(update={"store": read_store(config.services)})
     trainer = config.trainer or addresses["trainer"]
     router = config.router or addresses["router"]
     with Report(config.run_dir, config.steps) as report:

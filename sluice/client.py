@@ -37,23 +37,32 @@ M = TypeVar("M", bound=pb.Message)
 
 
 class RemoteError(Exception):
-    """A service refused or failed: `code` and `reason` are for programs, the text for people."""
+    """A service refused or failed: `code` and `reason` are for programs, the text for people.
+
+    `retry_seconds`: when the server asks to be tried again, 0 where it does not say.
+    """
 
     def __init__(
-        self, code: grpc.StatusCode, reason: str, message: str, metadata: dict[str, str]
+        self,
+        code: grpc.StatusCode,
+        reason: str,
+        message: str,
+        metadata: dict[str, str],
+        retry_seconds: float = 0.0,
     ) -> None:
         super().__init__(f"{code.name}/{reason or '-'}: {message}")
         self.code, self.reason, self.metadata = code, reason, metadata
+        self.retry_seconds = retry_seconds
 
 
 def error_from_status(status: status_pb2.Status) -> RemoteError:
     """The error that a google.rpc.Status describes."""
     code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
-    info = error_details_pb2.ErrorInfo()
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
     for detail in status.details:
-        if detail.Unpack(info):
-            break
-    return RemoteError(code, info.reason, status.message, dict(info.metadata))
+        detail.Unpack(info) or detail.Unpack(retry)
+    delay = retry.retry_delay.ToNanoseconds() / 1e9
+    return RemoteError(code, info.reason, status.message, dict(info.metadata), delay)
 
 
 @contextmanager
@@ -139,7 +148,9 @@ class TrainerClient(Client):
         blobs: Iterable[BlobReference] = (),
     ) -> trainer_pb.UploadBatchResponse:
         """Register rows, inline (small callers) or by reference to the shared store."""
-        header = trainer_pb.BatchHeader(batch_id=batch_id, sample_count=sample_count)
+        header = trainer_pb.BatchHeader(
+            batch_id=batch_id, sample_count=sample_count, request_id=new_request_id()
+        )
 
         async def messages() -> AsyncIterator[trainer_pb.UploadBatchRequest]:
             yield trainer_pb.UploadBatchRequest(header=header)
@@ -151,7 +162,8 @@ class TrainerClient(Client):
         return await self._call(self.stub.UploadBatch, messages())
 
     async def delete_batch(self, batch: str) -> None:
-        await self._call(self.stub.DeleteBatch, trainer_pb.DeleteBatchRequest(batch=batch))
+        request = trainer_pb.DeleteBatchRequest(batch=batch, request_id=new_request_id())
+        await self._call(self.stub.DeleteBatch, request)
 
     async def compute_logprobs(
         self, batch: str, *, reference: bool = False, temperature: float | None = None
@@ -159,14 +171,16 @@ class TrainerClient(Client):
         """Add `old_logprobs`, or `reference_logprobs`."""
         kind = trainer_pb.ComputeLogprobsRequest
         model = kind.MODEL_REFERENCE if reference else kind.MODEL_POLICY
-        request = kind(batch=batch, model=model, temperature=temperature)
+        request = kind(
+            batch=batch, model=model, temperature=temperature, request_id=new_request_id()
+        )
         return await self._call(self.stub.ComputeLogprobs, request)
 
     async def compute_advantages(
         self, batch: str, spec: AdvantageSpec
     ) -> trainer_pb.ComputeAdvantagesResponse:
         request = trainer_pb.ComputeAdvantagesRequest(
-            batch=batch, advantage=wire.advantage_to_proto(spec)
+            batch=batch, advantage=wire.advantage_to_proto(spec), request_id=new_request_id()
         )
         return await self._call(self.stub.ComputeAdvantages, request)
 

@@ -66,6 +66,13 @@ class EvaluationConfig(Config):
     stop_at_score: float | None = None
 
 
+class RetentionConfig(Config):
+    """What a run leaves in the shared store while it goes on."""
+
+    cuts: int = Field(2, ge=1)  # kept with their checkpoints; a run resumes from the last
+    blob_grace_seconds: float = Field(900, gt=0)  # blobs that nobody pins stay for so long
+
+
 class RunConfig(ProcessConfig):
     """A training run. Flags override the file, e.g. `--steps 10`."""
 
@@ -73,7 +80,7 @@ class RunConfig(ProcessConfig):
     services: Path | None = None  # services.json of `sluice up`
     trainer: str = ""  # host:port, instead of `services`
     router: str = ""
-    store: Path | None = None  # shared store; None is run_dir/store
+    store: Path | None = None  # shared store; None is that of `services`, or run_dir/store
     security: SecurityConfig = SecurityConfig()
 
     prompts: PromptsConfig
@@ -86,11 +93,13 @@ class RunConfig(ProcessConfig):
     stop_at_reward: float | None = None  # mean of the last `stop_window` steps
     stop_window: int = Field(10, gt=0)
     seed: int = 0
-    deterministic: bool = False
+    deterministic: bool = False  # the same weights to the bit, however often it was resumed
+    initial_checkpoint: str = ""  # checkpoints/<id> to begin with; "" is what the trainer holds
     max_staleness: int = Field(0, ge=0)  # steps; 0 is synchronous
     pause_mode: Literal["wait", "abort", "in_place"] = "in_place"
     checkpoint_every: int = Field(50, ge=0)  # steps; 0 is never
-    resume: bool = False
+    resume: bool = False  # go on with what run_dir holds
+    retention: RetentionConfig = RetentionConfig()
     group_timeout_seconds: float = Field(600, gt=0)
     group_attempts: int = Field(3, gt=0)  # issues of a group before it is dropped
     service_timeout_seconds: float = Field(300, gt=0)  # for services to be ready
@@ -100,6 +109,15 @@ class RunConfig(ProcessConfig):
     def _services_are_named(self) -> RunConfig:
         if self.services is None and not (self.trainer and self.router):
             raise ValueError("give services, or both trainer and router")
+        return self
+
+    @model_validator(mode="after")
+    def _deterministic_is_synchronous(self) -> RunConfig:
+        if self.deterministic and self.max_staleness:
+            raise ValueError(
+                "deterministic needs max_staleness 0: which weights an asynchronous sample "
+                "comes from is a matter of time"
+            )
         return self
 
     @property

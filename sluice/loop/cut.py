@@ -26,12 +26,27 @@ def write_cut(directory: Path, cut: Cut) -> None:
     """Write the manifest; it is durable and whole, or not there."""
     directory.mkdir(parents=True, exist_ok=True)
     data = json.dumps(asdict(cut), indent=1).encode()
-    replace_file(directory / f"{cut.step:08}.json", data, temporary=directory)
+    replace_file(_path(directory, cut.step), data, temporary=directory)
+
+
+def list_cuts(directory: Path) -> list[Cut]:
+    """All cuts, by step."""
+    if not directory.is_dir():
+        return []
+    paths = sorted(path for path in directory.iterdir() if path.suffix == ".json")
+    return [Cut(**json.loads(path.read_text())) for path in paths]
 
 
 def latest_cut(directory: Path) -> Cut | None:
     """The cut of the highest step, None if there is none."""
-    if not directory.is_dir():
-        return None
-    names = sorted(path for path in directory.iterdir() if path.suffix == ".json")
-    return Cut(**json.loads(names[-1].read_text())) if names else None
+    cuts = list_cuts(directory)
+    return cuts[-1] if cuts else None
+
+
+def remove_cut(directory: Path, cut: Cut) -> None:
+    """Remove a manifest; a run no longer resumes from it."""
+    _path(directory, cut.step).unlink(missing_ok=True)
+
+
+def _path(directory: Path, step: int) -> Path:
+    return directory / f"{step:08}.json"

@@ -23,10 +23,11 @@ async def evaluate(
     assert config.evaluation is not None
     prompts = load_prompts(config.evaluation.prompts, config.seed)
     tasks = [(f"eval-{step}-{i}", prompts.task(i)) for i in range(config.evaluation.groups)]
-    request = build_evaluation(config, tasks, version)
     rewards: dict[str, float] = {}
     failure = ""
-    for _ in range(attempts):
+    for trial in range(attempts):
+        missing = [task for task in tasks if task[0] not in rewards]
+        request = build_evaluation(config, missing, version, trial)
         try:
             async for response in workers.rollout(request):
                 if response.WhichOneof("event") == "finished":

@@ -10,20 +10,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import grpc
 
+from sluice import faults
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.loop.ledger import Ledger, LedgerGroup
 from sluice.loop.workers import EpisodeWorkers, WorkerLostError
 from sluice.runtime import wire
+from sluice.samples.blobs import BlobReference
 
 logger = logging.getLogger(__name__)
 
 # The task itself is at fault: issuing it again would fail again.
-_HOPELESS = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND}
+_HOPELESS = {grpc.StatusCode.INVALID_ARGUMENT.value[0], grpc.StatusCode.NOT_FOUND.value[0]}
+# Engines or the store are at fault, not the group: it loses no attempt.
+_PASSING = {
+    code.value[0]
+    for code in (
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.ABORTED,
+        grpc.StatusCode.CANCELLED,
+    )
+}
+_LONGEST_PAUSE = 2.0  # seconds between two tries while something is down
+_FEWEST_FAILURES = 5  # of long calls two may fail for two reasons
 
 
 class RolloutFailedError(Exception):
@@ -32,18 +47,48 @@ class RolloutFailedError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class FeedConfig:
+    """`patience_seconds`: how long workers or engines may be down before the run ends.
+
+    `dropped_in_a_row`: without one finished group between, so that the task must be broken.
+    """
+
     groups_per_step: int
     max_staleness: int
     attempts: int
-    lost_workers: int = 20  # by one Rollout call
-    dropped_in_a_row: int = 64  # without one finished group between: the task is broken
+    patience_seconds: float = 300.0
+    dropped_in_a_row: int = 64
 
 
-GroupRequests = Callable[[Sequence[LedgerGroup]], pb.RolloutRequest]
+GroupRequests = Callable[[Sequence[LedgerGroup], int], pb.RolloutRequest]
+
+
+@dataclass
+class _Outage:
+    """Failures in a row that are nobody's fault but of what is down."""
+
+    patience_seconds: float
+    count: int = 0
+    since: float = 0.0
+
+    def end(self) -> None:
+        self.count = 0
+
+    async def endure(self, error: str, retry_seconds: float = 0.0) -> None:
+        """Wait a moment. Raises RolloutFailedError when it has lasted too long."""
+        now = time.monotonic()
+        if not self.count:
+            self.since = now
+        if self.count >= _FEWEST_FAILURES and now - self.since > self.patience_seconds:
+            raise RolloutFailedError(f"nothing went on for {now - self.since:.0f} s: {error}")
+        self.count += 1
+        await asyncio.sleep(max(retry_seconds, min(_LONGEST_PAUSE, 0.1 * 2 ** min(self.count, 5))))
 
 
 class GroupFeed:
-    """Owns the rollouts in flight. `build_request` makes the Rollout call of some groups."""
+    """Owns the rollouts in flight. `build_request` makes the Rollout call of some groups.
+
+    `hold` hears of every blob that is generated.
+    """
 
     def __init__(
         self,
@@ -51,9 +96,10 @@ class GroupFeed:
         ledger: Ledger,
         workers: EpisodeWorkers,
         build_request: GroupRequests,
+        hold: Callable[[BlobReference], None] = lambda _: None,
     ) -> None:
         self._config, self._ledger, self._workers = config, ledger, workers
-        self._build_request = build_request
+        self._build_request, self._hold = build_request, hold
         self._ready = {g.group_id: g for g in ledger.groups("generated")}
         self._pending: dict[str, LedgerGroup] = {}
         self._unsent = ledger.groups("issued")  # by a run that ended
@@ -81,11 +127,13 @@ class GroupFeed:
             )
             for position in range(first, limit)
         ]
-        self._ledger.issue([(group.position, group.group_id) for group in fresh], step)
+        if fresh:
+            self._ledger.issue([(group.position, group.group_id) for group in fresh], step)
+            faults.point("issued")
         again = [replace(g, issue_step=step) for g in self._unsent if g.position < limit]
         self._unsent = [group for group in self._unsent if group.position >= limit]
         for group in again:
-            self._ledger.reissue(group.group_id, step)
+            self._ledger.reissue(group.group_id, step, group.attempts)
         self._pending.update({group.group_id: group for group in (*again, *fresh)})
         for share in self._workers.split([*again, *fresh]):
             self._start(share)
@@ -112,6 +160,16 @@ class GroupFeed:
     def put_back(self, groups: Sequence[LedgerGroup]) -> None:
         """Offer groups again whose step did not happen."""
         self._ready.update({group.group_id: group for group in groups})
+
+    def lose_blob(self, digest: str) -> bool:
+        """A blob is gone or damaged: generate its group again. Whether it was ready here."""
+        group_id = self._ledger.lose_blob(digest)
+        group = self._ready.pop(group_id or "", None)
+        if group is None:
+            return False
+        logger.warning("blob %s of group %s is lost", digest, group.group_id)
+        self._unsent.append(replace(group, state="issued", blob=None))
+        return True
 
     async def close(self) -> None:
         """Cancel what is in flight and wait for its end."""
@@ -149,34 +207,54 @@ class GroupFeed:
         self._changed.set()
 
     async def _roll_out(self, groups: Sequence[LedgerGroup]) -> None:
-        waiting, lost = {group.group_id: group for group in groups}, 0
+        waiting = {group.group_id: group for group in groups}
+        outage, trial = _Outage(self._config.patience_seconds), 0
         while waiting:
-            request = self._build_request(list(waiting.values()))
+            request = self._build_request(list(waiting.values()), trial)
+            failed = await self._follow(request, waiting, outage)
+            passing = {name: why for name, (code, why) in failed.items() if code in _PASSING}
+            for group_id in [name for name in waiting if name not in passing]:
+                self._count_attempt(waiting, group_id)
+            if waiting and len(passing) == len(waiting):
+                await outage.endure(next(iter(passing.values())))
+            trial += 1
+
+    async def _follow(
+        self, request: pb.RolloutRequest, waiting: dict[str, LedgerGroup], outage: _Outage
+    ) -> dict[str, tuple[int, str]]:
+        """A Rollout to its end, on one worker after another; (code, message) of failed groups.
+
+        A worker that goes on with the same request tells again what is finished already.
+        """
+        while True:
+            failed: dict[str, tuple[int, str]] = {}
             try:
                 async for response in self._workers.rollout(request):
-                    self._record(response, waiting)
+                    if response.WhichOneof("event") == "finished":
+                        outage.end()
+                        self._record_finished(response.finished, waiting)
+                    else:
+                        self._record_failed(response.failed, waiting, failed)
+                return failed
             except WorkerLostError as error:
-                lost += 1  # not the groups' fault: no attempt of theirs
-                if lost >= self._config.lost_workers:
-                    raise RolloutFailedError(
-                        f"gave up after {lost} lost workers: {error}"
-                    ) from None
                 logger.warning("%s; %d groups go to another", error, len(waiting))
-                await asyncio.sleep(min(2.0, 0.1 * 2**lost))
-                continue
-            waiting = {name: self._count_attempt(group) for name, group in waiting.items()}
-            waiting = {name: group for name, group in waiting.items() if name in self._pending}
+                await outage.endure(str(error), error.retry_seconds)
 
-    def _record(self, response: pb.RolloutResponse, waiting: dict[str, LedgerGroup]) -> None:
-        if response.WhichOneof("event") == "finished":
-            self._record_finished(response.finished, waiting)
+    def _record_failed(
+        self,
+        failure: pb.FailedGroup,
+        waiting: dict[str, LedgerGroup],
+        failed: dict[str, tuple[int, str]],
+    ) -> None:
+        if failure.group_id not in waiting:
             return
-        failed = response.failed
-        if failed.error.code in {code.value[0] for code in _HOPELESS}:
-            waiting.pop(failed.group_id, None)
-            self._drop(failed.group_id, failed.error.message)
+        code, message = failure.error.code, failure.error.message
+        if code in _HOPELESS:
+            del waiting[failure.group_id]
+            self._drop(failure.group_id, message)
         else:
-            logger.warning("group %s failed: %s", failed.group_id, failed.error.message)
+            logger.warning("group %s failed: %s", failure.group_id, message)
+            failed[failure.group_id] = (code, message)
 
     def _record_finished(self, finished: pb.FinishedGroup, waiting: dict[str, LedgerGroup]) -> None:
         group = waiting.pop(finished.group_id, None)
@@ -193,19 +271,23 @@ class GroupFeed:
             newest_step=self._ledger.step_of_version(finished.max_version),
         )
         if self._ledger.generated(group):
+            assert group.blob is not None
             self._ready[group.group_id] = group
+            self._hold(group.blob)
+        faults.point("generated")
         self._pending.pop(group.group_id, None)
         self._dropped_in_a_row = 0
         self._changed.set()
 
-    def _count_attempt(self, group: LedgerGroup) -> LedgerGroup:
+    def _count_attempt(self, waiting: dict[str, LedgerGroup], group_id: str) -> None:
+        group = waiting[group_id]
         if group.attempts >= self._config.attempts:
-            self._drop(group.group_id, f"failed {group.attempts} times")
-            return group
-        self._ledger.reissue(group.group_id, group.issue_step)
+            del waiting[group_id]
+            self._drop(group_id, f"failed {group.attempts} times")
+            return
         group = replace(group, attempts=group.attempts + 1)
-        self._pending[group.group_id] = group
-        return group
+        self._ledger.reissue(group_id, group.issue_step, group.attempts)
+        waiting[group_id] = self._pending[group_id] = group
 
     def _drop(self, group_id: str, reason: str) -> None:
         logger.warning("group %s is dropped: %s", group_id, reason)

@@ -6,10 +6,13 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
+import grpc
+
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.client import EngineClient, RemoteError, RouterClient
+from sluice.config import ConfigError
 from sluice.runtime.security import SecurityConfig
 
 logger = logging.getLogger(__name__)
@@ -18,6 +21,12 @@ PAUSE_MODES = {
     "wait": engine_pb.PAUSE_MODE_WAIT,
     "abort": engine_pb.PAUSE_MODE_ABORT,
     "in_place": engine_pb.PAUSE_MODE_IN_PLACE,
+}
+_AWAY = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,  # a router that stops ends its calls so
+    grpc.StatusCode.UNKNOWN,
 }
 
 
@@ -34,15 +43,20 @@ class CommitReport:
     pause_seconds: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class FleetConfig:
+    """`deterministic`: only engines that say they are so are given weights."""
+
+    pause_mode: str
+    deterministic: bool = False
+    poll_seconds: float = 1.0
+
+
 class EngineFleet:
     """Prepares and commits weights on the engines that the router knows."""
 
-    def __init__(
-        self, router: RouterClient, security: SecurityConfig, pause_mode: str, poll_seconds: float
-    ) -> None:
-        self._router, self._security = router, security
-        self._mode = PAUSE_MODES[pause_mode]
-        self._poll_seconds = poll_seconds
+    def __init__(self, router: RouterClient, security: SecurityConfig, config: FleetConfig) -> None:
+        self._router, self._security, self._config = router, security, config
         self._clients: dict[str, EngineClient] = {}
         self._weights: sample_pb2.WeightVersion | None = None
         self._updating = asyncio.Lock()
@@ -71,7 +85,7 @@ class EngineFleet:
                         report = await self._update_all(failures)
                         if report.engine_count:
                             return report
-                        await asyncio.sleep(self._poll_seconds)
+                        await asyncio.sleep(self._config.poll_seconds)
             except TimeoutError:
                 causes = "; ".join(f"{name}: {cause}" for name, cause in failures.items())
                 raise NoEngineError(
@@ -82,7 +96,7 @@ class EngineFleet:
     async def keep_up(self) -> None:
         """Bring engines that come late, or come back, to the current weights; until cancelled."""
         while True:
-            await asyncio.sleep(self._poll_seconds)
+            await asyncio.sleep(self._config.poll_seconds)
             if self._weights is None:
                 continue
             async with self._updating:
@@ -91,10 +105,43 @@ class EngineFleet:
                 except RemoteError as error:
                     logger.warning("router: %s", error)
 
+    async def check_deterministic(self, wait_seconds: float) -> None:
+        """Raise ConfigError if an engine does not say it is; waits for the first engine."""
+        try:
+            async with asyncio.timeout(wait_seconds):
+                while True:
+                    if engines := await self._list_alive({}):
+                        break
+                    await asyncio.sleep(self._config.poll_seconds)
+        except TimeoutError:
+            raise NoEngineError(f"the router knew no engine for {wait_seconds:g} s") from None
+        for engine in engines:
+            try:
+                known = await self._client(engine.address).get()
+            except RemoteError as error:
+                logger.warning("engine %s: %s", engine.engine_id, error)
+                continue  # it is asked again before it is given weights
+            if not known.deterministic:
+                raise ConfigError(
+                    f"deterministic: engine {engine.engine_id} at {engine.address} is not; "
+                    "set engine.deterministic"
+                )
+
+    async def _list_alive(self, failures: dict[str, str]) -> list[router_pb.Engine]:
+        """Engines as the router knows them; none while it is away."""
+        try:
+            engines = await self._router.list_engines(router_pb.ROLE_ENGINE)
+        except RemoteError as error:
+            if error.code not in _AWAY:
+                raise
+            failures["router"] = str(error)
+            logger.warning("router: %s", error)
+            return []
+        return [e for e in engines if e.state != router_pb.ENGINE_STATE_LOST]
+
     async def _update_all(self, failures: dict[str, str]) -> CommitReport:
         assert self._weights is not None
-        engines = await self._router.list_engines(router_pb.ROLE_ENGINE)
-        alive = [e for e in engines if e.state != router_pb.ENGINE_STATE_LOST]
+        alive = await self._list_alive(failures)
         stale = [e for e in alive if e.weights != self._weights]
         results = await asyncio.gather(*(self._update(engine) for engine in stale))
         done = [result for result in results if not isinstance(result, str)]
@@ -114,10 +161,13 @@ class EngineFleet:
         client = self._client(engine.address)
         try:
             known = await client.get()
+            if self._config.deterministic and not known.deterministic:
+                return "it is not deterministic, and the run is"
             if known.HasField("weights") and known.weights == self._weights:
                 return 0.0, 0.0  # the router has not heard of it yet
             prepare = await client.prepare_weights(self._weights)
-            return prepare, await client.commit_weights(self._weights, self._mode)
+            mode = PAUSE_MODES[self._config.pause_mode]
+            return prepare, await client.commit_weights(self._weights, mode)
         except RemoteError as error:
             return str(error)
 

@@ -7,6 +7,7 @@ directory, in WAL mode, each transition one durable transaction.
 from __future__ import annotations
 
 import sqlite3
+import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ CREATE INDEX IF NOT EXISTS groups_state ON groups (state, position);
 CREATE TABLE IF NOT EXISTS versions (
   version INTEGER PRIMARY KEY, digest TEXT NOT NULL, step INTEGER NOT NULL
 );
+CREATE TABLE IF NOT EXISTS run (id TEXT NOT NULL);
 """
 
 
@@ -61,6 +63,7 @@ class Ledger:
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
         self._db.executescript(_SCHEMA)
+        self.run_id = self._identify()
 
     def close(self) -> None:
         self._db.close()
@@ -74,12 +77,12 @@ class Ledger:
                 [(position, group_id, step) for position, group_id in groups],
             )
 
-    def reissue(self, group_id: str, step: int) -> None:
-        """Count another attempt at a group that failed."""
+    def reissue(self, group_id: str, step: int, attempts: int) -> None:
+        """Ask again for a group that failed, or whose run ended: that is no attempt of its own."""
         self._db.execute(
-            "UPDATE groups SET attempts = attempts + 1, issue_step = ?"
+            "UPDATE groups SET attempts = ?, issue_step = ?"
             " WHERE group_id = ? AND state = 'issued'",
-            (step, group_id),
+            (attempts, step, group_id),
         )
 
     def generated(self, group: LedgerGroup) -> bool:
@@ -113,6 +116,15 @@ class Ledger:
                 )
                 assert cursor.rowcount == 1, f"group {group_id} consumed twice or never generated"
 
+    def lose_blob(self, digest: str) -> str | None:
+        """A blob is gone or damaged: its group is to be generated again. Its id, if any waits."""
+        row = self._db.execute(
+            "UPDATE groups SET state = 'issued', blob_digest = NULL, blob_size = NULL"
+            " WHERE blob_digest = ? AND state = 'generated' RETURNING group_id",
+            (digest,),
+        ).fetchone()
+        return None if row is None else str(row[0])
+
     def drop(self, group_id: str, reason: str) -> None:
         self._db.execute(
             "UPDATE groups SET state = 'dropped', reason = ?"
@@ -139,6 +151,15 @@ class Ledger:
         )
         return [_group_from_row(row) for row in rows]
 
+    def needed_blobs(self, step: int) -> set[str]:
+        """Digests that a run which goes back to the cut at `step` would train on."""
+        rows = self._db.execute(
+            "SELECT blob_digest FROM groups WHERE state = 'generated'"
+            " OR (state = 'consumed' AND consumed_step > ?)",
+            (step,),
+        )
+        return {digest for (digest,) in rows}
+
     def next_position(self) -> int:
         """The first position never issued."""
         (last,) = self._db.execute("SELECT MAX(position) FROM groups").fetchone()
@@ -159,6 +180,21 @@ class Ledger:
         row = self._db.execute("SELECT step FROM versions WHERE version = ?", (version,)).fetchone()
         assert row is not None, f"weight version {version} was not published by this run"
         return int(row[0])
+
+    def digest_of_step(self, step: int) -> str:
+        """Digest of the weights last published at a step; empty if there are none."""
+        query = "SELECT digest FROM versions WHERE step = ? ORDER BY version DESC LIMIT 1"
+        row = self._db.execute(query, (step,)).fetchone()
+        return "" if row is None else str(row[0])
+
+    def _identify(self) -> str:
+        """A name for the run that no other run has, in whatever directory."""
+        with self._transaction():
+            row = self._db.execute("SELECT id FROM run").fetchone()
+            if row is None:
+                row = (uuid.uuid4().hex[:12],)
+                self._db.execute("INSERT INTO run (id) VALUES (?)", row)
+        return str(row[0])
 
     def _transaction(self) -> _Transaction:
         return _Transaction(self._db)

@@ -10,6 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from sluice.durable import replace_file
+
 _LINE = "reward {reward_mean:.3f}  length {response_length_mean:.1f}  mismatch {mismatch:.1e}"
 
 
@@ -61,7 +63,8 @@ class Report:
     def truncate(self, step: int) -> list[float]:
         """Drop rows after `step`, whose work is done again; rewards of the rows that stay."""
         kept = [row for row in read_metrics(self._run_dir) if row["step"] <= step]
-        self._path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        text = "".join(json.dumps(row) + "\n" for row in kept)
+        replace_file(self._path, text.encode(), temporary=self._run_dir)
         return [row["reward_mean"] for row in kept if "reward_mean" in row]
 
     def plot(self) -> Path | None:

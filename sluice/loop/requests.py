@@ -15,22 +15,28 @@ from sluice.loop.seeds import sample_seed
 
 
 def build_request(
-    config: RunConfig, tasks: Sequence[tuple[str, Task]], versions: engine_pb.VersionBounds
+    config: RunConfig,
+    tasks: Sequence[tuple[str, Task]],
+    versions: engine_pb.VersionBounds,
+    trial: int,
 ) -> pb.RolloutRequest:
-    """Training groups: (group id, task). One content has one request_id, so a repeat resumes."""
+    """Training groups: (group id, task). One content and trial has one request_id.
+
+    A repeat of it resumes; another trial runs again what the first one answered as failed.
+    """
     request = _request(config, config.environment, config.sampling, config.samples_per_group)
     request.versions.CopyFrom(versions)
     for group_id, task in tasks:
         seeds = [sample_seed(config.seed, group_id, i) for i in range(config.samples_per_group)]
         request.groups.append(_group(group_id, task, seeds))
-    request.request_id = _content_id(request)
+    request.request_id = _content_id(request, trial)
     return request
 
 
 def build_evaluation(
-    config: RunConfig, tasks: Sequence[tuple[str, Task]], version: int
+    config: RunConfig, tasks: Sequence[tuple[str, Task]], version: int, trial: int
 ) -> pb.RolloutRequest:
-    """Held-out groups: one greedy sample each."""
+    """Held-out groups: one greedy sample each. `trial` as for `build_request`."""
     assert config.evaluation is not None
     environment = config.evaluation.environment or config.environment
     sampling = config.sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0})
@@ -38,7 +44,7 @@ def build_evaluation(
     request.versions.exact_version = version
     for group_id, task in tasks:
         request.groups.append(_group(group_id, task, [0]))
-    request.request_id = _content_id(request)
+    request.request_id = _content_id(request, trial)
     return request
 
 
@@ -66,6 +72,6 @@ def _group(group_id: str, task: Task, seeds: Sequence[int]) -> pb.GroupRequest:
     return group
 
 
-def _content_id(request: pb.RolloutRequest) -> str:
+def _content_id(request: pb.RolloutRequest, trial: int) -> str:
     body = request.SerializeToString(deterministic=True)
-    return str(uuid.uuid5(uuid.NAMESPACE_OID, body.hex()))
+    return str(uuid.uuid5(uuid.NAMESPACE_OID, f"{body.hex()}/{trial}"))

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from sluice import faults
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.client import TrainerClient, new_request_id
 from sluice.loop.config import AlgorithmConfig
@@ -38,6 +39,7 @@ async def train_step(
     batch_id = f"{name}-{new_request_id()[:8]}"  # a step tried again is another batch
     upload = await trainer.upload_batch(batch_id, sample_count, blobs=blobs)
     batch = upload.batch
+    faults.point("uploaded")
     metrics = await _add_columns(trainer, algorithm, batch)
     reports = []
     for part, share in enumerate(_mini_batches(groups, algorithm.mini_batches)):
@@ -50,7 +52,9 @@ async def train_step(
             part_id=part_id,
             sample_ids=sample_ids,
         )
+        faults.point("gradients")
         step = await trainer.step_optimizer(optimizer_step, [part_id])
+        faults.point("stepped")
         optimizer_step = step.step
         reports.append((gradients, step))
     await trainer.delete_batch(batch)

@@ -16,12 +16,24 @@ from sluice.runtime.security import SecurityConfig
 
 logger = logging.getLogger(__name__)
 
-_WORKER_GONE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED}
-_BUSY = grpc.StatusCode.RESOURCE_EXHAUSTED
+_WORKER_GONE = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,  # of one call; the same request goes on where it was
+    grpc.StatusCode.RESOURCE_EXHAUSTED,  # too busy
+}
 
 
 class WorkerLostError(Exception):
-    """An episode worker went away, or was too busy, in the middle of a Rollout."""
+    """An episode worker went away, or was too busy, in the middle of a Rollout.
+
+    `retry_seconds`: when to ask again, 0 where nobody says.
+    """
+
+    def __init__(self, message: str, retry_seconds: float) -> None:
+        super().__init__(message)
+        self.retry_seconds = retry_seconds
 
 
 class NoWorkerError(Exception):
@@ -80,11 +92,10 @@ class EpisodeWorkers:
             async for response in client.rollout(request):
                 yield response
         except RemoteError as error:
-            if error.code is _BUSY:
-                await asyncio.sleep(float(error.metadata.get("retry_seconds", 1.0)))
-            elif error.code not in _WORKER_GONE:
+            if error.code not in _WORKER_GONE:
                 raise
-            raise WorkerLostError(f"episode worker {client.address}: {error}") from error
+            message = f"episode worker {client.address}: {error}"
+            raise WorkerLostError(message, error.retry_seconds) from error
 
     def _client(self, address: str) -> RolloutClient:
         if address not in self._clients:

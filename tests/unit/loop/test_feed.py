@@ -18,6 +18,7 @@ from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import Server, ServerConfig
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE.value[0]
+INTERNAL = grpc.StatusCode.INTERNAL.value[0]
 
 
 class Episodes(pb_grpc.RolloutServiceServicer, router_grpc.RouterServiceServicer):
@@ -26,6 +27,8 @@ class Episodes(pb_grpc.RolloutServiceServicer, router_grpc.RouterServiceServicer
     def __init__(self) -> None:
         self.address, self.version = "", 1
         self.failing: dict[str, int] = {}  # group -> times it fails yet
+        self.failure = INTERNAL
+        self.requests: list[str] = []
         self.hold: set[str] = set()
         self.release = asyncio.Event()
         self.issued: list[str] = []
@@ -44,6 +47,7 @@ class Episodes(pb_grpc.RolloutServiceServicer, router_grpc.RouterServiceServicer
     async def Rollout(self, request, context):
         if self.refuses:
             raise InvalidFieldError("environment.name", "is unknown")
+        self.requests.append(request.request_id)
         for number, group in enumerate(request.groups):
             self.issued.append(group.group_id)
             if group.group_id in self.hold:
@@ -51,7 +55,7 @@ class Episodes(pb_grpc.RolloutServiceServicer, router_grpc.RouterServiceServicer
             if self.failing.get(group.group_id, 0):
                 self.failing[group.group_id] -= 1
                 failed = pb.FailedGroup(group_id=group.group_id)
-                failed.error.code, failed.error.message = UNAVAILABLE, "engine lost"
+                failed.error.code, failed.error.message = self.failure, "grader broke"
                 yield pb.RolloutResponse(failed=failed)
                 continue
             finished = pb.FinishedGroup(
@@ -75,9 +79,9 @@ class World:
     def feed(self, **settings) -> GroupFeed:
         config = {"groups_per_step": 4, "max_staleness": 0, "attempts": 3, **settings}
 
-        def request(groups):
+        def request(groups, trial):
             return pb.RolloutRequest(
-                request_id="-".join(f"{g.group_id}.{g.attempts}" for g in groups),
+                request_id="-".join(f"{g.group_id}.{trial}" for g in groups),
                 groups=[pb.GroupRequest(group_id=g.group_id) for g in groups],
                 environment={"name": "x"},
                 sampling={"max_new_tokens": 1},
@@ -159,6 +163,42 @@ async def test_a_lost_worker_loses_no_group_and_costs_no_attempt(world):
     world.episodes.breaks = 2
     assert await step(world, feed, 0) == [f"g{i:07}" for i in range(4)]
     assert world.ledger.dropped_count() == 0
+    assert len(set(world.episodes.requests)) == 1  # so that a worker goes on where the last was
+    await feed.close()
+
+
+async def test_lost_engines_cost_no_attempt_and_another_trial_is_asked_for(world):
+    feed = world.feed(attempts=1)
+    world.episodes.failure = UNAVAILABLE
+    world.episodes.failing = {f"g{i:07}": 2 for i in range(4)}
+    assert await step(world, feed, 0) == [f"g{i:07}" for i in range(4)]
+    assert world.ledger.dropped_count() == 0
+    # a worker remembers how a request ended, so the same one would fail again at once
+    assert len(set(world.episodes.requests)) == len(world.episodes.requests) == 3
+    await feed.close()
+
+
+async def test_engines_that_stay_away_end_the_run(world):
+    feed = world.feed(patience_seconds=0.1)
+    world.episodes.failure = UNAVAILABLE
+    world.episodes.failing = {f"g{i:07}": 99 for i in range(4)}
+    with pytest.raises(RolloutFailedError, match="nothing went on"):
+        await step(world, feed, 0)
+    await feed.close()
+
+
+async def test_a_lost_blob_is_generated_again(world):
+    feed = world.feed()
+    await feed.fill(0)
+    async with asyncio.timeout(10):
+        while feed.ready_count < 4:
+            await asyncio.sleep(0.01)
+    (lost,) = [g for g in world.ledger.groups("generated") if g.group_id == "g0000002"]
+    assert feed.lose_blob(lost.blob.digest)
+    assert not feed.lose_blob(lost.blob.digest)
+    world.episodes.issued.clear()
+    assert await step(world, feed, 0) == [f"g{i:07}" for i in range(4)]
+    assert world.episodes.issued == ["g0000002"]
     await feed.close()
 
 

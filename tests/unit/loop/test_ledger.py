@@ -70,6 +70,33 @@ def test_rolling_back_returns_what_came_after_the_cut(ledger):
     assert ledger.groups("generated")[0].blob is not None  # not to be generated again
 
 
+def test_what_a_cut_still_needs_is_named(ledger):
+    for position in range(3):
+        assert ledger.generated(made(position))
+    ledger.consume(["g0"], step=1)
+    ledger.consume(["g1"], step=2)
+    assert ledger.needed_blobs(1) == {made(1).blob.digest, made(2).blob.digest}
+    ledger.drop("g2", "stale")
+    assert ledger.needed_blobs(2) == set()
+
+
+def test_a_group_whose_blob_is_lost_is_issued_again(ledger):
+    ledger.generated(made(1))
+    ledger.generated(made(2))
+    ledger.consume(["g2"], step=1)
+    assert ledger.lose_blob(made(1).blob.digest) == "g1"
+    assert ledger.lose_blob(made(2).blob.digest) is None  # trained on already
+    assert ids(ledger.groups("issued")) == ["g0", "g1", "g3"]
+    assert ledger.generated(made(1))
+
+
+def test_a_run_keeps_its_name_and_shares_it_with_no_other(ledger, tmp_path):
+    again, other = Ledger(tmp_path / "ledger.sqlite"), Ledger(tmp_path / "other.sqlite")
+    assert again.run_id == ledger.run_id != other.run_id
+    again.close()
+    other.close()
+
+
 def test_a_dropped_group_keeps_its_reason(ledger, tmp_path):
     ledger.drop("g2", "stale")
     assert ledger.dropped_count() == 1
