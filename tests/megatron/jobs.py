@@ -311,15 +311,21 @@ def mutated_rules(rank: int, world: int, arguments: dict[str, Any]) -> dict[str,
     families |= dict(exchanged(source.weights.family, source.shape))
     found: dict[str, Any] = {}
     for label, family in families.items():
+        wrong, error = None, ""
         with unittest.mock.patch.object(model_config, "family_of", lambda _, f=family: f):
             try:
                 wrong = open_backend(rank, world, arguments)
-            except (RuntimeError, ValueError, WeightStoreError) as error:
-                found[label] = type(error).__name__
+            except (RuntimeError, ValueError, WeightStoreError) as caught:
+                error = type(caught).__name__
                 parallel.stop()
-                continue
-        scored = wrong.compute_logprobs([rows], model="policy", temperature=1.0)
-        found[label] = max(float((scored[name] - expected[name]).abs().max()) for name in expected)
-        wrong.close()
+        refused = torch.tensor(float(wrong is None))
+        dist.all_reduce(refused, op=dist.ReduceOp.MAX)
+        if wrong is None or refused:
+            found[label] = error or "refused by another rank"
+        else:
+            scored = wrong.compute_logprobs([rows], model="policy", temperature=1.0)
+            found[label] = max(float((scored[n] - expected[n]).abs().max()) for n in expected)
+        if wrong is not None:
+            wrong.close()
     right.close()  # until here it kept the process groups
     return found

@@ -70,6 +70,10 @@ class WeightRule:
     alias: bool = False
     copies: tuple[Source, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.cut is not Cut.ROWS and (self.padded or self.pack is not Pack.ONE):
+            raise ValueError(f"{self.megatron!r}: packed and padded tensors are cut by rows")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
