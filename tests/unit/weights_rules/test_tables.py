@@ -1,0 +1,220 @@
+"""The tables of the families: transformers' names, stated once, errors by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from sluice.weights.errors import (
+    InvalidCheckpointError,
+    MissingTensorError,
+    UnexpectedTensorError,
+)
+from sluice.weights.rules import (
+    FAMILIES,
+    Cut,
+    Pack,
+    RuleConflictError,
+    Source,
+    Stage,
+    TensorShapeError,
+    UnknownArchitectureError,
+    WeightMap,
+    WeightRule,
+    family_of,
+    read_shape,
+    rule_name,
+)
+from tests.unit.weights_rules.models import BASE, CONFIGS, shape_of, weight_map
+
+MODELS = {
+    "llama": ("Llama", {}),
+    "llama_biased": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {}),
+    "qwen3_tied": ("Qwen3", {"tie_word_embeddings": True}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"num_experts": 4, "moe_intermediate_size": 12, "mlp_only_layers": [1]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_names_and_shapes_are_those_transformers_saves(name: str, tmp_path: Any) -> None:
+    family, extra = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**{**BASE, **extra})
+    with torch.device("cpu"):
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
+    model.save_pretrained(tmp_path)
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        saved = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    written = transformers.AutoConfig.from_pretrained(tmp_path).to_dict()
+    found = family_of(written)
+    weights = WeightMap(found, read_shape(found, written))
+    assert weights.hf_tensors() == saved
+    weights.check_hf(saved)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_tensor_is_bound_once_both_ways(name: str) -> None:
+    weights = weight_map(name)
+    taken = [s.name for b in weights.bindings() if not b.alias for s in b.sources]
+    assert sorted(taken) == sorted(weights.hf_tensors())
+    for binding in weights.bindings():
+        assert weights.binding(binding.megatron) is binding
+        if not binding.alias:
+            assert all(weights.binding(source.name) is binding for source in binding.sources)
+
+
+def test_every_family_has_a_table() -> None:
+    architectures = [name for family in FAMILIES for name in family.architectures]
+    assert len(set(architectures)) == len(architectures)
+    assert {family.name for family in FAMILIES} == {"llama", "qwen2", "qwen3", "qwen3_moe"}
+
+
+def test_owners_of_the_pipeline() -> None:
+    stages = {b.megatron: b.stage for b in weight_map("qwen3").bindings()}
+    assert stages["embedding.word_embeddings.weight"] is Stage.EMBEDDING
+    assert stages["decoder.layers.2.mlp.linear_fc2.weight"] is Stage.LAYER
+    assert stages["decoder.final_layernorm.weight"] is Stage.FINAL
+    assert stages["output_layer.weight"] is Stage.HEAD
+
+
+def test_dense_and_sparse_layers() -> None:
+    assert shape_of("qwen3_moe").sparse_layers == {0, 2}
+    assert shape_of("qwen3_moe", mlp_only_layers=[]).sparse_layers == {0, 1, 2}
+    assert shape_of("qwen3_moe", mlp_only_layers=[], decoder_sparse_step=2).sparse_layers == {1}
+    experts = {b.expert for b in weight_map("qwen3_moe").bindings() if b.layer == 0}
+    assert experts == {None, 0, 1, 2, 3}
+    assert {b.expert for b in weight_map("qwen3_moe").bindings() if b.layer == 1} == {None}
+
+
+def test_tied_embedding_is_exported_once() -> None:
+    weights = weight_map("qwen3_tied")
+    assert "lm_head.weight" not in weights.hf_tensors()
+    head = weights.binding("output_layer.weight")
+    assert head.alias
+    assert head.sources[0].name == "model.embed_tokens.weight"
+    weights.check_hf({**weights.hf_tensors(), "lm_head.weight": (13, 16)})  # a copy may be there
+
+
+def test_critic_ends_in_one_value() -> None:
+    config = {**CONFIGS["qwen3"], "architectures": ["Qwen3ForTokenClassification"]}
+    family = family_of(config)
+    weights = WeightMap(family, read_shape(family, config, value_head=True))
+    assert weights.hf_tensors()["score.weight"] == (1, 16)
+    assert "lm_head.weight" not in weights.hf_tensors()
+    assert weights.binding("output_layer.weight").cut is Cut.NONE
+
+
+def test_checkpoints_that_do_not_fit_are_named() -> None:
+    weights = weight_map("qwen3")
+    right = weights.hf_tensors()
+    norm = "model.layers.1.self_attn.q_norm.weight"
+    with pytest.raises(MissingTensorError, match=norm):
+        weights.check_hf({name: shape for name, shape in right.items() if name != norm})
+    with pytest.raises(UnexpectedTensorError, match=r"layers\.3"):
+        weights.check_hf({**right, "model.layers.3.input_layernorm.weight": (16,)})
+    with pytest.raises(TensorShapeError, match=rf"{norm}.*\(5,\).*\(4,\)"):
+        weights.check_hf({**right, norm: (5,)})
+    weights.check_hf({**right, "model.layers.0.self_attn.rotary_emb.inv_freq": (2,)})
+    with pytest.raises(UnexpectedTensorError, match="bias"):
+        weights.binding("decoder.layers.0.self_attention.linear_qkv.bias")
+
+
+def test_two_rules_for_one_tensor_are_refused() -> None:
+    weights = weight_map("qwen3")
+    family, shape = weights.family, weights.shape
+    doubled = replace(family, rules=(*family.rules, family.rules[2]))
+    with pytest.raises(RuleConflictError, match=r"final_layernorm"):
+        WeightMap(doubled, shape)
+    rule = WeightRule(
+        megatron="elsewhere", sources=(Source("model.norm.weight", ("hidden",)),), stage=Stage.FINAL
+    )
+    with pytest.raises(RuleConflictError, match=r"model\.norm\.weight"):
+        WeightMap(replace(family, rules=(*family.rules, rule)), shape)
+
+
+def test_rules_that_mean_nothing_cannot_be_written() -> None:
+    sources = (Source("a", ("q", "hidden")), Source("b", ("kv", "hidden")))
+    for wrong in ({"pack": Pack.GATED}, {"padded": True, "cut": Cut.COLUMNS}):
+        with pytest.raises(ValueError, match="cut by rows"):
+            WeightRule(megatron="x", sources=sources, stage=Stage.LAYER, **wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"hidden_size": None}, "hidden_size"),
+        ({"num_attention_heads": "8"}, "num_attention_heads is '8'"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1"),
+        ({"mlp_only_layers": "all"}, "mlp_only_layers is 'all'"),
+    ],
+)
+def test_malformed_configurations_are_named(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidCheckpointError, match=text):
+        weight_map("qwen3_moe", **changes)
+
+
+def test_keys_that_older_checkpoints_lack() -> None:
+    config = {**CONFIGS["qwen3"]}
+    del config["head_dim"]
+    assert read_shape(family_of(config), config).head_dim == 128  # transformers' default
+    llama = {**CONFIGS["llama"], "num_key_value_heads": None, "head_dim": None}
+    shape = read_shape(family_of(llama), llama)
+    assert (shape.kv_heads, shape.head_dim) == (8, 2)
+    renamed = {**CONFIGS["qwen3_moe"], "num_local_experts": 4}
+    del renamed["num_experts"]
+    assert read_shape(family_of(renamed), renamed).experts == 4
+
+
+@pytest.mark.parametrize("architectures", [None, [], ["GPT2LMHeadModel"], ["A", "B"]])
+def test_unknown_architectures_are_refused(architectures: Any) -> None:
+    with pytest.raises(UnknownArchitectureError):
+        family_of({"architectures": architectures})
+    with pytest.raises(UnknownArchitectureError, match=r"known are Llama.*Qwen3MoeForCausalLM"):
+        family_of({"architectures": ["GPT2LMHeadModel"]})
+
+
+@pytest.mark.parametrize(
+    ("parameter", "offsets", "name"),
+    [
+        (
+            "decoder.layers.1.input_layernorm.weight",
+            (4, 0),
+            "decoder.layers.5.input_layernorm.weight",
+        ),
+        (
+            "module.module.decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
+            (2, 0),
+            "decoder.layers.2.input_layernorm.weight",
+        ),
+        (
+            "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
+            (0, 0),
+            "decoder.layers.0.pre_mlp_layernorm.weight",
+        ),
+        (
+            "decoder.layers.0.mlp.experts.linear_fc2.weight3",
+            (1, 8),
+            "decoder.layers.1.mlp.experts.local_experts.11.linear_fc2.weight",
+        ),
+        (
+            "language_model.decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight",
+            (1, 2),
+            "decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight",
+        ),
+        ("output_layer.weight", (4, 4), "output_layer.weight"),
+    ],
+)
+def test_parameter_names_of_either_kind_of_layer(
+    parameter: str, offsets: tuple[int, int], name: str
+) -> None:
+    assert rule_name(parameter, layer_offset=offsets[0], expert_offset=offsets[1]) == name
