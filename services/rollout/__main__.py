@@ -10,21 +10,26 @@ from services.rollout.config import RolloutConfig
 from services.rollout.process import RolloutProcess
 from sluice import logs
 from sluice.config import ConfigError, load_config
+from sluice.runtime.errors import ServiceError
 
 
-async def serve(config: RolloutConfig) -> None:
-    await RolloutProcess(config).run()  # built inside the loop that its server belongs to
+async def serve(config: RolloutConfig) -> int:
+    process = RolloutProcess(config)  # built inside the loop that its server belongs to
+    await process.run()
+    return 1 if process.failure else 0
 
 
 def main() -> int:
     logs.configure()
     try:
         config = load_config(RolloutConfig)
-        uvloop.run(serve(config))
+        return uvloop.run(serve(config))
     except ConfigError as error:
         print(f"services.rollout: {error}", file=sys.stderr)
         return 2
-    return 0
+    except ServiceError as error:  # the model cannot be served
+        print(f"services.rollout: {error.reason}: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

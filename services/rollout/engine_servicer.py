@@ -18,6 +18,7 @@ from services.rollout.wire import (
     check_spans,
     delta_to_proto,
     generation_from_proto,
+    loads_to_proto,
     pause_mode_from_proto,
 )
 from sluice.api.common.v1 import sample_pb2
@@ -113,15 +114,7 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
             weights=self._weights_now(),
             prepared_versions=status.prepared_versions,
             paused=status.paused,
-            rank_loads=[
-                pb.RankLoad(
-                    running_count=load.running_count,
-                    waiting_count=load.waiting_count,
-                    used_tokens=load.used_tokens,
-                    max_tokens=load.max_tokens,
-                )
-                for load in status.rank_loads
-            ],
+            rank_loads=loads_to_proto(status),
             max_running_count=status.max_running,
             max_model_length=status.max_model_length,
             backend=self._backend,

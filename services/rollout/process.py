@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from services.rollout.registration import (
     engine_description,
     episodes_description,
 )
+from services.rollout.wire import loads_to_proto
 from sluice.api.rollout.v1 import engine_service_pb2_grpc, rollout_service_pb2_grpc
 from sluice.runtime.channel import create_channel
 from sluice.runtime.server import Server
@@ -30,9 +32,12 @@ from sluice.weights.store import WeightStore
 if TYPE_CHECKING:
     from services.rollout.episodes.worker import EpisodeWorker
 
+logger = logging.getLogger(__name__)
+
 ENGINE_SERVICE = "sluice.api.rollout.v1.EngineService"
 ROLLOUT_SERVICE = "sluice.api.rollout.v1.RolloutService"
 REMEMBERED_TOKENS = 4_000_000
+WATCH_SECONDS = 1.0
 DRAIN_SHARE = 0.8  # of the server's drain time, for rollouts to settle
 
 
@@ -51,6 +56,9 @@ class RolloutProcess:
         self._resources = contextlib.AsyncExitStack()
         self._registrations: list[Registration] = []
         self._leaving: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self.engine: Engine | None = None
+        self.failure = ""  # why the engine broke and took the process with it
         self._router: grpc.aio.Channel | None = None
         if config.router:
             self._router = create_channel(config.router, config.server.security)
@@ -71,23 +79,42 @@ class RolloutProcess:
         engine = self._add_engine() if "engine" in config.roles else None
         episodes = self._add_episodes() if "episodes" in config.roles else None
         await self.server.start()
-        if engine is not None:
-            await engine.engine.start()
-            await engine.weights.forget_old_pins()
-            if episodes is not None:
-                episodes.engines.add_local(self.server.address, partial(complete, engine.engine))
+        try:
+            if engine is not None:
+                await engine.engine.start()
+                await engine.weights.forget_old_pins()
+        except BaseException:
+            await self.server.stop()
+            raise
+        if engine is not None and episodes is not None:
+            episodes.engines.add_local(self.server.address, partial(complete, engine.engine))
         await self.server.set_serving()
         gc.collect()
         gc.freeze()  # modules stay; looking through them again and again is a third of all work
         self._register(None if engine is None else engine.engine)
         self._leaving = asyncio.create_task(self._leave(episodes), name="leave")
+        if engine is not None:
+            self._watching = asyncio.create_task(self._watch(engine.engine), name="watch engine")
 
     async def close(self) -> None:
         """Let go of everything; the server has stopped before."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
         if self._leaving is not None:
             self.server.stopping.set()
             await self._leaving
         await self._resources.aclose()
+
+    async def _watch(self, engine: Engine) -> None:
+        """An engine that broke serves no more; a new process will."""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            if failure := engine.status().failure:
+                break
+        self.failure = failure
+        logger.error("the engine broke: %s", failure)
+        self.server.request_stop()
 
     async def _leave(self, episodes: EpisodeWorker | None) -> None:
         """Once no new work is wanted, while running calls still end."""
@@ -99,6 +126,7 @@ class RolloutProcess:
     def _add_engine(self) -> _EngineRole:
         config = self._config
         engine = create_engine(config.engine.backend, config.engine)
+        self.engine = engine
         collector = EngineCollector(engine)
         generations = Generations(engine, REMEMBERED_TOKENS)
         store = WeightStore(config.weights_root, durable=config.store_sync)
@@ -144,7 +172,9 @@ class RolloutProcess:
             describe = engine_description(
                 engine, engine_id=config.engine_id, address=address, pool=config.pool
             )
-            self._registrations.append(Registration(self._router, describe))
+            self._registrations.append(
+                Registration(self._router, describe, lambda: loads_to_proto(engine.status()))
+            )
         if "episodes" in config.roles:
             suffix = "" if engine is None else "-episodes"
             describe = episodes_description(

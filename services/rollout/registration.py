@@ -11,6 +11,7 @@ import grpc
 
 from services.rollout.engine import Engine
 from sluice.api.common.v1 import sample_pb2
+from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
 from sluice.client import RemoteError, typed_errors
@@ -23,11 +24,16 @@ HEARTBEATS_PER_INTERVAL = 3
 
 
 class Registration:
-    """Registers at once, then again in time; `describe` is asked each time."""
+    """Registers at once, then again in time; `describe` and `measure` are asked each time."""
 
-    def __init__(self, channel: grpc.aio.Channel, describe: Callable[[], pb.Engine]) -> None:
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        describe: Callable[[], pb.Engine],
+        measure: Callable[[], list[engine_pb.RankLoad]] | None = None,
+    ) -> None:
         self._stub = pb_grpc.RouterServiceStub(channel)
-        self._describe = describe
+        self._describe, self._measure = describe, measure
         self._task: asyncio.Task[None] | None = None
         self._is_known = False
         self._trouble = ""  # the last that was told
@@ -62,6 +68,11 @@ class Registration:
         request = pb.RegisterEngineRequest(engine=self._describe())
         with typed_errors():
             response = await self._stub.RegisterEngine(request, timeout=ANNOUNCE_SECONDS)
+            if self._measure is not None:
+                load = pb.ReportLoadRequest(
+                    engine_id=request.engine.engine_id, rank_loads=self._measure()
+                )
+                await self._stub.ReportLoad(load, timeout=ANNOUNCE_SECONDS)
         if not self._is_known:
             logger.info("registered as %s", request.engine.engine_id)
         self._is_known, self._trouble = True, ""

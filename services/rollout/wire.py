@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 import grpc
 
-from services.rollout.engine import Delta, FinishReason, Generation, PauseMode, Sampling
+from services.rollout.engine import (
+    Delta,
+    EngineStatus,
+    FinishReason,
+    Generation,
+    PauseMode,
+    Sampling,
+)
 from sluice.api.rollout.v1 import engine_service_pb2 as pb
 from sluice.runtime import wire
 from sluice.runtime.errors import InvalidFieldError, ServiceError
@@ -129,6 +136,19 @@ def pause_mode_from_proto(value: int, field: str) -> PauseMode:
     if value not in PAUSE_MODES:
         raise InvalidFieldError(field, f"mode {value} is unknown")
     return PAUSE_MODES[value]  # type: ignore[index]
+
+
+def loads_to_proto(status: EngineStatus) -> list[pb.RankLoad]:
+    """By dp rank."""
+    return [
+        pb.RankLoad(
+            running_count=load.running_count,
+            waiting_count=load.waiting_count,
+            used_tokens=load.used_tokens,
+            max_tokens=load.max_tokens,
+        )
+        for load in status.rank_loads
+    ]
 
 
 def delta_to_proto(delta: Delta, *, temperature: float) -> pb.Completion:

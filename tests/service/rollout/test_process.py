@@ -21,7 +21,7 @@ from services.rollout.__main__ import main
 from services.rollout.process import ENGINE_SERVICE, ROLLOUT_SERVICE
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.router.v1 import router_service_pb2 as router_pb
-from sluice.client import EngineClient, RouterClient
+from sluice.client import EngineClient, RemoteError, RouterClient
 from tests.service.rollout.harness import (
     Models,
     Store,
@@ -164,6 +164,32 @@ async def test_an_engine_finds_its_router_when_it_comes_late(store: Store) -> No
         port = address.rpartition(":")[2]
         async with running_router(server={"port": int(port), "drain_seconds": 0.2}):
             await wait_for_engines(address, 1)
+
+
+def test_a_model_that_cannot_be_served_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    arguments = ["--store", str(tmp_path), "--engine.model", str(tmp_path), "--roles", '["engine"]']
+    monkeypatch.setattr(sys, "argv", ["services.rollout", *arguments])
+    assert main() == 1
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("services.rollout: UNFIT_WEIGHTS: ")
+
+
+async def test_an_engine_that_broke_ends_its_process(store: Store) -> None:
+    """So that whoever supervises it starts another one."""
+    async with running_rollout(store, roles=["engine"]) as process:
+        async with EngineClient(process.server.address) as engine:
+            await load_weights(engine, store.first)
+            core = process.engine._core  # type: ignore[union-attr]
+            core.step = None  # a bug in the device thread
+            with pytest.raises(RemoteError) as caught:
+                await engine.generate([1, 10], max_new_tokens=2)
+            assert caught.value.reason == "ENGINE_FAILED"
+        async with asyncio.timeout(5):
+            await process.server.run_until_signal()
+        assert process.failure
 
 
 async def test_services_are_ready_by_name(store: Store, models: Models) -> None:
