@@ -15,7 +15,6 @@ from services.trainer.front.state import PublishedWeights, TrainerState
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.weights.store import ShardFile, TensorEntry, VersionRecord, WeightStore, companion_files
 
-
 logger = logging.getLogger(__name__)
 
 
