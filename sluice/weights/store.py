@@ -221,7 +221,11 @@ class WeightStore:
         """Owners by pinned version."""
         found = {}
         for directory in (self.root / "pins").iterdir():
-            if owners := {unquote(name) for name in os.listdir(directory)}:
+            try:
+                owners = {unquote(name) for name in os.listdir(directory)}
+            except FileNotFoundError:  # of a version removed since
+                continue
+            if owners:
                 found[int(directory.name)] = owners
         return found
 
@@ -245,6 +249,9 @@ class WeightStore:
                 faults.point("weights.trashed")
                 self._records.pop(version, None)
             self._sync(self.root / "versions")
+            for directory in (self.root / "pins").iterdir():  # nobody pins while the lock is held
+                if not self._directory(int(directory.name)).exists() and not os.listdir(directory):
+                    directory.rmdir()
         for directory in (self.root / "trash").iterdir():
             shutil.rmtree(directory, ignore_errors=True)
         return removed

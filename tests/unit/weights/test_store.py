@@ -225,6 +225,17 @@ def test_the_sweep_takes_only_what_nobody_holds(store: WeightStore) -> None:
         store.commit(dead, [], [], 0)
 
 
+def test_retention_leaves_no_trace_of_pins_on_what_is_gone(store: WeightStore) -> None:
+    for _ in range(3):
+        publish(store)
+    store.pin(1, "engine")
+    store.pin(2, "engine")
+    store.unpin(1, "engine")
+    store.retain(1)
+    assert [path.name for path in (store.root / "pins").iterdir()] == ["00000002"]
+    assert store.pins() == {2: {"engine"}}
+
+
 def test_retention_spares_the_used_and_the_pinned(store: WeightStore) -> None:
     for _ in range(7):
         publish(store)
