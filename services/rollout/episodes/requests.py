@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from google.protobuf import struct_pb2
@@ -41,9 +41,10 @@ def settings_from_proto(request: pb.RolloutRequest) -> GroupSettings:
     )
 
 
-def groups_from_proto(request: pb.RolloutRequest) -> Iterator[GroupSpec]:
+def groups_from_proto(request: pb.RolloutRequest) -> list[GroupSpec]:
     """The groups, in order. Raises InvalidFieldError naming the one that is wrong."""
     seen: set[str] = set()
+    groups = []
     for index, group in enumerate(request.groups):
         field = f"groups[{index}]"
         if group.group_id in seen:
@@ -59,7 +60,8 @@ def groups_from_proto(request: pb.RolloutRequest) -> Iterator[GroupSpec]:
             if kind == "index"
             else TaskRequest(row=values_from_proto(group.row))
         )
-        yield GroupSpec(group_id=group.group_id, task=task, seeds=tuple(group.seeds))
+        groups.append(GroupSpec(group_id=group.group_id, task=task, seeds=tuple(group.seeds)))
+    return groups
 
 
 def values_from_proto(struct: struct_pb2.Struct) -> Mapping[str, Any]:

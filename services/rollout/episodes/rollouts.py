@@ -39,11 +39,14 @@ from sluice.runtime.errors import (
 
 logger = logging.getLogger(__name__)
 
+THREAD_GROUPS = 256  # more of them are decoded off the event loop
+
 
 @dataclass(frozen=True)
 class _Entry:
     body: str
     opening: asyncio.Task[Rollout]
+    group_count: int
 
 
 class Rollouts:
@@ -119,13 +122,17 @@ class Rollouts:
         if entry is None:
             self._check_room(len(request.groups))
             opening = asyncio.create_task(self._begin(request, body), name=f"open {name}")
-            entry = self._entries[name] = _Entry(body, opening)
+            entry = self._entries[name] = _Entry(body, opening, len(request.groups))
             opening.add_done_callback(lambda done: self._forget_failure(name, done))
         _check_body(name, body, entry.body)
         return await asyncio.shield(entry.opening)
 
     async def _begin(self, request: pb.RolloutRequest, body: str) -> Rollout:
-        settings, groups = settings_from_proto(request), list(groups_from_proto(request))
+        settings = settings_from_proto(request)
+        if len(request.groups) > THREAD_GROUPS:
+            groups = await asyncio.to_thread(groups_from_proto, request)
+        else:
+            groups = groups_from_proto(request)
         runner = await self._create_runner(request.environment, groups)
         progress = await self._spool.open(request.request_id, body)
         _check_body(request.request_id, body, progress.body)
@@ -175,9 +182,9 @@ class Rollouts:
         if count > config.max_open_groups:
             raise InvalidFieldError("groups", f"must not exceed {config.max_open_groups}")
         rollouts = self._begun()
-        opening_count = len(self._entries) - len(rollouts)
-        open_rollouts = opening_count + sum(rollout.open_count > 0 for rollout in rollouts)
-        open_groups = sum(rollout.open_count for rollout in rollouts)
+        opening = [e.group_count for e in self._entries.values() if not e.opening.done()]
+        open_rollouts = len(opening) + sum(rollout.open_count > 0 for rollout in rollouts)
+        open_groups = sum(opening) + sum(rollout.open_count for rollout in rollouts)
         if open_rollouts >= config.max_open_rollouts:
             raise QueueFullError(
                 f"{open_rollouts} rollouts run", limit=config.max_open_rollouts, kind="rollouts"

@@ -330,6 +330,12 @@ async def test_a_full_worker_refuses_and_recovers(store: Store, models: Models) 
         with pytest.raises(RemoteError) as caught:
             await episodes.finished(rollout_request(copy_rows(5)))
         assert caught.value.reason == "INVALID_FIELD", "it could never be accepted"
+        both = [rollout_request(copy_rows(3)) for _ in range(2)]
+        outcomes = await asyncio.gather(
+            *(episodes.finished(request) for request in both), return_exceptions=True
+        )
+        refused = [outcome for outcome in outcomes if isinstance(outcome, RemoteError)]
+        assert [error.reason for error in refused] == ["QUEUE_FULL"], "they came together"
         await episodes.engine.stub.Pause(engine_pb.PauseRequest(mode=engine_pb.PAUSE_MODE_IN_PLACE))
         held = rollout_request(copy_rows(3))
         running = asyncio.create_task(episodes.finished(held))
