@@ -48,6 +48,10 @@ test: lint  ## what CI runs: lint, unit, service, contract, short end-to-end
 demo: $(VENV)/.reference  ## a tiny model learns by GRPO over all services
 	$(RUN) -m examples.demo --seed $(SEED) --algorithm $(ALGORITHM)
 
+demo-smollm2: $(VENV)/.reference  ## the real SmolLM2-135M learns to compare two numbers, then to add
+	$(RUN) -m examples.demo_smollm2 --task chain_sum --steps 60 --stop-at-reward 0.6 --target 0.3
+	$(RUN) -m examples.demo_smollm2
+
 verify: $(VENV)/.dev  ## the long version: more seeds, benchmarks
 	for seed in 0 1 2; do $(RUN) -m examples.demo --seed $$seed --run-dir runs/verify-$$seed; done
 	$(MAKE) bench
@@ -63,4 +67,4 @@ bench-logprob: $(VENV)/.dev
 clean:  ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup proto lint test demo verify bench bench-planner bench-logprob clean
+.PHONY: help setup proto lint test demo demo-smollm2 verify bench bench-planner bench-logprob clean

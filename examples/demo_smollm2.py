@@ -25,6 +25,7 @@ from sluice.loop.config import RunConfig
 from sluice.supervise import UpConfig
 
 HELD_OUT = 64
+CHAIN_SUM_QUESTION = "State the final answer to the following arithmetic problem: 2 + 3 ="
 
 
 def compare_row(rng: random.Random) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def chain_sum_task(run_dir: Path, seed: int) -> dict[str, Any]:
                 "seed": data_seed,
                 "config": sizes,
                 "system_prompt": "Calculator",
-                "shots": 1,
+                "examples": [[CHAIN_SUM_QUESTION, "5"]],
             },
         }
 

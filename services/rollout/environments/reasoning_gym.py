@@ -35,6 +35,7 @@ class ReasoningGymSettings(Config):
     config: Mapping[str, Any] = Field(default_factory=dict)
     system_prompt: str = ""
     shots: int = Field(0, ge=0)  # solved tasks shown before the question
+    examples: tuple[tuple[str, str], ...] = ()  # (question, answer) shown before the shots
     answer_tag: str = ""  # e.g. `answer`: the last <answer>...</answer> counts
     partial_credit: bool = False  # the library's own score
 
@@ -65,9 +66,10 @@ class ReasoningGymEnvironment(Environment):
         turns = [{"role": "system", "content": self._settings.system_prompt}]
         if not self._settings.system_prompt:
             turns.clear()
-        for shot in self._shots:
-            turns.append({"role": "user", "content": shot["question"]})
-            turns.append({"role": "assistant", "content": self._shown(shot)})
+        shown = [(shot["question"], self._shown(shot)) for shot in self._shots]
+        for question, answer in (*self._settings.examples, *shown):
+            turns.append({"role": "user", "content": question})
+            turns.append({"role": "assistant", "content": answer})
         turns.append({"role": "user", "content": entry["question"]})
         return Task(
             messages=tuple(turns), answer=str(entry["answer"] or ""), state={"index": index}
