@@ -49,15 +49,18 @@ def write_prompts(path: Path, seed: int) -> None:
             file.write(json.dumps({"prompt": f"{digits}=", "answer": digits}) + "\n")
 
 
-def services(run_dir: Path, model: Path, seed: int, ranks: int) -> UpConfig:
+def services(run_dir: Path, model: Path, flags: argparse.Namespace) -> UpConfig:
     """One router, one trainer, one rollout process with both roles."""
     trainer = {
         "model": str(model),
-        "seed": seed,
+        "seed": flags.seed,
+        "backend": flags.backend,
         "optim": {"learning_rate": 2e-3},
-        "ranks": {"count": ranks},
+        "ranks": {"count": flags.ranks * flags.tensor},
         "max_tokens_per_micro_batch": 8192,
     }
+    if flags.backend == "megatron":
+        trainer["megatron"] = {"tensor": flags.tensor, "dtype": "float32"}
     rollout = {
         "tokenizer": str(model),
         "engine": {"max_running": 512, "max_model_length": 16, "threads": 1},
@@ -70,7 +73,7 @@ def services(run_dir: Path, model: Path, seed: int, ranks: int) -> UpConfig:
     return parse_config(UpConfig, {"run_dir": run_dir, "services": entries})
 
 
-def training(run_dir: Path, prompts: Path, seed: int, algorithm: str, steps: int) -> RunConfig:
+def training(run_dir: Path, prompts: Path, flags: argparse.Namespace) -> RunConfig:
     """32 groups of 16, dense reward, until the mean of ten steps is 0.9."""
     return parse_config(
         RunConfig,
@@ -80,12 +83,13 @@ def training(run_dir: Path, prompts: Path, seed: int, algorithm: str, steps: int
             "prompts": {"file": prompts},
             "environment": {"name": "prompts", "settings": {"reward": "position_match"}},
             "sampling": {"max_new_tokens": DIGITS + 1},
-            "algorithm": ALGORITHMS[algorithm],
+            "algorithm": ALGORITHMS[flags.algorithm],
             "groups_per_step": 32,
             "samples_per_group": 16,
-            "steps": steps,
+            "steps": flags.steps,
             "stop_at_reward": 0.9,
-            "seed": seed,
+            "seed": flags.seed,
+            "max_staleness": flags.max_staleness,
         },
     )
 
@@ -105,16 +109,21 @@ def main() -> int:
     parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--algorithm", choices=sorted(ALGORITHMS), default="grpo")
+    parser.add_argument("--backend", choices=["reference", "megatron"], default="reference")
+    parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks (megatron)")
     parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks of the trainer")
+    parser.add_argument("--max-staleness", type=int, default=0, help="steps; 0 is synchronous")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--target", type=float, default=0.9, help="exit 1 below this reward")
     flags = parser.parse_args()
+    if flags.tensor > 1 and flags.backend != "megatron":
+        parser.error("--tensor needs --backend megatron")
     logs.configure("WARNING")
     run_dir = flags.run_dir.absolute()
     prepare(run_dir, flags.seed)
     cost = Cost()
-    up = services(run_dir, run_dir / "model", flags.seed, flags.ranks)
-    run = training(run_dir, run_dir / "prompts.jsonl", flags.seed, flags.algorithm, flags.steps)
+    up = services(run_dir, run_dir / "model", flags)
+    run = training(run_dir, run_dir / "prompts.jsonl", flags)
     if code := exit_code(measured_run(up, run, cost)):
         return code
     first, last = (sum(part) / len(part) for part in (cost.rewards[:5], cost.rewards[-10:]))
