@@ -41,7 +41,7 @@ class SimulatedEngine:
         self.running = [0] * RANKS
         self.stamp = 0  # of the event that is valid
         self.prefilled = self.prompted = 0
-        self._tokens = [0] * RANKS  # in the cache, of running samples
+        self._tokens = [0.0] * RANKS  # in the cache, of running samples
         self._queues: list[deque[Work]] = [deque() for _ in range(RANKS)]
         self._cached: list[dict[Hashable, int]] = [{} for _ in range(RANKS)]
         self._busy = [0.0] * RANKS  # prefilling until
@@ -84,7 +84,7 @@ class SimulatedEngine:
                 done = seconds / step
             self._steps += done
             for rank, count in enumerate(self.running):
-                self._tokens[rank] += done * count  # type: ignore[assignment]
+                self._tokens[rank] += done * count
         self._time = now
         left = []
         while self._leaving and self._leaving[0][0] <= self._steps + 1e-6:

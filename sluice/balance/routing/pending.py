@@ -2,7 +2,7 @@
 
 Order: first one probe of every group of which nothing is known, then the longest expected
 first (a group's finished siblings, or the caller's history, say how long). Waiting time counts
-like expected time, so among samples that came together the longest is first, and none waits
+like expected length, so among samples that came together the longest is first, and none waits
 forever behind later ones.
 """
 
@@ -17,6 +17,8 @@ import numpy as np
 
 from sluice.balance.routing.groups import NO_GROUP, GroupTable
 
+_OUTLASTS = 2.0  # expected duration of a group without an end so far, over its age
+_TOKENS_PER_SECOND = 50.0  # what a second of waiting weighs; the same for all, or order drifts
 _Key = tuple[int, int]  # group, and the lease where there is no group
 
 
@@ -84,7 +86,9 @@ class PendingQueue:
         known, unknown = self._first_known(), self._first_unknown()
         if known is None and unknown is None:
             raise IndexError("no lease waits")
-        if known is None or (unknown is not None and self._unknown_rank(unknown, now) > known[0]):
+        if known is None or (
+            unknown is not None and self._unknown_urgency(unknown, now) > known[0]
+        ):
             assert unknown is not None
             return self._take(unknown, self._waiting[unknown])
         return self._take(known[1], self._waiting[known[1]])
@@ -144,9 +148,9 @@ class PendingQueue:
     def _push_known(self, key: _Key, entry: _Waiting) -> None:
         self._stamp += 1
         entry.stamp = self._stamp
-        seconds = self._expected(entry) * self._groups.seconds_per_token
-        heapq.heappush(self._heap, (entry.enqueued - seconds, self._stamp, key))
-        heapq.heappush(self._shortest, (seconds - entry.enqueued, self._stamp, key))
+        urgency = self._expected(entry) - entry.enqueued * _TOKENS_PER_SECOND
+        heapq.heappush(self._heap, (-urgency, self._stamp, key))
+        heapq.heappush(self._shortest, (urgency, self._stamp, key))
 
     def _first_known(self) -> tuple[float, _Key] | None:
         key = self._first(self._heap)
@@ -170,14 +174,15 @@ class PendingQueue:
             self._unknown.popleft()
         return None
 
-    def _unknown_rank(self, key: _Key, now: float) -> float:
-        """A group none of whose samples has ended runs at least as long as its oldest has."""
-        entry = self._waiting[key]
-        seconds = self._groups.mean_tokens * self._groups.seconds_per_token
+    def _unknown_urgency(self, key: _Key, now: float) -> float:
+        """Lengths have heavy tails: what has not ended yet will take about as long again."""
+        entry, tokens = self._waiting[key], self._groups.mean_tokens
         if entry.group != NO_GROUP:
             started = float(self._groups.started[entry.group])
-            seconds = max(seconds, now - started if started == started else 0.0)
-        return seconds - entry.enqueued
+            if started == started:
+                age = (now - started) / self._groups.seconds_per_token
+                tokens = max(tokens, _OUTLASTS * age)
+        return tokens - entry.enqueued * _TOKENS_PER_SECOND
 
     def _take(self, key: _Key, entry: _Waiting) -> int:
         self.count -= 1

@@ -124,6 +124,8 @@ class Placement:
             return True
         tokens = expected if expected == expected else self._groups.mean_tokens or _TURN_TOKENS
         per_token = self._step_times(fleet)
+        if per_token[target] == np.inf:  # closed but for a trial
+            return False
         gain = float(per_token[target] - per_token.min()) * tokens
         return gain <= self._config.break_margin * prefix / self._config.prefill_rate
 

@@ -17,6 +17,7 @@ IntArray = NDArray[np.int64]
 
 NO_LIMIT = 1 << 40
 _SNAPSHOTS = 32
+_FIRST_SECONDS = 1.0  # what the first report of a target weighs
 _FILL = 0.95  # share of the KV cache that credits may plan with
 
 
@@ -86,7 +87,8 @@ class ReportedLoad:
     def _correct(self, target: int, rank: RankReport, past: tuple[int, int], now: float) -> None:
         charges, ever = past
         seen = rank.running_count + rank.waiting_count
-        elapsed = now - max(self._report_time[target], now - self._smoothing)
+        before = self._report_time[target]
+        elapsed = min(now - before, self._smoothing) if before > -math.inf else _FIRST_SECONDS
         share = -math.expm1(-max(elapsed, 0.0) / self._smoothing)
         self._external[target] += share * (seen - charges - self._external[target])
         self._charged_before[target] = ever

@@ -1,0 +1,150 @@
+"""What is bound first when credits are short."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sluice.balance.routing import QUEUED, EngineSpec, LeaseRequest, Needs, RankReport, Refusal
+from sluice.balance.routing.types import RefusedError
+
+
+def ask(pool, groups, expected=None, now=0.0, **fields):
+    """Leases for groups [(name, size)]; returns ids by group, and who is bound."""
+    count = sum(size for _, size in groups)
+    request = LeaseRequest(
+        count=count,
+        groups=groups,
+        expected_tokens=None if expected is None else np.array(expected, dtype=float),
+        may_wait=True,
+        **fields,
+    )
+    grant = pool.acquire("c", request, now)
+    ids, start = {}, grant.first_id
+    for name, size in groups:
+        ids[name] = list(range(start, start + size))
+        start += size
+    bound = [grant.first_id + i for i in np.flatnonzero(grant.targets != QUEUED)]
+    return ids, bound
+
+
+def give_back(pool, lease, tokens=-1, now=0.0):
+    """Returns the leases that were bound by it, in order."""
+    pool.release("c", np.array([lease]), now, output_tokens=np.array([tokens]))
+    return [bound for bound, _ in pool.collect("c")]
+
+
+def test_one_probe_of_each_group_goes_first(make_pool):
+    pool = make_pool(max_running=3)
+    ids, bound = ask(pool, [("a", 3), ("b", 3), ("c", 3)])
+    assert sorted(bound) == [ids["a"][0], ids["b"][0], ids["c"][0]]
+
+
+def test_then_the_group_whose_probe_was_longest(make_pool):
+    pool = make_pool(max_running=3)
+    ids, _ = ask(pool, [("a", 3), ("b", 3), ("c", 3)])
+    order = give_back(pool, ids["a"][0], tokens=100, now=2.0)
+    order += give_back(pool, ids["b"][0], tokens=900, now=18.0)
+    order += give_back(pool, ids["c"][0], tokens=500, now=18.0)
+    for _ in range(3):
+        order += give_back(pool, order[len(order) - 3], now=19.0)
+    names = {lease: name for name, leases in ids.items() for lease in leases}
+    # While b and c run on they count as long; then b, with 900 tokens, c with 500, a with 100.
+    assert [names[lease] for lease in order] == ["b", "c", "b", "c", "a", "a"]
+
+
+def test_history_replaces_the_probe(make_pool):
+    pool = make_pool(max_running=2)
+    groups = [("a", 2), ("b", 2), ("c", 2)]
+    ids, bound = ask(pool, groups, expected=[100, 100, 900, 900, 500, 500])
+    assert sorted(bound) == ids["b"]
+    assert give_back(pool, ids["b"][0]) == [ids["c"][0]]
+    assert give_back(pool, ids["b"][1]) == [ids["c"][1]]
+
+
+def test_siblings_correct_a_wrong_history(make_pool):
+    pool = make_pool(max_running=2)
+    ids, bound = ask(pool, [("a", 4), ("b", 2)], expected=[900] * 4 + [500] * 2)
+    assert sorted(bound) == ids["a"][:2]
+    give_back(pool, ids["a"][0], tokens=10, now=1.0)
+    assert give_back(pool, ids["a"][1], tokens=10, now=1.0) == [ids["b"][0]]
+
+
+def test_nothing_waits_forever_behind_longer_ones(make_pool):
+    pool = make_pool(max_running=1)
+    running = ask(pool, [("r", 1)], expected=[100])[1][0]
+    short, _ = ask(pool, [("short", 1)], expected=[50], now=0.0)
+    for hour in range(1, 50):
+        ask(pool, [(f"long{hour}", 1)], expected=[30_000], now=hour * 100.0)
+        (running,) = give_back(pool, running, now=hour * 100.0 + 1)
+        if running == short["short"][0]:
+            break
+    assert running == short["short"][0]
+    assert hour * 100 < 30_000 * 0.02 + 300  # it has waited about as long as those run
+
+
+def test_a_waiting_lease_can_be_given_back(make_pool):
+    pool = make_pool(max_running=1)
+    ids, bound = ask(pool, [("a", 3)])
+    assert give_back(pool, ids["a"][1]) == []
+    assert give_back(pool, bound[0]) == [ids["a"][2]]
+    assert give_back(pool, ids["a"][2]) == []
+    assert pool.tables.leases.live_count == 0
+
+
+def test_needs_wait_apart(make_pool):
+    pool = make_pool(max_running=1)
+    first, _ = ask(pool, [("a", 1)])
+    future, _ = ask(pool, [("b", 1)], needs=Needs(minimum=1))
+    later, _ = ask(pool, [("d", 1)])
+    assert give_back(pool, first["a"][0]) == later["d"]  # not held up by b
+    give_back(pool, later["d"][0])
+    pool.register(EngineSpec(name="e0", max_running=1, version=1), 1.0)
+    assert [lease for lease, _ in pool.collect("c")] == future["b"]
+
+
+def test_a_queue_that_is_full_refuses_and_charges_nothing(make_pool):
+    pool = make_pool(max_running=1, max_queued=2)
+    ask(pool, [("a", 3)])
+    with pytest.raises(RefusedError) as caught:
+        ask(pool, [("b", 1)])
+    assert caught.value.reason is Refusal.QUEUE_FULL
+    assert pool.tables.leases.live_count == 3
+
+
+def test_without_late_binding_nothing_waits(make_pool):
+    pool = make_pool(max_running=1, late_binding=False)
+    assert len(ask(pool, [("a", 9)])[1]) == 9
+
+
+def test_the_cache_limits_credits_too(make_pool):
+    pool = make_pool(max_running=100)
+    ask(pool, [("a", 4)])
+    pool.expire(1.0)
+    rank = RankReport(running_count=4, used_tokens=4000, max_tokens=10_000)
+    pool.report_load("e0", [rank], 1.0)
+    assert len(ask(pool, [("b", 20)])[1]) == 5  # 95 % of 10,000 at 1,000 each
+    pool.report_load("e0", [RankReport(running_count=9)], 1.5)
+    assert len(pool.collect("c")) == 15
+
+
+def test_a_slow_engine_gets_short_ones_and_only_when_the_queue_is_long(make_pool):
+    pool = make_pool(engines=4, max_running=4)
+    for second in range(30):
+        for number in range(4):
+            slow = 0.04 if number == 3 else 0.02
+            ranks = [RankReport(running_count=1)]
+            pool.report_load(f"e{number}", ranks, float(second), seconds_per_token=slow)
+    for number in range(4):  # what ran then has ended
+        pool.report_load(f"e{number}", [RankReport(running_count=0)], 999.0)
+    groups = [(f"g{number}", 1) for number in range(13)]
+    expected = [1000.0 + number for number in range(13)]
+    ids, bound = ask(pool, groups, expected=expected, now=1000.0)
+    assert pool.tables.targets.charges.tolist() == [4, 4, 4, 0]
+    assert len(bound) == 12, "one waits rather than run at half the speed"
+    give_back(pool, *ids["g0"], now=1000.0)
+    groups = [(f"h{number}", 1) for number in range(60)]
+    expected = [1000.0 * (1 + number) for number in range(60)]
+    ids, bound = ask(pool, groups, expected=expected, now=1000.0)
+    slow_ones = {lease for lease in bound if pool.tables.leases.target_of(lease) == 3}
+    assert slow_ones == {ids[f"h{number}"][0] for number in range(4)}, "the shortest"
