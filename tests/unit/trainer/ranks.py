@@ -51,8 +51,9 @@ class ScriptedRank:
         self._heart = asyncio.create_task(self._beat())
 
     async def ended(self) -> None:
-        """Until the stream is over."""
-        await self._task
+        """Until the stream is over, long before its own deadline."""
+        async with asyncio.timeout(10.0):
+            await asyncio.shield(self._task)
 
     async def leave(self) -> None:
         """Close the stream, as a process does that ends."""
