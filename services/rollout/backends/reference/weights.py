@@ -106,4 +106,6 @@ def yield_to_others() -> None:
     """Make the calling thread one of low impact: a single core, and that last in line."""
     torch.set_num_threads(1)
     if sys.platform == "linux":  # elsewhere priorities are of processes only
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOADER_NICENESS)
+        thread = threading.get_native_id()
+        current = os.getpriority(os.PRIO_PROCESS, thread)  # going back from it needs a privilege
+        os.setpriority(os.PRIO_PROCESS, thread, max(current, LOADER_NICENESS))

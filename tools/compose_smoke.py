@@ -1,0 +1,258 @@
+"""Brings deploy/compose.yaml up, trains on it, kills every main process, reads every metric.
+
+Needs a Docker engine with compose v2. The last line of its output is
+`compose: up_seconds=<s> reward_last=<y> targets_up=<n>/<n> metrics=<m>`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sluice.client import RemoteError, TrainerClient
+from sluice.runtime.security import SecurityConfig, TlsConfig
+from tools.compose_project import ComposeError, Project, run, wait_until
+from tools.make_certificates import Authority
+from tools.metrics_docs import MODULES, declared
+
+ROOT = Path(__file__).parent.parent
+DEPLOY = ROOT / "deploy"
+ROUTER_IMAGE = "sluice-router"
+INSTANCES = {
+    "trainer": ["trainer:9100"],
+    "rollout": ["rollout-0:9100", "rollout-1:9100"],
+    "router": ["router:9100"],
+}
+INSTANCES[""] = [instance for service in INSTANCES.values() for instance in service]
+KILLS = ["rollout-1", "router", "trainer", "loop", "rollout-0", "prometheus"]
+MOVED = [  # a run leaves none of these at 0
+    "sluice_rpc_duration_seconds_count",
+    "sluice_trainer_step_number",
+    "sluice_trainer_tokens_total",
+    "sluice_trainer_weight_version",
+    "sluice_trainer_publish_duration_seconds_count",
+    "sluice_trainer_sample_lag_versions_count",
+    "sluice_rollout_samples_total",
+    "sluice_rollout_decoded_tokens_total",
+    "sluice_rollout_group_duration_seconds_count",
+    "sluice_rollout_pause_duration_seconds_count",
+    "sluice_rollout_prepare_duration_seconds_count",
+    "sluice_router_leases_total",
+    "sluice_router_releases_total",
+]
+PATIENCE = 300.0  # seconds, for anything on a busy machine
+NO_TORCH = (
+    "import importlib.util, os, sys;"
+    "sys.exit(importlib.util.find_spec('torch') is not None or os.getuid() == 0)"
+)
+
+
+def note(text: str) -> None:
+    print(text, flush=True)
+
+
+def wheels_directory() -> str | None:
+    """A folder with a build of torch that pip is told of, for the images too."""
+    command = [sys.executable, "-m", "pip", "config", "get", "global.find-links"]
+    asked = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    for name in asked.stdout.split():
+        if any(Path(name).glob("torch-*.whl")):
+            return name
+    return None
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def create_project() -> Project:
+    environment = {key: value for key, value in os.environ.items() if "SLUICE" not in key}
+    environment.pop("TOKEN_FILE", None)
+    for name in ("ROUTER_PORT", "TRAINER_PORT", "PROMETHEUS_PORT"):
+        environment[name] = str(free_port())
+    wheels = environment.get("WHEELS_DIR") or wheels_directory()
+    if wheels is not None:
+        environment["WHEELS_DIR"] = wheels
+    name = f"sluice-smoke-{os.getpid()}"
+    return Project(name, [DEPLOY / "compose.yaml"], environment, ROUTER_IMAGE, note)
+
+
+def check_images(project: Project) -> None:
+    """The router's image has no torch, and nobody is root or stays down."""
+    run(["docker", "run", "--rm", "--network=none", ROUTER_IMAGE, "python", "-c", NO_TORCH])
+    for service in ("router", "trainer", "rollout-0", "rollout-1", "prometheus"):
+        container = project.container(service)
+        if container.user in ("", "0", "root") or container.restart_policy == "no":
+            raise ComposeError(f"{service} runs as {container.user!r} and stays down once ended")
+
+
+def rewards(project: Project) -> list[float]:
+    """Mean reward of each step of the run, so far."""
+    lines = project.read("loop", "/runs/example/metrics.jsonl").splitlines()
+    rows = [json.loads(line) for line in lines if line.endswith("}")]
+    return [row["reward_mean"] for row in rows if "reward_mean" in row]
+
+
+def train_and_kill(project: Project, window: int) -> float:
+    """Run the loop profile; meanwhile every container loses its main process once."""
+    project.compose("--profile", "loop", "up", "-d", "--no-build", "loop")
+    for service in KILLS:
+        seen = len(rewards(project))
+        wait_until(
+            f"steps before {service} is killed",
+            lambda seen=seen: len(rewards(project)) >= seen + 4,  # type: ignore[misc]
+            PATIENCE,
+        )
+        project.kill(service, PATIENCE)
+    loop = wait_until(
+        "the end of the run",
+        lambda: c if (c := project.container("loop")).has_ended else None,
+        2 * PATIENCE,
+    )
+    if loop.exit_code:
+        said = project.compose("--profile", "loop", "logs", "--no-log-prefix", "loop")
+        raise ComposeError(f"the loop ended with {loop.exit_code}: {said[-2000:]}")
+    last = rewards(project)[-window:]
+    return sum(last) / len(last)
+
+
+def ask_prometheus(project: Project, path: str, **query: str) -> Any:
+    url = f"http://127.0.0.1:{project.environment['PROMETHEUS_PORT']}/api/v1/{path}"
+    with urllib.request.urlopen(f"{url}?{urllib.parse.urlencode(query)}", timeout=10) as answer:
+        return json.load(answer)["data"]
+
+
+def wait_for_targets(project: Project) -> int:
+    """How many targets are scraped; all of them, or ComposeError."""
+
+    def all_up() -> int | None:
+        found = ask_prometheus(project, "targets", state="active")["activeTargets"]
+        up = [target for target in found if target["health"] == "up"]
+        return len(up) if len(up) == len(found) == len(INSTANCES[""]) else None
+
+    return wait_until("all targets to be scraped", all_up, PATIENCE)
+
+
+def check_metrics(project: Project) -> int:
+    """How many documented metrics every instance of their service shows; all, or ComposeError."""
+    wanted = {
+        (metric.name + ("_count" if metric.kind == "histogram" else ""), instance)
+        for service in MODULES
+        for metric in declared(service)
+        for instance in INSTANCES[service]
+    }
+    missing = set(wanted)
+
+    def all_seen() -> bool:
+        query = 'count by (__name__, instance) ({__name__=~"sluice_.+"})'
+        for series in ask_prometheus(project, "query", query=query)["result"]:
+            missing.discard((series["metric"]["__name__"], series["metric"]["instance"]))
+        return not missing
+
+    try:
+        wait_until("every metric to be scraped", all_seen, 60.0)
+    except ComposeError:
+        raise ComposeError(f"not scraped: {sorted(missing)}") from None
+    for name in MOVED:
+        query = f"sum(max_over_time({name}[1d])) > 0"
+        if not ask_prometheus(project, "query", query=query)["result"]:
+            raise ComposeError(f"{name} is 0 after a run")
+    return len({name for name, _ in wanted})
+
+
+def secure(project: Project, directory: Path) -> SecurityConfig:
+    """Certificates and a token for the overlay; the credentials of a client on this host."""
+    authority, names = Authority(), ["router", "trainer", "rollout-0", "rollout-1", "loop"]
+    ca = authority.write(directory / "ca.pem")
+    for name in [*names, "prometheus", "host"]:
+        _, key = authority.issue(directory, name)
+        key.chmod(0o644)  # the users of the containers are not ours
+    token = directory / "token"
+    token.write_text("a token for a trial\n")
+    directory.chmod(0o755)
+    project.environment |= {"CERTS_DIR": str(directory), "TOKEN_FILE": str(token)}
+    project.files.append(DEPLOY / "compose.tls.yaml")
+    cert, key = directory / "host.pem", directory / "host.key"
+    return SecurityConfig(tls=TlsConfig(ca=ca, cert=cert, key=key), token_file=token)
+
+
+async def refusal(address: str, security: SecurityConfig) -> str:
+    async with TrainerClient(address, security) as client:
+        try:
+            await client.get()
+        except RemoteError as error:
+            return error.code.name
+    return "OK"
+
+
+def check_secured(project: Project, directory: Path) -> None:
+    """The same under TLS and a token: it trains, is scraped, and refuses strangers."""
+    right = secure(project, directory)
+    project.up(PATIENCE)
+    wait_for_targets(project)
+    address = f"127.0.0.1:{project.environment['TRAINER_PORT']}"
+    expected = {
+        "OK": right,
+        "UNAUTHENTICATED": SecurityConfig(tls=right.tls),
+        "UNAVAILABLE": SecurityConfig(token_file=right.token_file),
+    }
+    for answer, security in expected.items():
+        found = asyncio.run(refusal(address, security))
+        if found != answer:
+            raise ComposeError(f"the secured trainer answered {found}, not {answer}")
+    command = "sluice train /config/run.yaml --run_dir /runs/secured --steps 2"
+    project.compose("--profile", "loop", "run", "--rm", "-T", "loop", *command.split())
+    note("under TLS and a token: trained, scraped, strangers refused")
+
+
+def smoke(project: Project) -> str:
+    config = yaml.safe_load((DEPLOY / "config" / "run.yaml").read_text())
+    project.compose("build", "router", "model", seconds=3600)
+    up_seconds = project.up(PATIENCE)
+    note(f"up in {up_seconds:.1f} s")
+    check_images(project)
+    reward = train_and_kill(project, window=10)
+    if reward < config["stop_at_reward"]:
+        raise ComposeError(f"the reward ended at {reward:.3f}")
+    targets, metrics = wait_for_targets(project), check_metrics(project)
+    with tempfile.TemporaryDirectory() as directory:
+        check_secured(project, Path(directory))
+        project.down()
+    return (
+        f"compose: up_seconds={up_seconds:.1f} reward_last={reward:.3f} "
+        f"targets_up={targets}/{len(INSTANCES[''])} metrics={metrics}"
+    )
+
+
+def main() -> int:
+    if shutil.which("docker") is None:
+        print("compose-smoke needs a Docker engine with compose v2", file=sys.stderr)
+        return 1
+    project = create_project()
+    try:
+        line = smoke(project)
+    except ComposeError as error:
+        print(f"compose-smoke: {error}", file=sys.stderr)
+        return 1
+    finally:
+        project.compose("--profile", "*", "down", "-v", "--remove-orphans")
+    print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
