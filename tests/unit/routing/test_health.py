@@ -123,7 +123,7 @@ def test_reports_never_take_back_younger_charges(make_pool):
 
 
 def test_reports_show_work_of_others_slowly_and_charges_that_do_nothing(make_pool):
-    pool = make_pool(engines=2, ranks=1)
+    pool = make_pool(engines=2, ranks=1, engine_ttl=1000, client_ttl=1000)
     pool.acquire("c", LeaseRequest(count=20), 0.0)
     loads = []
     for second in range(1, 60):
