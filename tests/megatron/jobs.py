@@ -21,13 +21,13 @@ from services.trainer.backends.megatron import (
     stepping,
 )
 from services.trainer.backends.megatron.backend import MegatronBackend
+from services.trainer.backends.megatron.checkpoint import UnfitCheckpointError
 from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.backends.megatron.export import export_tensors
 from services.trainer.backends.megatron.loading import LocalTensor
 from services.trainer.backends.megatron.mesh import mesh_of
 from services.trainer.backends.megatron.replay import RoutingMissingError, RoutingReplay
 from services.trainer.config import TrainerConfig
-from services.trainer.errors import CheckpointMismatchError
 from sluice.algo.spec import LossSpec
 from sluice.weights.errors import WeightStoreError
 from tests.megatron import providers
@@ -145,7 +145,7 @@ def resume_error(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, 
     backend = open_backend(rank, world, arguments)
     try:
         backend.load_checkpoint(Path(arguments["checkpoint"]))
-    except CheckpointMismatchError as error:
+    except UnfitCheckpointError as error:
         return {"error_message": str(error)}
     return {}
 

@@ -98,7 +98,7 @@ class MegatronBackend(TrainingBackend):
     ) -> None:
         """Make the checkpoint valid once all ranks have written. Raises CheckpointWriteError."""
         pending.finish(timeout)
-        describe(self._layout, directory)
+        describe(self._policy, self._layout, directory)
 
     def load_checkpoint(self, directory: Path) -> None:
         load(self._policy, self._stepper, self._layout, directory)

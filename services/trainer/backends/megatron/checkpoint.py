@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from services.trainer.backends.megatron import upstream
 from services.trainer.backends.megatron.config import MegatronConfig
@@ -40,6 +42,10 @@ LAYOUT_FIELDS = (
 )
 
 
+class UnfitCheckpointError(CheckpointMismatchError, ValueError):
+    """A checkpoint is of another backend, model or layout than it is read into."""
+
+
 def begin_save(
     policy: Policy, stepper: Stepper, config: MegatronConfig, directory: Path, *, durable: bool
 ) -> PendingSave:
@@ -61,10 +67,15 @@ def begin_save(
     return PendingSave(request, directory)
 
 
-def describe(config: MegatronConfig, directory: Path) -> None:
-    """Name the layout in the finished checkpoint; on rank 0, then all ranks go on."""
+def describe(policy: Policy, config: MegatronConfig, directory: Path) -> None:
+    """Name model and layout in the finished checkpoint; on rank 0, then all ranks go on."""
     if dist.get_rank() == 0:
-        description = {"format": FORMAT, "backend": "megatron", "layout": _layout(config)}
+        description = {
+            "format": FORMAT,
+            "backend": "megatron",
+            "model": _fingerprint(policy),
+            "layout": _layout(config),
+        }
         write_new(directory / DESCRIPTION, json.dumps(description).encode())
     dist.barrier()
 
@@ -72,14 +83,17 @@ def describe(config: MegatronConfig, directory: Path) -> None:
 def load(policy: Policy, stepper: Stepper, config: MegatronConfig, directory: Path) -> None:
     """Read a checkpoint of any layout; collective.
 
-    Raises CheckpointMismatchError when it is of another kind or its optimizer does not fit.
+    Raises UnfitCheckpointError when it is of another kind or its optimizer does not fit.
     """
-    saved = _read_description(directory)
+    description = _read_description(directory)
+    if description["model"] != _fingerprint(policy):
+        raise UnfitCheckpointError(f"the checkpoint {directory.name!r} is of another model")
+    saved = description["layout"]
     _check_optimizer(saved, config)
     state = _sharded_state(policy, stepper, loading=True)
     if saved == _layout(config):
         state["rng"] = _rng_object()
-    loaded = dist_checkpointing.load(state, str(directory))
+    loaded = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RAISE_UNEXPECTED)
     for name, model in _named_models(policy):
         model.load_state_dict(loaded[name])
     upstream.name_missing_steps(loaded["optimizer"])
@@ -117,21 +131,27 @@ def _layout(config: MegatronConfig) -> dict[str, Any]:
 
 def _read_description(directory: Path) -> dict[str, Any]:
     try:
-        description = json.loads((directory / DESCRIPTION).read_bytes())
-        if description["backend"] != "megatron" or description["format"] != FORMAT:
-            raise CheckpointMismatchError(f"{directory.name!r} is of another backend or format")
-        layout: dict[str, Any] = description["layout"]
+        description: dict[str, Any] = json.loads((directory / DESCRIPTION).read_bytes())
+        known = description["backend"] == "megatron" and description["format"] == FORMAT
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointMismatchError(
+        raise UnfitCheckpointError(
             f"{directory.name!r} is no complete checkpoint of the Megatron backend"
         ) from error
-    return layout
+    if not known:
+        raise UnfitCheckpointError(f"{directory.name!r} is of another backend or format")
+    return description
+
+
+def _fingerprint(policy: Policy) -> str:
+    """The same for models of equal tensors, by names and shapes."""
+    tensors = sorted(policy.source.weights.hf_tensors().items())
+    return xxhash.xxh3_128_hexdigest(json.dumps(tensors).encode())
 
 
 def _check_optimizer(saved: dict[str, Any], config: MegatronConfig) -> None:
     now = _layout(config)
     if (saved["expert"] > 1) != (config.expert > 1):
-        raise CheckpointMismatchError(
+        raise UnfitCheckpointError(
             f"optimizer state saved with expert {saved['expert']} cannot be read with expert "
             f"{config.expert}: publish the weights and start from them",
             saved=saved["expert"],
@@ -139,7 +159,7 @@ def _check_optimizer(saved: dict[str, Any], config: MegatronConfig) -> None:
         )
     for name in ("distributed_optimizer", "dtype"):
         if saved[name] != now[name]:
-            raise CheckpointMismatchError(
+            raise UnfitCheckpointError(
                 f"optimizer state saved with {name} {saved[name]} cannot be read with {now[name]}"
             )
 
