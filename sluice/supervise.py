@@ -21,6 +21,7 @@ from pydantic import Field
 
 from sluice import faults
 from sluice.config import RESERVED_ENV, Config, ConfigError, ProcessConfig
+from sluice.readiness import TRAINER_SERVICE, is_serving, registered_addresses
 from sluice.runtime.security import SecurityConfig
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,7 @@ class Supervisor:
                 for service in starting:
                     await self._spawn(service)
                 await asyncio.gather(*(self._opened(service) for service in starting))
+            await self._ready()
         except BaseException:
             await self.stop()
             raise
@@ -198,6 +200,34 @@ class Supervisor:
                 raise ServiceDiedError(f"{service.name} did not open its port; see {service.log}")
             await asyncio.sleep(0.02)
         service.addresses = json.loads(service.address_file.read_text())
+
+    async def _ready(self) -> None:
+        """Wait until every trainer is ready and the router knows every rollout process."""
+        deadline = time.monotonic() + self.config.start_timeout_seconds
+        waiting = [service for service in self._services if service.kind != "router"]
+        while waiting:
+            for service in waiting:
+                assert service.process is not None
+                if service.process.returncode is not None:
+                    raise ServiceDiedError(
+                        f"{service.name} ended while loading: {_last_line(service.log)} "
+                        f"(log: {service.log})"
+                    )
+                if time.monotonic() > deadline:
+                    raise ServiceDiedError(f"{service.name} is not ready; see {service.log}")
+            known: set[str] = set()
+            if any(service.kind == "rollout" for service in waiting):
+                router = self._router_address()
+                known = await registered_addresses(router, self.config.security)
+            waiting = [
+                service
+                for service in waiting
+                if service.addresses["address"] not in known
+                and not await is_serving(
+                    service.addresses["address"], TRAINER_SERVICE, self.config.security
+                )
+            ]
+            await asyncio.sleep(0.05 if waiting else 0)
 
     async def _keep_alive(self, service: _Service) -> None:
         while True:
