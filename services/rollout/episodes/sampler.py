@@ -38,7 +38,10 @@ RETRIED_REASONS = frozenset({"VERSION_UNAVAILABLE", "NO_WEIGHTS", "REQUEST_EXIST
 
 
 class EngineError(ServiceError):
-    """An engine refused or was lost as often as is allowed; code and reason are its own."""
+    """Engines refused or were lost as often as is allowed, or the router refuses for good.
+
+    Code and reason are those of the last refusal.
+    """
 
     def __init__(self, error: RemoteError, attempts: int) -> None:
         super().__init__(str(error), attempts=attempts, **error.metadata)
@@ -82,7 +85,10 @@ class Sampler:
         done: dict[int, Delta] = {}
         for attempt in range(1, self._attempts + 1):
             missing = [index for index in range(prompt.sample_count) if index not in done]
-            error = await self._attempt(prompt, missing, done)
+            try:
+                error = await self._attempt(prompt, missing, done)
+            except RemoteError as refusal:  # of the router, which is asked again for the others
+                raise EngineError(refusal, attempt) from None
             if error is None:
                 return [done[index] for index in range(prompt.sample_count)]
             if not _is_retried(error) or attempt == self._attempts:

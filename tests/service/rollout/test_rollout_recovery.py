@@ -270,6 +270,24 @@ async def test_when_every_engine_is_lost_groups_fail_in_time(store: Store, model
             assert error.reason in ("GROUP_TIMED_OUT", "ENGINE_LOST"), error
 
 
+async def test_a_router_that_refuses_for_good_is_no_bug_of_the_worker(
+    store: Store, models: Models, tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret")
+    security = {"security": {"token_file": str(token)}, "drain_seconds": 0.2}
+    async with running_router(server=security) as router:
+        common = {"router": router.server.address, "tokenizer": str(models.first)}
+        async with (
+            running_rollout(store, roles=["episodes"], **common) as process,
+            RolloutClient(process.server.address) as client,
+        ):
+            (event,) = [event async for event in client.rollout(rollout_request(copy_rows(1)))]
+    error = error_from_status(event.failed.error)
+    expected = (grpc.StatusCode.UNAUTHENTICATED, "TOKEN_MISSING_OR_WRONG")
+    assert (error.code, error.reason) == expected
+
+
 async def test_a_worker_that_stops_sends_its_listeners_elsewhere(
     store: Store, models: Models
 ) -> None:
