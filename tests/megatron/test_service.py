@@ -1,0 +1,65 @@
+"""A trainer of two tensor-parallel ranks behind its API: trains, publishes, survives kill -9."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+import pytest
+
+from examples.models.tiny_qwen3 import build_tiny_qwen3
+from sluice.algo.spec import AdvantageSpec
+from sluice.client import RemoteError
+from tests.service.trainer.harness import (
+    ACTIVE,
+    PPO,
+    end,
+    make_groups,
+    poll,
+    running_trainer,
+    train_step,
+    until,
+    upload,
+)
+
+SETTINGS = {
+    "backend": "megatron",
+    "megatron": {"tensor": 2, "dtype": "float32"},
+    "ranks": {"count": 2, "heartbeat_seconds": 0.5, "restart_backoff": 0.1},
+}
+
+
+async def test_a_rank_killed_in_mid_step_costs_no_number(tmp_path: Path) -> None:
+    model = build_tiny_qwen3(tmp_path / "model", 0)
+    with running_trainer(tmp_path / "trainer", model, **SETTINGS) as running:
+        async with running.client() as client:
+            ready = await until(client, lambda now: now.state == ACTIVE, seconds=120.0)
+            assert (ready.layout.tensor, ready.layout.data) == (2, 1)
+            batch = await upload(client, "kill", make_groups("kill", seed=8))
+            scored = await client.compute_logprobs(batch)
+            assert scored.mean < 0
+            await train_step(client, batch)
+            await client.save_checkpoint("before-kill")
+            expected = await train_step(client, batch)
+
+            step = (await client.get()).step
+            ranks = {rank.rank: rank.process_id for rank in (await client.get()).ranks}
+            end(ranks[0], signal.SIGSTOP)  # so that the pass is under way when rank 1 dies
+            passing = asyncio.create_task(
+                client.forward_backward(batch, PPO, expected_step=step, part_id="lost")
+            )
+
+            async def is_under_way() -> bool:
+                return any("forward_backward" in w.what for w in await client.list_waits())
+
+            await poll(is_under_way, seconds=20.0)
+            end(ranks[1], signal.SIGKILL)
+            with pytest.raises(RemoteError):
+                await passing
+            again = await until(
+                client, lambda now: now.state == ACTIVE and now.restart_count == 1, seconds=120.0
+            )
+            assert again.step == step - 1
+            await client.compute_advantages(batch, AdvantageSpec(name="grpo"))
+            assert await train_step(client, batch) == expected
