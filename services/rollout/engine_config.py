@@ -26,12 +26,15 @@ class EngineConfig(Config):
     prefill_chunk_tokens: int = Field(
         512, ge=1, description="Prompt tokens per step; bounds how long a step delays decoding."
     )
+    prefix_cache_tokens: int = Field(
+        8192, ge=0, description="Prompt tokens kept for prompts that begin alike; 0: none."
+    )
     waiting_limit: int = Field(4096, ge=1, description="Samples that may wait for a slot.")
     threads: int = Field(0, ge=0, description="Threads of one operation; 0 leaves torch's own.")
     deterministic: bool = Field(
         False,
         description="A sample's tokens and log-probs do not depend, to the bit, on its neighbours;"
-        " every decode step then costs max_running rows, on one thread.",
+        " every decode step then costs max_running rows on one thread, and no prefix is shared.",
     )
 
     @model_validator(mode="after")

@@ -66,6 +66,7 @@ def test_prompt_chunks_are_bounded_and_decoding_goes_on_between_them(
     core.submit(1, request_of("a", [1], max_new_tokens=50, stream=True))
     core.step()
     core.submit(2, request_of("b", [2] * 35, max_new_tokens=50, stream=True))
+    core.submit(3, request_of("c", [2] * 12, max_new_tokens=50, stream=True))
     drawn(core)
     seen, encoded = [], core.prefill_tokens
     for _ in range(5):
@@ -73,7 +74,7 @@ def test_prompt_chunks_are_bounded_and_decoding_goes_on_between_them(
         assert core.prefill_tokens - encoded <= 10
         encoded = core.prefill_tokens
         seen.append(drawn(core))
-    assert seen == [{1: 1}, {1: 1}, {1: 1}, {1: 1, 2: 1}, {1: 1, 2: 1}]
+    assert seen == [{1: 1}, {1: 1}, {1: 1}, {1: 1, 2: 1}, {1: 1, 2: 1, 3: 1}]
 
 
 def test_a_long_neighbour_costs_a_short_request_nothing(
@@ -105,17 +106,30 @@ def test_requests_start_in_order_and_within_slots(qwen3: Model, create_core: Cre
     assert len(order) == 12
 
 
+def test_a_prompt_is_not_encoded_before_there_is_a_slot(
+    qwen3: Model, create_core: CreateCore
+) -> None:
+    core = create_core(qwen3.directory, max_running=2)
+    core.submit(1, request_of("a", [1], 2, max_new_tokens=10))
+    core.step()
+    core.submit(2, request_of("b", [1] * 30, max_new_tokens=10))
+    core.step()
+    assert core.prefill_tokens == 1
+    finish(core)
+    assert core.prefill_tokens == 31
+
+
 def test_reserved_tokens_bound_who_runs(qwen3: Model, create_core: CreateCore) -> None:
     core = create_core(qwen3.directory, max_cached_tokens=60)
     for key in range(1, 8):
-        core.submit(key, request_of(str(key), [key] * 10, 2, max_new_tokens=15))
+        core.submit(key, request_of(str(key), [key] * 10, 4, max_new_tokens=15))
     highest = 0
     while core.has_work:
         core.step()
         highest = max(highest, core.reserved_tokens)
     assert highest == 50
     assert core.reserved_tokens == core.waiting_count == 0
-    assert len(core.take_outbox()) == 14
+    assert len(core.take_outbox()) == 28
 
 
 def test_a_swap_moves_pointers_whatever_the_size(tmp_path, create_core: CreateCore) -> None:

@@ -7,22 +7,22 @@ of new prompts; a sample starts in the very step that ends its prompt.
 from __future__ import annotations
 
 import secrets
-from collections import deque
 from collections.abc import Sequence
 
 import torch
 
 from services.rollout.backends.reference.batch import DecodeBatch, Deltas
+from services.rollout.backends.reference.intake import Intake, Item
 from services.rollout.backends.reference.lanes import Lane, Prompt, Request, Scoring
 from services.rollout.backends.reference.model import ServingModel
 from services.rollout.backends.reference.outputs import Written
-from services.rollout.backends.reference.passes import PromptWork, run_pass
+from services.rollout.backends.reference.passes import run_pass
 from services.rollout.backends.reference.requests import check_generation, check_score
 from services.rollout.backends.reference.weights import PreparedWeights
 from services.rollout.engine import Delta, FinishReason, Generation, PauseMode
 from services.rollout.engine_config import EngineConfig
 from services.rollout.errors import NoWeightsError
-from sluice.runtime.errors import QueueFullError, ServiceError
+from sluice.runtime.errors import ServiceError
 
 Outcome = Delta | list[float] | ServiceError  # a list answers a scoring
 ROW_MULTIPLE = 16  # elementwise loops round otherwise in a vector register than in its remainder
@@ -40,12 +40,10 @@ class EngineCore:
         self.outbox: list[tuple[int, Outcome]] = []
         self.drawn_tokens = 0
         self.prefill_tokens = 0
-        self._live: dict[int, Request | Scoring] = {}  # by key
-        self._waiting: deque[Request | Scoring] = deque()
-        self._active: list[Request | Scoring] = []  # prompts in work, or samples yet to start
+        self.reserved_tokens = 0  # of the cache, promised to running samples
+        self._live: dict[int, Item] = {}  # by key
+        self._intake = Intake(config)
         self._batch: DecodeBatch | None = None
-        self._reserved = 0  # cache tokens promised to running samples
-        self._unstarted = 0  # samples and scorings that have not begun
 
     @property
     def max_length(self) -> int:
@@ -58,22 +56,22 @@ class EngineCore:
 
     @property
     def waiting_count(self) -> int:
-        return self._unstarted
+        return self._intake.unstarted
 
     @property
-    def reserved_tokens(self) -> int:
-        """Cache tokens promised to running samples."""
-        return self._reserved
+    def prefix_hit_tokens(self) -> int:
+        """Prompt tokens taken from the prefix cache instead of being encoded."""
+        return self._intake.prefixes.hit_tokens
 
     @property
     def quiet(self) -> bool:
         """Nothing decodes, and nothing that has begun is left to a graceful pause."""
         held = self.paused in (PauseMode.IN_PLACE, PauseMode.ABORT)
-        return held or not (self._active or self.running_count)
+        return held or not (self._intake.active or self.running_count)
 
     @property
     def has_work(self) -> bool:
-        return not self.quiet or (self._admitting and bool(self._waiting))
+        return not self.quiet or (self._admitting and bool(self._intake.waiting))
 
     @property
     def _admitting(self) -> bool:
@@ -107,39 +105,32 @@ class EngineCore:
         model.swap(weights.parameters)
         self.version = (weights.version, weights.digest)
         self._batch.mark(self.version)
-        for item in self._active:
-            item.prompt.restart()
-            if isinstance(item, Scoring):
-                item.logprobs.clear()
+        self._intake.restart()
 
     def submit(self, key: int, generation: Generation) -> None:
         """Queue a request; its deltas come to the outbox. Raises typed errors."""
         model = self._serving()
         check_generation(generation, model.vocabulary_size, self.max_length, self.config)
-        self._queue(generation.sample_count)
-        length = len(generation.prompt_token_ids)
-        sampling = generation.sampling
-        seeds = sampling.seeds or tuple(
-            secrets.randbits(63) for _ in range(generation.sample_count)
-        )
-        self._live[key] = request = Request(
+        sampling, prompt = generation.sampling, Prompt.of(generation.prompt_token_ids)
+        fresh = (secrets.randbits(63) for _ in range(generation.sample_count))
+        request = Request(
             key=key,
             generation=generation,
-            prompt=Prompt(torch.tensor(generation.prompt_token_ids, dtype=torch.int64), length),
-            seeds=seeds,
+            prompt=prompt,
+            seeds=sampling.seeds or tuple(fresh),
             stops=tuple(model.stop_token_ids | frozenset(sampling.stop_token_ids)),
-            budget=min(sampling.max_new_tokens, self.max_length - length),
+            budget=min(sampling.max_new_tokens, self.max_length - prompt.length),
         )
-        self._waiting.append(request)
+        self._intake.push(request)
+        self._live[key] = request
 
     def submit_score(self, key: int, token_ids: Sequence[int], prompt_length: int) -> None:
         """Queue a scoring; its log-probabilities come to the outbox."""
         model = self._serving()
         check_score(token_ids, prompt_length, model.vocabulary_size, self.max_length)
-        self._queue(1)
-        prompt = Prompt(torch.tensor(token_ids, dtype=torch.int64), len(token_ids))
-        self._live[key] = scoring = Scoring(key=key, prompt=prompt, first=prompt_length)
-        self._waiting.append(scoring)
+        scoring = Scoring(key=key, prompt=Prompt.of(token_ids), first=prompt_length)
+        self._intake.push(scoring)
+        self._live[key] = scoring
 
     def abort(self, request_ids: Sequence[str]) -> list[str]:
         """End requests with what they have; returns those that were here."""
@@ -155,51 +146,30 @@ class EngineCore:
 
     def fail_running(self, error: ServiceError) -> None:
         """End all that has begun with an error."""
-        self.outbox += [(item.key, error) for item in self._begun()]
-        self._drop(self._begun())
+        begun = self._begun()
+        self.outbox += [(item.key, error) for item in begun]
+        self._drop(begun)
 
     def discard(self, key: int) -> None:
         """End what `key` stands for, if it has not ended."""
         if key in self._live:
             self._drop([self._live[key]])
 
-    def _begun(self) -> list[Request | Scoring]:
-        waiting = set(self._waiting)
-        return [item for item in self._live.values() if item not in waiting]
-
-    @torch.inference_mode()
-    def _drop(self, gone: Sequence[Request | Scoring]) -> None:
-        if not gone:
-            return
-        keys = {item.key for item in gone}
-        self._waiting = deque(item for item in self._waiting if item.key not in keys)
-        self._active = [item for item in self._active if item.key not in keys]
-        if self._batch is not None:
-            lanes = {lane for lane in self._batch.lanes if lane.request.key in keys}
-            self._hand_out(self._batch.abort(lanes))
-        for item in gone:
-            self._live.pop(item.key, None)
-            self._unstarted -= item.unstarted
-            if isinstance(item, Request):
-                for index in range(item.started, item.generation.sample_count):
-                    empty = Lane(item, index).delta(Written((), (), ()), FinishReason.ABORTED)
-                    self.outbox.append((item.key, empty))
-
     @torch.inference_mode()
     def step(self) -> None:
         """One pass over the model, if there is anything to do."""
         assert self.model is not None
         assert self._batch is not None
-        assert self.version is not None
-        self._admit()
-        works = self._prompt_work()
-        result = run_pass(self.model, self._batch, works, apart=self.config.deterministic)
+        if self._admitting:
+            self._intake.admit(*self._room())
+        works = self._intake.next_chunks()
+        logits = run_pass(self.model, self._batch, works, apart=self.config.deterministic)
         self.prefill_tokens += sum(work.chunk for work in works)
         self.drawn_tokens += len(self._batch)
-        unsettled = False
-        if result.decode_logits is not None:
-            unsettled = self._batch.advance(result.decode_logits)
-        self._take_prompts(works)
+        unsettled = logits is not None and self._batch.advance(logits)
+        for scoring in self._intake.take(works):
+            del self._live[scoring.key]
+            self.outbox.append((scoring.key, scoring.logprobs))
         if self._start_lanes() or unsettled:
             self._hand_out(self._batch.settle())
         if self._batch.streaming:
@@ -210,93 +180,54 @@ class EngineCore:
             raise NoWeightsError("the engine has no weights yet")
         return self.model
 
-    def _queue(self, samples: int) -> None:
-        if self._unstarted + samples > self.config.waiting_limit:
-            raise QueueFullError(
-                f"{self._unstarted} samples wait already", limit=self.config.waiting_limit
-            )
-        self._unstarted += samples
+    def _begun(self) -> list[Item]:
+        waiting = set(self._intake.waiting)
+        return [item for item in self._live.values() if item not in waiting]
 
-    def _admit(self) -> None:
-        if not self._admitting:
-            return
-        pending = [item for item in self._active if isinstance(item, Request)]
-        slots = self.config.max_running - self.running_count
-        slots -= sum(request.unstarted for request in pending)
-        tokens = self.config.cache_tokens - self._reserved
-        tokens -= sum(request.unstarted * request.reserved for request in pending)
-        while self._waiting:
-            item = self._waiting[0]
-            if isinstance(item, Request):
-                if slots < 1 or tokens < item.reserved:
-                    return
-                slots -= item.unstarted
-                tokens -= item.unstarted * item.reserved
-            self._active.append(self._waiting.popleft())
-
-    def _prompt_work(self) -> list[PromptWork]:
-        """The next chunks, in order of arrival, prefill_chunk_tokens together at most."""
-        budget, works = self.config.prefill_chunk_tokens, []
-        for item in self._active:
-            missing = item.prompt.length - item.prompt.done
-            chunk = min(missing, budget)
-            if self.config.deterministic:  # chunks end where they would alone
-                chunk = min(missing, self.config.prefill_chunk_tokens)
-            if not 0 < chunk <= budget:
-                if missing:
-                    break
-                continue
-            first = item.first if isinstance(item, Scoring) else None
-            works.append(PromptWork(item.prompt, chunk, first))
-            budget -= chunk
-        return works
-
-    def _take_prompts(self, works: Sequence[PromptWork]) -> None:
-        scored = {id(work.prompt): work for work in works if work.score_from is not None}
-        for item in [item for item in self._active if isinstance(item, Scoring)]:
-            if work := scored.get(id(item.prompt)):
-                item.logprobs += work.logprobs
-            if item.prompt.done == item.prompt.length:
-                self._active.remove(item)
-                self._unstarted -= 1
-                del self._live[item.key]
-                self.outbox.append((item.key, item.logprobs))
+    def _room(self) -> tuple[int, int]:
+        """Free slots and cache tokens."""
+        tokens = self.config.cache_tokens - self.reserved_tokens
+        return self.config.max_running - self.running_count, tokens
 
     def _start_lanes(self) -> bool:
-        """Start as many samples as there is room for; their prompt is ready."""
+        """Start as many samples as there is room for."""
         assert self._batch is not None
         assert self.version is not None
-        slots = self.config.max_running - self.running_count
-        tokens = self.config.cache_tokens - self._reserved
-        groups: list[tuple[Request, list[Lane]]] = []
-        for request in self._active:
-            if not isinstance(request, Request) or request.prompt.logits is None:
-                continue
-            count = min(request.unstarted, slots, tokens // request.reserved)
-            if count < 1:
-                break
-            groups.append((request, [Lane(request, request.started + i) for i in range(count)]))
-            slots -= count
-            tokens -= count * request.reserved
+        groups = [
+            (request, [Lane(request, request.started + number) for number in range(count)])
+            for request, count in self._intake.startable(*self._room())
+        ]
         if not groups:
             return False
         self._batch.start(groups, self.version)
         for request, lanes in groups:
-            request.started += len(lanes)
-            self._reserved += len(lanes) * request.reserved
-            self._unstarted -= len(lanes)
+            self._intake.start(request, len(lanes))
+            self.reserved_tokens += len(lanes) * request.reserved
             self.drawn_tokens += len(lanes)
-            if not request.unstarted:
-                self._active.remove(request)
-                request.prompt.restart()
         return True
+
+    @torch.inference_mode()
+    def _drop(self, gone: Sequence[Item]) -> None:
+        if not gone:
+            return
+        keys = {item.key for item in gone}
+        self._intake.drop(keys)
+        if self._batch is not None:
+            lanes = {lane for lane in self._batch.lanes if lane.request.key in keys}
+            self._hand_out(self._batch.abort(lanes))
+        for item in gone:
+            self._live.pop(item.key, None)
+            if isinstance(item, Request):
+                for index in range(item.started, item.generation.sample_count):
+                    empty = Lane(item, index).delta(Written((), (), ()), FinishReason.ABORTED)
+                    self.outbox.append((item.key, empty))
 
     def _hand_out(self, deltas: Deltas) -> None:
         for lane, delta in deltas:
             request = lane.request
             self.outbox.append((request.key, delta))
             if delta.finish_reason is not None:
-                self._reserved -= request.reserved
+                self.reserved_tokens -= request.reserved
                 request.ended += 1
                 if request.ended == request.generation.sample_count:
                     del self._live[request.key]

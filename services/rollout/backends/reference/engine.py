@@ -153,6 +153,7 @@ class ReferenceEngine(Engine):
             decode_tokens_total=core.drawn_tokens,
             prefill_tokens_total=core.prefill_tokens,
             failure=self._failure,
+            extra={"prefix_hit_tokens_total": core.prefix_hit_tokens},
             deterministic=self._config.deterministic,
         )
 

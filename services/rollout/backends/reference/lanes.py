@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,9 +20,14 @@ class Prompt:
 
     token_ids: torch.Tensor  # int64[length] on the host
     length: int
+    chain: tuple[int, ...] = ()  # hashes of its blocks, for the prefix cache
     done: int = 0  # tokens whose keys and values are in `kv`
     kv: torch.Tensor | None = None  # [layers, 2, kv_heads, length, head_dim]
     logits: torch.Tensor | None = None  # float32[V] after the last token
+
+    @staticmethod
+    def of(token_ids: Sequence[int]) -> Prompt:
+        return Prompt(torch.tensor(token_ids, dtype=torch.int64), len(token_ids))
 
     def restart(self) -> None:
         """Forget what was made of it."""
@@ -54,6 +60,11 @@ class Request:
         return self.generation.sample_count - self.started
 
     @property
+    def samples_to_start(self) -> int:
+        """Samples that will take a slot."""
+        return self.unstarted
+
+    @property
     def reserved(self) -> int:
         """Cache tokens one sample may come to use."""
         return self.prompt.length + self.budget
@@ -67,7 +78,9 @@ class Scoring:
     prompt: Prompt
     first: int
     logprobs: list[float] = field(default_factory=list)
-    unstarted: int = 1  # as of a request with one sample
+    unstarted: int = 1  # it counts like a sample while it waits,
+    samples_to_start: int = 0  # but takes no slot
+    reserved: int = 0
 
 
 @dataclass(eq=False)

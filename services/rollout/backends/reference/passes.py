@@ -38,28 +38,22 @@ class PromptWork:
         return range(self.chunk - 1, self.chunk) if self.end == self.prompt.length else range(0)
 
 
-@dataclass(frozen=True)
-class PassResult:
-    """decode_logits float32[batch width, V]; None when nothing decodes."""
-
-    decode_logits: torch.Tensor | None
-
-
 def run_pass(
     model: ServingModel, batch: DecodeBatch, works: Sequence[PromptWork], *, apart: bool
-) -> PassResult:
-    """Run decoding and prompts in one pass, or each prompt chunk in a pass of its own (`apart`).
+) -> torch.Tensor | None:
+    """Logits float32[batch width, V] of the decoding samples; None when there are none.
 
+    Decoding and prompts share one pass; with `apart` each prompt chunk has one of its own.
     Prompts end up with their cache filled and, when complete, their last logits; scored ones
     with log-probabilities in their work.
     """
     if apart:
         for work in works:
             _run(model, None, [work])
-        return PassResult(_run(model, batch, []) if len(batch) else None)
+        return _run(model, batch, []) if len(batch) else None
     if not works and not len(batch):
-        return PassResult(None)
-    return PassResult(_run(model, batch, works))
+        return None
+    return _run(model, batch, works)
 
 
 def _run(

@@ -1,0 +1,129 @@
+"""Prompts that begin alike are encoded once, and come out as if encoded alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.rollout.backends.reference.core import EngineCore
+from services.rollout.backends.reference.lanes import Prompt
+from services.rollout.backends.reference.prefix_cache import BLOCK, PrefixCache
+from services.rollout.backends.reference.weights import open_model
+from services.rollout.engine import Delta
+from tests.contract.engine.cases import Model, build_model, request_of
+
+CreateCore = Callable[..., EngineCore]
+SHARED = [random.Random(0).randrange(97) for _ in range(40)]
+
+
+def answers(core: EngineCore) -> dict[int, Delta]:
+    while core.has_work:
+        core.step()
+    found = dict(core.take_outbox())
+    assert all(isinstance(outcome, Delta) for outcome in found.values())
+    return found  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("chunk", [512, 7])
+def test_what_prompts_share_is_encoded_once_even_when_they_come_together(
+    qwen3: Model, create_core: CreateCore, chunk: int
+) -> None:
+    core = create_core(qwen3.directory, prefill_chunk_tokens=chunk)
+    prompts = {key: [*SHARED, key, key + 1, key + 2] for key in range(1, 9)}
+    for key, prompt in prompts.items():
+        core.submit(key, request_of(str(key), prompt, max_new_tokens=6))
+    found = answers(core)
+    # Blocks of 16: the first prompt whole, then 32 of its tokens serve each of the others.
+    assert core.prefill_tokens == 43 + 7 * (43 - 32)
+    assert core.prefix_hit_tokens == 7 * 32
+    for key, prompt in prompts.items():
+        expected = qwen3.logprobs(prompt, found[key].token_ids)
+        assert found[key].logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_next_turn_begins_with_the_last(qwen3: Model, create_core: CreateCore) -> None:
+    core = create_core(qwen3.directory)
+    core.submit(1, request_of("a", SHARED, max_new_tokens=6))
+    first = answers(core)[1]
+    turn = [*SHARED, *first.token_ids, 5, 6, 7]
+    core.submit(2, request_of("b", turn, max_new_tokens=6))
+    second = answers(core)[2]
+    assert core.prefix_hit_tokens == 32
+    assert second.logprobs == pytest.approx(qwen3.logprobs(turn, second.token_ids), abs=1e-4)
+
+
+def test_other_weights_share_nothing_with_the_old(
+    qwen3: Model, create_core: CreateCore, tmp_path
+) -> None:
+    other = build_model(tmp_path / "other", "qwen3", seed=1)
+    core = create_core(qwen3.directory)
+    core.submit(1, request_of("a", SHARED, max_new_tokens=6))
+    answers(core)
+    assert core.model is not None
+    core.serve(core.model, open_model(other.directory, torch.float32, torch.device("cpu"))[1])
+    core.submit(2, request_of("b", SHARED, max_new_tokens=6))
+    found = answers(core)[2]
+    assert core.prefix_hit_tokens == 0
+    assert found.logprobs == pytest.approx(other.logprobs(SHARED, found.token_ids), abs=1e-4)
+
+
+def test_an_aborted_opening_does_not_hold_back_those_that_waited_for_it(
+    qwen3: Model, create_core: CreateCore
+) -> None:
+    core = create_core(qwen3.directory, prefill_chunk_tokens=20)
+    core.submit(1, request_of("a", [*SHARED, 1]))
+    core.submit(2, request_of("b", [*SHARED, 2]))
+    core.step()
+    core.abort(["a"])
+    assert len(answers(core)[2].token_ids) == 8
+
+
+def entry(tokens: list[int], cache: PrefixCache) -> Prompt:
+    ids = torch.tensor(tokens)
+    prompt = Prompt(ids, len(tokens), cache.chain(ids))
+    prompt.kv = ids.float()[None, None, None, :, None].expand(1, 2, 1, -1, 3).contiguous()
+    return prompt
+
+
+def common(one: list[int], other: list[int]) -> int:
+    pairs = zip(one, other, strict=False)
+    shorter = min(len(one), len(other))
+    return next((place for place, (x, y) in enumerate(pairs) if x != y), shorter)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    prompts=st.lists(
+        st.lists(st.integers(0, 1), min_size=1, max_size=5).map(
+            lambda bits: [bit for bit in bits for _ in range(BLOCK)]
+        ),
+        max_size=12,
+    ),
+    cut=st.integers(0, BLOCK),
+    limit=st.sampled_from([0, 40, 10**6]),
+)
+def test_the_longest_shared_prefix_is_found_and_the_limit_kept(
+    prompts: list[list[int]], cut: int, limit: int
+) -> None:
+    cache = PrefixCache(limit)
+    seen: list[list[int]] = []
+    for tokens in (prompt + [9] * cut for prompt in prompts):
+        ids = torch.tensor(tokens)
+        fresh = Prompt(ids, len(tokens), cache.chain(ids))
+        cache.adopt(fresh)
+        if limit > 100:
+            shared = [common(tokens, old) for old in seen]
+            longest = min(max(shared, default=0), len(tokens) - 1)
+            assert fresh.done == longest // BLOCK * BLOCK
+        if fresh.done:
+            assert fresh.kv is not None
+            held = fresh.kv[0, 0, 0, : fresh.done, 0]
+            assert held.tolist() == tokens[: fresh.done]
+        cache.insert(entry(tokens, cache))
+        seen.append(tokens)
+        assert cache._used == sum(len(e.token_ids) for e in cache._entries.values()) <= limit
