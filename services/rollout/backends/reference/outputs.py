@@ -63,15 +63,16 @@ class Outputs:
         """
         if not slots:
             return []
-        rows = torch.tensor(slots, device=self._tokens.device)
-        low, high = min(first for first, _ in extents), max(end for _, end in extents)
-        tokens = self._tokens[rows, low:high].tolist()
-        logprobs = self._logprobs[rows, low:high].tolist()
-        plain = self._logprobs_t1[rows, low:high].tolist() if any(tempered) else logprobs
+        device, limit = self._tokens.device, self._tokens.shape[1] - 1
+        longest = max(end - first for first, end in extents)
+        firsts = torch.tensor([first for first, _ in extents], device=device)
+        columns = (firsts[:, None] + torch.arange(longest, device=device)).clamp_(max=limit)
+        place = (torch.tensor(slots, device=device)[:, None], columns)
+        tokens, logprobs = self._tokens[place].tolist(), self._logprobs[place].tolist()
+        plain = self._logprobs_t1[place].tolist() if any(tempered) else logprobs
         written = []
         for row, (first, end) in enumerate(extents):
-            span = slice(first - low, end - low)
-            drawn = tuple(logprobs[row][span])
-            both = tuple(plain[row][span]) if tempered[row] else drawn
-            written.append(Written(tuple(tokens[row][span]), drawn, both))
+            drawn = tuple(logprobs[row][: end - first])
+            both = tuple(plain[row][: end - first]) if tempered[row] else drawn
+            written.append(Written(tuple(tokens[row][: end - first]), drawn, both))
         return written
