@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from contextlib import aclosing
 
 import pytest
@@ -168,6 +169,17 @@ async def test_bad_fields_are_named(
         await complete(engine, request_of("a", prompt, **settings))
     assert raised.value.metadata["field"] == field
     await complete(engine, request_of("a", [1]))  # and the engine goes on
+
+
+async def test_no_samples_and_ranks_that_are_not_there_are_refused(
+    qwen3: Model, start_engine: StartEngine
+) -> None:
+    engine = await start_engine(model=str(qwen3.directory))
+    with pytest.raises(InvalidFieldError, match="sample_count"):
+        await asyncio.wait_for(complete(engine, request_of("a", [1], 0)), 20)
+    elsewhere = dataclasses.replace(request_of("a", [1]), dp_rank=3)
+    with pytest.raises(InvalidFieldError, match="dp_rank"):
+        await asyncio.wait_for(complete(engine, elsewhere), 20)
 
 
 async def test_too_long_too_many_and_twice_are_refused(

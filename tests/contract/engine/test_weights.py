@@ -108,6 +108,17 @@ async def test_what_was_not_prepared_cannot_be_committed(
         await engine.commit(record.version + 1, PauseMode.WAIT)
 
 
+async def test_of_many_prepared_versions_the_last_two_stay(
+    qwen3: Model, start_engine: StartEngine, tmp_path: Path
+) -> None:
+    engine = await start_engine()
+    store = WeightStore(tmp_path / "store", durable=False)
+    records = [import_checkpoint(store, qwen3.directory, None, 0) for _ in range(3)]
+    for record in reversed(records):
+        await engine.prepare(record.version, record.digest, record.directory)
+    assert engine.status().prepared_versions == (records[0].version, records[1].version)
+
+
 async def test_a_damaged_tensor_is_named_and_the_old_weights_go_on(
     versions: Versions, start_engine: StartEngine
 ) -> None:

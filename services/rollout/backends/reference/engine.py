@@ -75,7 +75,7 @@ class ReferenceEngine(Engine):
             await self._thread.call(partial(self._core.serve, model, weights))
 
     async def generate(self, generation: Generation) -> AsyncIterator[Delta]:
-        left = generation.sample_count
+        left = max(1, generation.sample_count)  # the core refuses 0: wait to hear it
         with self._stream(generation.request_id) as (key, outcomes):
             self._thread.post(partial(self._core.submit, key, generation), key)
             while left:
@@ -113,8 +113,9 @@ class ReferenceEngine(Engine):
         read = partial(load_version, self._model, self._dtype, self._device)
         model, weights = await self._load(partial(read, version, digest, directory))
         self._model = self._model or model
+        self._prepared.pop(version, None)
         self._prepared[version] = weights
-        for oldest in sorted(self._prepared)[:-PREPARED_LIMIT]:
+        for oldest in list(self._prepared)[:-PREPARED_LIMIT]:
             del self._prepared[oldest]
         self._prepare_seconds = time.monotonic() - began
 
