@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from sluice.router_client import outcome_of
 from sluice.runtime.channel import create_channel
 from sluice.runtime.errors import NotFoundError
 from sluice.runtime.security import SecurityConfig
+
+logger = logging.getLogger(__name__)
 
 SERVICE = "sluice.api.rollout.v1.EngineService"
 _LEAST_SECONDS = 0.001
@@ -179,6 +182,7 @@ class Proxy:
         """Ends the call with the engine's own error, unless another engine may be tried."""
         trip.outcome = Outcome(outcome_of(error.code()))
         metrics.PROXIED.labels(error.code().name).inc()
+        logger.info("engine %s: %s: %s", trip.engine, error.code().name, error.details())
         self._release(trip)  # before the caller hears of it
         if is_last or trip.outcome is not Outcome.CONNECT_ERROR:
             trailing = error.trailing_metadata() or ()

@@ -75,7 +75,7 @@ def _interceptors(security: SecurityConfig) -> list[grpc.aio.ServerInterceptor]:
 
 
 class Server:
-    """A server whose services are NOT_SERVING until `set_serving`.
+    """A server whose services are NOT_SERVING until `set_serving`. Raises ConfigError.
 
     Health answers "" = alive as soon as the port is open, a service's name = ready.
     """
@@ -85,6 +85,8 @@ class Server:
         self.waits = Waits()
         self.operations = Operations()
         self.port = 0
+        tls = config.security.tls
+        self._credentials = None if tls is None else server_credentials(tls)
         limit = config.max_message_bytes
         self.grpc_server = grpc.aio.server(
             interceptors=_interceptors(config.security),
@@ -123,14 +125,14 @@ class Server:
         return f"{self.config.host}:{self._metrics.port}"
 
     async def start(self) -> None:
-        """Open the ports. Raises RuntimeError when one is taken, ConfigError for bad files."""
+        """Open the ports. Raises RuntimeError when one is taken."""
         names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.grpc_server)
         listen, security = f"{self.config.host}:{self.config.port}", self.config.security
-        if security.tls is None:
+        if self._credentials is None:
             self.port = self.grpc_server.add_insecure_port(listen)
         else:
-            self.port = self.grpc_server.add_secure_port(listen, server_credentials(security.tls))
+            self.port = self.grpc_server.add_secure_port(listen, self._credentials)
         self._metrics = MetricsServer(self.config.host, self.config.metrics_port, security)
         await self._health.set("", SERVING)  # alive
         await self._set_services(NOT_SERVING)  # not ready

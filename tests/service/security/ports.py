@@ -77,7 +77,7 @@ def _scrape(address: str, security: SecurityConfig) -> str:
         return UNREACHABLE
 
 
-async def answers(call: grpc.aio.UnaryUnaryCall) -> str:
+async def answer_of(call: grpc.aio.UnaryUnaryCall) -> str:
     """`OK`, or code/reason of a call."""
     try:
         with typed_errors():

@@ -8,12 +8,16 @@ import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import psutil
 import pytest
 
+from services.trainer.config import TrainerConfig
 from sluice.client import TrainerClient
+from sluice.config import parse_config
 from sluice.runtime.security import SecurityConfig
+from sluice.runtime.server import ServerConfig
 from tests.e2e.conftest import ENVIRONMENT, Stack
 from tests.service.security.ports import (
     TOKEN_REFUSED,
@@ -112,6 +116,55 @@ async def test_a_loop_that_trusts_another_authority_says_so(trained: Stack, trus
     output, _ = await asyncio.to_thread(partial(training.process.communicate, timeout=60))
     assert training.process.returncode == 2
     assert "was not ready in 2 s: UNAVAILABLE" in output and "CERTIFICATE_VERIFY" in output
+
+
+async def ask_as_rank(stack: Stack, security: SecurityConfig, directory: Path) -> str:
+    """What a rank process of these credentials says in the end, started by hand."""
+    config = parse_config(
+        TrainerConfig,
+        {
+            "model": str(stack.run_dir / "model"),
+            "store": str(stack.run_dir / "store"),
+            "server": ServerConfig(security=security),
+        },
+    )
+    file = directory / "config.json"
+    file.write_text(config.model_dump_json())
+    front = known_ports(stack)[-1].address
+    rank = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services.trainer.rank", "--config", str(file), "--front", front),
+        env={**ENVIRONMENT, "RANK": "0", "WORLD_SIZE": "2"},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        _, said = await asyncio.wait_for(rank.communicate(), 60)
+    finally:
+        if rank.returncode is None:
+            rank.kill()
+            await rank.wait()
+    return said.decode()
+
+
+async def test_a_rank_proves_itself_to_the_front(
+    trained: Stack, trust: Trust, tmp_path: Path
+) -> None:
+    """The right one gets as far as being told that rank 0 is there already."""
+    wrong_token, stranger = trust.tokenless["wrong token"], trust.strangers["expired certificate"]
+    right, tokenless, strange = await asyncio.gather(
+        *(
+            ask_as_rank(trained, security, tmp_path_of(tmp_path, index))
+            for index, security in enumerate((trust.right, wrong_token, stranger))
+        )
+    )
+    assert "INVALID_ARGUMENT: rank: 0 is connected already" in right
+    assert "UNAUTHENTICATED" in tokenless
+    assert "UNAVAILABLE" in strange
+
+
+def tmp_path_of(parent: Path, index: int) -> Path:
+    path = parent / str(index)
+    path.mkdir()
+    return path
 
 
 def run_waits(stack: Stack, *flags: str) -> subprocess.CompletedProcess[str]:
