@@ -102,7 +102,8 @@ def _print_row(process: str, fault: str, outcome: Outcome) -> None:
     elif outcome.lost or outcome.doubled:
         result = f"FAILED lost={outcome.lost} doubled={outcome.doubled}"
     print(
-        f"{process:<10} {fault:<24} {outcome.starts:>6} {outcome.seconds:>8.1f}  {result}",
+        f"{process:<10} {fault:<24} {outcome.starts:>6} {outcome.returns:>7} "
+        f"{outcome.seconds:>7.1f}  {result}",
         flush=True,
     )
     if outcome.failure:
@@ -111,7 +112,9 @@ def _print_row(process: str, fault: str, outcome: Outcome) -> None:
 
 def _matrix(flags: argparse.Namespace, directory: Path) -> Totals:
     totals = Totals()
-    print(f"{'process':<10} {'killed after':<24} {'starts':>6} {'seconds':>8}  result")
+    print(
+        f"{'process':<10} {'killed after':<24} {'starts':>6} {'returns':>7} {'seconds':>7}  result"
+    )
     with running_stack(directory, wide_services, flags.seconds) as (stack, reference):
         _print_row("-", "undisturbed", reference)
         for fault in (*KILLS, *LOST_REPLIES):

@@ -28,6 +28,7 @@ from tools.fault_cases import Fault
 
 STEPS, GROUPS, SAMPLES = 5, 4, 4
 STOP_SECONDS = 60.0
+RETURN = "going back to the last cut"  # in the log of the loop
 
 
 class NotUpError(Exception):
@@ -36,10 +37,14 @@ class NotUpError(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to. `digests`: of the weights after each step, from the first on."""
+    """What a run came to. `digests`: of the weights after each step, from the first on.
+
+    `returns`: how often a loop that went on went back to its last cut.
+    """
 
     seconds: float
     starts: int = 1
+    returns: int = 0
     lost: int = 0
     doubled: int = 0
     hung: bool = False
@@ -197,6 +202,7 @@ class FaultRun:
     name: str
     seconds: float  # until it counts as hung
     starts: int = 0
+    returns: int = 0
 
     @property
     def directory(self) -> Path:
@@ -235,6 +241,7 @@ class FaultRun:
                 output, _ = process.communicate(timeout=max(left, 0.1))
             except subprocess.TimeoutExpired:
                 return self._ended(began, process, "")
+            self.returns += output.count(RETURN)
             if process.returncode == -signal.SIGKILL:
                 continue  # as a restart policy would
             if process.returncode != 0:
@@ -249,7 +256,8 @@ class FaultRun:
             process.kill()
             process.communicate()
         seconds = time.monotonic() - began
-        return Outcome(seconds, self.starts, lost=0 if hung else 1, hung=hung, failure=failure)
+        lost = 0 if hung else 1
+        return Outcome(seconds, self.starts, self.returns, lost, hung=hung, failure=failure)
 
     def _start(self) -> subprocess.Popen[str]:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -296,8 +304,10 @@ class FaultRun:
         found = {group.group_id for group in consumed}
         by_step = Counter(group.consumed_step for group in consumed)
         doubled = sum(max(0, count - GROUPS) for count in by_step.values())
-        lost = len(expected - found)
-        return Outcome(seconds, self.starts, lost, doubled + len(found - expected), digests=digests)
+        doubled += len(found - expected)
+        return Outcome(
+            seconds, self.starts, self.returns, len(expected - found), doubled, digests=digests
+        )
 
 
 def save_first_checkpoint(stack: Stack, seconds: float) -> str:
