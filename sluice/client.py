@@ -74,7 +74,14 @@ def typed_errors() -> Iterator[None]:
         status = rpc_status.from_call(error)  # type: ignore[arg-type]
         if status is not None:
             raise error_from_status(status) from None
-        raise RemoteError(error.code(), "", error.details() or "", {}) from None
+        details = error.details() or ""
+        raise RemoteError(error.code(), _reason_of(error.code(), details), details, {}) from None
+
+
+def _reason_of(code: grpc.StatusCode, details: str) -> str:
+    """grpc itself refuses messages beyond its limit, and knows no reasons."""
+    too_large = code is grpc.StatusCode.RESOURCE_EXHAUSTED and "message larger than" in details
+    return "MESSAGE_TOO_LARGE" if too_large else ""
 
 
 def new_request_id() -> str:

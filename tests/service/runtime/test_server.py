@@ -27,7 +27,7 @@ NAME = "sluice.api.trainer.v1.TrainerService"
 
 class Servicer(pb_grpc.TrainerServiceServicer):
     def __init__(self, server: Server) -> None:
-        self.server, self.gate = server, asyncio.Event()
+        self.server, self.gate, self.failure = server, asyncio.Event(), ""
 
     async def DeleteBatch(self, request, context):
         raise NotFoundError("batch", request.batch)
@@ -53,7 +53,7 @@ class Servicer(pb_grpc.TrainerServiceServicer):
             "the gate", on=["rank 1"], timeout=9, explain=lambda: "shut"
         ):
             await self.gate.wait()
-        return pb.GetTrainerResponse()
+        return pb.GetTrainerResponse(trainer=pb.Trainer(failure=self.failure))
 
     async def SaveCheckpoint(self, request, context):
         async def run():
@@ -150,13 +150,18 @@ async def test_a_method_left_out_is_unimplemented(served):
 
 
 async def test_oversize_message_is_refused():
-    server, _ = await running(ServerConfig(max_message_bytes=1024, drain_seconds=0.1))
+    server, servicer = await running(ServerConfig(max_message_bytes=1024, drain_seconds=0.1))
+    servicer.failure = "y" * 2048
+    servicer.gate.set()
     async with create_channel(server.address) as channel:
         stub = pb_grpc.TrainerServiceStub(channel)
         error = await refusal(stub.DeleteBatch(pb.DeleteBatchRequest(batch="x" * 2048)))
+        answer = await refusal(stub.GetTrainer(pb.GetTrainerRequest()))
         after = await refusal(stub.DeleteBatch(pb.DeleteBatchRequest(batch="x")))
     await server.stop()
-    assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    for refused in (error, answer):
+        assert refused.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert refused.reason == "MESSAGE_TOO_LARGE"
     assert after.reason == "BATCH_NOT_FOUND"  # the server goes on
 
 

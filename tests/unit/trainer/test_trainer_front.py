@@ -25,7 +25,7 @@ from sluice.api.common.v1 import wait_service_pb2
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.config import parse_config
-from sluice.runtime.errors import LoadingError, NotFoundError
+from sluice.runtime.errors import LoadingError, NotFoundError, QueueFullError
 from sluice.runtime.waits import Waits
 from tests.unit.trainer.ranks import ScriptedRank, ranks_config, until
 from tests.unit.trainer.rows import make_samples
@@ -51,6 +51,8 @@ class Stage:
             "store": str(path / "store"),
             "durable": False,
             "optim": {"max_consecutive_skips": 2},
+            "max_batches": 2,
+            "max_waiting_calls": 3,
             "ranks": ranks_config(count=1, max_restarts=3),
         }
         self.config = parse_config(TrainerConfig, values)
@@ -68,11 +70,11 @@ class Stage:
         self.rank = ScriptedRank(self.server.address, 0, 1, answer=self._answer)
         await until(lambda: self.trainer.ranks.state == trainer_pb.Trainer.STATE_ACTIVE)
 
-    async def upload(self) -> str:
+    async def upload(self, batch_id: str = "b") -> str:
         upload = self.trainer.begin_upload()
         for sample in make_samples([[3, 4], [5]]):
             upload.add_sample(sample)
-        return (await self.trainer.upload("b", upload.finish(), 3)).name
+        return (await self.trainer.upload(batch_id, upload.finish(), 3)).name
 
     def request(self, part_id: str, step: int = 0) -> GradientsRequest:
         return GradientsRequest(part_id, f"body of {part_id}", step, SFT, ())
@@ -299,3 +301,34 @@ async def test_pins_of_a_former_life_are_dropped_at_the_start(tmp_path: Path) ->
     await asyncio.gather(starting, return_exceptions=True)
     await stage.trainer.close()
     await stage.server.close()
+
+
+async def test_batches_beyond_the_limit_are_refused_until_one_is_deleted(stage: Stage) -> None:
+    first, _ = await stage.upload("a"), await stage.upload("b")
+    with pytest.raises(QueueFullError) as caught:
+        await stage.upload("c")
+    assert caught.value.metadata == {"limit": "2", "kind": "batches"}
+    await stage.trainer.delete(first)
+    assert await stage.upload("c") == "batches/c"
+
+
+async def test_calls_beyond_the_limit_are_refused_and_nothing_is_lost(stage: Stage) -> None:
+    batch, gate = await stage.upload(), asyncio.Event()
+
+    async def wait(name: str) -> pb.CommandResult:
+        await gate.wait()
+        return pb.CommandResult()
+
+    stage.script = wait
+    passes = [
+        asyncio.create_task(stage.trainer.forward_backward(batch, stage.request(part)))
+        for part in ("a", "b", "c")
+    ]
+    await until(lambda: "forward_backward" in stage.commands)
+    with pytest.raises(QueueFullError) as caught:
+        await stage.trainer.forward_backward(batch, stage.request("d"))
+    assert caught.value.metadata == {"limit": "3", "kind": "calls"}
+    gate.set()
+    await asyncio.gather(*passes)
+    await stage.trainer.forward_backward(batch, stage.request("d"))
+    assert list(stage.trainer.state.ledger.parts) == ["a", "b", "c", "d"]
