@@ -16,6 +16,7 @@ from services.trainer.backend import Row
 from services.trainer.backends.megatron import (
     checkpoint,
     forward,
+    head,
     model_config,
     parallel,
     stepping,
@@ -37,6 +38,7 @@ from tests.megatron.settings import NORMALIZER, OPTIM, SPEC, STEPS
 
 
 def open_backend(rank: int, world: int, arguments: dict[str, Any]) -> MegatronBackend:
+    head.MAX_LOGITS = arguments.get("max_logits", 1 << 26)
     layout = MegatronConfig(**{"dtype": "float32", **arguments["layout"]})
     config = TrainerConfig(
         model=arguments["model"],

@@ -1,4 +1,4 @@
-"""Every parallel layout gives the log-probs, gradients, steps and weights of transformers."""
+"""Every parallel layout gives the numbers of the reference backend: log-probs, gradients, steps."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ OPTIMIZERS = [
 
 
 @pytest.mark.parametrize(("family", "world", "layout"), LAYOUTS)
-def test_layout_equals_transformers(
+def test_layout_equals_the_reference(
     family: str,
     world: int,
     layout: dict[str, Any],
@@ -91,6 +91,27 @@ def test_layout_equals_transformers(
     assert logprob <= LOGPROB_TOLERANCE
     assert gradient <= GRADIENT_TOLERANCE
     _check_curve(answers, oracle, read_ranks(tmp_path, "weights"))
+
+
+@pytest.mark.parametrize(
+    ("family", "world", "layout"),
+    [
+        pytest.param("qwen3", 2, {"tensor": 2, "sequence_parallel": True}, id="TP2+SP"),
+        pytest.param("qwen3_tied", 2, {"tensor": 2}, id="tied-TP2", marks=fast),
+        pytest.param("qwen3_tied", 4, {"context": 2, "pipeline": 2}, id="tied-CP2xPP2"),
+    ],
+)
+def test_large_packs_never_have_all_logits(
+    family: str, world: int, layout: dict[str, Any], pool: Pool, expected: Any, tmp_path: Path
+) -> None:
+    oracle = expected(family)
+    layout = {"distributed_optimizer": False, **layout}
+    model = str(oracle.directory)
+    pool.run("parity", world, model=model, layout=layout, out=str(tmp_path), max_logits=0)
+    logprob = logprob_difference(read_ranks(tmp_path, "logprobs"), oracle.logprobs)
+    gradient = relative_difference(read_ranks(tmp_path, "gradients"), oracle.gradients)
+    assert logprob <= LOGPROB_TOLERANCE
+    assert gradient <= GRADIENT_TOLERANCE
 
 
 @pytest.mark.parametrize(("family", "world", "layout"), OPTIMIZERS)

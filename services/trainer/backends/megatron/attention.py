@@ -21,6 +21,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch.nn.attention.bias import causal_lower_right
 
+from sluice import platform
+
 
 @dataclass(frozen=True)
 class Run:
@@ -72,10 +74,10 @@ class PackAttention(MegatronModule):  # type: ignore[misc]
             key, value = both.index_select(0, pack.order).split(
                 (key.shape[-1], value.shape[-1]), dim=-1
             )
-        attend = self._attend_run if self.kernel is None or not query.is_cuda else None
-        if attend is None:
+        if self.kernel is not None:
             return self._attend_kernel(query, key, value, pack).flatten(2)
-        return torch.cat([attend(query, key, value, run) for run in pack.runs]).flatten(2)
+        parts = [self._attend_run(query, key, value, run) for run in pack.runs]
+        return torch.cat(parts).flatten(2)
 
     def _attend_run(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: Run
@@ -137,6 +139,8 @@ class _GatherTokens(torch.autograd.Function):
 @cache
 def _varlen_kernel() -> Callable[..., torch.Tensor] | None:
     """flash-attn's kernel for packs where it is installed; its causal mask is lower right."""
+    if platform.current().device_type != platform.CUDA.device_type:
+        return None
     if importlib.util.find_spec("flash_attn") is None:
         return None
     kernel: Callable[..., torch.Tensor] = importlib.import_module(

@@ -26,6 +26,7 @@ from services.trainer.backends.megatron import parallel  # noqa: E402
 from services.trainer.backends.megatron.batch import PackedBatch, check_tokens, pack_batch  # noqa: E402
 from services.trainer.backends.megatron.checkpoint import begin_save, describe, load  # noqa: E402
 from services.trainer.backends.megatron.config import MegatronConfig  # noqa: E402
+from services.trainer.backends.megatron.device import current_device  # noqa: E402
 from services.trainer.backends.megatron.export import write_shards  # noqa: E402
 from services.trainer.backends.megatron.forward import Passes  # noqa: E402
 from services.trainer.backends.megatron.policy import Policy, create_policy  # noqa: E402
@@ -34,7 +35,6 @@ from services.trainer.backends.megatron.results import share_responses, share_su
 from services.trainer.backends.megatron.saving import PendingSave  # noqa: E402
 from services.trainer.backends.megatron.stepping import Stepper  # noqa: E402
 from services.trainer.config import TrainerConfig  # noqa: E402
-from sluice import platform  # noqa: E402
 from sluice.algo.spec import LossSpec  # noqa: E402
 from sluice.weights.store import ShardFile  # noqa: E402
 
@@ -48,7 +48,7 @@ class MegatronBackend(TrainingBackend):
         self.mesh = mesh
         self._config = config
         self._layout = config.megatron
-        self._device = _current_device()
+        self._device = current_device()
         parallel.start(self._layout, seed=config.seed)
         self._policy = create_policy(Path(config.model), self._layout, device=self._device)
         self._stepper = Stepper(self._policy, self._layout, config.optim)
@@ -140,10 +140,3 @@ def _create_replay(policy: Policy, config: MegatronConfig) -> RoutingReplay | No
     if config.routing_replay == "off":
         return None
     return RoutingReplay(config.routing_replay, policy.models, policy.source, policy.config)
-
-
-def _current_device() -> torch.device:
-    chosen = platform.current()
-    if chosen.device_type == platform.CPU.device_type:
-        return chosen.device()
-    return torch.device(chosen.device_type, chosen.module.current_device())

@@ -22,10 +22,12 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from services.trainer.backends.megatron import upstream
 from services.trainer.backends.megatron.config import MegatronConfig
+from services.trainer.backends.megatron.device import on_cpu
 from services.trainer.backends.megatron.policy import Policy
 from services.trainer.backends.megatron.saving import PendingSave, ThreadSave
 from services.trainer.backends.megatron.stepping import Stepper
 from services.trainer.errors import CheckpointMismatchError
+from sluice import platform
 from sluice.durable import write_new
 
 DESCRIPTION = "sluice.json"
@@ -171,9 +173,8 @@ def _rng_object() -> ShardedObject:
         "cpu": torch.get_rng_state(),
         "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
-    device = torch.accelerator.current_accelerator()
-    if device is not None:
-        states["device"] = torch.get_device_module(device).get_rng_state()
+    if not on_cpu():
+        states["device"] = platform.current().module.get_rng_state()
     return ShardedObject("rng", states, (dist.get_world_size(),), (dist.get_rank(),))
 
 
@@ -182,5 +183,4 @@ def _restore_rng(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["cpu"])
     tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
     if "device" in states:
-        device = torch.accelerator.current_accelerator()
-        torch.get_device_module(device).set_rng_state(states["device"])
+        platform.current().module.set_rng_state(states["device"])

@@ -1,9 +1,10 @@
 """Megatron-Core on a CPU: its calls of the accelerator interface are answered by the CPU.
 
-Megatron 0.16 writes the device into its code: `torch.cuda.current_device()`, tensors made with
-`device="cuda"`, `Tensor.cuda()`, and type names such as "torch.cuda.FloatTensor". None of its
-options changes that. So on a CPU every module of Megatron finds, under its name `torch`, an
-object that is torch but for these answers. Only what Megatron was seen to call is here.
+Megatron 0.16 writes one maker's device into its code: it asks that interface of torch for the
+current device, names it when it makes tensors, moves tensors there, and sorts gradients by the
+names of its tensor types. None of its options changes that. So on a CPU every module of Megatron
+finds, under its name `torch`, an object that is torch but for these answers. Only what Megatron
+was seen to call is here.
 
 The answers stay inside Megatron's modules on purpose: functions of torch replaced for the whole
 process break others without any error (with `torch.tensor` wrapped, transformers no longer

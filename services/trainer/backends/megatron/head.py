@@ -1,7 +1,7 @@
 """The end of the model: hidden states to log-probs of response tokens, or to values.
 
-The logits of a pack never exist: the output layer hands the hidden states on, and
-`linear_logprobs` makes log-probs of the response tokens from them and the layer's weight.
+The output layer hands the hidden states on; log-probs of the response tokens are made from them
+and the layer's weight. Logits of a large pack never exist, those of a small one are cheap to keep.
 """
 
 from __future__ import annotations
@@ -12,13 +12,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 
 from services.trainer.backends.megatron.batch import PackedBatch
 from services.trainer.backends.megatron.value_head import ValueHead, find_output_layer
 from sluice.algo.collectives import Collectives
 from sluice.algo.linear_logprobs import linear_logprobs
-from sluice.algo.logprobs import EntropyMode, VocabShard
+from sluice.algo.logprobs import EntropyMode, VocabShard, token_logprobs
+
+MAX_LOGITS = 1 << 26  # entries of one rank; more are made in chunks, once more in backward
 
 
 @dataclass(frozen=True)
@@ -51,14 +56,16 @@ class OutputHead:
         if self.gives_values:
             local = output[0].index_select(0, batch.local_predictors)[:, 0]
             return ResponseOutputs(_over_context(local[:, None], batch)[:, 0], None)
-        logprobs, entropies = linear_logprobs(
-            output[0].index_select(0, batch.local_predictors),
-            self._weight(),
-            batch.targets,
-            temperature=temperature,
-            entropy=entropy,
-            vocab=self._shard(),
-        )
+        hidden_LH, weight_VH = output[0].index_select(0, batch.local_predictors), self._weight()
+        options: Any = {"temperature": temperature, "entropy": entropy, "vocab": self._shard()}
+        if len(hidden_LH) * len(weight_VH) <= MAX_LOGITS:
+            whole_LH = copy_to_tensor_model_parallel_region(hidden_LH)  # its gradient is summed
+            logits_LV = torch.nn.functional.linear(whole_LH, weight_VH)
+            logprobs, entropies = token_logprobs(
+                logits_LV, batch.targets, reuse_logits=True, **options
+            )
+        else:
+            logprobs, entropies = linear_logprobs(hidden_LH, weight_VH, batch.targets, **options)
         if entropy == "off":
             return ResponseOutputs(_over_context(logprobs[:, None], batch)[:, 0], None)
         both = _over_context(torch.stack((logprobs, entropies), dim=1), batch)

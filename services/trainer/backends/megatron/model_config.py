@@ -13,8 +13,8 @@ from transformers import AutoConfig
 
 from services.trainer.backends.megatron import upstream
 from services.trainer.backends.megatron.config import MegatronConfig
+from services.trainer.backends.megatron.device import on_cpu
 from services.trainer.backends.megatron.layout import LayoutError
-from sluice import platform
 from sluice.weights.rules import ModelShape, WeightMap, family_of, padded_rows, read_shape
 
 DTYPES = {
@@ -154,7 +154,6 @@ def _numerics(config: MegatronConfig) -> dict[str, Any]:
 
 
 def _parallelism(config: MegatronConfig) -> dict[str, Any]:
-    on_cpu = platform.current().device_type == platform.CPU.device_type
     interleaved = config.virtual_pipeline > 1
     return {
         "tensor_model_parallel_size": config.tensor,
@@ -170,7 +169,7 @@ def _parallelism(config: MegatronConfig) -> dict[str, Any]:
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         # gloo still reads an output that was sent off when Megatron frees it: wrong numbers.
-        "deallocate_pipeline_outputs": not (interleaved and on_cpu),
+        "deallocate_pipeline_outputs": not (interleaved and on_cpu()),
     }
 
 

@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from services.trainer.backend import Row
 from services.trainer.backends.megatron.batch import PackedBatch
+from services.trainer.backends.megatron.device import any_rank
 from services.trainer.backends.megatron.model_config import ModelSource
 from services.trainer.backends.megatron.value_head import find_decoder
 
@@ -127,10 +128,7 @@ class RoutingReplay:
 
     def _check(self, rows: Sequence[Row]) -> None:
         faults = [fault for fault in map(self._fault_of, rows) if fault]
-        device = torch.accelerator.current_accelerator() or torch.device("cpu")
-        flag = torch.tensor(float(bool(faults)), device=device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        if flag.item():
+        if any_rank(bool(faults)):
             raise RoutingMissingError(faults[0] if faults else "rows of another rank lack experts")
 
     def _fault_of(self, row: Row) -> str:

@@ -29,6 +29,8 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
+from services.trainer.backends.megatron.device import any_rank
+
 
 class CheckpointWriteError(OSError):
     """Files of a checkpoint could not be written in time."""
@@ -128,7 +130,7 @@ class PendingSave:
         """
         self._thread.join(timeout)
         failed = self._thread.is_alive() or self._error is not None
-        if _any_rank(failed):
+        if any_rank(failed):
             raise CheckpointWriteError(
                 f"checkpoint {self._directory.name!r} was not written"
                 + (f": {self._error}" if self._error else "")
@@ -141,10 +143,3 @@ class PendingSave:
             self._request.async_fn(*self._request.async_fn_args)
         except (OSError, RuntimeError) as error:
             self._error = error
-
-
-def _any_rank(failed: bool) -> bool:
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    flag = torch.tensor(float(failed), device=device)
-    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
-    return bool(flag.item())

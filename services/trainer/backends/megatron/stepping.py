@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -14,6 +12,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from services.trainer.backend import StepOutcome
 from services.trainer.backends.megatron import upstream
 from services.trainer.backends.megatron.config import MegatronConfig
+from services.trainer.backends.megatron.device import any_rank
 from services.trainer.backends.megatron.policy import Policy
 from services.trainer.config import OptimConfig
 
@@ -58,7 +57,9 @@ class Stepper:
         self.reduce(normalizer)
         overflow = self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
-        applied = self._all_finite(not overflow and math.isfinite(norm))
+        # Ranks agree, whatever part of the norm each has seen. Left alone, Megatron steps on
+        # non-finite gradients unless it scales losses, as it only does in float16.
+        applied = not any_rank(overflow or not math.isfinite(norm))
         rate = self._settings.learning_rate if learning_rate is None else learning_rate
         if applied:
             self._clip(norm)
@@ -91,11 +92,3 @@ class Stepper:
             parameters = [] if part.is_stub_optimizer else part.get_parameters()
             if parameters:
                 clip_grad_by_total_norm_fp32(parameters, self._settings.max_grad_norm, norm, False)
-
-    def _all_finite(self, here: bool) -> bool:
-        """Ranks agree, whatever part of the norm each has seen. Megatron itself would step on
-        non-finite gradients unless it scales losses, as it only does in float16."""
-        device = next(self._chunks[0].parameters()).device
-        flag = torch.tensor(float(here), device=device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-        return bool(flag.item())

@@ -32,11 +32,16 @@ class MegatronVersionError(ImportError):
 
 @cache
 def load() -> ModuleType:
-    """Import `megatron.core`, adapted to the CPU where there is no accelerator."""
+    """Import `megatron.core`, adapted to the device where that is not the one it is written for.
+
+    Raises MegatronVersionError.
+    """
     # It tells at every start that TransformerEngine and Apex are missing.
     warnings.filterwarnings("ignore", module=r"megatron\.core|.*megatron\.cpu")
     if platform.current().device_type == platform.CPU.device_type:
         cpu.install()
+    elif platform.current().device_type == platform.NPU.device_type:
+        importlib.import_module("torch_npu.contrib.transfer_to_npu")  # the vendor's own adapter
     core = importlib.import_module("megatron.core")
     if core.__version__ != VERSION:
         raise MegatronVersionError(f"megatron-core {VERSION} is needed, found {core.__version__}")
