@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -122,7 +122,7 @@ class Engine(ABC):
         """Start serving; with a configured model the weights are loaded as version 0."""
 
     @abstractmethod
-    def generate(self, generation: Generation) -> AsyncIterator[Delta]:
+    def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
         """Deltas of all samples as they come; closing the iterator aborts the request.
 
         The request begins with the first `anext`, which raises NoWeightsError without weights,

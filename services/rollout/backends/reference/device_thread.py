@@ -8,7 +8,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from sluice.runtime.errors import ServiceError
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-IDLE_SECONDS = 1.0  # how often an idle thread looks whether the process ends
+IDLE_SECONDS = 1.0  # longest wait for commands in one go
 CLOSE_SECONDS = 60.0  # longest step that close waits for
 
 Outbox = list[tuple[int, Outcome]]
@@ -37,6 +37,20 @@ class Command:
     when_quiet: bool = False
 
 
+class _Reporting:
+    """Hands whatever ends the block, or None, to `report`; nothing gets lost with a thread."""
+
+    def __init__(self, report: Callable[[BaseException | None], object]) -> None:
+        self._report = report
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        self._report(error)
+        return True
+
+
 class DeviceThread:
     """Its methods belong to the event loop; `deliver` and `ended` are called there too."""
 
@@ -47,7 +61,6 @@ class DeviceThread:
         ended: Callable[[EngineFailedError], None],
     ) -> None:
         self._core, self._deliver, self._ended = core, deliver, ended
-        self._pool = ThreadPoolExecutor(1, "engine-device")
         self._inbox: queue.SimpleQueue[list[Command]] = queue.SimpleQueue()
         self._unsent: list[Command] = []  # of this turn of the event loop
         self._open: set[Future[Any]] = set()
@@ -58,8 +71,10 @@ class DeviceThread:
 
     def start(self, loop: asyncio.AbstractEventLoop, threads: int) -> None:
         self._loop, self._failure = loop, None
-        run = self._pool.submit(self._run, threads)
-        run.add_done_callback(lambda done: loop.call_soon_threadsafe(self._end, done))
+        # `close` ends it; as a daemon it does not hold up a process that ends without.
+        threading.Thread(
+            target=self._main, args=(threads,), name="engine-device", daemon=True
+        ).start()
 
     def post(self, run: Callable[[], None], key: int) -> None:
         """Run before the next step; a ServiceError is delivered under `key`."""
@@ -83,7 +98,6 @@ class DeviceThread:
         if self._failure is None:
             self._send(Command(self._set_closing))
             await asyncio.wait_for(self._finished.wait(), CLOSE_SECONDS)
-        self._pool.shutdown(wait=False)
 
     def _send(self, command: Command) -> None:
         """Commands of one turn of the event loop travel together, so that requests that come
@@ -98,8 +112,7 @@ class DeviceThread:
         unsent, self._unsent = self._unsent, []
         self._inbox.put(unsent)
 
-    def _end(self, run: Future[None]) -> None:
-        error = run.exception()
+    def _end(self, error: BaseException | None) -> None:
         if error is not None:
             logger.error("a step of the engine raised", exc_info=error)
         why = "the engine is closed" if error is None else f"a step raised {error!r}"
@@ -112,9 +125,13 @@ class DeviceThread:
 
     # Below: on the device thread.
 
-    def _run(self, threads: int) -> None:
-        torch.set_num_threads(threads)
-        while not self._closing and threading.main_thread().is_alive():
+    def _main(self, threads: int) -> None:
+        with _Reporting(lambda error: self._loop.call_soon_threadsafe(self._end, error)):
+            torch.set_num_threads(threads)
+            self._run()
+
+    def _run(self) -> None:
+        while not self._closing:
             for command in self._take():
                 if command.when_quiet:
                     self._quiet.append(command)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -74,7 +74,7 @@ class ReferenceEngine(Engine):
             self._model = model
             await self._thread.call(partial(self._core.serve, model, weights))
 
-    async def generate(self, generation: Generation) -> AsyncIterator[Delta]:
+    async def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
         left = max(1, generation.sample_count)  # the core refuses 0: wait to hear it
         with self._stream(generation.request_id) as (key, outcomes):
             self._thread.post(partial(self._core.submit, key, generation), key)
