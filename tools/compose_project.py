@@ -37,7 +37,7 @@ def wait_until(what: str, check: Callable[[], T | None], seconds: float) -> T:
     while not (value := check()):
         if time.monotonic() > deadline:
             raise ComposeError(f"waited {seconds:g} s for {what}")
-        time.sleep(0.3)
+        time.sleep(0.5)
     return value
 
 
@@ -108,21 +108,28 @@ class Project:
                 raise ComposeError(f"down left {kind[0]} behind: {left.decode().split()}")
 
     def container(self, service: str) -> Container:
-        found = self.compose("--profile", "*", "ps", "-a", "-q", service).split()
-        if len(found) != 1:
-            raise ComposeError(f"{service} has {len(found)} containers")
-        return Container(json.loads(run(["docker", "inspect", found[0]]))[0])
+        return Container(json.loads(run(["docker", "inspect", self._name_of(service)]))[0])
 
     def read(self, service: str, path: str) -> str:
         """A file of a service's container, running or not; "" where there is none."""
-        (container,) = self.compose("--profile", "*", "ps", "-a", "-q", service).split()
         try:
-            packed = run(["docker", "cp", f"{container}:{path}", "-"])
+            packed = run(["docker", "cp", f"{self._name_of(service)}:{path}", "-"])
         except ComposeError:
             return ""
         with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
             content = archive.extractfile(archive.getmembers()[0])
             return "" if content is None else content.read().decode()
+
+    def logs(self, service: str, lines: int = 20) -> str:
+        """The end of what a service's container wrote."""
+        command = ["docker", "logs", "--tail", str(lines), self._name_of(service)]
+        ended = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60, check=False
+        )
+        return ended.stdout.decode(errors="replace")
+
+    def _name_of(self, service: str) -> str:
+        return f"{self.name}-{service}-1"
 
     def kill(self, service: str, seconds: float) -> None:
         """kill -9 its main process, as a crash would, and wait until it has recovered.

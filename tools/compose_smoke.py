@@ -52,6 +52,7 @@ MOVED = [  # a run leaves none of these at 0
     "sluice_router_leases_total",
     "sluice_router_releases_total",
 ]
+MAX_LOOP_RESTARTS = 5
 PATIENCE = 300.0  # seconds, for anything on a busy machine
 NO_TORCH = (
     "import importlib.util, os, sys;"
@@ -107,25 +108,29 @@ def rewards(project: Project) -> list[float]:
     return [row["reward_mean"] for row in rows if "reward_mean" in row]
 
 
+def wait_for_steps(project: Project, count: int) -> None:
+    """Until the run has `count` steps more."""
+    target = len(rewards(project)) + count
+
+    def are_done() -> bool:
+        if project.container("loop").restarts > MAX_LOOP_RESTARTS:
+            raise ComposeError("the loop ends again and again")
+        return len(rewards(project)) >= target
+
+    wait_until(f"step {target} of the run", are_done, PATIENCE)
+
+
 def train_and_kill(project: Project, window: int) -> float:
     """Run the loop profile; meanwhile every container loses its main process once."""
     project.compose("--profile", "loop", "up", "-d", "--no-build", "loop")
     for service in KILLS:
-        seen = len(rewards(project))
-        wait_until(
-            f"steps before {service} is killed",
-            lambda seen=seen: len(rewards(project)) >= seen + 4,  # type: ignore[misc]
-            PATIENCE,
-        )
+        wait_for_steps(project, 4)
         project.kill(service, PATIENCE)
-    loop = wait_until(
-        "the end of the run",
-        lambda: c if (c := project.container("loop")).has_ended else None,
-        2 * PATIENCE,
+    wait_until(
+        "the end of the run", lambda: project.container("loop").has_ended or None, 2 * PATIENCE
     )
-    if loop.exit_code:
-        said = project.compose("--profile", "loop", "logs", "--no-log-prefix", "loop")
-        raise ComposeError(f"the loop ended with {loop.exit_code}: {said[-2000:]}")
+    if code := project.container("loop").exit_code:
+        raise ComposeError(f"the loop ended with {code}")
     last = rewards(project)[-window:]
     return sum(last) / len(last)
 
@@ -246,6 +251,8 @@ def main() -> int:
     try:
         line = smoke(project)
     except ComposeError as error:
+        for service in ("router", "trainer", "rollout-0", "rollout-1", "loop", "prometheus"):
+            print(f"--- {service}\n{project.logs(service)}", file=sys.stderr)
         print(f"compose-smoke: {error}", file=sys.stderr)
         return 1
     finally:
