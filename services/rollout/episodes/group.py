@@ -13,17 +13,24 @@ import numpy as np
 
 from services.rollout import metrics
 from services.rollout.engine import Delta, Sampling
-from services.rollout.environments.environment import Response, Reward, Task, TaskRequest
+from services.rollout.environments.environment import (
+    Response,
+    Reward,
+    Task,
+    TaskError,
+    TaskRequest,
+)
 from services.rollout.environments.pool import EnvironmentFailedError
 from services.rollout.environments.runner import Runner
 from services.rollout.episodes.sampler import Prompt, Sampler
 from services.rollout.episodes.spool import Spool
-from services.rollout.episodes.tokenizer import TextTokenizer
 from services.rollout.wire import VersionBounds
 from sluice.runtime.errors import DeadlineError
 from sluice.runtime.waits import Waits
 from sluice.samples.blobs import BlobReference
+from sluice.samples.chat_template import ChatTemplateError
 from sluice.samples.sample import Sample
+from sluice.samples.tokenizer import TextTokenizer
 
 THREAD_CHARACTERS = 20_000  # texts longer than this are tokenised off the event loop
 THREAD_TOKENS = 20_000
@@ -133,7 +140,10 @@ class GroupRunner:
 
     def _encode(self, task: Task) -> list[int]:
         if task.messages:
-            return self._tokenizer.encode_chat(task.messages)
+            try:
+                return self._tokenizer.encode_chat(task.messages)
+            except ChatTemplateError as error:
+                raise TaskError("messages", str(error)) from None
         return self._tokenizer.encode(task.prompt, special=True)
 
     async def _responses(self, deltas: Sequence[Delta]) -> list[Response]:

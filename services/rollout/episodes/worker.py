@@ -14,10 +14,10 @@ from services.rollout.episodes.rollouts import Rollouts
 from services.rollout.episodes.sampler import Sampler
 from services.rollout.episodes.servicer import RolloutServicer
 from services.rollout.episodes.spool import Spool
-from services.rollout.episodes.tokenizer import TextTokenizer
 from sluice.config import ConfigError
 from sluice.runtime.waits import Waits
 from sluice.samples.blobs import BlobStore
+from sluice.samples.tokenizer import TextTokenizer
 
 
 class EpisodeWorker:

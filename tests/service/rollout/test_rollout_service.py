@@ -10,12 +10,12 @@ import grpc
 import numpy as np
 import pytest
 
-from services.rollout.episodes.tokenizer import TextTokenizer
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.client import RemoteError, RouterClient, error_from_status
 from sluice.samples.blobs import BlobStore
 from sluice.samples.columns import validate_sample
+from sluice.samples.tokenizer import TextTokenizer
 from tests.service.rollout.harness import (
     Episodes,
     Models,

@@ -13,21 +13,13 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from services.rollout.environments.environment import TaskError
 
-
-class NoChatTemplateError(TaskError):
-    """Messages were given, but the tokenizer has no chat template."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__("messages", message)
-
-
-class ChatTemplateError(TaskError):
+class ChatTemplateError(ValueError):
     """The template refuses these messages."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__("messages", message)
+
+class NoChatTemplateError(ChatTemplateError):
+    """Messages were given, but the tokenizer has no chat template."""
 
 
 class _Generation(jinja2.ext.Extension):
@@ -56,14 +48,23 @@ class ChatTemplate:
         self._template = environment.from_string(source)
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The conversation and the opening of the assistant's turn. Raises ChatTemplateError."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        opening: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The conversation and, if `opening`, how the assistant's turn begins.
+
+        Raises ChatTemplateError.
+        """
         try:
             return self._template.render(
                 messages=list(messages),
-                tools=None,
+                tools=tools,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=opening,
                 **self._special_tokens,
             )
         except jinja2.TemplateError as error:

@@ -1,6 +1,6 @@
 """Text to token ids and back, by `tokenizers` and the model's chat template alone.
 
-Importing transformers costs seconds of processor time; an episode worker needs none of it.
+Importing transformers costs seconds of processor time; episode workers and loops need none of it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from services.rollout.episodes.chat_template import ChatTemplate, NoChatTemplateError
 from sluice.config import ConfigError
+from sluice.samples.chat_template import ChatTemplate, NoChatTemplateError
 
 
 class TextTokenizer:
@@ -45,9 +45,19 @@ class TextTokenizer:
 
         Raises NoChatTemplateError, or ChatTemplateError for messages the template refuses.
         """
+        return self.encode(self.chat_template.render(messages), special=False)
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """Raises NoChatTemplateError."""
         if self._template is None:
             raise NoChatTemplateError("the tokenizer has no chat template; use plain prompts")
-        return self.encode(self._template.render(messages), special=False)
+        return self._template
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[int]]:
+        """Ids, without what a model expects around a text, and where in it each token begins."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return encoding.ids, [first for first, _ in encoding.offsets]
 
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         """Texts without special tokens."""

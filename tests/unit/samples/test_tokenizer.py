@@ -10,13 +10,13 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
-from services.rollout.episodes.chat_template import (
+from sluice.config import ConfigError
+from sluice.samples.chat_template import (
     ChatTemplate,
     ChatTemplateError,
     NoChatTemplateError,
 )
-from services.rollout.episodes.tokenizer import TextTokenizer
-from sluice.config import ConfigError
+from sluice.samples.tokenizer import TextTokenizer
 
 TEMPLATE = """{{ bos_token }}{% for message in messages %}
     {%- if message.role not in ('system', 'user', 'assistant') %}
