@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import grpc
+import numpy as np
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -74,13 +75,18 @@ def open_pool(name: str) -> None:
     with_values(REFUSALS, (name,), Refusal)
 
 
-def count_grant(pool: str, grant: Grant) -> None:
+def given_leases(pool: str) -> tuple[Counter, ...]:
+    """A pool's counters of leases, in the order of DECISIONS."""
+    return tuple(LEASES.labels(pool, decision) for decision in DECISIONS)
+
+
+def count_grant(given: Sequence[Counter], grant: Grant) -> None:
     """Count leases by how they were decided."""
-    queued = int((grant.targets == QUEUED_TARGET).sum())
+    queued = int(np.count_nonzero(grant.targets == QUEUED_TARGET))
     placed = len(grant.targets) - queued - grant.session_count
-    for decision, count in zip(DECISIONS, (grant.session_count, placed, queued), strict=True):
+    for counter, count in zip(given, (grant.session_count, placed, queued), strict=True):
         if count:
-            LEASES.labels(pool, decision).inc(count)
+            counter.inc(count)
 
 
 class PoolCollector(Collector):

@@ -13,7 +13,7 @@ import numpy as np
 from services.router import metrics
 from services.router.config import RouterConfig
 from services.router.errors import LeasesRefusedError, TooManyPoolsError
-from services.router.wire import engine_to_proto
+from services.router.wire import duration, engine_to_proto
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.balance.routing import Grant, LeaseRequest, Pool, RefusedError
 
@@ -35,6 +35,9 @@ class PoolRoom:
         self._epoch = pool.epoch
         self._engines: tuple[int, list[pb.Engine]] = (-1, [])
         metrics.open_pool(name)
+        self.ttl = duration(pool.config.client_ttl)
+        self.releases = metrics.RELEASES.labels(name)
+        self._given = metrics.given_leases(name)
 
     def settle(self) -> None:
         """Wake those who wait for what just happened."""
@@ -64,7 +67,7 @@ class PoolRoom:
             raise LeasesRefusedError(refused, self.name) from None
         finally:
             self.settle()
-        metrics.count_grant(self.name, grant)
+        metrics.count_grant(self._given, grant)
         return grant
 
     @contextmanager

@@ -7,8 +7,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
+from google.protobuf import duration_pb2
 
 from services.router import metrics, wire
+from services.router.answers import Answers
 from services.router.episodes import EpisodeWorkers
 from services.router.pools import PoolRoom, Pools
 from sluice.api.router.v1 import router_service_pb2 as pb
@@ -18,7 +20,8 @@ from sluice.runtime.errors import InvalidFieldError, NotFoundError
 from sluice.runtime.idempotency import RequestLog
 from sluice.runtime.waits import Waits
 
-_REMEMBERED_REQUESTS = 256
+_REMEMBERED_REQUESTS = 1024
+_TARGET_INDICES = pb.AcquireLeasesResponse.TARGET_INDICES_FIELD_NUMBER
 _LONGEST_WAIT = 600.0  # seconds
 _NOTHING = LeaseRequest(count=0, needs=Needs(), may_wait=True)
 
@@ -29,6 +32,7 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
     def __init__(self, pools: Pools, episodes: EpisodeWorkers, waits: Waits) -> None:
         self._pools, self._episodes, self._waits = pools, episodes, waits
         self._requests = RequestLog(_REMEMBERED_REQUESTS)
+        self._answers = Answers(_REMEMBERED_REQUESTS)
 
     async def close(self) -> None:
         await self._requests.close()
@@ -102,9 +106,15 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
     async def AcquireLeases(
         self, request: pb.AcquireLeasesRequest, context: Any
     ) -> pb.AcquireLeasesResponse:
-        return await self._requests.once(
-            request.request_id, request, lambda: self._acquire(request)
-        )
+        if request.request_id and _seconds(request.max_wait) > 0:  # a repeat joins the wait
+            return await self._requests.once(
+                request.request_id, request, lambda: self._acquire(request)
+            )
+        response = self._answers.find(request)
+        if response is None:
+            response = await self._acquire(request)
+            self._answers.remember(request, response)
+        return response
 
     async def RenewLeases(
         self, request: pb.RenewLeasesRequest, context: Any
@@ -120,7 +130,7 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
         bound = targets >= 0
         return pb.RenewLeasesResponse(
             void_lease_ids=renewal.unknown.tolist(),
-            ttl=wire.duration(room.pool.config.client_ttl),
+            ttl=room.ttl,
             adopted_count=renewal.adopted_count,
             dropped_count=renewal.dropped_count,
             bound_lease_ids=waiting[bound].tolist(),
@@ -145,27 +155,25 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
             request.engine_id,
             wire.reports_from_proto(request),
             self._pools.clock(),
-            seconds_per_token=request.time_per_token.ToNanoseconds() / 1e9,
-            age=max(request.age.ToNanoseconds() / 1e9, 0.0),
+            seconds_per_token=_seconds(request.time_per_token),
+            age=max(_seconds(request.age), 0.0),
         )
         room.settle()
         return pb.ReportLoadResponse(known=True)
 
     async def _acquire(self, request: pb.AcquireLeasesRequest) -> pb.AcquireLeasesResponse:
         wanted = wire.request_from_proto(request) if request.count else _NOTHING
-        ids, outcomes, tokens = wire.release_columns(request)
+        ids, outcomes, tokens = wire.released_from_proto(request.released)
         room, client = self._pools.room(request.pool), request.client_id
         if len(ids):
             count = room.pool.release(
                 client, ids, self._pools.clock(), outcomes=outcomes, output_tokens=tokens
             )
-            metrics.RELEASES.labels(room.name).inc(count)
+            room.releases.inc(count)
         grant = room.acquire(client, wanted)
-        response = pb.AcquireLeasesResponse(
-            first_lease_id=grant.first_id,
-            target_indices=np.maximum(grant.targets, -1).tolist(),
-            ttl=wire.duration(room.pool.config.client_ttl),
-        )
+        response = pb.AcquireLeasesResponse(first_lease_id=grant.first_id, ttl=room.ttl)
+        targets = np.maximum(grant.targets, -1)
+        response.MergeFromString(wire.write_column(_TARGET_INDICES, targets))
         if not (request.count and (grant.targets != QUEUED).any()):
             await self._wait(room, request)
         for lease, target in room.pool.collect(client):
@@ -178,7 +186,7 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
 
     async def _wait(self, room: PoolRoom, request: pb.AcquireLeasesRequest) -> None:
         """Until a waiting lease of the client has a target, or max_wait is over."""
-        client, seconds = request.client_id, request.max_wait.ToNanoseconds() / 1e9
+        client, seconds = request.client_id, _seconds(request.max_wait)
         if seconds <= 0 or room.closed:
             return
         if room.pool.has_news(client) or not room.pool.waits(client):
@@ -195,3 +203,7 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
                     await bound.wait()
             except TimeoutError:
                 return  # they go on waiting; the client asks again
+
+
+def _seconds(duration: duration_pb2.Duration) -> float:
+    return duration.seconds + duration.nanos / 1e9

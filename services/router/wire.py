@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
+from typing import Any
 
 import numpy as np
 from google.protobuf import duration_pb2
@@ -19,6 +20,7 @@ from sluice.balance.routing import (
     Held,
     LeaseRequest,
     Needs,
+    Outcome,
     RankReport,
 )
 from sluice.runtime.errors import InvalidFieldError
@@ -27,6 +29,7 @@ IntArray = NDArray[np.int64]
 
 MAX_COUNT = 65_536  # leases of one call
 MAX_DP_SIZE = 4_096
+_OK = int(Outcome.OK)
 _STATES = {
     EngineState.ACTIVE: pb.ENGINE_STATE_ACTIVE,
     EngineState.DRAINING: pb.ENGINE_STATE_DRAINING,
@@ -171,18 +174,70 @@ def int_column(values: Sequence[int]) -> IntArray:
     return np.fromiter(values, dtype=np.int64, count=len(values))
 
 
-def release_columns(
-    request: pb.AcquireLeasesRequest,
-) -> tuple[IntArray, IntArray | None, IntArray | None]:
-    """Ids, outcomes and token counts of the leases given back."""
-    ids = int_column(request.released_lease_ids)
-    _check_length("released_outcomes", request.released_outcomes, len(ids))
-    _check_length("released_token_counts", request.released_token_counts, len(ids))
-    outcomes = int_column(request.released_outcomes) if len(request.released_outcomes) else None
-    tokens = request.released_token_counts
-    return ids, outcomes, int_column(tokens) if len(tokens) else None
+def released_from_proto(
+    released: pb.ReleasedLeases,
+) -> tuple[IntArray, NDArray[Any], NDArray[Any] | None]:
+    """Ids, outcomes (OK where the column is empty) and token counts (None) of leases given back.
+
+    Raises InvalidFieldError naming the column that does not fit.
+    """
+    columns = read_columns(released.SerializeToString())
+    ids = np.frombuffer(columns.get(1, b""), dtype="<i8").astype(np.int64)
+    outcomes: NDArray[Any] = np.full(len(ids), _OK, np.uint8)
+    tokens: NDArray[Any] | None = None
+    if 2 in columns:
+        data = columns[2]  # packed varints: of one byte each, unless a newer client has more
+        one_byte = len(data) == len(released.outcomes)
+        outcomes = np.frombuffer(data, np.uint8) if one_byte else int_column(released.outcomes)
+        _check_length("released.outcomes", outcomes, len(ids))
+    if 3 in columns:
+        tokens = np.frombuffer(columns[3], dtype="<i4")
+        _check_length("released.token_counts", tokens, len(ids))
+    return ids, outcomes, tokens
 
 
-def _check_length(name: str, column: Sequence[object], count: int) -> None:
+def read_columns(data: bytes) -> dict[int, bytes]:
+    """Packed fields of a serialized message that has no others, by field number.
+
+    The columns of thousands of leases become arrays without an object for each value.
+    """
+    columns: dict[int, bytes] = {}
+    at = 0
+    while at < len(data):
+        tag, at = _read_varint(data, at)
+        length, at = _read_varint(data, at)
+        assert tag & 7 == 2, "only packed fields"
+        columns[tag >> 3] = data[at : at + length]
+        at += length
+    return columns
+
+
+def write_column(field: int, values: NDArray[np.int32]) -> bytes:
+    """A packed sfixed32 field, to be merged into a message."""
+    data = values.astype("<i4").tobytes()
+    return _varint(field << 3 | 2) + _varint(len(data)) + data
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+
+
+def _varint(value: int) -> bytes:
+    data = bytearray()
+    while value > 0x7F:
+        data.append(value & 0x7F | 0x80)
+        value >>= 7
+    data.append(value)
+    return bytes(data)
+
+
+def _check_length(name: str, column: Sized, count: int) -> None:
     if len(column) not in (0, count):
         raise InvalidFieldError(name, f"must be empty or have {count} entries")

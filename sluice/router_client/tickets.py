@@ -30,8 +30,18 @@ class Returned:
         self.outcomes.append(outcome)
         self.tokens.append(tokens)
 
+    def to_proto(self) -> pb.ReleasedLeases:
+        """Columns that say nothing are left out."""
+        said = any(tokens >= 0 for tokens in self.tokens)
+        return pb.ReleasedLeases(
+            lease_ids=self.ids,
+            outcomes=() if self.outcomes.count(pb.OUTCOME_OK) == len(self.ids) else self.outcomes,
+            token_counts=self.tokens if said else (),
+        )
+
     def take_back(self, request: pb.AcquireLeasesRequest) -> None:
         """The call failed: what it gave back goes with the next one."""
-        self.ids += request.released_lease_ids
-        self.outcomes += request.released_outcomes
-        self.tokens += request.released_token_counts
+        ids = request.released.lease_ids
+        self.ids += ids
+        self.outcomes += request.released.outcomes or [pb.OUTCOME_OK] * len(ids)
+        self.tokens += request.released.token_counts or [-1] * len(ids)

@@ -76,73 +76,78 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, token: str | None = None) -> None:
         self._token = token
+        self._handlers: dict[str, grpc.RpcMethodHandler] = {}  # made once per method
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
+        known = self._handlers.get(details.method)
+        if known is not None:
+            return known
         handler = await continuation(details)
         if handler is None:
             return handler
-        metadata = {str(key): value for key, value in details.invocation_metadata or ()}
-        call = _Call(details.method, handler, self._is_allowed(details.method, metadata))
-        logs.request_id.set(str(metadata.get("x-request-id", "-")))
+        method = _Method(details.method, handler, self._token)
         factory = {
             (False, False): grpc.unary_unary_rpc_method_handler,
             (False, True): grpc.unary_stream_rpc_method_handler,
             (True, False): grpc.stream_unary_rpc_method_handler,
             (True, True): grpc.stream_stream_rpc_method_handler,
         }[handler.request_streaming, handler.response_streaming]
-        return factory(
-            call.stream if handler.response_streaming else call.unary,
+        self._handlers[details.method] = factory(
+            method.stream if handler.response_streaming else method.unary,
             request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )
-
-    def _is_allowed(self, method: str, metadata: dict[str, Any]) -> bool:
-        if self._token is None or method.startswith("/grpc.health."):
-            return True
-        given = str(metadata.get("authorization", ""))
-        return hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode())
+        return self._handlers[details.method]
 
 
-class _Call:
-    """One RPC with its handler."""
+class _Method:
+    """What is done around every call of one method."""
 
-    def __init__(self, method: str, handler: grpc.RpcMethodHandler, allowed: bool) -> None:
-        self._method, self._allowed = method, allowed
+    def __init__(self, method: str, handler: grpc.RpcMethodHandler, token: str | None) -> None:
+        self._method = method
+        self._token = None if method.startswith("/grpc.health.") else token
         kind = ("stream" if handler.request_streaming else "unary") + (
             "_stream" if handler.response_streaming else "_unary"
         )
         self._behavior = getattr(handler, kind)
         self._streams_in = handler.request_streaming
-        self._code = grpc.StatusCode.OK
+        self._running = RPCS_RUNNING.labels(method)
+        self._answered = RPC_SECONDS.labels(method, grpc.StatusCode.OK.name)
 
     async def unary(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
-        start = self._begin()
+        start, failure = self._begin(), None
         try:
-            return await self._behavior(self._check(request), context)
+            return await self._behavior(self._check(request, context), context)
         except BaseException as error:  # noqa: BLE001 - ends in the client's status or is raised
+            failure = error
             await self._fail(error, context)
         finally:
-            self._measure(start)
+            self._measure(start, failure)
 
     async def stream(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        start = self._begin()
+        start, failure = self._begin(), None
         try:
-            async for response in self._behavior(self._check(request), context):
+            async for response in self._behavior(self._check(request, context), context):
                 yield response
         except GeneratorExit:
             raise
         except BaseException as error:  # noqa: BLE001
+            failure = error
             await self._fail(error, context)
         finally:
-            self._measure(start)
+            self._measure(start, failure)
 
-    def _check(self, request: Any) -> Any:
-        if not self._allowed:
-            raise UnauthenticatedError(f"{self._method} needs a valid bearer token")
+    def _check(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        metadata = dict(context.invocation_metadata() or ())
+        logs.request_id.set(str(metadata.get("x-request-id", "-")))
+        if self._token is not None:
+            given = str(metadata.get("authorization", ""))
+            if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+                raise UnauthenticatedError(f"{self._method} needs a valid bearer token")
         if self._streams_in:
             return _checked(request)
         check_required(request)
@@ -150,29 +155,40 @@ class _Call:
 
     async def _fail(self, error: BaseException, context: grpc.aio.ServicerContext) -> NoReturn:
         if isinstance(error, ServiceError):
-            self._code = error.code
             logger.info("%s: %s %s", self._method, error.reason, error)
             await context.abort_with_status(rpc_status.to_status(error.to_status()))
         if isinstance(error, grpc.aio.AbortError | asyncio.CancelledError):
-            self._code = grpc.StatusCode.CANCELLED
             raise error
         if isinstance(error, NotImplementedError):  # what generated servicers raise
-            self._code = grpc.StatusCode.UNIMPLEMENTED
-            await context.abort(self._code, f"{self._method} is not implemented")
+            await context.abort(_code_of(error), f"{self._method} is not implemented")
         if not isinstance(error, Exception):
             raise error
-        self._code = grpc.StatusCode.INTERNAL
         logger.error("%s failed", self._method, exc_info=error)
         status = status_pb2.Status(
-            code=self._code.value[0], message=f"{type(error).__name__} in {self._method}"
+            code=_code_of(error).value[0], message=f"{type(error).__name__} in {self._method}"
         )
         await context.abort_with_status(rpc_status.to_status(status))
         raise AssertionError("abort returns never")
 
     def _begin(self) -> float:
-        RPCS_RUNNING.labels(self._method).inc()
+        self._running.inc()
         return time.perf_counter()
 
-    def _measure(self, start: float) -> None:
-        RPCS_RUNNING.labels(self._method).dec()
-        RPC_SECONDS.labels(self._method, self._code.name).observe(time.perf_counter() - start)
+    def _measure(self, start: float, failure: BaseException | None) -> None:
+        self._running.dec()
+        seconds = time.perf_counter() - start
+        if failure is None:
+            self._answered.observe(seconds)
+        else:
+            RPC_SECONDS.labels(self._method, _code_of(failure).name).observe(seconds)
+
+
+def _code_of(error: BaseException) -> grpc.StatusCode:
+    """The status a call ends with that raised `error`."""
+    if isinstance(error, ServiceError):
+        return error.code
+    if isinstance(error, grpc.aio.AbortError | asyncio.CancelledError):
+        return grpc.StatusCode.CANCELLED
+    if isinstance(error, NotImplementedError):
+        return grpc.StatusCode.UNIMPLEMENTED
+    return grpc.StatusCode.INTERNAL

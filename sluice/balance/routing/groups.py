@@ -1,8 +1,9 @@
-"""What is known of groups: how long their samples run, and where their siblings are."""
+"""What is known of groups: how long their samples run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,6 @@ class GroupTable:
         self._slots: dict[str, int] = {}
         self._keys: list[str | None] = []
         self._free: list[int] = []
-        self._siblings: list[list[IntArray]] = []  # targets given to earlier samples
         self.mean_tokens = 0.0  # of recently finished samples, of any group
         self.seconds_per_token = 0.02  # of groups' first finished samples
         self._used = np.zeros(0)  # float64[slot]: last use; inf where the slot is free
@@ -36,15 +36,18 @@ class GroupTable:
     def __len__(self) -> int:
         return len(self._slots)
 
-    def slots(self, keys: Sequence[str], now: float) -> IntArray:
-        """int64[n]: slots of `keys`, taken where new; NO_GROUP for an empty key."""
-        known = [self._slots.get(key, NO_GROUP) for key in keys]
-        slots = np.asarray(known, dtype=np.int64)
-        if NO_GROUP in known:
-            self._take([key for key in dict.fromkeys(keys) if key and key not in self._slots])
-            slots[:] = [self._slots[key] if key else NO_GROUP for key in keys]
-        self._used[slots[slots >= 0]] = now
-        return slots
+    def slots(self, keys: Sequence[str], now: float) -> tuple[IntArray, bool]:
+        """int64[n]: slots of `keys`, taken where new; NO_GROUP for an empty key. And whether
+        all are new."""
+        known = list(map(self._slots.get, keys))
+        all_new = not any(known) and known.count(None) == len(known)
+        if None in known:
+            new = keys if all_new else [k for k, s in zip(keys, known, strict=True) if s is None]
+            self._take([key for key in dict.fromkeys(new) if key])
+            known = [self._slots[key] if key else NO_GROUP for key in keys]
+        slots = np.array(known, dtype=np.int64)
+        self._used[slots if "" not in keys else slots[slots >= 0]] = now
+        return slots, all_new
 
     def expect(self, slots: IntArray, tokens: FloatArray) -> None:
         """Take the caller's expectations of output tokens per sample; NaN says nothing."""
@@ -68,23 +71,16 @@ class GroupTable:
         if self._slots:
             np.add.at(self.live, slots[slots >= 0], 1)
 
-    def start(self, slots: IntArray, targets: IntArray, now: float) -> None:
-        """Note that a sample of slots[i] was bound to targets[i]; slots may be NO_GROUP."""
+    def start(self, slots: IntArray, now: float) -> None:
+        """Note that samples of these groups were bound; slots may be NO_GROUP."""
         if not self._slots:
             return
         grouped = slots >= 0
         if not grouped.all():
-            slots, targets = slots[grouped], targets[grouped]
-        if not len(slots):
-            return
+            slots = slots[grouped]
         self.started[slots[np.isnan(self.started[slots])]] = now
-        ends = [*(np.flatnonzero(slots[1:] != slots[:-1]) + 1).tolist(), len(slots)]
-        start = 0
-        for slot, end in zip(slots[np.asarray(ends) - 1].tolist(), ends, strict=True):
-            self._siblings[slot].append(targets[start:end])
-            start = end
 
-    def finish(self, slots: IntArray, tokens: FloatArray | None, now: float) -> None:
+    def finish(self, slots: IntArray, tokens: NDArray[Any] | None, now: float) -> None:
         """Note samples that ended; tokens[i] < 0 says nothing was learnt."""
         if not self._slots:
             return
@@ -107,22 +103,13 @@ class GroupTable:
         np.add.at(self.tokens, slots, tokens)
         np.add.at(self.finished, slots, 1.0)
 
-    def _learn_pace(self, slots: IntArray, tokens: FloatArray, now: float) -> None:
+    def _learn_pace(self, slots: IntArray, tokens: NDArray[Any], now: float) -> None:
         share = 1.0 - (1.0 - _PACE_SHARE) ** len(tokens) if self.mean_tokens else 1.0
         self.mean_tokens += share * (float(tokens.sum()) / len(tokens) - self.mean_tokens)
-        first = (self.finished[slots] == 0) & (tokens > 0) & (self.started[slots] < now)
-        count = int(first.sum())
-        if count:
-            pace = float(((now - self.started[slots[first]]) / tokens[first]).mean())
-            share = 1.0 - (1.0 - _PACE_SHARE) ** count
-            self.seconds_per_token += share * (pace - self.seconds_per_token)
-
-    def sibling_counts(self, slot: int, target_count: int) -> IntArray | None:
-        """int64[target_count]: samples of the group given to each target; None if none."""
-        targets = self._siblings[slot]
-        if not targets:
-            return None
-        return np.bincount(np.concatenate(targets), minlength=target_count)
+        slot, count = int(slots[0]), float(tokens[0])  # one of a batch tells enough
+        age = now - float(self.started[slot])
+        if count > 0 and age > 0 and self.finished[slot] == 0:
+            self.seconds_per_token += _PACE_SHARE * (age / count - self.seconds_per_token)
 
     def expire(self, now: float) -> int:
         """Forget groups that are idle and hold no lease; returns how many."""
@@ -132,7 +119,6 @@ class GroupTable:
             assert key is not None
             del self._slots[key]
             self._keys[slot] = None
-            self._siblings[slot] = []
             self._free.append(slot)
         self._used[idle] = np.inf
         return len(idle)
@@ -153,7 +139,6 @@ class GroupTable:
         size = len(self._keys)
         more = max(64, size)
         self._keys += [None] * more
-        self._siblings += [[] for _ in range(more)]
         self._free += range(size + more - 1, size - 1, -1)
         pad = np.zeros(more)
         self._used = np.concatenate([self._used, np.full(more, np.inf)])

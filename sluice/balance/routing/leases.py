@@ -116,15 +116,16 @@ class LeaseTable:
             live[index] = entry is not None and entry[1] == client
         return live
 
-    def release(self, client: int, ids: IntArray) -> tuple[Leases, NDArray[np.bool_]]:
-        """Forget live leases of `client`; returns their columns and bool[n]: which ids they were.
+    def release(self, client: int, ids: IntArray) -> tuple[Leases, NDArray[np.bool_] | None]:
+        """Forget live leases of `client`; returns their columns, and bool[n]: which ids they
+        were, or None for all of them, granted by this table.
 
         An id that is not a live lease of `client`, or appears a second time, counts for nothing.
         """
-        live = self.is_live(client, ids)
-        if len(ids) > 1 and not bool((ids[1:] > ids[:-1]).all()):
-            live &= _first_occurrence(ids)
-        released = self._forget(ids if live.all() else ids[live])
+        released, live = self._release_recent(client, ids), None
+        if released is None:
+            live = self.is_live(client, ids) & _first_occurrence(ids)
+            released = self._forget(ids[live])
         if held := self._held.get(client):
             held.live -= len(released)
             if held.live <= 0:
@@ -132,6 +133,20 @@ class LeaseTable:
             elif held.size > 2 * held.live + _FIRST_WINDOW:
                 self._trim(client, held)
         return released, live
+
+    def _release_recent(self, client: int, ids: IntArray) -> Leases | None:
+        """What most releases are: live leases in the window, once each; None for others."""
+        where = ids - self._base
+        if not len(ids) or where.min() < 0 or where.max() >= self.next_id - self._base:
+            return None
+        columns = self._columns[:, where]
+        if not ((columns[0] != FREE) & (columns[1] == client)).all():
+            return None
+        if len(ids) > 1 and not (where[1:] > where[:-1]).all() and len(np.unique(where)) < len(ids):
+            return None
+        self._columns[0, where] = FREE
+        self.live_count -= len(ids)
+        return Leases(ids, columns[0], columns[2], columns[3])
 
     def release_client(self, client: int) -> Leases:
         """Forget all leases of `client`, in time proportional to their number."""
@@ -154,6 +169,14 @@ class LeaseTable:
         ids = np.concatenate([inside + self._base, _int64(i for i, _ in old)])
         clients = np.concatenate([self._columns[1, inside], _int64(c for _, c in old)])
         return ids, clients.astype(np.int64)
+
+    def targets_of_group(self, group: int) -> IntArray:
+        """int64[n]: targets of the group's bound leases; scans the table."""
+        size = self.next_id - self._base
+        targets = self._columns[0, :size][self._columns[3, :size] == group]
+        old = [entry[0] for entry in self._old.values() if entry[3] == group]
+        found = np.concatenate([targets, np.asarray(old, dtype=np.int64)])
+        return found[found >= 0]
 
     def _forget(self, ids: IntArray) -> Leases:
         columns = self._gather(ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,13 +40,14 @@ class Placement:
         self._targets = tables.targets
         self._sessions = tables.sessions
         self._groups = tables.groups
+        self._leases = tables.leases
         self._rng = rng
         self._base = max(round(config.step_base / config.step_per_request), 1)
         self._policy = create_policy(config.policy, self._base)
         self._by_key = config.policy == "cache_aware"
 
     def spread(
-        self, fleet: Fleet, groups: IntArray, expected: FloatArray, keys: list[str] | None
+        self, fleet: Fleet, groups: IntArray, expected: FloatArray | None, keys: list[str] | None
     ) -> IntArray:
         """Targets for len(groups) leases, int64[n], QUEUED for those beyond the free slots.
 
@@ -55,8 +57,10 @@ class Placement:
         count = len(groups)
         hints = PlaceHints(affinity=keys, avoid=self._siblings(groups))
         targets = self._policy.place(fleet, count, self._rng, hints)
-        if len(targets) == count and (count == 1 or np.isnan(expected).all()):
+        if len(targets) == count and (count == 1 or expected is None or np.isnan(expected).all()):
             return targets
+        if expected is None:
+            expected = np.full(count, np.nan)
         placed = np.full(count, QUEUED, dtype=np.int64)
         order = self._order(groups, expected) if not keys else np.arange(count)
         placed[order[: len(targets)]] = targets
@@ -74,7 +78,7 @@ class Placement:
             self._sessions.place(slot, target)
         return targets
 
-    def sticky(self, request: LeaseRequest, expected: FloatArray, now: float) -> Sticky:
+    def sticky(self, request: LeaseRequest, expected: FloatArray | None, now: float) -> Sticky:
         """Look up (or open) the sessions of a request; those that must move are taken off."""
         targets = np.full(request.count, QUEUED, dtype=np.int64)
         slots = np.full(request.count, NO_SESSION, dtype=np.int64)
@@ -88,7 +92,8 @@ class Placement:
             slot = self._sessions.open(key, now)
             slots[index] = slot
             prefix = 0 if request.prefix_tokens is None else int(request.prefix_tokens[index])
-            if self._keeps(slot, fleet, request, float(expected[index]), prefix):
+            length = math.nan if expected is None else float(expected[index])
+            if self._keeps(slot, fleet, request, length, prefix):
                 targets[index] = self._sessions.target(slot)
             else:
                 self._sessions.place(slot, UNPLACED)
@@ -137,10 +142,12 @@ class Placement:
         return np.where(fleet.limit > 0, seconds, np.inf)
 
     def _siblings(self, groups: IntArray) -> IntArray | None:
+        """int64[m]: live siblings per target, for a request of one group known before."""
         first = int(groups[0]) if len(groups) else NO_GROUP
-        if first == NO_GROUP or int(groups[-1]) != first:
+        if first == NO_GROUP or int(groups[-1]) != first or not self._groups.live[first]:
             return None
-        return self._groups.sibling_counts(first, len(self._targets))
+        targets = self._leases.targets_of_group(first)
+        return np.bincount(targets, minlength=len(self._targets)) if len(targets) else None
 
     def _order(self, groups: IntArray, expected: FloatArray) -> IntArray:
         """Indices of leases, the most urgent first; ties in the order they came."""
@@ -153,10 +160,12 @@ class Placement:
         length = np.where(known, expected, self._groups.mean_tokens)
         return np.lexsort((-length, ~probe))
 
-    def expected(self, request: LeaseRequest, groups: IntArray) -> FloatArray:
-        """float64[count]: expected tokens of each lease, NaN unknown."""
+    def expected(self, request: LeaseRequest, groups: IntArray, all_new: bool) -> FloatArray | None:
+        """float64[count]: expected tokens of each lease, NaN unknown; None: nothing is known."""
         given = request.expected_tokens
         if given is None:
+            if all_new:
+                return None
             given = np.full(request.count, np.nan)
         grouped = groups >= 0
         if not grouped.any() or not self._groups.knows_any(groups[grouped]):

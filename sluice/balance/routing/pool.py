@@ -35,6 +35,7 @@ from sluice.balance.routing.waiting import WaitingRoom
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
+_FIRST_FAILURE, _LAST_FAILURE = int(Outcome.CONNECT_ERROR), int(Outcome.TIMEOUT)
 _FORGET_AFTER = 10  # engine TTLs without a heartbeat
 
 
@@ -144,21 +145,23 @@ class Pool:
     def acquire(self, client: str, request: LeaseRequest, now: float) -> Grant:
         """Lease `request.count` targets. Raises RefusedError; nothing is charged then."""
         row = self.tables.clients.touch(client, now)
-        groups = self._group_slots(request, now)
-        expected = self._placement.expected(request, groups)
+        groups, all_new = self._group_slots(request, now)
+        expected = self._placement.expected(request, groups, all_new)
         sticky = self._placement.sticky(request, expected, now)
-        admit(self.tables, self.waiting, row, request, int((sticky.targets == QUEUED).sum()))
-        self.tables.charge(sticky.targets, groups, now)
         targets = sticky.targets
-        followed = int((targets != QUEUED).sum())
-        if self._goes_at_once(request, len(targets) - followed):
+        followed = int((targets != QUEUED).sum()) if request.sessions else 0
+        admit(self.tables, self.waiting, row, request, request.count - followed)
+        if followed:
+            self.tables.charge(targets, groups, now)
+        if self._goes_at_once(request, request.count - followed):
             self._place(request, sticky, groups, expected, now)
         first = self.tables.leases.grant(row.slot, targets, sticky.sessions, groups)
         self.tables.sessions.hold(sticky.sessions)
         self.tables.groups.hold(groups)
         wait = np.flatnonzero(targets == QUEUED)
         if len(wait):
-            self.waiting.add(row, first + wait, groups[wait], expected[wait], request.needs, now)
+            lengths = np.full(len(wait), np.nan) if expected is None else expected[wait]
+            self.waiting.add(row, first + wait, groups[wait], lengths, request.needs, now)
             self.waiting.dispatch(now)
             self._tell(row, first, targets)
         return Grant(first_id=first, targets=targets, session_count=followed)
@@ -174,19 +177,20 @@ class Pool:
     ) -> int:
         """Give leases back, queued ones included; returns how many were live.
 
-        outcomes int64[n]: Outcome per id; output_tokens int64[n]: -1 unknown. An id that is not
-        a live lease of the client changes nothing.
+        outcomes int[n]: Outcome per id; output_tokens int[n]: -1 unknown. An id that is not a
+        live lease of the client changes nothing.
         """
         row = self.tables.clients.touch(client, now)
         released, live = self.tables.leases.release(row.slot, ids)
-        strange = ~live | (ids < self.tables.leases.first_id)
-        if strange.any():
+        if live is not None:
+            strange = ~live | (ids < self.tables.leases.first_id)
             self._returned.add(ids[strange].tolist())
+            outcomes = None if outcomes is None else outcomes[live]
+            output_tokens = None if output_tokens is None else output_tokens[live]
         if outcomes is not None:
-            self._record(released, outcomes[live], now)
-        tokens = None if output_tokens is None else output_tokens[live].astype(np.float64)
-        self.tables.give_back(released, row, now, tokens)
-        if tokens is not None:
+            self._record(released, outcomes, now)
+        self.tables.give_back(released, row, now, output_tokens)
+        if output_tokens is not None:
             self.waiting.learnt(released.groups)
         self.waiting.dispatch(now)
         return len(released)
@@ -279,15 +283,17 @@ class Pool:
                 self.remove(engine.spec.name, now)
         return lost
 
-    def _group_slots(self, request: LeaseRequest, now: float) -> IntArray:
+    def _group_slots(self, request: LeaseRequest, now: float) -> tuple[IntArray, bool]:
+        """int64[count]: group slots or NO_GROUP; and whether nothing is known of any."""
         if not request.groups or not request.count:
-            return np.full(request.count, NO_GROUP, dtype=np.int64)
-        keys, sizes = zip(*((key, size) for key, size in request.groups if size), strict=True)
-        slots = self.tables.groups.slots(keys, now)
+            return np.full(request.count, NO_GROUP, dtype=np.int64), True
+        keys, sizes = zip(*[(key, size) for key, size in request.groups if size], strict=True)
+        slots, all_new = self.tables.groups.slots(keys, now)
         if request.expected_tokens is not None:
+            all_new = False
             firsts = np.cumsum(sizes) - sizes
             self.tables.groups.expect(slots, request.expected_tokens[firsts])
-        return np.repeat(slots, sizes)
+        return np.repeat(slots, sizes), all_new
 
     def _goes_at_once(self, request: LeaseRequest, count: int) -> bool:
         """Whether `count` leases need no queue: none waits before them and all have a slot."""
@@ -312,7 +318,7 @@ class Pool:
         request: LeaseRequest,
         sticky: Sticky,
         groups: IntArray,
-        expected: FloatArray,
+        expected: FloatArray | None,
         now: float,
     ) -> None:
         """Fill in sticky.targets as far as there are free slots, charging them."""
@@ -323,17 +329,20 @@ class Pool:
             for leases, target in zip(sticky.fresh.values(), chosen.tolist(), strict=False):
                 targets[leases] = target
                 self.tables.charge(targets[leases], groups[leases], now)
-        rest = np.flatnonzero((targets == QUEUED) & (sticky.sessions < 0))
+        rest = np.arange(request.count)
+        if request.sessions:
+            rest = np.flatnonzero((targets == QUEUED) & (sticky.sessions < 0))
         if len(rest):
             fleet = self.tables.targets.fleet_without(request.needs, request.excluded)
             keys = self._placement.affinity(request, rest)
-            targets[rest] = self._placement.spread(fleet, groups[rest], expected[rest], keys)
+            lengths = None if expected is None else expected[rest]
+            targets[rest] = self._placement.spread(fleet, groups[rest], lengths, keys)
             self.tables.charge(targets[rest], groups[rest], now)
 
     def _record(self, released: Leases, outcomes: IntArray, now: float) -> None:
         """Tell breakers; successes only where one would change something."""
         table = self.tables.targets
-        failed = (outcomes >= Outcome.CONNECT_ERROR) & (outcomes <= Outcome.TIMEOUT)
+        failed = (outcomes >= _FIRST_FAILURE) & (outcomes <= _LAST_FAILURE)
         if not table.watched and not failed.any():
             return
         told = (outcomes != Outcome.UNKNOWN) & (released.targets >= 0)

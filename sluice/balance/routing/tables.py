@@ -46,10 +46,10 @@ class Tables:
         if not len(targets):
             return
         self.targets.charge(targets)
-        self.groups.start(groups, targets, now)
+        self.groups.start(groups, now)
 
     def give_back(
-        self, leases: Leases, row: ClientRow, now: float, tokens: FloatArray | None = None
+        self, leases: Leases, row: ClientRow, now: float, tokens: IntArray | None = None
     ) -> None:
         """Undo the charges of leases just released; tokens float64[n], negative unknown."""
         if not len(leases):

@@ -93,9 +93,8 @@ class WaitingRoom:
         rest = np.flatnonzero(single)
         if len(rest):
             groups = columns.groups[rest]
-            unknown = np.full(len(rest), np.nan)  # they are in order already
             fleet = self._tables.targets.fleet(needs)
-            targets[rest] = self._placement.spread(fleet, groups, unknown, None)
+            targets[rest] = self._placement.spread(fleet, groups, None, None)  # in order already
             self._tables.charge(targets[rest], groups, now)
         for index in np.flatnonzero(targets == QUEUED).tolist():  # a session took its slot
             lane.push(int(ids[index]), int(columns.groups[index]), np.nan, now)
@@ -128,8 +127,7 @@ class WaitingRoom:
             if columns.sessions[0] != NO_SESSION:
                 targets = self._placement.open_sessions(slow.fleet, columns.sessions.tolist())
             else:
-                unknown = np.array([np.nan])
-                targets = self._placement.spread(slow.fleet, columns.groups, unknown, None)
+                targets = self._placement.spread(slow.fleet, columns.groups, None, None)
             tables.charge(targets, columns.groups, now)
             self._bind(ids, targets)
             bound += 1

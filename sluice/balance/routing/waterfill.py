@@ -8,7 +8,6 @@ level, so taking the n smallest keys equals n greedy picks, each charged before 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +16,8 @@ IntArray = NDArray[np.int64]
 
 _LEVELS = 1 << 32  # above every load
 _NEVER = np.iinfo(np.int64).max
-_CANDIDATES = 4  # looked at per lease drawn
+_FEW = 16
+_CANDIDATES = 4  # looked at per lease drawn, to find an engine for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,10 @@ class Fleet:
         starts: IntArray,
         slowdown: IntArray,
     ) -> Fleet:
-        room = np.maximum(limit - load, 0)
-        is_even = bool((slowdown == slowdown[0]).all()) if len(slowdown) else True
-        free = int(room.sum())
-        return cls(load, limit, engine_of, starts, slowdown, room, free, is_even)
+        room = limit - load
+        np.maximum(room, 0, out=room)
+        is_even = not len(slowdown) or bool((slowdown == slowdown[0]).all())
+        return cls(load, limit, engine_of, starts, slowdown, room, int(room.sum()), is_even)
 
 
 def place_level(
@@ -90,7 +90,7 @@ def _lowest(fleet: Fleet, load: IntArray, room: IntArray, count: int, draw: _Dra
     added = _added(load, room, low)
     missing = count - int(added.sum())
     ties = np.flatnonzero((load + added == high - 1) & (added < room))
-    added[draw(ties, missing)] += 1
+    added[draw.any_of(ties, missing)] += 1
     return added
 
 
@@ -199,17 +199,45 @@ class _Draw:
         self._fleet, self._rng, self._avoid = fleet, rng, avoid
 
     def __call__(self, ties: IntArray, count: int) -> IntArray:
-        """`count` of `ties`, in the order in which they are best dealt out."""
+        """`count` of `ties` (ascending), in the order in which they are best dealt out."""
         key = self._rng.random(len(ties))
         if self._avoid is not None:
             key += self._avoid[ties]
         if count == 1:
             return ties[[int(key.argmin())]]
-        some = _CANDIDATES * count
-        if some < len(ties):  # enough to find an engine for each
-            chosen = key.argpartition(some)[:some]
-            ties, key = ties[chosen], key[chosen]
-        return ties[_spread(self._fleet.engine_of[ties], np.floor(key), key)[:count]]
+        if self._avoid is not None:
+            return ties[key.argsort()[:count]]
+        some = (_CANDIDATES if count <= _FEW else 2) * count
+        if some < len(ties):
+            ties = ties[key.argpartition(some)[:some]]
+        if count <= _FEW:
+            return self._first_of_engines(ties, count)
+        ties.sort()
+        return _by_turns(self._fleet, ties, self._rng)[:count]
+
+    def any_of(self, ties: IntArray, count: int) -> IntArray:
+        """`count` of `ties`, in no order."""
+        if count >= len(ties):
+            return ties
+        key = self._rng.random(len(ties))
+        if self._avoid is not None:
+            key += self._avoid[ties]
+        return ties[key.argpartition(count)[:count]]
+
+    def _first_of_engines(self, ties: IntArray, count: int) -> IntArray:
+        """The first of each engine, then the others; for a handful cheaper than sorting."""
+        seen: set[int] = set()
+        chosen, others = [], []
+        engines = self._fleet.engine_of[ties].tolist()
+        for target, engine in zip(ties.tolist(), engines, strict=True):
+            if engine in seen:
+                others.append(target)
+                continue
+            seen.add(engine)
+            chosen.append(target)
+            if len(chosen) == count:
+                break
+        return np.array((chosen + others)[:count])
 
 
 def deal(added: IntArray, fleet: Fleet, rng: np.random.Generator) -> IntArray:
@@ -218,22 +246,23 @@ def deal(added: IntArray, fleet: Fleet, rng: np.random.Generator) -> IntArray:
     Neighbours in this order are on different targets, and on different engines wherever a level
     holds several: dealing it out to the samples of a group in turn spreads the group.
     """
-    targets = np.repeat(np.arange(len(added)), added)
+    chosen = _by_turns(fleet, np.flatnonzero(added), rng)
+    if len(chosen) <= 1:
+        return np.repeat(chosen, added[chosen])
+    times, load = added[chosen], fleet.load[chosen]
+    place = np.repeat(np.arange(len(chosen)), times)
+    within = np.arange(len(place)) - np.repeat(np.cumsum(times) - times, times)
+    return chosen[place[((load[place] + within) * len(chosen) + place).argsort()]]
+
+
+def _by_turns(fleet: Fleet, targets: IntArray, rng: np.random.Generator) -> IntArray:
+    """`targets` (ascending) at random, but so that engines take turns."""
     if len(targets) <= 1:
         return targets
-    ends = np.cumsum(added)
-    within = np.arange(len(targets)) - np.repeat(ends - added, added)
-    level = fleet.load[targets] + within
-    return targets[_spread(fleet.engine_of[targets], level, rng.random(len(targets)))]
-
-
-def _spread(engine: IntArray, first: NDArray[Any], noise: NDArray[np.float64]) -> IntArray:
-    """Order by `first`, and where that is equal by turns over engines, otherwise by `noise`."""
-    engines = int(engine.max()) + 1
-    kind = first * engines + engine
-    order = np.argsort(kind + (noise - np.floor(noise)), kind="stable")
-    ordered = kind[order]
-    begins = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
-    turn = np.empty(len(order), dtype=np.int64)
-    turn[order] = np.arange(len(order)) - np.repeat(begins, np.diff(np.r_[begins, len(order)]))
-    return np.argsort(first * (int(turn.max()) + 1) + turn + (noise - np.floor(noise)))
+    engine = fleet.engine_of[targets]
+    shuffled = (engine + rng.random(len(targets))).argsort()  # within each engine
+    begins = np.flatnonzero(engine[1:] != engine[:-1]) + 1
+    first = np.zeros(len(targets), dtype=np.int64)
+    first[begins] = begins
+    turn = np.arange(len(targets)) - np.maximum.accumulate(first)
+    return targets[shuffled[(turn + rng.random(len(targets))).argsort()]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
@@ -162,6 +162,10 @@ async def eventually(check: Callable[[], bool], seconds: float = 5.0) -> None:
     async with asyncio.timeout(seconds):
         while not check():
             await asyncio.sleep(0.01)
+
+
+def released(ids: Iterable[int], **columns: object) -> pb.ReleasedLeases:
+    return pb.ReleasedLeases(lease_ids=ids, **columns)  # type: ignore[arg-type]
 
 
 def new_id() -> str:

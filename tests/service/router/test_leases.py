@@ -11,7 +11,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from sluice.api.router.v1 import router_service_pb2 as pb
-from tests.service.router.conftest import new_id
+from tests.service.router.conftest import new_id, released
 
 
 def reason(error: grpc.aio.AioRpcError) -> str:
@@ -37,9 +37,9 @@ async def test_releases_ride_along_and_count_once(router):
     await router.register("a", dp_size=2)
     first = await router.acquire("c", 6)
     ids = range(first.first_lease_id, first.first_lease_id + 6)
-    await router.acquire("c", 2, released_lease_ids=[*ids[:4], *ids[:4]])
+    await router.acquire("c", 2, released=released([*ids[:4], *ids[:4]]))
     assert router.leases_out() == 4
-    await router.acquire("other", 0, released_lease_ids=list(ids))  # not its leases
+    await router.acquire("other", 0, released=released(ids))  # not its leases
     assert router.leases_out() == 4
 
 
@@ -66,7 +66,7 @@ async def test_leases_beyond_the_credits_wait_for_a_release(router):
     waiting = asyncio.create_task(router.acquire("c", 0, **wait))
     await asyncio.sleep(0.05)
     assert not waiting.done()
-    answer = await router.acquire("c", 0, released_lease_ids=[other])
+    answer = await router.acquire("c", 0, released=released([other]))
     if not answer.bound_lease_ids:  # one of the two calls brings it
         answer = await waiting
     assert (list(answer.bound_lease_ids), list(answer.bound_target_indices)) == ([queued], [0])
@@ -118,7 +118,7 @@ async def test_refusals_have_a_reason_and_a_delay(router, setup, fields, code, e
         ({"count": 2, "session_ids": ["x"]}, "session_ids"),
         ({"count": 2, "group_ids": ["g"], "group_sizes": [1]}, "group_sizes"),
         ({"count": 2, "group_sizes": [2]}, "group_sizes"),
-        ({"released_lease_ids": [1], "released_outcomes": [1, 1]}, "released_outcomes"),
+        ({"released": released([1], outcomes=[1, 1])}, "released.outcomes"),
     ],
 )
 async def test_columns_that_do_not_fit_are_named(router, fields, field):

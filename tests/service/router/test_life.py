@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from sluice.api.router.v1 import router_service_pb2 as pb
-from tests.service.router.conftest import FAST, eventually
+from tests.service.router.conftest import FAST, eventually, released
 
 
 def held(answer: pb.AcquireLeasesResponse, engine: str, count: int, rank: int = 0):
@@ -70,7 +70,7 @@ async def test_a_restarted_router_rebuilds_its_table_without_double_charging(sta
         assert again.adopted_count == expected and not again.void_lease_ids
     listed = await second.stub.ListEngines(pb.ListEnginesRequest(), timeout=5)
     assert list(listed.engines[0].leased_counts) == [len(on_zero), 4 - len(on_zero)]
-    await second.acquire("c", 0, released_lease_ids=ids)
+    await second.acquire("c", 0, released=released(ids))
     assert second.leases_out() == 0
     # A renewal that was under way while the leases were given back charges nothing.
     late = await second.stub.RenewLeases(renewal, timeout=5)
@@ -94,7 +94,7 @@ async def test_a_restarted_engine_voids_its_leases_and_no_others(router):
     await router.register("a", incarnation="b")
     assert router.leases_out() == 4
     ids = range(answer.first_lease_id, answer.first_lease_id + 8)
-    await router.acquire("c", 0, released_lease_ids=ids)
+    await router.acquire("c", 0, released=released(ids))
     assert router.leases_out() == 0
 
 
@@ -156,11 +156,11 @@ async def test_failures_of_the_engine_break_it_and_refusals_never_do(router):
         if target == first.first_target_index
     ]
     await router.acquire(
-        "c", 0, released_lease_ids=ids[:10], released_outcomes=[pb.OUTCOME_CLIENT_ERROR] * 10
+        "c", 0, released=released(ids[:10], outcomes=[pb.OUTCOME_CLIENT_ERROR] * 10)
     )
     assert (await states(router))[first.engine_id] == pb.ENGINE_STATE_ACTIVE
     await router.acquire(
-        "c", 0, released_lease_ids=ids[10:15], released_outcomes=[pb.OUTCOME_CONNECT_ERROR] * 5
+        "c", 0, released=released(ids[10:15], outcomes=[pb.OUTCOME_CONNECT_ERROR] * 5)
     )
     assert (await states(router))[first.engine_id] == pb.ENGINE_STATE_BROKEN
     broken = await router.acquire("c", 6)

@@ -143,17 +143,25 @@ class WatchEnginesResponse(_message.Message):
     epoch: int
     def __init__(self, engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
+class ReleasedLeases(_message.Message):
+    __slots__ = ("lease_ids", "outcomes", "token_counts")
+    LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    lease_ids: _containers.RepeatedScalarFieldContainer[int]
+    outcomes: _containers.RepeatedScalarFieldContainer[Outcome]
+    token_counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, lease_ids: _Optional[_Iterable[int]] = ..., outcomes: _Optional[_Iterable[_Union[Outcome, str]]] = ..., token_counts: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class AcquireLeasesRequest(_message.Message):
-    __slots__ = ("client_id", "pool", "count", "min_version", "exact_version", "released_lease_ids", "request_id", "released_outcomes", "released_token_counts", "group_ids", "group_sizes", "expected_token_counts", "session_ids", "cached_token_counts", "max_wait", "known_epoch", "excluded_engine_ids")
+    __slots__ = ("client_id", "pool", "count", "min_version", "exact_version", "released", "request_id", "group_ids", "group_sizes", "expected_token_counts", "session_ids", "cached_token_counts", "max_wait", "known_epoch", "excluded_engine_ids")
     CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
     EXACT_VERSION_FIELD_NUMBER: _ClassVar[int]
-    RELEASED_LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    RELEASED_OUTCOMES_FIELD_NUMBER: _ClassVar[int]
-    RELEASED_TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
     GROUP_IDS_FIELD_NUMBER: _ClassVar[int]
     GROUP_SIZES_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
@@ -167,10 +175,8 @@ class AcquireLeasesRequest(_message.Message):
     count: int
     min_version: int
     exact_version: int
-    released_lease_ids: _containers.RepeatedScalarFieldContainer[int]
+    released: ReleasedLeases
     request_id: str
-    released_outcomes: _containers.RepeatedScalarFieldContainer[Outcome]
-    released_token_counts: _containers.RepeatedScalarFieldContainer[int]
     group_ids: _containers.RepeatedScalarFieldContainer[str]
     group_sizes: _containers.RepeatedScalarFieldContainer[int]
     expected_token_counts: _containers.RepeatedScalarFieldContainer[float]
@@ -179,7 +185,7 @@ class AcquireLeasesRequest(_message.Message):
     max_wait: _duration_pb2.Duration
     known_epoch: int
     excluded_engine_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, client_id: _Optional[str] = ..., pool: _Optional[str] = ..., count: _Optional[int] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., released_lease_ids: _Optional[_Iterable[int]] = ..., request_id: _Optional[str] = ..., released_outcomes: _Optional[_Iterable[_Union[Outcome, str]]] = ..., released_token_counts: _Optional[_Iterable[int]] = ..., group_ids: _Optional[_Iterable[str]] = ..., group_sizes: _Optional[_Iterable[int]] = ..., expected_token_counts: _Optional[_Iterable[float]] = ..., session_ids: _Optional[_Iterable[str]] = ..., cached_token_counts: _Optional[_Iterable[int]] = ..., max_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., known_epoch: _Optional[int] = ..., excluded_engine_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, client_id: _Optional[str] = ..., pool: _Optional[str] = ..., count: _Optional[int] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., released: _Optional[_Union[ReleasedLeases, _Mapping]] = ..., request_id: _Optional[str] = ..., group_ids: _Optional[_Iterable[str]] = ..., group_sizes: _Optional[_Iterable[int]] = ..., expected_token_counts: _Optional[_Iterable[float]] = ..., session_ids: _Optional[_Iterable[str]] = ..., cached_token_counts: _Optional[_Iterable[int]] = ..., max_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., known_epoch: _Optional[int] = ..., excluded_engine_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AcquireLeasesResponse(_message.Message):
     __slots__ = ("first_lease_id", "target_indices", "bound_lease_ids", "bound_target_indices", "engines", "epoch", "ttl")
