@@ -1,4 +1,4 @@
-"""`sluice up | train | generate | waits`."""
+"""`sluice up | train | sft | waits`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from sluice.loop.fleet import NoEngineError
 from sluice.loop.readiness import TrainerFailedError, TrainerLostError
 from sluice.loop.report import Report
 from sluice.loop.run import Run
+from sluice.loop.sft_config import SftConfig
 from sluice.loop.workers import NoWorkerError
 from sluice.runtime.security import SecurityConfig
 from sluice.supervise import ServiceDiedError, Supervisor, UpConfig, read_services, read_store
@@ -30,6 +31,7 @@ from sluice.supervise import ServiceDiedError, Supervisor, UpConfig, read_servic
 USAGE = """usage:
   sluice up SERVICES.yaml [--key value ...]      start services, keep them alive until Ctrl-C
   sluice train RUN.yaml [--up SERVICES.yaml] [--key value ...]
+  sluice sft RUN.yaml [--up SERVICES.yaml] [--key value ...]
   sluice waits ADDRESS [--security.token_file FILE] [--security.tls.ca FILE ...]
                                                  what a server is waiting for, and on whom
 """
@@ -68,13 +70,47 @@ async def train(arguments: Sequence[str]) -> None:
     """Train; with `--up` over services that live as long as the run."""
     rest = list(arguments)
     services_yaml = _take(rest, "--up")
-    run_config = load_config(RunConfig, ["--config", *rest])
+    config = load_config(RunConfig, ["--config", *rest])
+    async with _own_services(services_yaml):
+        await run_training(config)
+
+
+async def sft(arguments: Sequence[str]) -> None:
+    """Supervised training; with `--up` over services that live as long as the run."""
+    rest = list(arguments)
+    services_yaml = _take(rest, "--up")
+    config = load_config(SftConfig, ["--config", *rest])
+    async with _own_services(services_yaml):
+        await run_sft(config)
+
+
+@contextlib.asynccontextmanager
+async def _own_services(services_yaml: str | None) -> AsyncIterator[None]:
     if services_yaml is None:
-        await run_training(run_config)
+        yield
         return
     supervisor = Supervisor(load_config(UpConfig, ["--config", services_yaml]))
     async with supervised(supervisor):
-        await run_training(run_config)
+        yield
+
+
+async def run_sft(config: SftConfig) -> None:
+    """One supervised run and its report."""
+    from sluice.loop.sft import LINE, SftRun, load_rows, step_count
+
+    trainer = config.trainer
+    if config.services is not None:
+        trainer = trainer or read_services(config.services)["trainer"]
+        if config.store is None:
+            config = config.model_copy(update={"store": read_store(config.services)})
+    rows = load_rows(config)
+    with Report(config.run_dir, step_count(config, rows), line=LINE) as report:
+        run = SftRun(config, trainer, rows, report)
+        try:
+            await run.start()
+            await run.train()
+        finally:
+            await run.close()
 
 
 async def run_training(
@@ -151,7 +187,7 @@ def _take(arguments: list[str], flag: str) -> str | None:
 
 def main() -> int:
     """Entry point; a refusal is one line on stderr and exit code 2, never a trace."""
-    commands = {"up": up, "train": train, "waits": waits}
+    commands = {"up": up, "train": train, "sft": sft, "waits": waits}
     arguments = sys.argv[1:]
     if not arguments or arguments[0] not in commands or len(arguments) < 2:
         print(USAGE, end="", file=sys.stderr)

@@ -11,7 +11,10 @@ from sluice.durable import replace_file
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """`step` is the loop's, `optimizer_step` the trainer's; `position` the ledger's next row."""
+    """`step` is the loop's, `optimizer_step` the trainer's; `position` the ledger's next row.
+
+    The weights were published last before the cut: 0 and empty where none were yet.
+    """
 
     step: int
     optimizer_step: int

@@ -65,30 +65,44 @@ def load_prompts(config: PromptsConfig, seed: int) -> PromptSource:
     if config.index_count is not None:
         return IndexSource(config.index_count, config.shuffle, seed)
     assert config.file is not None
-    if not config.file.exists():
-        raise ConfigError(f"prompts.file: {config.file} does not exist")
-    parquet = config.file.suffix == ".parquet"
-    rows = _read_parquet(config.file) if parquet else _read_jsonl(config.file)
-    if not rows:
-        raise PromptFileError(f"prompts.file: {config.file} has no rows")
+    rows = []
+    for where, row in read_rows(config.file, "prompts.file"):
+        if not row.get("prompt") and not row.get("messages"):
+            raise PromptFileError(f"{where}: a row needs `prompt` or `messages`")
+        rows.append(row)
     return FileSource(rows, config.shuffle, seed)
 
 
-def _read_jsonl(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path, key: str) -> list[tuple[str, dict[str, Any]]]:
+    """Rows of a JSONL or Parquet file, and where each stands; `key` is the setting of the path.
+
+    Raises ConfigError for a missing, PromptFileError for a malformed or empty file.
+    """
+    if not path.exists():
+        raise ConfigError(f"{key}: {path} does not exist")
+    rows = _read_parquet(path) if path.suffix == ".parquet" else _read_jsonl(path)
+    if not rows:
+        raise PromptFileError(f"{key}: {path} has no rows")
+    for where, row in rows:
+        if not isinstance(row, dict):
+            raise PromptFileError(f"{where}: a row must be an object, not {type(row).__name__}")
+    return rows
+
+
+def _read_jsonl(path: Path) -> list[tuple[str, Any]]:
     rows = []
     with path.open() as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                rows.append((f"{path}:{number}", json.loads(line)))
             except json.JSONDecodeError as error:
                 raise PromptFileError(f"{path}:{number}: not JSON: {error}") from None
-            rows.append(_checked(row, f"{path}:{number}"))
     return rows
 
 
-def _read_parquet(path: Path) -> list[dict[str, Any]]:
+def _read_parquet(path: Path) -> list[tuple[str, Any]]:
     import pyarrow
     import pyarrow.parquet
 
@@ -96,12 +110,4 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
         rows = pyarrow.parquet.read_table(path).to_pylist()
     except pyarrow.ArrowInvalid as error:
         raise PromptFileError(f"{path}: not Parquet: {error}") from None
-    return [_checked(row, f"{path}: row {number}") for number, row in enumerate(rows, 1)]
-
-
-def _checked(row: Any, where: str) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise PromptFileError(f"{where}: a row must be an object, not {type(row).__name__}")
-    if not row.get("prompt") and not row.get("messages"):
-        raise PromptFileError(f"{where}: a row needs `prompt` or `messages`")
-    return row
+    return [(f"{path}: row {number}", row) for number, row in enumerate(rows, 1)]

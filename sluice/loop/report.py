@@ -18,10 +18,14 @@ _LINE = "reward {reward_mean:.3f}  length {response_length_mean:.1f}  mismatch {
 class Report:
     """Owns the progress display and the files in the run directory. Use as a context manager."""
 
-    def __init__(self, run_dir: Path, steps: int, console: Console | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, steps: int, console: Console | None = None, line: str = _LINE
+    ) -> None:
+        """`line` is what the terminal shows of a row."""
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
         self._path = run_dir / "metrics.jsonl"
+        self._line = line
         self._console = console or Console(stderr=True)
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -46,7 +50,7 @@ class Report:
     def step(self, row: dict[str, Any]) -> None:
         """One training step: a line of metrics.jsonl and a move of the bar."""
         self._append(row)
-        line = _LINE.format(mismatch=row.get("rollout_mismatch", math.nan), **row)
+        line = self._line.format(mismatch=row.get("rollout_mismatch", math.nan), **row)
         self._progress.update(self._task, completed=row["step"], line=line)
         if not self._console.is_terminal and row["step"] % 10 == 1:
             self._console.print(f"step {row['step']:4}  {line}", highlight=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from sluice import faults
@@ -21,16 +21,15 @@ from sluice.loop.feed import FeedConfig, GroupFeed
 from sluice.loop.fleet import CommitReport, EngineFleet, FleetConfig
 from sluice.loop.ledger import Ledger, LedgerGroup
 from sluice.loop.prompts import load_prompts
-from sluice.loop.readiness import TrainerLostError, is_lost, lost_blob, wait_for_trainer
+from sluice.loop.readiness import TrainerLostError, lost_blob, wait_for_trainer
 from sluice.loop.report import Report
 from sluice.loop.requests import build_request
 from sluice.loop.retention import Retention
+from sluice.loop.survival import Survival
 from sluice.loop.training import StepReport, train_step
 from sluice.loop.workers import EpisodeWorkers
 
 logger = logging.getLogger(__name__)
-
-TRAINER_LOSSES = 5  # in a row, without a step in between
 
 
 class Run:
@@ -56,7 +55,7 @@ class Run:
         self.step = 0  # of the loop
         self.optimizer_step = 0  # of the trainer
         self._rewards: list[float] = []
-        self._losses = 0  # of the trainer, since the last step
+        self._survival = Survival(self.trainer, self._begin, config.service_timeout_seconds)
         self._weights: sample_pb2.WeightVersion | None = None  # published last
 
     def _check_directory(self) -> None:
@@ -84,7 +83,7 @@ class Run:
         self._retention = Retention(
             self.config.retention, self.config.store_dir, self.config.run_dir, self.ledger
         )
-        await self._survive(self._begin)
+        await self._survival.run(self._begin)
         self._keeping_up = asyncio.create_task(self.fleet.keep_up(), name="keep engines up")
 
     async def train(self) -> None:
@@ -92,7 +91,7 @@ class Run:
         if self.step == 0:
             await self._evaluate("before")
         while not (self._is_done() and self._has_last_cut()):
-            await self._survive(self._cut if self._is_done() else self._one_step)
+            await self._survival.run(self._cut if self._is_done() else self._one_step)
         await self._evaluate("after")
 
     async def close(self) -> None:
@@ -118,22 +117,6 @@ class Run:
             and sum(recent) / len(recent) >= config.stop_at_reward
         )
         return reached or self.step >= config.steps
-
-    async def _survive(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do work; where the trainer is lost on the way, go back to the last cut instead."""
-        while True:
-            try:
-                await work()
-                return
-            except (RemoteError, TrainerLostError) as error:
-                if isinstance(error, RemoteError) and not is_lost(error):
-                    raise
-                self._losses += 1
-                if self._losses > TRAINER_LOSSES:
-                    raise
-                logger.warning("trainer: %s; going back to the last cut", error)
-                await wait_for_trainer(self.trainer, self.config.service_timeout_seconds)
-            work = self._begin
 
     async def _begin(self) -> None:
         """The first weights and the first cut, or what the last cut names."""
@@ -175,7 +158,7 @@ class Run:
         self.ledger.consume((group.group_id for group in groups), self.step + 1)
         faults.point("consumed")
         self.step, self.optimizer_step = self.step + 1, trained.optimizer_step
-        self._losses = 0
+        self._survival.progressed()
         stepped = time.monotonic()
         committed = await self._publish()
         seconds = {

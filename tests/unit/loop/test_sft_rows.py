@@ -1,0 +1,91 @@
+"""Rows of a conversation file: each once in an epoch, and refusals that name file and line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from examples.models.tiny_qwen3 import build_tiny_qwen3
+from sluice.loop.prompts import PromptFileError
+from sluice.loop.sft_config import RowsConfig
+from sluice.loop.sft_rows import ConversationRows
+from sluice.samples.arrow import decode_group
+from sluice.samples.tokenizer import TextTokenizer
+
+ROWS: list[dict[str, Any]] = [{"prompt": f"{i}=", "answer": f"{i}{i}"} for i in range(7)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    return TextTokenizer(build_tiny_qwen3(tmp_path_factory.mktemp("model"), 0))
+
+
+def load(tokenizer: TextTokenizer, file: Path, seed: int = 0) -> ConversationRows:
+    return ConversationRows(RowsConfig(file=file), tokenizer, rows_per_step=3, seed=seed)
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_every_epoch_has_each_row_once(tokenizer: TextTokenizer, tmp_path: Path) -> None:
+    rows = load(tokenizer, write(tmp_path / "rows.jsonl", ROWS))
+    assert rows.steps_per_epoch == 3
+    for epoch in range(2):
+        steps = [rows.step(3 * epoch + part).row_indices for part in range(3)]
+        assert sorted(index for step in steps for index in step) == list(range(7))
+    assert rows.step(0).row_indices != rows.step(3).row_indices
+
+
+def test_steps_depend_on_seed_and_file_alone(tokenizer: TextTokenizer, tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.jsonl", ROWS)
+    first, again = load(tokenizer, file), load(tokenizer, file)
+    assert first.step(4).digest == again.step(4).digest
+    assert first.step(4).digest != load(tokenizer, file, seed=1).step(4).digest
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    assert load(tokenizer, tmp_path / "rows.parquet").step(4).digest == first.step(4).digest
+
+
+def test_samples_are_valid_rows_of_a_blob(tokenizer: TextTokenizer, tmp_path: Path) -> None:
+    rows = load(tokenizer, write(tmp_path / "rows.jsonl", ROWS)).step(1)
+    samples = decode_group(rows.data)
+    assert len(samples) == rows.sample_count == 3
+    assert rows.trained_tokens == 9
+    for sample, index in zip(samples, rows.row_indices, strict=True):
+        assert sample.token_ids.tolist() == [index, 10, index, index, 11]
+        assert sample.prompt_length == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ([], "must be an object"),
+        ({"prompt": "1="}, "give `messages`, or `prompt` and `answer`"),
+        ({"messages": "hello"}, "must be a list"),
+        ({"messages": [{"content": "1"}]}, r"messages\[0\] needs a role"),
+        ({"messages": [{"role": "user"}]}, r"messages\[0\] needs a content"),
+        ({"messages": [{"role": "user", "content": "1"}]}, "no message is the assistant's"),
+        ({"messages": [{"role": "assistant", "content": "1"}]}, "nothing before it"),
+    ],
+)
+def test_a_malformed_row_is_named(
+    tokenizer: TextTokenizer, tmp_path: Path, row: Any, message: str
+) -> None:
+    file = write(tmp_path / "rows.jsonl", [ROWS[0], row])
+    with pytest.raises(PromptFileError, match=rf"rows\.jsonl:2: .*{message}"):
+        load(tokenizer, file)
+
+
+def test_a_row_that_only_the_tokenizer_can_judge_is_named(
+    tokenizer: TextTokenizer, tmp_path: Path
+) -> None:
+    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}]
+    rows = load(tokenizer, write(tmp_path / "rows.jsonl", [{"messages": chat}]))
+    with pytest.raises(PromptFileError, match=r"rows\.jsonl:1: .*no chat template"):
+        rows.step(0)
