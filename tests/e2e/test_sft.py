@@ -1,0 +1,125 @@
+"""`sluice sft` over a trainer of its own: it learns, and a killed run goes on where it was cut."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from examples.models.tiny_qwen3 import build_tiny_qwen3
+from sluice import faults
+from sluice.loop.ledger import Ledger
+from sluice.loop.report import read_metrics
+
+STEPS = 12
+TEMPLATE = (  # `1 turn =` of the user, then the assistant's, which ends
+    "{% for message in messages %}{{ message.content }}"
+    "{{ '=' if message.role == 'user' else '<end>' }}{% endfor %}"
+)
+
+
+def conversation(rng: random.Random) -> dict[str, Any]:
+    """Two turns; the assistant says the user's digit twice."""
+    messages = []
+    for _ in range(2):
+        digit = rng.choice("0123456789")
+        messages += [
+            {"role": "user", "content": digit},
+            {"role": "assistant", "content": digit * 2},
+        ]
+    return {"messages": messages}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that can chat, and what it is to learn."""
+    folder = tmp_path_factory.mktemp("sft")
+    build_tiny_qwen3(folder / "model", 0)
+    (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    rng = random.Random(0)
+    lines = [json.dumps(conversation(rng)) for _ in range(4 * 32 - 5)]  # a short last step
+    (folder / "rows.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def run(folder: Path, name: str, fault: str = "", **changes: Any) -> subprocess.CompletedProcess:
+    """`sluice sft --up`, in a directory by name, ended (-9) where `fault` is armed."""
+    directory = folder / name
+    directory.mkdir(exist_ok=True)
+    trainer = {"model": str(folder / "model"), "optim": {"learning_rate": 5e-3}}
+    services = {"trainer": {"kind": "trainer", "config": trainer}}
+    up = {"run_dir": str(directory), "services": services}
+    (directory / "services.yaml").write_text(yaml.safe_dump(up))
+    config = {
+        "run_dir": str(directory / "run"),
+        "services": str(directory / "services.json"),
+        "tokenizer": str(folder / "model"),
+        "rows": {"file": str(folder / "rows.jsonl")},
+        "rows_per_step": 32,
+        "epochs": STEPS // 4,
+        "checkpoint_every": 4,
+        **changes,
+    }
+    (directory / "run.yaml").write_text(yaml.safe_dump(config))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if fault:
+        environment[faults.VARIABLE] = str(directory / "faults")
+        faults.arm(directory / "faults", fault, passing=6)
+    command = [sys.executable, "-m", "sluice.cli", "sft", str(directory / "run.yaml")]
+    return subprocess.run(
+        [*command, "--up", str(directory / "services.yaml")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def published(folder: Path, name: str) -> str:
+    """Digest of the weights published after the last step."""
+    ledger = Ledger(folder / name / "run" / "ledger.sqlite")
+    try:
+        return ledger.digest_of_step(STEPS)
+    finally:
+        ledger.close()
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> str:
+    """A run that nothing happened to."""
+    done = run(folder, "whole")
+    assert done.returncode == 0, done.stderr
+    assert "published weight version" in done.stderr
+    return published(folder, "whole")
+
+
+def test_the_loss_falls(folder: Path, whole: str) -> None:
+    rows = read_metrics(folder / "whole" / "run")
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["rows"] for row in rows] == [32, 32, 32, 27] * (STEPS // 4)
+    assert [row["tokens"] for row in rows] == [row["rows"] * 6 for row in rows]
+    assert rows[0]["loss"] > 2.0
+    assert rows[-1]["loss"] < 0.6 * rows[0]["loss"]
+
+
+def test_a_killed_run_goes_on_and_trains_on_no_row_twice(folder: Path, whole: str) -> None:
+    killed = run(folder, "killed", fault="consumed")
+    assert killed.returncode == -signal.SIGKILL
+    assert len(read_metrics(folder / "killed" / "run")) == 5
+    resumed = run(folder, "killed", resume=True)
+    assert resumed.returncode == 0, resumed.stderr
+    rows = read_metrics(folder / "killed" / "run")
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert published(folder, "killed") == whole  # to the bit
+
+
+def test_other_rows_are_no_continuation(folder: Path, whole: str) -> None:
+    again = run(folder, "whole", resume=True, rows_per_step=16)
+    assert again.returncode == 2
+    assert "another rows.file, rows_per_step, seed or tokenizer" in again.stderr
