@@ -97,35 +97,34 @@ async def test_the_routers_proxy_asks_only_engines_that_prove_themselves(
 
 
 async def test_a_rollout_the_router_does_not_trust_says_so_once(
-    trust: Trust, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    trust: Trust, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
-    async with (
-        running_router(trust.right) as router,
-        RouterClient(router.server.address, trust.right) as client,
-    ):
-        for name, security in (
-            ("stranger", trust.strangers["another CA's certificate"]),
-            ("tokenless", trust.tokenless["wrong token"]),
-            ("known", trust.right),
-        ):
+    monkeypatch.setattr("services.rollout.registration.RETRY_SECONDS", 0.01)
+    callers = {
+        "stranger": (trust.strangers["another CA's certificate"], "router: UNAVAILABLE"),
+        "tokenless": (trust.tokenless["wrong token"], "router: UNAUTHENTICATED/TOKEN_MISSING"),
+        "known": (trust.right, "registered as known"),
+    }
+    async with running_router(trust.right) as router:
+        for name, (security, told) in callers.items():
+            attempts: list[str] = []
+
+            def describe(name: str = name, attempts: list[str] = attempts) -> router_pb.Engine:
+                attempts.append(name)
+                role = router_pb.ROLE_EPISODES
+                return router_pb.Engine(engine_id=name, address="localhost:1", role=role)
+
             async with create_channel(router.server.address, security) as channel:
-                engine = router_pb.Engine(
-                    engine_id=name, address="localhost:1", role=router_pb.ROLE_EPISODES
-                )
-                registration = Registration(channel, lambda engine=engine: engine)
+                registration = Registration(channel, describe)
                 registration.start()
-                await eventually(lambda name=name: told(caplog, name))
+                await eventually(lambda told=told: told in caplog.text)
+                if name == "tokenless":
+                    await eventually(lambda attempts=attempts: len(attempts) > 3)
+                    assert caplog.text.count(told) == 1
                 await registration.close()
-        assert [engine.engine_id for engine in await client.list_engines()] == ["known"]
-
-
-def told(caplog: pytest.LogCaptureFixture, name: str) -> bool:
-    return {
-        "stranger": "router: UNAVAILABLE" in caplog.text,
-        "tokenless": "TOKEN_MISSING_OR_WRONG" in caplog.text,
-        "known": "registered as known" in caplog.text,
-    }[name]
+        async with RouterClient(router.server.address, trust.right) as client:
+            assert [engine.engine_id for engine in await client.list_engines()] == ["known"]
 
 
 async def eventually(check: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -176,6 +175,17 @@ async def test_tls_without_client_certificates_still_needs_the_token(trust: Trus
             tokenless = caller.model_copy(update={"token_file": None})
             assert (await ask(address, tokenless)).startswith("UNAUTHENTICATED")
             assert await ask(address, trust.strangers["trusts another CA"]) == UNREACHABLE
+
+
+async def test_strangers_get_no_further_than_the_handshake(trust: Trust) -> None:
+    async with running_server(security=trust.right) as server:
+        for address, ask in (
+            (server.address, ask_service),
+            (server.metrics_address, ask_metrics),
+        ):
+            assert await ask(address, trust.right) == "OK"
+            found = {name: await ask(address, caller) for name, caller in trust.strangers.items()}
+            assert found == dict.fromkeys(trust.strangers, UNREACHABLE)
 
 
 async def test_a_peer_that_says_nothing_stalls_no_scrape(trust: Trust) -> None:
