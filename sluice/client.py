@@ -7,12 +7,21 @@ that a retry after a lost answer changes nothing. A refusal raises RemoteError.
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import grpc
+import numpy as np
 from google.longrunning import operations_pb2, operations_pb2_grpc
 from google.protobuf import message as pb
 from google.rpc import error_details_pb2, status_pb2
@@ -34,6 +43,8 @@ from sluice.samples.blobs import BlobReference
 from sluice.samples.sample import Sample
 
 M = TypeVar("M", bound=pb.Message)
+
+PUT_BYTES = 1 << 20  # of one message of PutColumns, unless a row alone is larger
 
 
 class RemoteError(Exception):
@@ -191,6 +202,17 @@ class TrainerClient(Client):
         )
         return await self._call(self.stub.ComputeAdvantages, request)
 
+    async def compute_values(self, batch: str) -> trainer_pb.ComputeValuesResponse:
+        """Add `values`; the trainer must be a critic."""
+        request = trainer_pb.ComputeValuesRequest(batch=batch, request_id=new_request_id())
+        return await self._call(self.stub.ComputeValues, request)
+
+    async def plan_batch(
+        self, request: trainer_pb.PlanBatchRequest
+    ) -> trainer_pb.PlanBatchResponse:
+        """How rows would be packed; nothing runs."""
+        return await self._call(self.stub.PlanBatch, request)
+
     async def forward_backward(
         self,
         batch: str,
@@ -235,6 +257,31 @@ class TrainerClient(Client):
                 for row in response.rows:
                     rows[row.sample_id] = wire.columns_from_proto(row.columns, "columns")
         return rows
+
+    async def put_columns(
+        self, batch: str, rows: Mapping[str, Mapping[str, np.ndarray | float]]
+    ) -> int:
+        """Set columns by sample id, as `get_columns` gives them; returns the rows changed."""
+        request_id = new_request_id()
+
+        async def messages() -> AsyncIterator[trainer_pb.PutColumnsRequest]:
+            message = trainer_pb.PutColumnsRequest(batch=batch, request_id=request_id)
+            size = 0
+            for sample_id, columns in rows.items():
+                row = trainer_pb.RowColumns(
+                    sample_id=sample_id,
+                    columns={n: wire.column_to_proto(values) for n, values in columns.items()},
+                )
+                if size and size + row.ByteSize() > PUT_BYTES:
+                    yield message
+                    message = trainer_pb.PutColumnsRequest(batch=batch, request_id=request_id)
+                    size = 0
+                message.rows.append(row)
+                size += row.ByteSize()
+            yield message
+
+        response = await self._call(self.stub.PutColumns, messages())
+        return int(response.row_count)
 
     async def save_checkpoint(self, checkpoint_id: str) -> trainer_pb.SaveCheckpointResponse:
         request = trainer_pb.SaveCheckpointRequest(

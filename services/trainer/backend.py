@@ -140,6 +140,17 @@ class TrainingBackend(ABC):
         """Release memory and the process groups that the backend itself made."""
 
 
+class CriticBackend(TrainingBackend):
+    """A backend that also has the head `value`: one value a token in place of logits."""
+
+    @abstractmethod
+    def compute_values(self, micro_batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
+        """What is still to come before each response token: sample_id -> float32[response], CPU.
+
+        The value of a token is that of the text in front of it, read where it is predicted.
+        """
+
+
 def create_backend(name: str, config: TrainerConfig, mesh: Mesh) -> TrainingBackend:
     """Import and build the backend `name` (a key of BACKENDS; the config checked it)."""
     module, _, attribute = BACKENDS[name].partition(":")

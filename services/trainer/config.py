@@ -8,9 +8,11 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from services.trainer.backends.megatron.config import MegatronConfig
+from sluice.balance.planner_inputs import OversizePolicy
 from sluice.config import Config, ProcessConfig
 from sluice.runtime.server import ServerConfig
 
+Head = Literal["policy", "value"]
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -67,7 +69,8 @@ class TrainerConfig(ProcessConfig):
 
     model, reference_model: directories with a HF checkpoint; the reference defaults to the model.
     store: root of `weights/`, `blobs/` and `checkpoints/`, shared by all services and ranks.
-    name: tells trainers apart that share a store.
+    name: tells trainers apart that share a store. A critic keeps weights and checkpoints below
+    `critics/<name>/` of the store, so that no engine takes them for a policy's.
     """
 
     model: str
@@ -75,12 +78,14 @@ class TrainerConfig(ProcessConfig):
     name: str = Field("trainer", min_length=1)
     reference_model: str | None = None
     backend: Literal["reference", "megatron"] = "reference"
+    head: Head = "policy"  # logits, or one value a token: a critic
     seed: int = 0
     optim: OptimConfig = OptimConfig()
     ranks: RanksConfig = RanksConfig()
     max_batches: int = Field(256, ge=1)  # held; then QUEUE_FULL
     max_waiting_calls: int = Field(256, ge=1)  # for the ranks; then QUEUE_FULL
     max_tokens_per_micro_batch: int = Field(16384, ge=2)  # of one context-parallel rank
+    oversize_policy: OversizePolicy = OversizePolicy.ERROR  # for rows above that
     keep_versions: int = Field(4, ge=0)  # of weights, besides those pinned; 0 keeps all
     publish_dtype: Literal["float32", "bfloat16"] = "float32"  # of the reference backend
     autocast: bool = False  # bfloat16 in the matrix products of the reference backend
@@ -95,6 +100,21 @@ class TrainerConfig(ProcessConfig):
         """Whom the front's certificate names, for ranks that reach it over loopback."""
         host, _, _ = self.server.advertise.rpartition(":")
         return host if is_loopback(self.ranks.listen_host) else ""
+
+    @property
+    def kept(self) -> Path:
+        """Where `weights/` and `checkpoints/` are."""
+        return self.store if self.head == "policy" else self.store / "critics" / self.name
+
+    @model_validator(mode="after")
+    def _check_head(self) -> Self:
+        if self.head == "policy":
+            return self
+        if self.backend != "reference":
+            raise ValueError(f"head value needs backend reference, {self.backend} has none")
+        if self.reference_model is not None:
+            raise ValueError("reference_model has no effect with head value; leave it out")
+        return self
 
     @model_validator(mode="after")
     def _check_rank_port(self) -> Self:

@@ -23,11 +23,38 @@ class ColumnMissingError(ServiceError):
         )
 
 
+class OversizeSampleError(ServiceError):
+    """A row is longer than a micro-batch may be, and the policy does not admit it.
+
+    A row of no batch has no sample_id; its position names it.
+    """
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "OVERSIZE_SAMPLE"
+
+    def __init__(self, sample_id: str, row: int, length: int, cap: int) -> None:
+        name: dict[str, str | int] = {"sample_id": sample_id} if sample_id else {"row": row}
+        what = f"sample {sample_id!r}" if sample_id else f"row {row}"
+        super().__init__(
+            f"{what} has {length} tokens, a micro-batch holds {cap}",
+            length=length,
+            cap=cap,
+            **name,
+        )
+
+
 class PartReusedError(ServiceError):
     """A part id came before in this step with another body."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
     reason = "PART_REUSED"
+
+
+class WrongHeadError(ServiceError):
+    """A critic was asked for log-probabilities, or a policy for values."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "WRONG_HEAD"
 
 
 class PartsMismatchError(ServiceError):

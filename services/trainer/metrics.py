@@ -11,7 +11,7 @@ from sluice.runtime.metrics import with_values
 MINUTES = (0.1, 0.5, 1, 5, 10, 30, 60, 300, 600, 1800)
 LAGS = (0, 1, 2, 4, 8, 16, 32)
 
-PASSES = ("logprobs", "advantages", "forward_backward")
+PASSES = ("logprobs", "values", "advantages", "forward_backward")
 PASS_SECONDS = with_values(
     Histogram(
         "sluice_trainer_pass_duration_seconds", "Passes over a batch.", ["kind"], buckets=MINUTES

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import get_args
 
 import grpc
 import xxhash
@@ -12,11 +11,20 @@ from google.longrunning import operations_pb2
 from google.protobuf import message as pb_message
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from services.trainer.answers import (
+    LOSSES,
+    bare_rows_from_proto,
+    describe,
+    logprobs_to_proto,
+    plan_options_from_proto,
+    plan_to_proto,
+)
+from services.trainer.config import Head
+from services.trainer.errors import WrongHeadError
 from services.trainer.front.columns import ColumnUpdate
 from services.trainer.front.passes import COLUMN_OF_MODEL, GradientsRequest
-from services.trainer.front.state import PassScalars
 from services.trainer.front.trainer import Trainer
-from sluice.algo.spec import AdvantageName, LossName, LossSpec
+from sluice.algo.spec import LossSpec
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.trainer.v1 import loss_pb2
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
@@ -35,7 +43,6 @@ from sluice.runtime.wire import (
     sample_from_proto,
 )
 
-POLICY_LOSSES = tuple(name for name in get_args(LossName) if name != "value")
 MAX_RESPONSE_BYTES = 1 << 20  # of one message of a stream, unless a row alone is larger
 
 
@@ -52,7 +59,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
     async def GetTrainer(
         self, request: pb.GetTrainerRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetTrainerResponse:
-        return pb.GetTrainerResponse(trainer=_describe(self._trainer))
+        return pb.GetTrainerResponse(trainer=describe(self._trainer))
 
     async def UploadBatch(
         self,
@@ -101,6 +108,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
     async def ComputeLogprobs(
         self, request: pb.ComputeLogprobsRequest, context: grpc.aio.ServicerContext
     ) -> pb.ComputeLogprobsResponse:
+        self._need_head("policy", "log-probabilities")
         if request.model not in COLUMN_OF_MODEL:
             raise InvalidFieldError("model", f"{request.model} is unknown")
         temperature = request.temperature if request.HasField("temperature") else 1.0
@@ -111,7 +119,20 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             scalars = await self._trainer.compute_logprobs(
                 request.batch, request.model, temperature
             )
-            return _logprobs_to_proto(COLUMN_OF_MODEL[request.model], scalars)
+            return logprobs_to_proto(COLUMN_OF_MODEL[request.model], scalars)
+
+        return await self._requests.once(request.request_id, request, run)
+
+    async def ComputeValues(
+        self, request: pb.ComputeValuesRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ComputeValuesResponse:
+        self._need_head("value", "values")
+
+        async def run() -> pb.ComputeValuesResponse:
+            found = await self._trainer.compute_values(request.batch)
+            return pb.ComputeValuesResponse(
+                mean=found.metrics.get("value", 0.0), token_count=found.token_count
+            )
 
         return await self._requests.once(request.request_id, request, run)
 
@@ -179,6 +200,13 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             size += row.ByteSize()
         yield response
 
+    async def PlanBatch(
+        self, request: pb.PlanBatchRequest, context: grpc.aio.ServicerContext
+    ) -> pb.PlanBatchResponse:
+        options, bare = plan_options_from_proto(request), bare_rows_from_proto(request)
+        planned = await self._trainer.plan(request.batch, request.sample_ids, bare, options)
+        return plan_to_proto(planned)
+
     async def ForwardBackward(
         self, request: pb.ForwardBackwardRequest, context: grpc.aio.ServicerContext
     ) -> pb.ForwardBackwardResponse:
@@ -186,7 +214,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             part_id=request.part_id,
             body=_digest_without_id(request),
             expected_step=request.expected_step,
-            loss=_policy_loss_from_proto(request.loss),
+            loss=self._loss_from_proto(request.loss),
             sample_ids=request.sample_ids,
         )
 
@@ -276,13 +304,19 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
 
         return self._operations.start("publish", request, run, lambda: metadata)
 
+    def _loss_from_proto(self, message: loss_pb2.LossSpec) -> LossSpec:
+        """Raises InvalidFieldError, also for a loss that the other head has."""
+        loss, head = loss_from_proto(message), self._trainer.config.head
+        if loss.name not in LOSSES[head]:
+            raise InvalidFieldError(
+                "loss.name", f"{loss.name} has no effect on a trainer of head {head}"
+            )
+        return loss
 
-def _policy_loss_from_proto(message: loss_pb2.LossSpec) -> LossSpec:
-    """Raises InvalidFieldError, also for the loss of a critic."""
-    loss = loss_from_proto(message)
-    if loss.name not in POLICY_LOSSES:
-        raise InvalidFieldError("loss.name", f"{loss.name} trains a critic, this is a policy")
-    return loss
+    def _need_head(self, head: Head, what: str) -> None:
+        own = self._trainer.config.head
+        if own != head:
+            raise WrongHeadError(f"{what} need a trainer of head {head}, this is {own}", head=own)
 
 
 def _digest_without_id(request: pb.ForwardBackwardRequest) -> str:
@@ -301,39 +335,3 @@ def _now() -> Timestamp:
     now = Timestamp()
     now.GetCurrentTime()
     return now
-
-
-def _logprobs_to_proto(column: str, scalars: PassScalars) -> pb.ComputeLogprobsResponse:
-    found = scalars.metrics
-    response = pb.ComputeLogprobsResponse(
-        column=column, mean=found.get("logprob", 0.0), token_count=scalars.token_count
-    )
-    if "rollout_mismatch" in found:
-        response.rollout_mismatch_mean = found["rollout_mismatch"]
-        response.rollout_mismatch_max = found["rollout_mismatch_max"]
-    return response
-
-
-def _describe(trainer: Trainer) -> pb.Trainer:
-    state, ranks = trainer.state, trainer.ranks
-    described = pb.Trainer(
-        state=ranks.state,
-        step=state.step,
-        part_ids=list(state.ledger.parts),
-        layout=trainer.layout,
-        ranks=[link.to_proto() for link in ranks.links],
-        restart_count=ranks.restart_count,
-        failure=ranks.failure,
-        losses=POLICY_LOSSES,
-        advantage_estimators=get_args(AdvantageName),
-        batches=[batch.name for batch in state.batches.all()],
-        backend=trainer.config.backend,
-        skipped_count=state.skipped_count,
-        consecutive_skipped_count=state.skips_in_a_row,
-        gradients_incomplete=bool(state.ledger.broken),
-        checkpoint=state.checkpoint,
-    )
-    if state.weights is not None:
-        described.weights.version = state.weights.version
-        described.weights.digest = state.weights.digest
-    return described

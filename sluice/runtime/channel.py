@@ -27,6 +27,7 @@ DEADLINES = {  # seconds, by method; a caller's own timeout wins
     "Score": 600.0,
     "Rollout": 3600.0,
     "ComputeLogprobs": 1800.0,
+    "ComputeValues": 1800.0,
     "ForwardBackward": 1800.0,
     "StepOptimizer": 600.0,
     "UploadBatch": 600.0,

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from services.trainer.errors import OversizeSampleError
+from services.trainer.oversize import cut_sample
+from sluice.balance.planner_inputs import OversizePolicy
 from sluice.runtime.errors import AlreadyExistsError, InvalidFieldError, NotFoundError
 from sluice.samples.blobs import BlobReference
 from sluice.samples.columns import ColumnLengthError, InvalidSampleError, validate_sample
@@ -146,23 +149,30 @@ class BatchRegistry:
 
 @dataclass(frozen=True)
 class RowLimits:
-    """What rows must keep to be trained on by this model and these ranks."""
+    """What rows must keep to be trained on by this model and these ranks.
+
+    max_tokens: of a row, unless the policy runs longer ones alone.
+    """
 
     vocabulary_size: int
     max_tokens: int
+    oversize: OversizePolicy = OversizePolicy.ERROR
 
 
 def describe_rows(samples: Sequence[Sample], limits: RowLimits) -> RowFacts:
-    """Check every sample and gather the facts.
+    """Check every sample and gather the facts, of cut samples as they are cut.
 
-    Raises InvalidFieldError naming the sample, and the column where one is wrong.
+    Raises OversizeSampleError, and InvalidFieldError naming the sample, and the column where
+    one is wrong.
     """
+    for sample in samples:
+        check_row(sample)
+    samples = [admit(sample, row, limits) for row, sample in enumerate(samples)]
     seen: set[str] = set()
     prompts: dict[tuple[str, bytes], int] = {}
     prompt_of = np.empty(len(samples), dtype=np.int64)
     present: dict[str, np.ndarray] = {}
     for row, sample in enumerate(samples):
-        check_row(sample)
         if sample.sample_id in seen:
             raise InvalidFieldError(
                 "sample_id", f"{sample.sample_id!r} comes twice", sample_id=sample.sample_id
@@ -210,24 +220,26 @@ def check_row(sample: Sample) -> None:
 
 
 def check_sample(sample: Sample, limits: RowLimits) -> None:
-    """Raise InvalidFieldError for a sample that no rank can take."""
+    """Raise for a sample that no rank can take."""
     check_row(sample)
-    check_tokens([sample], limits)
+    check_tokens([admit(sample, 0, limits)], limits)
+
+
+def admit(sample: Sample, row: int, limits: RowLimits) -> Sample:
+    """The sample as the ranks hold it. Raises OversizeSampleError."""
+    length, cap = len(sample.token_ids), limits.max_tokens
+    if length <= cap or limits.oversize is OversizePolicy.ALONE:
+        return sample
+    if limits.oversize is OversizePolicy.ERROR or sample.prompt_length >= cap:
+        raise OversizeSampleError(sample.sample_id, row, length, cap)
+    return cut_sample(sample, cap)
 
 
 def check_tokens(samples: Sequence[Sample], limits: RowLimits) -> None:
-    """Raise InvalidFieldError for the first sample that is too long or not of this vocabulary."""
+    """Raise InvalidFieldError for the first sample that is not of this vocabulary."""
     if not samples:
         return
     lengths = np.array([len(sample.token_ids) for sample in samples])
-    if lengths.max() > limits.max_tokens:
-        long = samples[int(np.argmax(lengths > limits.max_tokens))]
-        raise InvalidFieldError(
-            "token_ids",
-            f"of sample {long.sample_id!r} are {len(long.token_ids)}, "
-            f"a micro-batch holds {limits.max_tokens}",
-            sample_id=long.sample_id,
-        )
     tokens = np.concatenate([sample.token_ids for sample in samples])
     foreign = (tokens < 0) | (tokens >= limits.vocabulary_size)
     if foreign.any():

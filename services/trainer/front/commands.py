@@ -125,6 +125,16 @@ def compute_logprobs(batch: Batch, model: int, temperature: float, plan: PassPla
     )
 
 
+def compute_values(batch: Batch, plan: PassPlan) -> list[Build]:
+    return pass_commands(
+        plan,
+        None,
+        lambda micro_batches: pb.FollowResponse(
+            compute_values=pb.ValuesCommand(batch_id=batch.batch_id, micro_batches=micro_batches)
+        ),
+    )
+
+
 def same_for_all(command: pb.FollowResponse) -> Build:
     """One command for every rank."""
 

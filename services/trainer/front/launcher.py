@@ -14,6 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from services.trainer.config import TrainerConfig
+from sluice import platform
+
+# Where collectives listen on fixed ports: beyond those that kernels hand out. A host with two
+# trainers sets the variables of `Platform.collective_ports` itself.
+FIRST_PORT, PORTS_PER_RANK = 61000, 16
 
 OnExit = Callable[[int, str], None]  # rank, how it ended
 
@@ -61,15 +66,19 @@ class LocalLauncher:
         self._folder.cleanup()
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:
-        ranks = self._config.ranks
+        """Each rank sees one device, its first; where there are none they are told apart too."""
+        ranks, declared = self._config.ranks, platform.declared()
+        masked = declared.visible_devices([rank])
         threads = str(self._config.threads)
         return {
             "GLOO_SOCKET_IFNAME": "lo",  # of processes of one host, whatever its name resolves to
             "OMP_WAIT_POLICY": "passive",
+            **declared.collective_ports(FIRST_PORT + PORTS_PER_RANK * rank, PORTS_PER_RANK),
             **os.environ,
+            **masked,
             "OMP_NUM_THREADS": threads,
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
+            "LOCAL_RANK": "0" if masked else str(rank),
             "WORLD_SIZE": str(ranks.count),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),

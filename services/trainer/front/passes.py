@@ -88,6 +88,16 @@ class Passes:
         _note_mismatch(found)
         return PassScalars(0.0, total.token_count, found, plan.micro_batch_count)
 
+    async def compute_values(self, batch: Batch) -> PassScalars:
+        """Add the column `values` to all rows."""
+        generation = self._ranks.generation
+        plan = self._planner.plan(batch, np.arange(batch.row_count))
+        with metrics.PASS_SECONDS.labels("values").time():
+            total = await self._sum(generation, commands.compute_values(batch, plan))
+        batch.mark("values")
+        found = commands.means(total)
+        return PassScalars(0.0, total.token_count, found, plan.micro_batch_count)
+
     async def compute_advantages(self, batch: Batch, spec: AdvantageSpec) -> AdvantageScalars:
         """Add `advantages` (and `returns`) to all rows."""
         generation = self._ranks.generation

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from services.trainer.errors import OversizeSampleError
 from services.trainer.front.batches import Batch, RowFacts
 from sluice.algo.aggregation import weigh_samples
 from sluice.algo.spec import LossSpec
 from sluice.balance.cost import TransformerShape, row_costs
 from sluice.balance.planner import (
+    OversizeRowError,
+    Plan,
     PlanLimits,
     PlanRows,
     assign_owners,
@@ -62,25 +65,40 @@ class Planner:
         if not len(selection):
             dummy = ((),) * self.limits.micro_batch_multiple
             return PassPlan((dummy,) * self.limits.data_size)
-        facts = batch.facts
+        return PassPlan(self.solve(batch.facts, batch.owners, selection, self.limits).ranks)
+
+    def solve(
+        self, facts: RowFacts, owners: np.ndarray, selection: np.ndarray, limits: PlanLimits
+    ) -> Plan:
+        """The plan of the selected rows, in rows of `facts`.
+
+        Raises OversizeSampleError, and GroupTooLargeError under `max_micro_batches`.
+        """
         costs, prompt_costs = self._costs(facts, selection)
-        plan = plan_micro_batches(
-            PlanRows(
-                lengths=facts.lengths[selection].tolist(),
-                costs=costs,
-                owners=batch.owners[selection].tolist(),
-                groups=facts.prompts[selection].tolist(),
-                prompt_lengths=facts.prompt_lengths[selection].tolist(),
-                prompt_costs=prompt_costs,
-            ),
-            self.limits,
-        )
         rows = selection.tolist()
-        return PassPlan(
-            tuple(
+        try:
+            plan = plan_micro_batches(
+                PlanRows(
+                    lengths=facts.lengths[selection].tolist(),
+                    costs=costs,
+                    owners=owners[selection].tolist(),
+                    groups=facts.prompts[selection].tolist(),
+                    prompt_lengths=facts.prompt_lengths[selection].tolist(),
+                    prompt_costs=prompt_costs,
+                ),
+                limits,
+            )
+        except OversizeRowError as error:
+            row = rows[error.row]
+            raise OversizeSampleError(facts.sample_ids[row], row, error.length, error.cap) from None
+        return replace(
+            plan,
+            ranks=tuple(
                 tuple(tuple(rows[index] for index in micro_batch) for micro_batch in rank)
                 for rank in plan.ranks
-            )
+            ),
+            leftover=tuple(rows[index] for index in plan.leftover),
+            truncated={rows[index]: kept for index, kept in plan.truncated.items()},
         )
 
     def _costs(self, facts: RowFacts, selection: np.ndarray) -> tuple[list[float], list[float]]:

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from services.trainer import metrics
 from services.trainer.config import TrainerConfig
 from services.trainer.front import checkpoints, commands
@@ -20,6 +22,7 @@ from services.trainer.front.columns import (
     in_upload_order,
     set_columns,
 )
+from services.trainer.front.dry_run import BareRow, DryPlan, PlanOptions, describe_bare
 from services.trainer.front.generation import Generation
 from services.trainer.front.launcher import ExternalLauncher, LocalLauncher
 from services.trainer.front.passes import AdvantageScalars, GradientsRequest, Passes, StepScalars
@@ -32,7 +35,7 @@ from sluice.algo.spec import AdvantageSpec
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.balance.cost import shape_from_config
-from sluice.balance.planner import PlanLimits
+from sluice.balance.planner import GroupTooLargeError, PlanLimits
 from sluice.runtime.errors import (
     InvalidFieldError,
     NotFoundError,
@@ -61,13 +64,15 @@ class Trainer:
         launcher = LocalLauncher(config) if config.ranks.launch == "local" else ExternalLauncher()
         self.ranks = RankGroup(config.ranks, launcher, waits, self._restore)
         self.blobs = BlobStore(config.store, sync=config.durable)
-        self._checkpoints = CheckpointStore(config.store / "checkpoints", durable=config.durable)
+        self._checkpoints = CheckpointStore(config.kept / "checkpoints", durable=config.durable)
         shape = json.loads((Path(config.model) / "config.json").read_bytes())
         self._shape = shape_from_config(shape)
-        self.limits = RowLimits(self._shape.vocabulary_size, config.max_tokens_per_micro_batch)
+        self.limits = RowLimits(
+            self._shape.vocabulary_size, config.max_tokens_per_micro_batch, config.oversize_policy
+        )
         self._planner = Planner(self._shape, self._plan_limits(trainer_pb.ParallelLayout()))
         self._passes = Passes(config.optim, self.state, self.ranks, self._planner)
-        weights = WeightStore(config.store / "weights", durable=config.durable)
+        weights = WeightStore(config.kept / "weights", durable=config.durable)
         self._publisher = Publisher(config, weights, self.state, self.ranks)
         self._waits = waits
         self._lock = asyncio.Lock()
@@ -121,6 +126,35 @@ class Trainer:
             "compute advantages",
             lambda: self._passes.compute_advantages(self.state.batches.get(name), spec),
         )
+
+    async def compute_values(self, name: str) -> PassScalars:
+        return await self._alone(
+            "compute values",
+            lambda: self._passes.compute_values(self.state.batches.get(name)),
+        )
+
+    async def plan(
+        self,
+        name: str,
+        sample_ids: Sequence[str],
+        bare: Sequence[BareRow],
+        options: PlanOptions,
+    ) -> DryPlan:
+        """How rows of a batch, or bare ones, would be packed; runs nothing, so needs no turn."""
+        assert self.ranks.generation  # before, the degrees of the mesh are not known
+        limits = options.apply(self._planner.limits)
+        if bare:
+            facts = describe_bare(bare)
+            owners, selection = self._planner.own(facts), np.arange(len(bare))
+        else:
+            batch = self.state.batches.get(name)
+            facts, owners, selection = batch.facts, batch.owners, batch.select(sample_ids)
+        solve = self._planner.solve
+        try:
+            plan = await asyncio.to_thread(solve, facts, owners, selection, limits)
+        except GroupTooLargeError as error:
+            raise InvalidFieldError("max_micro_batches", str(error)) from None
+        return DryPlan(facts, plan)
 
     async def forward_backward(self, name: str, request: GradientsRequest) -> PassScalars:
         return await self._alone(
@@ -315,4 +349,5 @@ class Trainer:
             context_size=max(1, layout.context),
             data_size=max(1, layout.data),
             micro_batch_multiple=layout.pipeline if interleaved else 1,
+            oversize=self.config.oversize_policy,
         )

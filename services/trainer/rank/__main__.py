@@ -16,7 +16,7 @@ from pathlib import Path
 from services.trainer.config import TrainerConfig
 from services.trainer.rank.parent import die_with
 from services.trainer.rank.stream import FrontStream
-from sluice import logs
+from sluice import logs, platform
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.config import parse_config, read_yaml
 from sluice.runtime.errors import LoadingError, ServiceError
@@ -48,14 +48,19 @@ def main() -> int:
 
 
 def _follow(config: TrainerConfig, stream: FrontStream) -> int:
+    try:
+        platform.current()  # before anything else imports torch, which a broken plug-in breaks
+    except platform.PlatformError as error:
+        print(f"trainer rank: {error}", file=sys.stderr)
+        _refuse(stream, error)
+        return 2
     from services.trainer.rank.executor import Executor  # imports torch
 
     try:
         executor = Executor.load(config)
     except (ServiceError, OSError, ValueError, RuntimeError) as error:
         logger.error("the model cannot be loaded", exc_info=error)
-        failure = LoadingError(f"{type(error).__name__}: {error}").to_status()
-        stream.send(pb.FollowRequest(ready=pb.RankReady(error=failure)))
+        _refuse(stream, error)
         return 1
     stream.set_activity("")
     stream.send(pb.FollowRequest(ready=executor.describe()))
@@ -69,6 +74,12 @@ def _follow(config: TrainerConfig, stream: FrontStream) -> int:
         stream.set_activity("")
         stream.send(pb.FollowRequest(result=result))
     return 1  # the front is gone: whoever started this rank may start it again
+
+
+def _refuse(stream: FrontStream, error: Exception) -> None:
+    """Tell the front why this rank never gets ready."""
+    failure = LoadingError(f"{type(error).__name__}: {error}").to_status()
+    stream.send(pb.FollowRequest(ready=pb.RankReady(error=failure)))
 
 
 def _parse_flags() -> argparse.Namespace:

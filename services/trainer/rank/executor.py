@@ -8,7 +8,13 @@ from pathlib import Path
 
 import torch
 
-from services.trainer.backend import ModelName, PassSums, TrainingBackend, create_backend
+from services.trainer.backend import (
+    CriticBackend,
+    ModelName,
+    PassSums,
+    TrainingBackend,
+    create_backend,
+)
 from services.trainer.config import TrainerConfig
 from services.trainer.errors import CheckpointMismatchError
 from services.trainer.rank.advantages import add_advantages
@@ -17,6 +23,7 @@ from services.trainer.rank.table import RowTable
 from sluice import faults
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
+from sluice.balance.planner_inputs import OversizePolicy
 from sluice.runtime.errors import DataLossError, NotFoundError, ServiceError
 from sluice.runtime.wire import advantage_from_proto, blob_to_proto, loss_from_proto
 from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobStore
@@ -44,9 +51,8 @@ MODELS: dict[int, tuple[ModelName, str]] = {
 class Executor:
     """One rank's backend and rows."""
 
-    def __init__(self, backend: TrainingBackend, blobs: BlobStore) -> None:
-        self._backend, self._blobs = backend, blobs
-        self._table = RowTable(blobs)
+    def __init__(self, backend: TrainingBackend, blobs: BlobStore, table: RowTable) -> None:
+        self._backend, self._blobs, self._table = backend, blobs, table
 
     @classmethod
     def load(cls, config: TrainerConfig) -> Executor:
@@ -55,7 +61,10 @@ class Executor:
         mesh = find_mesh(config, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         join_group(config, mesh)
         backend = create_backend(config.backend, config, mesh)
-        return cls(backend, BlobStore(config.store, sync=config.durable))
+        blobs = BlobStore(config.store, sync=config.durable)
+        cuts = config.oversize_policy is OversizePolicy.TRUNCATE
+        cap = config.max_tokens_per_micro_batch * backend.mesh.context_size
+        return cls(backend, blobs, RowTable(blobs, max_tokens=cap if cuts else 0))
 
     def describe(self) -> pb.RankReady:
         mesh = self._backend.mesh
@@ -124,6 +133,19 @@ class Executor:
             )
         if positions:
             _sum_logprobs(torch.cat(new), torch.cat(rollout), torch.cat(masks), result.sums)
+
+    def _compute_values(self, command: pb.ValuesCommand, result: pb.CommandResult) -> None:
+        assert isinstance(self._backend, CriticBackend), "the configuration allows no other"
+        micro_batches = self._table.micro_batches(command.batch_id, command.micro_batches)
+        found = self._backend.compute_values(micro_batches)
+        rows = self._table.rows(command.batch_id)
+        total = result.sums.metrics["value"]
+        for position in (row for part in command.micro_batches for row in part.rows):
+            row = rows[position]
+            row.columns["values"] = values_T = found[row.sample_id]
+            total.sum += float(values_T[row.loss_mask].double().sum())
+            result.sums.token_count += int(row.loss_mask.sum())
+        total.weight = result.sums.token_count
 
     def _compute_advantages(self, command: pb.AdvantagesCommand, result: pb.CommandResult) -> None:
         spec = advantage_from_proto(command.advantage)

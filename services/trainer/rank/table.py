@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from services.trainer.backend import Row
+from services.trainer.oversize import cut_sample
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.runtime.wire import blob_from_proto
 from sluice.samples.arrow import decode_group, encode_group
@@ -47,10 +48,10 @@ class OwnedRow:
 
 
 class RowTable:
-    """Batches by id, rows by position."""
+    """Batches by id, rows by position. Rows of more than `max_tokens` are cut; 0 cuts none."""
 
-    def __init__(self, blobs: BlobStore) -> None:
-        self._blobs = blobs
+    def __init__(self, blobs: BlobStore, max_tokens: int = 0) -> None:
+        self._blobs, self._max_tokens = blobs, max_tokens
         self._batches: dict[str, dict[int, OwnedRow]] = {}
 
     def add(self, command: pb.AddRows) -> None:
@@ -58,7 +59,8 @@ class RowTable:
         batch = self._batches.setdefault(command.batch_id, {})
         for stored in command.blobs:
             for row, sample in zip(stored.rows, self._read(stored), strict=True):
-                batch[row] = _own(sample)
+                whole = not self._max_tokens
+                batch[row] = _own(sample if whole else cut_sample(sample, self._max_tokens))
 
     def set_columns(self, command: pb.SetColumns) -> None:
         batch = self._batches[command.batch_id]

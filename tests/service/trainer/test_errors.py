@@ -96,11 +96,13 @@ async def test_rows_that_do_not_fit(client: TrainerClient) -> None:
         "columns['reward']": column("reward", np.zeros(length, dtype=np.float32)),
         "prompt_length": replace(first, prompt_length=len(first.token_ids) + 1, columns={}),
         "token_ids": replace(first, token_ids=np.full_like(first.token_ids, 13)),
-        "token_ids ": replace(first, token_ids=long, prompt_length=5, columns={}),
     }
     for field, sample in cases.items():
         error = await refusal(client.upload_batch("bad", 1, samples=[sample]))
         assert_is(error, INVALID, "INVALID_FIELD", field=field.strip(), sample_id="bad/0")
+    oversize = replace(first, token_ids=long, prompt_length=5, columns={})
+    error = await refusal(client.upload_batch("bad", 1, samples=[oversize]))
+    assert_is(error, INVALID, "OVERSIZE_SAMPLE", sample_id="bad/0", length="20000", cap="16384")
     error = await refusal(client.upload_batch("bad", 2, samples=[first, first]))
     assert_is(error, INVALID, "INVALID_FIELD", field="sample_id", sample_id="bad/0")
     error = await refusal(client.upload_batch("bad", 3, samples=group))

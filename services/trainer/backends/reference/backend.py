@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from services.trainer.backend import (
+    CriticBackend,
     Mesh,
     MicroBatch,
     ModelName,
     PassSums,
     StepOutcome,
-    TrainingBackend,
 )
 from services.trainer.backends.reference import storage
 from services.trainer.backends.reference.model import ScoredModel
@@ -30,7 +30,7 @@ from sluice.algo.spec import LossSpec
 from sluice.weights.store import ShardFile
 
 
-class ReferenceBackend(TrainingBackend):
+class ReferenceBackend(CriticBackend):
     """float32 parameters, gradients and AdamW state; optional bfloat16 matrix products.
 
     Models run without dropout: log-probs are then the same whenever they are computed.
@@ -44,7 +44,7 @@ class ReferenceBackend(TrainingBackend):
         self._platform.set_device(local_rank)
         self._device = self._platform.device(local_rank)
         self._platform.seed_all(config.seed)
-        self._policy = ScoredModel.load(config.model, self._device)
+        self._policy = ScoredModel.load(config.model, self._device, config.head)
         self._reference: ScoredModel | None = None
         self._optimizer = FlatOptimizer(self._policy.model, config.optim)
 
@@ -63,18 +63,26 @@ class ReferenceBackend(TrainingBackend):
             found.update((row.sample_id, part) for row, part in zip(rows, parts, strict=True))
         return found
 
+    @torch.no_grad()
+    def compute_values(self, micro_batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for rows in micro_batches:
+            if not rows:
+                continue
+            with self._precision():
+                values_T = self._policy.value(rows).cpu()
+            parts = values_T.split([row.response_length for row in rows])
+            found.update((row.sample_id, part) for row, part in zip(rows, parts, strict=True))
+        return found
+
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: LossSpec) -> PassSums:
-        entropy: EntropyMode = "gradient" if loss.has_entropy_gradient else "metric"
         total, tokens = 0.0, 0
         sums: dict[str, tuple[float, float]] = {}
         for rows in micro_batches:
             if not rows:
                 continue
-            with self._precision():
-                logprobs_T, entropy_T = self._policy.score(
-                    rows, temperature=loss.temperature or 1.0, entropy=entropy
-                )
-            terms = compute_loss(pack_rows(rows, loss, logprobs_T, entropy_T), loss)
+            outputs_T, entropy_T = self._run(rows, loss)
+            terms = compute_loss(pack_rows(rows, loss, outputs_T, entropy_T), loss)
             terms.loss.backward()
             total += terms.loss.item()
             tokens += int(terms.token_count.item())
@@ -104,6 +112,14 @@ class ReferenceBackend(TrainingBackend):
 
     def close(self) -> None:
         self._reference = None
+
+    def _run(self, rows: MicroBatch, loss: LossSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-probs and entropy, or values and none, float32[R]."""
+        entropy: EntropyMode = "gradient" if loss.has_entropy_gradient else "metric"
+        with self._precision():
+            if loss.name == "value":
+                return self._policy.value(rows), None
+            return self._policy.score(rows, temperature=loss.temperature or 1.0, entropy=entropy)
 
     def _reduce(self, gradients: torch.Tensor) -> None:
         if self.mesh.world_size > 1:

@@ -1,17 +1,25 @@
-"""A causal language model that scores packed micro-batches."""
+"""A causal language model, or a critic on its body, over packed micro-batches."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers.utils.logging import (
+    disable_progress_bar,
+    get_verbosity,
+    set_verbosity,
+    set_verbosity_error,
+)
 
 from services.trainer.backend import MicroBatch
 from services.trainer.backends.reference.attention import IMPLEMENTATION
-from services.trainer.backends.reference.layout import pack
+from services.trainer.backends.reference.layout import PackedLayout, pack
+from services.trainer.config import Head
 from sluice.algo.linear_logprobs import linear_logprobs
 from sluice.algo.logprobs import EntropyMode, token_logprobs
 
@@ -28,28 +36,48 @@ class ScoredModel:
     device: torch.device
 
     @classmethod
-    def load(cls, path: str, device: torch.device) -> ScoredModel:
-        """A HF checkpoint directory in float32. Raises OSError or ValueError for another thing."""
+    def load(cls, path: str, device: torch.device, head: Head = "policy") -> ScoredModel:
+        """A HF checkpoint directory in float32. Raises OSError or ValueError for another thing.
+
+        head value: transformers' token classifier of one label; its `score` starts at zero
+        where the directory, a language model's, has none, so that every rank starts alike.
+        """
         family = AutoConfig.from_pretrained(path, local_files_only=True).model_type
         if family not in FAMILIES:
             raise ValueError(f"model_type {family} is unknown here; known: {', '.join(FAMILIES)}")
         disable_progress_bar()
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation=IMPLEMENTATION, local_files_only=True
-        )
+        options: dict[str, Any] = {
+            "dtype": torch.float32,
+            "attn_implementation": IMPLEMENTATION,
+            "local_files_only": True,
+        }
+        if head == "policy":
+            model = AutoModelForCausalLM.from_pretrained(path, **options)
+        else:
+            with errors_only():  # a new head and an unused one are what is asked for
+                model, loading = AutoModelForTokenClassification.from_pretrained(
+                    path, num_labels=1, output_loading_info=True, **options
+                )
+            if "score.weight" in loading["missing_keys"]:
+                for parameter in model.score.parameters():
+                    torch.nn.init.zeros_(parameter)
         return cls(model.to(device).eval(), device)
+
+    def value(self, rows: MicroBatch) -> torch.Tensor:
+        """Values in front of all response tokens, float32[R], rows in order."""
+        layout = pack(rows).to(self.device)
+        hidden_TH = self.model.base_model(**_inputs(layout)).last_hidden_state[0]
+        picked_RH = hidden_TH.index_select(0, layout.predictors).float()
+        with torch.autocast(self.device.type, enabled=False):
+            values_R1: torch.Tensor = self.model.score(picked_RH)
+        return values_R1[:, 0]
 
     def score(
         self, rows: MicroBatch, *, temperature: float, entropy: EntropyMode
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-probs, entropy) of all response tokens, float32[R], rows in order."""
         layout = pack(rows).to(self.device)
-        inputs = {
-            "input_ids": layout.token_ids[None],
-            "position_ids": layout.position_ids[None],
-            "use_cache": False,
-            "packed_layout": layout,
-        }
+        inputs = _inputs(layout)
         if len(layout.targets) * self.model.config.vocab_size > MAX_LOGITS:
             hidden_TH = self.model.base_model(**inputs).last_hidden_state[0]
             weight_VH = self.model.get_output_embeddings().weight
@@ -69,3 +97,23 @@ class ScoredModel:
             entropy=entropy,
             reuse_logits=True,
         )
+
+
+def _inputs(layout: PackedLayout) -> dict[str, Any]:
+    return {
+        "input_ids": layout.token_ids[None],
+        "position_ids": layout.position_ids[None],
+        "use_cache": False,
+        "packed_layout": layout,
+    }
+
+
+@contextmanager
+def errors_only() -> Iterator[None]:
+    """transformers says nothing below errors meanwhile."""
+    before = get_verbosity()
+    set_verbosity_error()
+    try:
+        yield
+    finally:
+        set_verbosity(before)

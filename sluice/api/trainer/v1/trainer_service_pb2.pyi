@@ -15,6 +15,17 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class OversizePolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OVERSIZE_POLICY_UNSPECIFIED: _ClassVar[OversizePolicy]
+    OVERSIZE_POLICY_ERROR: _ClassVar[OversizePolicy]
+    OVERSIZE_POLICY_TRUNCATE: _ClassVar[OversizePolicy]
+    OVERSIZE_POLICY_ALONE: _ClassVar[OversizePolicy]
+OVERSIZE_POLICY_UNSPECIFIED: OversizePolicy
+OVERSIZE_POLICY_ERROR: OversizePolicy
+OVERSIZE_POLICY_TRUNCATE: OversizePolicy
+OVERSIZE_POLICY_ALONE: OversizePolicy
+
 class Rank(_message.Message):
     __slots__ = ("rank", "process_id", "host", "heartbeat_time", "activity", "data_rank")
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -48,7 +59,7 @@ class ParallelLayout(_message.Message):
     def __init__(self, data: _Optional[int] = ..., tensor: _Optional[int] = ..., pipeline: _Optional[int] = ..., context: _Optional[int] = ..., expert: _Optional[int] = ..., virtual_pipeline: _Optional[int] = ...) -> None: ...
 
 class Trainer(_message.Message):
-    __slots__ = ("state", "step", "weights", "part_ids", "layout", "ranks", "restart_count", "failure", "losses", "advantage_estimators", "batches", "backend", "skipped_count", "consecutive_skipped_count", "gradients_incomplete", "checkpoint")
+    __slots__ = ("state", "step", "weights", "part_ids", "layout", "ranks", "restart_count", "failure", "losses", "advantage_estimators", "batches", "backend", "skipped_count", "consecutive_skipped_count", "gradients_incomplete", "checkpoint", "head")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Trainer.State]
@@ -75,6 +86,7 @@ class Trainer(_message.Message):
     CONSECUTIVE_SKIPPED_COUNT_FIELD_NUMBER: _ClassVar[int]
     GRADIENTS_INCOMPLETE_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
     state: Trainer.State
     step: int
     weights: _sample_pb2.WeightVersion
@@ -91,7 +103,8 @@ class Trainer(_message.Message):
     consecutive_skipped_count: int
     gradients_incomplete: bool
     checkpoint: str
-    def __init__(self, state: _Optional[_Union[Trainer.State, str]] = ..., step: _Optional[int] = ..., weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., part_ids: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[ParallelLayout, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., restart_count: _Optional[int] = ..., failure: _Optional[str] = ..., losses: _Optional[_Iterable[str]] = ..., advantage_estimators: _Optional[_Iterable[str]] = ..., batches: _Optional[_Iterable[str]] = ..., backend: _Optional[str] = ..., skipped_count: _Optional[int] = ..., consecutive_skipped_count: _Optional[int] = ..., gradients_incomplete: bool = ..., checkpoint: _Optional[str] = ...) -> None: ...
+    head: str
+    def __init__(self, state: _Optional[_Union[Trainer.State, str]] = ..., step: _Optional[int] = ..., weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., part_ids: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[ParallelLayout, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., restart_count: _Optional[int] = ..., failure: _Optional[str] = ..., losses: _Optional[_Iterable[str]] = ..., advantage_estimators: _Optional[_Iterable[str]] = ..., batches: _Optional[_Iterable[str]] = ..., backend: _Optional[str] = ..., skipped_count: _Optional[int] = ..., consecutive_skipped_count: _Optional[int] = ..., gradients_incomplete: bool = ..., checkpoint: _Optional[str] = ..., head: _Optional[str] = ...) -> None: ...
 
 class GetTrainerRequest(_message.Message):
     __slots__ = ()
@@ -181,6 +194,22 @@ class ComputeLogprobsResponse(_message.Message):
     rollout_mismatch_max: float
     def __init__(self, column: _Optional[str] = ..., mean: _Optional[float] = ..., token_count: _Optional[int] = ..., rollout_mismatch_mean: _Optional[float] = ..., rollout_mismatch_max: _Optional[float] = ...) -> None: ...
 
+class ComputeValuesRequest(_message.Message):
+    __slots__ = ("batch", "request_id")
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    batch: str
+    request_id: str
+    def __init__(self, batch: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class ComputeValuesResponse(_message.Message):
+    __slots__ = ("mean", "token_count")
+    MEAN_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    mean: float
+    token_count: int
+    def __init__(self, mean: _Optional[float] = ..., token_count: _Optional[int] = ...) -> None: ...
+
 class ComputeAdvantagesRequest(_message.Message):
     __slots__ = ("batch", "advantage", "request_id")
     BATCH_FIELD_NUMBER: _ClassVar[int]
@@ -256,6 +285,86 @@ class GetColumnsResponse(_message.Message):
     ROWS_FIELD_NUMBER: _ClassVar[int]
     rows: _containers.RepeatedCompositeFieldContainer[RowColumns]
     def __init__(self, rows: _Optional[_Iterable[_Union[RowColumns, _Mapping]]] = ...) -> None: ...
+
+class BareRow(_message.Message):
+    __slots__ = ("length", "prompt_length", "group")
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    length: int
+    prompt_length: int
+    group: int
+    def __init__(self, length: _Optional[int] = ..., prompt_length: _Optional[int] = ..., group: _Optional[int] = ...) -> None: ...
+
+class PlanBatchRequest(_message.Message):
+    __slots__ = ("batch", "sample_ids", "bare_rows", "max_tokens_per_micro_batch", "oversize_policy", "micro_batch_multiple", "max_micro_batches")
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_IDS_FIELD_NUMBER: _ClassVar[int]
+    BARE_ROWS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_PER_MICRO_BATCH_FIELD_NUMBER: _ClassVar[int]
+    OVERSIZE_POLICY_FIELD_NUMBER: _ClassVar[int]
+    MICRO_BATCH_MULTIPLE_FIELD_NUMBER: _ClassVar[int]
+    MAX_MICRO_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    batch: str
+    sample_ids: _containers.RepeatedScalarFieldContainer[str]
+    bare_rows: _containers.RepeatedCompositeFieldContainer[BareRow]
+    max_tokens_per_micro_batch: int
+    oversize_policy: OversizePolicy
+    micro_batch_multiple: int
+    max_micro_batches: int
+    def __init__(self, batch: _Optional[str] = ..., sample_ids: _Optional[_Iterable[str]] = ..., bare_rows: _Optional[_Iterable[_Union[BareRow, _Mapping]]] = ..., max_tokens_per_micro_batch: _Optional[int] = ..., oversize_policy: _Optional[_Union[OversizePolicy, str]] = ..., micro_batch_multiple: _Optional[int] = ..., max_micro_batches: _Optional[int] = ...) -> None: ...
+
+class PlannedMicroBatch(_message.Message):
+    __slots__ = ("rows", "sample_ids", "token_count")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    sample_ids: _containers.RepeatedScalarFieldContainer[str]
+    token_count: int
+    def __init__(self, rows: _Optional[_Iterable[int]] = ..., sample_ids: _Optional[_Iterable[str]] = ..., token_count: _Optional[int] = ...) -> None: ...
+
+class PlannedRank(_message.Message):
+    __slots__ = ("micro_batches", "token_count")
+    MICRO_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    micro_batches: _containers.RepeatedCompositeFieldContainer[PlannedMicroBatch]
+    token_count: int
+    def __init__(self, micro_batches: _Optional[_Iterable[_Union[PlannedMicroBatch, _Mapping]]] = ..., token_count: _Optional[int] = ...) -> None: ...
+
+class TruncatedRow(_message.Message):
+    __slots__ = ("row", "sample_id", "length")
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_ID_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    row: int
+    sample_id: str
+    length: int
+    def __init__(self, row: _Optional[int] = ..., sample_id: _Optional[str] = ..., length: _Optional[int] = ...) -> None: ...
+
+class PlanBatchResponse(_message.Message):
+    __slots__ = ("ranks", "micro_batch_count", "dummy_count", "token_count", "imbalance", "lockstep_imbalance", "fill", "leftover_rows", "leftover_sample_ids", "truncated_rows")
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    MICRO_BATCH_COUNT_FIELD_NUMBER: _ClassVar[int]
+    DUMMY_COUNT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    IMBALANCE_FIELD_NUMBER: _ClassVar[int]
+    LOCKSTEP_IMBALANCE_FIELD_NUMBER: _ClassVar[int]
+    FILL_FIELD_NUMBER: _ClassVar[int]
+    LEFTOVER_ROWS_FIELD_NUMBER: _ClassVar[int]
+    LEFTOVER_SAMPLE_IDS_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    ranks: _containers.RepeatedCompositeFieldContainer[PlannedRank]
+    micro_batch_count: int
+    dummy_count: int
+    token_count: int
+    imbalance: float
+    lockstep_imbalance: float
+    fill: float
+    leftover_rows: _containers.RepeatedScalarFieldContainer[int]
+    leftover_sample_ids: _containers.RepeatedScalarFieldContainer[str]
+    truncated_rows: _containers.RepeatedCompositeFieldContainer[TruncatedRow]
+    def __init__(self, ranks: _Optional[_Iterable[_Union[PlannedRank, _Mapping]]] = ..., micro_batch_count: _Optional[int] = ..., dummy_count: _Optional[int] = ..., token_count: _Optional[int] = ..., imbalance: _Optional[float] = ..., lockstep_imbalance: _Optional[float] = ..., fill: _Optional[float] = ..., leftover_rows: _Optional[_Iterable[int]] = ..., leftover_sample_ids: _Optional[_Iterable[str]] = ..., truncated_rows: _Optional[_Iterable[_Union[TruncatedRow, _Mapping]]] = ...) -> None: ...
 
 class ForwardBackwardRequest(_message.Message):
     __slots__ = ("batch", "loss", "expected_step", "part_id", "sample_ids", "request_id")

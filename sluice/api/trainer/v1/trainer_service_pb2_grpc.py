@@ -57,6 +57,11 @@ class TrainerServiceStub(object):
                 request_serializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.ComputeLogprobsRequest.SerializeToString,
                 response_deserializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.ComputeLogprobsResponse.FromString,
                 _registered_method=True)
+        self.ComputeValues = channel.unary_unary(
+                '/sluice.api.trainer.v1.TrainerService/ComputeValues',
+                request_serializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.ComputeValuesRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.ComputeValuesResponse.FromString,
+                _registered_method=True)
         self.ComputeAdvantages = channel.unary_unary(
                 '/sluice.api.trainer.v1.TrainerService/ComputeAdvantages',
                 request_serializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.ComputeAdvantagesRequest.SerializeToString,
@@ -71,6 +76,11 @@ class TrainerServiceStub(object):
                 '/sluice.api.trainer.v1.TrainerService/GetColumns',
                 request_serializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.GetColumnsRequest.SerializeToString,
                 response_deserializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.GetColumnsResponse.FromString,
+                _registered_method=True)
+        self.PlanBatch = channel.unary_unary(
+                '/sluice.api.trainer.v1.TrainerService/PlanBatch',
+                request_serializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.PlanBatchRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.PlanBatchResponse.FromString,
                 _registered_method=True)
         self.ForwardBackward = channel.unary_unary(
                 '/sluice.api.trainer.v1.TrainerService/ForwardBackward',
@@ -137,6 +147,13 @@ class TrainerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ComputeValues(self, request, context):
+        """Adds the column `values` of a trainer whose head gives values.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ComputeAdvantages(self, request, context):
         """Adds the column `advantages`, and `returns` where the estimator has them.
         """
@@ -153,6 +170,13 @@ class TrainerServiceServicer(object):
 
     def GetColumns(self, request, context):
         """Reads columns back.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PlanBatch(self, request, context):
+        """Answers into which micro-batches rows would be packed; changes and runs nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -231,6 +255,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     request_deserializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.ComputeLogprobsRequest.FromString,
                     response_serializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.ComputeLogprobsResponse.SerializeToString,
             ),
+            'ComputeValues': grpc.unary_unary_rpc_method_handler(
+                    servicer.ComputeValues,
+                    request_deserializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.ComputeValuesRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.ComputeValuesResponse.SerializeToString,
+            ),
             'ComputeAdvantages': grpc.unary_unary_rpc_method_handler(
                     servicer.ComputeAdvantages,
                     request_deserializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.ComputeAdvantagesRequest.FromString,
@@ -245,6 +274,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.GetColumns,
                     request_deserializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.GetColumnsRequest.FromString,
                     response_serializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.GetColumnsResponse.SerializeToString,
+            ),
+            'PlanBatch': grpc.unary_unary_rpc_method_handler(
+                    servicer.PlanBatch,
+                    request_deserializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.PlanBatchRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.PlanBatchResponse.SerializeToString,
             ),
             'ForwardBackward': grpc.unary_unary_rpc_method_handler(
                     servicer.ForwardBackward,
@@ -398,6 +432,33 @@ class TrainerService(object):
             _registered_method=True)
 
     @staticmethod
+    def ComputeValues(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.api.trainer.v1.TrainerService/ComputeValues',
+            sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.ComputeValuesRequest.SerializeToString,
+            sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.ComputeValuesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ComputeAdvantages(request,
             target,
             options=(),
@@ -468,6 +529,33 @@ class TrainerService(object):
             '/sluice.api.trainer.v1.TrainerService/GetColumns',
             sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.GetColumnsRequest.SerializeToString,
             sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.GetColumnsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PlanBatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.api.trainer.v1.TrainerService/PlanBatch',
+            sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.PlanBatchRequest.SerializeToString,
+            sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.PlanBatchResponse.FromString,
             options,
             channel_credentials,
             insecure,

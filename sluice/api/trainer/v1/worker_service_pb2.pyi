@@ -159,7 +159,7 @@ class WrittenTensor(_message.Message):
     def __init__(self, dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class FollowResponse(_message.Message):
-    __slots__ = ("sequence", "add_rows", "drop_batch", "compute_logprobs", "compute_advantages", "set_columns", "read_columns", "forward_backward", "step", "discard", "save", "load", "publish", "shutdown")
+    __slots__ = ("sequence", "add_rows", "drop_batch", "compute_logprobs", "compute_advantages", "set_columns", "read_columns", "forward_backward", "step", "discard", "save", "load", "publish", "shutdown", "compute_values")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ADD_ROWS_FIELD_NUMBER: _ClassVar[int]
     DROP_BATCH_FIELD_NUMBER: _ClassVar[int]
@@ -174,6 +174,7 @@ class FollowResponse(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     PUBLISH_FIELD_NUMBER: _ClassVar[int]
     SHUTDOWN_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_VALUES_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     add_rows: AddRows
     drop_batch: DropBatch
@@ -188,7 +189,8 @@ class FollowResponse(_message.Message):
     load: LoadCommand
     publish: PublishCommand
     shutdown: ShutdownCommand
-    def __init__(self, sequence: _Optional[int] = ..., add_rows: _Optional[_Union[AddRows, _Mapping]] = ..., drop_batch: _Optional[_Union[DropBatch, _Mapping]] = ..., compute_logprobs: _Optional[_Union[LogprobsCommand, _Mapping]] = ..., compute_advantages: _Optional[_Union[AdvantagesCommand, _Mapping]] = ..., set_columns: _Optional[_Union[SetColumns, _Mapping]] = ..., read_columns: _Optional[_Union[ReadColumns, _Mapping]] = ..., forward_backward: _Optional[_Union[GradientsCommand, _Mapping]] = ..., step: _Optional[_Union[StepCommand, _Mapping]] = ..., discard: _Optional[_Union[DiscardCommand, _Mapping]] = ..., save: _Optional[_Union[SaveCommand, _Mapping]] = ..., load: _Optional[_Union[LoadCommand, _Mapping]] = ..., publish: _Optional[_Union[PublishCommand, _Mapping]] = ..., shutdown: _Optional[_Union[ShutdownCommand, _Mapping]] = ...) -> None: ...
+    compute_values: ValuesCommand
+    def __init__(self, sequence: _Optional[int] = ..., add_rows: _Optional[_Union[AddRows, _Mapping]] = ..., drop_batch: _Optional[_Union[DropBatch, _Mapping]] = ..., compute_logprobs: _Optional[_Union[LogprobsCommand, _Mapping]] = ..., compute_advantages: _Optional[_Union[AdvantagesCommand, _Mapping]] = ..., set_columns: _Optional[_Union[SetColumns, _Mapping]] = ..., read_columns: _Optional[_Union[ReadColumns, _Mapping]] = ..., forward_backward: _Optional[_Union[GradientsCommand, _Mapping]] = ..., step: _Optional[_Union[StepCommand, _Mapping]] = ..., discard: _Optional[_Union[DiscardCommand, _Mapping]] = ..., save: _Optional[_Union[SaveCommand, _Mapping]] = ..., load: _Optional[_Union[LoadCommand, _Mapping]] = ..., publish: _Optional[_Union[PublishCommand, _Mapping]] = ..., shutdown: _Optional[_Union[ShutdownCommand, _Mapping]] = ..., compute_values: _Optional[_Union[ValuesCommand, _Mapping]] = ...) -> None: ...
 
 class AddRows(_message.Message):
     __slots__ = ("batch_id", "blobs")
@@ -233,6 +235,14 @@ class LogprobsCommand(_message.Message):
     temperature: float
     micro_batches: _containers.RepeatedCompositeFieldContainer[MicroBatchRows]
     def __init__(self, batch_id: _Optional[str] = ..., model: _Optional[_Union[_trainer_service_pb2.ComputeLogprobsRequest.Model, str]] = ..., temperature: _Optional[float] = ..., micro_batches: _Optional[_Iterable[_Union[MicroBatchRows, _Mapping]]] = ...) -> None: ...
+
+class ValuesCommand(_message.Message):
+    __slots__ = ("batch_id", "micro_batches")
+    BATCH_ID_FIELD_NUMBER: _ClassVar[int]
+    MICRO_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    batch_id: str
+    micro_batches: _containers.RepeatedCompositeFieldContainer[MicroBatchRows]
+    def __init__(self, batch_id: _Optional[str] = ..., micro_batches: _Optional[_Iterable[_Union[MicroBatchRows, _Mapping]]] = ...) -> None: ...
 
 class AdvantagesCommand(_message.Message):
     __slots__ = ("batch_id", "advantage", "moments_only", "moments")
