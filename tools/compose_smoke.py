@@ -36,7 +36,7 @@ INSTANCES = {
     "router": ["router:9100"],
 }
 INSTANCES[""] = [instance for service in INSTANCES.values() for instance in service]
-KILLS = ["rollout-1", "router", "trainer", "loop", "rollout-0", "prometheus"]
+KILLS = ["trainer", "loop", "rollout-1", "router", "rollout-0", "prometheus"]  # the loop early
 MOVED = [  # a run leaves none of these at 0
     "sluice_rpc_duration_seconds_count",
     "sluice_trainer_step_number",
@@ -109,13 +109,14 @@ def rewards(project: Project) -> list[float]:
 
 
 def wait_for_steps(project: Project, count: int) -> None:
-    """Until the run has `count` steps more."""
+    """Until the run has `count` steps more, or is over."""
     target = len(rewards(project)) + count
 
     def are_done() -> bool:
-        if project.container("loop").restarts > MAX_LOOP_RESTARTS:
+        loop = project.container("loop")
+        if loop.restarts > MAX_LOOP_RESTARTS:
             raise ComposeError("the loop ends again and again")
-        return len(rewards(project)) >= target
+        return loop.has_ended or len(rewards(project)) >= target
 
     wait_until(f"step {target} of the run", are_done, PATIENCE)
 
