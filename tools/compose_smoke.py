@@ -155,6 +155,8 @@ def wait_for_targets(project: Project) -> int:
 
 def check_metrics(project: Project) -> int:
     """How many documented metrics every instance of their service shows; all, or ComposeError."""
+    if unseen := MODULES.keys() - INSTANCES.keys():
+        raise ComposeError(f"nothing in compose runs {sorted(unseen)}, which have metrics")
     wanted = {
         (metric.name + ("_count" if metric.kind == "histogram" else ""), instance)
         for service in MODULES

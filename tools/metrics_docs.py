@@ -16,9 +16,10 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "metrics.md"
 MODULES = {  # by the service that exposes them; "" is every service
     "": ("sluice.runtime.interceptors", "sluice.runtime.waits"),
-    "trainer": ("services.trainer.metrics",),
-    "rollout": ("services.rollout.metrics",),
-    "router": ("services.router.metrics",),
+    **{
+        path.parent.name: (f"services.{path.parent.name}.metrics",)
+        for path in sorted(ROOT.glob("services/*/metrics.py"))
+    },
 }
 HEAD = """# Metrics
 
