@@ -90,8 +90,15 @@ def parity(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     backend.discard_gradients()
     steps = run_steps(backend, 0, STEPS)
     save_export(backend, out / f"weights-{rank}.safetensors")
+    gradients = {str(main_gradient(tensor).dtype) for tensor in backend._policy.tensors}
+    parameters = {str(tensor.parameter.dtype) for tensor in backend._policy.tensors}
     backend.close()
-    return {"steps": steps, "bytes_read": backend._policy.bytes_read}
+    return {
+        "steps": steps,
+        "bytes_read": backend._policy.bytes_read,
+        "gradients": sorted(gradients),
+        "parameters": sorted(parameters),
+    }
 
 
 def logprobs(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:

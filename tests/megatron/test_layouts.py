@@ -125,6 +125,28 @@ def test_optimizer_and_recompute_change_no_number(
     _check_curve(answers, oracle, read_ranks(tmp_path, "weights"))
 
 
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        pytest.param(2, {"tensor": 2, "sequence_parallel": True}, id="TP2+SP"),
+        pytest.param(2, {"pipeline": 2, "distributed_optimizer": False}, id="PP2-plain"),
+        pytest.param(2, {}, id="DP2-distributed"),
+    ],
+)
+def test_bfloat16_gathers_gradients_in_float32(
+    world: int, layout: dict[str, Any], pool: Pool, expected: Any, tmp_path: Path
+) -> None:
+    oracle = expected("qwen3")
+    layout = {"dtype": "bfloat16", **layout}
+    model = str(oracle.directory)
+    for answer in pool.run("parity", world, model=model, layout=layout, out=str(tmp_path)):
+        assert answer["parameters"] == ["torch.bfloat16"]
+        assert answer["gradients"] == ["torch.float32"]
+        for step, wanted in zip(answer["steps"], oracle.steps, strict=True):
+            assert step["loss"] == pytest.approx(wanted.loss, abs=0.05)
+            assert step["grad_norm"] == pytest.approx(wanted.grad_norm, rel=0.05)
+
+
 def _check_curve(answers: list[dict[str, Any]], oracle: Any, weights: dict[str, Any]) -> None:
     for answer in answers:  # every rank tells the same
         for step, wanted in zip(answer["steps"], oracle.steps, strict=True):

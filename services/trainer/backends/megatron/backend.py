@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +36,7 @@ from services.trainer.backends.megatron.results import share_responses, share_su
 from services.trainer.backends.megatron.saving import PendingSave  # noqa: E402
 from services.trainer.backends.megatron.stepping import Stepper  # noqa: E402
 from services.trainer.config import TrainerConfig  # noqa: E402
+from sluice import platform  # noqa: E402
 from sluice.algo.spec import LossSpec  # noqa: E402
 from sluice.weights.store import ShardFile  # noqa: E402
 
@@ -48,6 +50,7 @@ class MegatronBackend(TrainingBackend):
         self.mesh = mesh
         self._config = config
         self._layout = config.megatron
+        platform.current().set_device(int(os.environ.get("LOCAL_RANK", "0")))
         self._device = current_device()
         parallel.start(self._layout, seed=config.seed)
         self._policy = create_policy(Path(config.model), self._layout, device=self._device)

@@ -50,7 +50,7 @@ class SumsOnDevice:
     values: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def add(self, name: str, value: torch.Tensor) -> None:
-        value = value.detach().double() if value.device.type == "cpu" else value.detach().float()
+        value = value.detach().double()  # token counts stay exact
         self.values[name] = self.values[name] + value if name in self.values else value
 
     def read(self) -> dict[str, float]:

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from services.trainer.backends.megatron.device import current_device
+
 
 class RMSNorm(torch.nn.Module):
     """Normalises in float32 and multiplies by the weight in the input's dtype, as HF models do.
@@ -17,10 +19,8 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
         self.eps = eps
-        device = torch.device("cpu") if config.use_cpu_initialization else None
-        self.weight = torch.nn.Parameter(
-            torch.ones(hidden_size, dtype=config.params_dtype, device=device)
-        )
+        ones = torch.ones(hidden_size, dtype=config.params_dtype, device=current_device())
+        self.weight = torch.nn.Parameter(ones)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from services.trainer.backends.megatron.config import MegatronConfig
+from services.trainer.backends.megatron.device import current_device
 from services.trainer.backends.megatron.head import OutputHead
 from services.trainer.backends.megatron.loading import LocalTensor, load_hf, local_tensors
 from services.trainer.backends.megatron.model_config import (
@@ -106,7 +107,8 @@ def _build(
             ),
             vp_stage=stage,
         )
-        models.append(build_model(config.model_provider, request))
+        # Megatron leaves some of its parameters (routers) on the host.
+        models.append(build_model(config.model_provider, request).to(current_device()))
     return models
 
 
