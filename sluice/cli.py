@@ -25,6 +25,7 @@ from sluice.loop.report import Report
 from sluice.loop.run import Run
 from sluice.loop.sft_config import SftConfig
 from sluice.loop.workers import NoWorkerError
+from sluice.platform import PlatformError
 from sluice.runtime.security import SecurityConfig
 from sluice.supervise import ServiceDiedError, Supervisor, UpConfig, read_services, read_store
 
@@ -48,6 +49,7 @@ _EXPECTED = (
     EvaluationError,
     NoEngineError,
     NoWorkerError,
+    PlatformError,
     RemoteError,
     RolloutFailedError,
     ServiceDiedError,

@@ -75,7 +75,7 @@ class Platform:
 
     def visible_devices(self, local_ranks: Sequence[int]) -> dict[str, str]:
         """The environment in which a child sees only these of the devices visible here."""
-        if not self.visible_env:
+        if not self.visible_env or os.environ.get(self.visible_env) == "":  # all are hidden
             return {}
         seen = [entry for entry in os.environ.get(self.visible_env, "").split(",") if entry]
         try:

@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 import psutil
 import yaml
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from sluice import faults
+from sluice import faults, platform
 from sluice.config import RESERVED_ENV, Config, ConfigError, ProcessConfig
 from sluice.readiness import TRAINER_SERVICE, is_serving, registered_addresses
 from sluice.runtime.security import SecurityConfig
@@ -35,11 +35,29 @@ PR_SET_PDEATHSIG = 1
 
 
 class ServiceEntry(Config):
-    """One process. `config` is the service's own; ports, store and router are filled in."""
+    """One process. `config` is the service's own; ports, store and router are filled in.
+
+    `devices`: accelerators of this machine that it sees, shared out evenly among replicas; empty
+    is all of them.
+    """
 
     kind: Kind
     config: dict[str, Any] = Field(default_factory=dict)
     replicas: int = Field(1, gt=0)
+    devices: tuple[int, ...] = ()
+
+    @model_validator(mode="after")
+    def _devices_can_be_shared(self) -> ServiceEntry:
+        if len(self.devices) % self.replicas:
+            raise ValueError(f"{len(self.devices)} devices cannot be shared by {self.replicas}")
+        return self
+
+    def environment(self, replica: int) -> dict[str, str]:
+        """By which a replica sees its devices only. Raises PlatformError if they are not here."""
+        if not self.devices:
+            return {}
+        share = len(self.devices) // self.replicas
+        return platform.declared().visible_devices(self.devices[replica * share :][:share])
 
 
 class UpConfig(ProcessConfig):
@@ -64,6 +82,7 @@ class _Service:
     config: dict[str, Any]
     address_file: Path
     log: Path
+    environment: dict[str, str]
     process: asyncio.subprocess.Process | None = None
     addresses: dict[str, Any] = field(default_factory=dict)
     restarts: int = 0
@@ -98,6 +117,7 @@ class Supervisor:
             config=dict(entry.config),
             address_file=self.run_dir / "services" / f"{name}.address.json",
             log=self.run_dir / "logs" / f"{name}.log",
+            environment=entry.environment(replica),
         )
 
     async def start(self) -> None:
@@ -160,7 +180,7 @@ class Supervisor:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment,
+                env={**environment, **service.environment},
                 start_new_session=True,  # Ctrl-C is for the supervisor, which stops in order
                 preexec_fn=_die_with_parent if sys.platform == "linux" else None,
             )

@@ -8,7 +8,7 @@ import uvloop
 
 from services.rollout.config import RolloutConfig
 from services.rollout.process import RolloutProcess
-from sluice import logs
+from sluice import logs, platform
 from sluice.config import ConfigError, load_config
 from sluice.runtime.errors import ServiceError
 
@@ -23,8 +23,10 @@ def main() -> int:
     logs.configure()
     try:
         config = load_config(RolloutConfig)
+        if "engine" in config.roles:
+            platform.current()  # before anything imports torch, which a broken plug-in breaks
         return uvloop.run(serve(config))
-    except ConfigError as error:
+    except (ConfigError, platform.PlatformError) as error:
         print(f"services.rollout: {error}", file=sys.stderr)
         return 2
     except ServiceError as error:  # the model cannot be served

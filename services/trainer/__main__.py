@@ -10,7 +10,7 @@ from services.trainer.config import TrainerConfig
 from services.trainer.front.trainer import Trainer
 from services.trainer.front.worker_service import WorkerServer
 from services.trainer.servicer import TrainerServicer
-from sluice import logs
+from sluice import logs, platform
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.api.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
 from sluice.config import ConfigError, load_config
@@ -25,8 +25,10 @@ def main() -> int:
     try:
         config = load_config(TrainerConfig)
         logs.configure(config.log_level)
+        if config.ranks.launch == "local":
+            platform.declared().visible_devices(range(config.ranks.count))  # are there enough?
         asyncio.run(serve(config))
-    except ConfigError as error:
+    except (ConfigError, platform.PlatformError) as error:
         print(f"trainer: {error}", file=sys.stderr)
         return 2
     return 0
