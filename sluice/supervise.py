@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import logging
 import os
@@ -26,12 +25,9 @@ from sluice.runtime.security import SecurityConfig
 
 logger = logging.getLogger(__name__)
 
-_LIBC = ctypes.CDLL(None)
-
 Kind = Literal["router", "trainer", "rollout"]
 START_ORDER: tuple[Kind, ...] = ("router", "trainer", "rollout")
 LASTING_SECONDS = 30.0  # a process that served for so long is not failing in a row
-PR_SET_PDEATHSIG = 1
 
 
 class ServiceEntry(Config):
@@ -182,12 +178,12 @@ class Supervisor:
                 stderr=log,
                 env={**environment, **service.environment},
                 start_new_session=True,  # Ctrl-C is for the supervisor, which stops in order
-                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
             )
 
     def _filled_in(self, service: _Service) -> dict[str, Any]:
         config = dict(service.config)
         server = {**config.get("server", {}), "address_file": str(service.address_file)}
+        server["parent"] = os.getpid()  # a killed supervisor leaves nobody behind
         server.setdefault("security", self.config.security.model_dump(mode="json"))
         if service.addresses:  # a restart keeps the ports that others know
             server["port"] = int(service.addresses["address"].rpartition(":")[2])
@@ -320,11 +316,6 @@ def _read_entries(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         raise ConfigError(f"services: {path} does not exist; is `sluice up` running?") from None
     return list(services.values())
-
-
-def _die_with_parent() -> None:
-    """In the child, before it becomes the service: a killed supervisor leaves nobody behind."""
-    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _ended_children_seconds() -> float:

@@ -24,6 +24,7 @@ from sluice.config import Config
 from sluice.runtime.exposition import MetricsServer
 from sluice.runtime.interceptors import ServiceInterceptor
 from sluice.runtime.operations import Operations
+from sluice.runtime.parent import die_with
 from sluice.runtime.security import SecurityConfig, server_credentials
 from sluice.runtime.waits import Waits
 
@@ -42,6 +43,7 @@ class ServerConfig(Config):
     port: int = 0
     metrics_port: int = 0
     address_file: Path | None = None  # JSON {address, metrics_address, pid}, written when open
+    parent: int = 0  # process to die with; 0 is none
     advertise: str = ""  # host:port under which others reach it; empty means host:port
     max_message_bytes: int = 64 * 1024 * 1024
     drain_seconds: float = 30.0
@@ -126,6 +128,8 @@ class Server:
 
     async def start(self) -> None:
         """Open the ports. Raises RuntimeError when one is taken."""
+        if self.config.parent:
+            die_with(self.config.parent)
         names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.grpc_server)
         listen, security = f"{self.config.host}:{self.config.port}", self.config.security

@@ -14,12 +14,12 @@ import sys
 from pathlib import Path
 
 from services.trainer.config import TrainerConfig
-from services.trainer.rank.parent import die_with
 from services.trainer.rank.stream import FrontStream
 from sluice import logs, platform
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.config import parse_config, read_yaml
 from sluice.runtime.errors import LoadingError, ServiceError
+from sluice.runtime.parent import die_with
 
 logger = logging.getLogger(__name__)
 
