@@ -66,26 +66,60 @@ def compute_advantages(
     has advantage 0 under grpo, rloo and reinforce_plus_plus_baseline.
     Raises MissingColumnError and ValueError naming the sample.
     """
+    needed = required_columns(spec)
     for row in rows:
-        _check_row(row, spec)
-    kl = [_kl_of(row, spec) for row in rows]
-    scores = _scores(rows, spec, kl)
-    found = [_estimate(*each, spec) for each in zip(rows, scores, kl, strict=True)]
-    advantages = [_add_teacher(row, pair[0], spec) for row, pair in zip(rows, found, strict=True)]
-    trained = [a[row.loss_mask] for a, row in zip(advantages, rows, strict=True)]
-    moments = Moments.of_tensor(torch.cat(trained)) if trained else Moments()
-    metrics = _metrics(rows, spec, moments, kl)
+        _check_row(row, spec, needed)
+    packed = _Packed.of(rows)
+    kl_T = _kl_of(packed, spec)
+    scores = _scores(rows, spec, packed.split(kl_T) if spec.has_kl else None)
+    advantages_T, returns_T = _estimate(packed, scores, kl_T, spec)
+    gap_T = _teacher_gap(packed, spec)
+    if gap_T is not None:
+        coefficient = 1.0 if spec.teacher_coefficient is None else spec.teacher_coefficient
+        advantages_T = advantages_T + coefficient * gap_T
+    moments = Moments.of_tensor(advantages_T[packed.mask]) if rows else Moments()
+    metrics = {"advantage": (moments.mean * moments.count, moments.count)}
+    if spec.has_kl:
+        metrics["kl_in_reward"] = (kl_T.sum().item(), moments.count)
+    if gap_T is not None:
+        metrics["kl_teacher"] = (-gap_T.sum().item(), moments.count)
     if spec.whitens:
         whole = moments if merge is None else merge(moments)
-        advantages = [
-            whiten(a, row.loss_mask, whole) for a, row in zip(advantages, rows, strict=True)
-        ]
+        advantages_T = whiten(advantages_T, packed.mask, whole)
     return AdvantageColumns(
-        advantages=[a.float() for a in advantages],
-        returns=[pair[1].float() for pair in found] if spec.name == "gae" else None,
+        advantages=packed.split(advantages_T.float()),
+        returns=None if returns_T is None else packed.split(returns_T.float()),
         moments=moments,
         metrics=metrics,
     )
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """Rows end to end: what is asked of every token takes one operation, not one a row.
+
+    mask: bool[T]. lengths: of each row.
+    """
+
+    rows: Sequence[AdvantageRow]
+    mask: torch.Tensor
+    lengths: list[int]
+
+    @classmethod
+    def of(cls, rows: Sequence[AdvantageRow]) -> _Packed:
+        masks = [torch.empty(0, dtype=torch.bool), *(row.loss_mask for row in rows)]
+        return cls(rows, torch.cat(masks), [row.loss_mask.shape[0] for row in rows])
+
+    def column(self, name: str) -> torch.Tensor:
+        """float64[T]."""
+        parts = [row.columns[name] for row in self.rows]
+        return torch.cat([torch.empty(0), *parts]).double()
+
+    def split(self, values_T: torch.Tensor) -> list[torch.Tensor]:
+        return list(values_T.split(self.lengths)) if self.rows else []
+
+    def zeros(self) -> torch.Tensor:
+        return torch.zeros(self.mask.shape, dtype=torch.float64)
 
 
 def group_moments(rewards: Sequence[float], group_ids: Sequence[str]) -> dict[str, Moments]:
@@ -120,8 +154,8 @@ def whiten(values_T: torch.Tensor, mask_T: torch.Tensor, moments: Moments) -> to
     return torch.where(mask_T, scaled_T, 0.0)
 
 
-def _check_row(row: AdvantageRow, spec: AdvantageSpec) -> None:
-    if missing := required_columns(spec) - row.columns.keys() - row.rewards.keys():
+def _check_row(row: AdvantageRow, spec: AdvantageSpec, needed: frozenset[str]) -> None:
+    if missing := needed - row.columns.keys() - row.rewards.keys():
         raise MissingColumnError(missing, f"sample {row.sample_id}")
     if spec.reward_column is not None and not math.isfinite(row.rewards[spec.reward_column]):
         raise ValueError(f"sample {row.sample_id}: {spec.reward_column} is not finite")
@@ -133,26 +167,34 @@ def _check_row(row: AdvantageRow, spec: AdvantageSpec) -> None:
             )
 
 
-def _kl_of(row: AdvantageRow, spec: AdvantageSpec) -> torch.Tensor:
-    """float64[response], coefficient x KL to the reference on trained tokens."""
+def _kl_of(packed: _Packed, spec: AdvantageSpec) -> torch.Tensor:
+    """float64[T], coefficient x KL to the reference on trained tokens."""
     if not spec.kl_coefficient or spec.student_column is None:
-        return torch.zeros(row.loss_mask.shape, dtype=torch.float64)
+        return packed.zeros()
     kl_T = estimate_kl(
-        row.columns[spec.student_column].double(),
-        row.columns["reference_logprobs"].double(),
+        packed.column(spec.student_column),
+        packed.column("reference_logprobs"),
         spec.kl_estimator or "k1",
     )
-    return torch.where(row.loss_mask, spec.kl_coefficient * kl_T, 0.0)
+    return torch.where(packed.mask, spec.kl_coefficient * kl_T, 0.0)
+
+
+def _teacher_gap(packed: _Packed, spec: AdvantageSpec) -> torch.Tensor | None:
+    """On-policy distillation: (teacher - student) log-prob on trained tokens, float64[T]."""
+    if not spec.has_teacher or spec.student_column is None:
+        return None
+    gap_T = packed.column("teacher_logprobs") - packed.column(spec.student_column)
+    return torch.where(packed.mask, gap_T, 0.0)
 
 
 def _scores(
-    rows: Sequence[AdvantageRow], spec: AdvantageSpec, kl: Sequence[torch.Tensor]
+    rows: Sequence[AdvantageRow], spec: AdvantageSpec, kl: Sequence[torch.Tensor] | None
 ) -> FloatList:
     """One number a sample: its reward, relative to its group where the estimator is."""
     if spec.reward_column is None:
         return [0.0] * len(rows)
     rewards = [float(row.rewards[spec.reward_column]) for row in rows]
-    if spec.name in ("grpo", "rloo"):  # one score a sample: the KL of the sample as a whole
+    if spec.name in ("grpo", "rloo") and kl is not None:  # one score: the whole sample's KL
         rewards = [r - kl_T.sum().item() for r, kl_T in zip(rewards, kl, strict=True)]
     if spec.name not in ("grpo", "rloo", "reinforce_plus_plus_baseline"):
         return rewards
@@ -167,52 +209,39 @@ def _scores(
 
 
 def _estimate(
+    packed: _Packed, scores: FloatList, kl_T: torch.Tensor, spec: AdvantageSpec
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(advantages_T, returns_T), float64, before the teacher and whitening."""
+    if spec.name in ("grpo", "rloo"):
+        lengths_N = torch.tensor(packed.lengths, dtype=torch.int64)
+        scores_N = torch.tensor(scores, dtype=torch.float64)
+        score_T = torch.repeat_interleave(scores_N, lengths_N)
+        return torch.where(packed.mask, score_T, 0.0), None
+    if spec.name == "distillation":
+        return packed.zeros(), None
+    if spec.name == "provided":
+        return torch.where(packed.mask, packed.column("advantages"), 0.0), None
+    found = [
+        _scan(row, score, row_kl_T, spec)
+        for row, score, row_kl_T in zip(packed.rows, scores, packed.split(kl_T), strict=True)
+    ]
+    advantages_T = torch.cat([packed.zeros()[:0], *(pair[0] for pair in found)])
+    if spec.name != "gae":
+        return advantages_T, None
+    return advantages_T, torch.cat([packed.zeros()[:0], *(pair[1] for pair in found)])
+
+
+def _scan(
     row: AdvantageRow, score: float, kl_T: torch.Tensor, spec: AdvantageSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages_T, returns_T) of one sample, float64, before the teacher and whitening."""
+    """(advantages_T, returns_T) of one sample by sums over the tokens that follow."""
     mask_T = row.loss_mask
-    zeros_T = torch.zeros_like(kl_T)
-    if spec.name in ("grpo", "rloo"):
-        return torch.where(mask_T, score, zeros_T), zeros_T
-    if spec.name == "distillation":
-        return zeros_T, zeros_T
-    if spec.name == "provided":
-        return torch.where(mask_T, row.columns["advantages"].double(), 0.0), zeros_T
     rewards_T = place_terminal(mask_T, score) - kl_T
     gamma = 1.0 if spec.gamma is None else spec.gamma
     if spec.name != "gae":
-        return discounted_returns(rewards_T, mask_T, gamma), zeros_T
+        returns_T = discounted_returns(rewards_T, mask_T, gamma)
+        return returns_T, returns_T
     gae_lambda = 1.0 if spec.gae_lambda is None else spec.gae_lambda
     return generalized_advantages(
         rewards_T, row.columns["values"], mask_T, gamma=gamma, gae_lambda=gae_lambda
     )
-
-
-def _add_teacher(
-    row: AdvantageRow, advantages_T: torch.Tensor, spec: AdvantageSpec
-) -> torch.Tensor:
-    """On-policy distillation: + coefficient x (teacher - student) log-prob, on trained tokens."""
-    if not spec.has_teacher or spec.student_column is None:
-        return advantages_T
-    coefficient = 1.0 if spec.teacher_coefficient is None else spec.teacher_coefficient
-    student_T = row.columns[spec.student_column].double()
-    gap_T = row.columns["teacher_logprobs"].double() - student_T
-    return advantages_T + torch.where(row.loss_mask, coefficient * gap_T, 0.0)
-
-
-def _metrics(
-    rows: Sequence[AdvantageRow],
-    spec: AdvantageSpec,
-    moments: Moments,
-    kl: Sequence[torch.Tensor],
-) -> dict[str, tuple[float, float]]:
-    metrics = {"advantage": (moments.mean * moments.count, moments.count)}
-    if spec.has_kl:
-        metrics["kl_in_reward"] = (sum(kl_T.sum().item() for kl_T in kl), moments.count)
-    if spec.has_teacher and spec.student_column is not None:
-        total = 0.0
-        for row in rows:
-            gap_T = row.columns[spec.student_column] - row.columns["teacher_logprobs"]
-            total += torch.where(row.loss_mask, gap_T.double(), 0.0).sum().item()
-        metrics["kl_teacher"] = (total, moments.count)
-    return metrics

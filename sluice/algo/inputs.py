@@ -90,9 +90,9 @@ def pack_rows(
     """
     needed = required_columns(spec)
     for row in rows:
-        if missing := needed - row.columns.keys():
-            raise MissingColumnError(missing, f"sample {row.sample_id}")
-    lengths = [len(row.loss_mask) for row in rows]
+        if not needed <= row.columns.keys():
+            raise MissingColumnError(needed - row.columns.keys(), f"sample {row.sample_id}")
+    lengths = [row.loss_mask.shape[0] for row in rows]
     expected = sum(lengths) if share_T is None else len(share_T)
     if expected != len(outputs_T):
         raise ValueError(f"{len(outputs_T)} outputs for {expected} response tokens")
@@ -101,32 +101,34 @@ def pack_rows(
     device = outputs_T.device
     counts_N = torch.tensor(lengths, dtype=torch.int64)
     index_T = torch.repeat_interleave(torch.arange(len(rows)), counts_N)
-    share_T = torch.arange(sum(lengths)) if share_T is None else share_T.cpu()
-    masks = [torch.empty(0, dtype=torch.bool), *(row.loss_mask.bool() for row in rows)]
+    share = slice(None) if share_T is None else share_T.cpu()
+    masks = [torch.empty(0, dtype=torch.bool), *(row.loss_mask for row in rows)]
     return LossInputs(
         outputs=outputs_T,
-        mask=torch.cat(masks)[share_T].to(device),
-        sample_index=index_T[share_T].to(device),
+        mask=torch.cat(masks).bool()[share].to(device),
+        sample_index=index_T[share].to(device),
         sample_weights=torch.tensor(
             [row.loss_weight for row in rows],
             dtype=torch.promote_types(outputs_T.dtype, torch.float32),
         ).to(device),
-        columns={name: _pack_column(rows, name)[share_T].to(device) for name in sorted(names)},
+        columns={
+            name: _pack_column(rows, lengths, name)[share].to(device) for name in sorted(names)
+        },
         entropy=entropy_T,
         sum_over_ranks=sum_over_ranks,
     )
 
 
-def _pack_column(rows: Sequence[PackableRow], name: str) -> torch.Tensor:
+def _pack_column(rows: Sequence[PackableRow], lengths: Sequence[int], name: str) -> torch.Tensor:
     parts = [torch.empty(0)]
-    for row in rows:
+    for row, length in zip(rows, lengths, strict=True):
         values = row.columns.get(name)
         if values is None:
-            values = torch.full((len(row.loss_mask),), torch.nan)
-        if len(values) != len(row.loss_mask):
+            values = torch.full((length,), torch.nan)
+        if values.shape[0] != length:
             raise ValueError(
                 f"sample {row.sample_id}: {name} has {len(values)} values "
-                f"for {len(row.loss_mask)} response tokens"
+                f"for {length} response tokens"
             )
         parts.append(values)
     return torch.cat(parts)
