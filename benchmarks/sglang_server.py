@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-START_SECONDS, POLL_SECONDS, REQUEST_SECONDS = 300, 1.0, 600
+START_SECONDS, POLL_SECONDS, REQUEST_SECONDS = 900, 1.0, 900
 STOP_SECONDS = 20
 FLAGS = [
     *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
