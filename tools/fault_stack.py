@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ def small_services(model: Path) -> dict[str, Any]:
         "trainer": {"kind": "trainer", "config": _trainer(model, ranks=1)},
         "rollout": {
             "kind": "rollout",
-            "config": {"tokenizer": str(model), "engine": _ENGINE},
+            "config": {"tokenizer": str(model), "engine": _ENGINE, "episodes": _EPISODES},
         },
     }
 
@@ -73,7 +73,7 @@ def wide_services(model: Path) -> dict[str, Any]:
         }
         for index in range(2)
     }
-    worker = {"roles": ["episodes"], "tokenizer": str(model)}
+    worker = {"roles": ["episodes"], "tokenizer": str(model), "episodes": _EPISODES}
     return {
         "router": {"kind": "router"},
         "trainer": {"kind": "trainer", "config": _trainer(model, ranks=2)},
@@ -83,6 +83,7 @@ def wide_services(model: Path) -> dict[str, Any]:
 
 
 _ENGINE = {"max_running": 16, "max_model_length": 16, "deterministic": True}
+_EPISODES = {"kept_rollouts": 4}
 
 
 def _trainer(model: Path, ranks: int) -> dict[str, Any]:
@@ -196,11 +197,15 @@ def _environment(fault_directory: Path | None = None) -> dict[str, str]:
 
 @dataclass
 class FaultRun:
-    """One deterministic run over a stack: started, and again whenever it is killed."""
+    """One deterministic run over a stack: started, and again whenever it is killed.
+
+    `changes` are settings of the run that differ.
+    """
 
     stack: Stack
     name: str
     seconds: float  # until it counts as hung
+    changes: Mapping[str, Any] = field(default_factory=dict)
     starts: int = 0
     returns: int = 0
 
@@ -290,6 +295,7 @@ class FaultRun:
             "initial_checkpoint": self.stack.initial_checkpoint,
             "retention": {"cuts": 1, "blob_grace_seconds": 0.001},
             "service_timeout_seconds": self.seconds,
+            **self.changes,
         }
 
     def _judge(self, seconds: float) -> Outcome:
@@ -297,10 +303,11 @@ class FaultRun:
         ledger = Ledger(self.directory / "ledger.sqlite")
         try:
             consumed = ledger.groups("consumed")
-            digests = tuple(ledger.digest_of_step(step) for step in range(1, STEPS + 1))
+            steps = int(self.changes.get("steps", STEPS))
+            digests = tuple(ledger.digest_of_step(step) for step in range(1, steps + 1))
         finally:
             ledger.close()
-        expected = {f"g{position:07}" for position in range(STEPS * GROUPS)}
+        expected = {f"g{position:07}" for position in range(steps * GROUPS)}
         found = {group.group_id for group in consumed}
         by_step = Counter(group.consumed_step for group in consumed)
         doubled = sum(max(0, count - GROUPS) for count in by_step.values())

@@ -1,0 +1,22 @@
+"""One small stack for all tests, and what an undisturbed run on it comes to."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tools.fault_matrix import running_stack
+from tools.fault_stack import Outcome, Stack, small_services
+
+SECONDS = 200.0  # until a run counts as hung
+
+
+@pytest.fixture(scope="session")
+def seconds() -> float:
+    return SECONDS
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, Outcome]]:
+    directory = tmp_path_factory.mktemp("faults")
+    with running_stack(directory, small_services, SECONDS) as (stack, reference):
+        yield stack, reference
