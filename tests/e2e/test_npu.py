@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from examples.models.tiny_qwen3 import build_tiny_qwen3
 from tests.e2e.conftest import ENVIRONMENT, Stack, start_stack, stop_stack
 
 FAKE_NPU = Path(__file__).parents[1] / "fake_npu"
@@ -46,16 +47,6 @@ def recorded(stack: Stack) -> dict[int, Counter]:
         int(path.stem): Counter(json.loads(path.read_text()))
         for path in (stack.run_dir / "calls").glob("*.json")
     }
-
-
-def run_service(kind: str, config: Path) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", f"services.{kind}", "--config", str(config)],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
 
 
 def environment(pid: int) -> dict[str, str]:
@@ -96,20 +87,44 @@ def test_each_rank_sees_a_device_and_ports_of_its_own(npu_stack: Stack) -> None:
     assert int(ranges[0][1]) < int(ranges[1][0])
 
 
-def test_a_torch_npu_that_does_not_load_is_explained(
-    npu_stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without CANN `import torch_npu` fails; the service says so and ends with 2."""
+@pytest.fixture
+def without_cann(tmp_path: Path) -> dict[str, str]:
+    """The environment where `import torch_npu` fails, as it does without CANN."""
     (tmp_path / "torch_npu.py").write_text("raise OSError('libhccl.so: cannot open')\n")
-    (run_dir := tmp_path / "run").mkdir()
-    for name, value in {"PYTHONPATH": str(tmp_path), "SLUICE_DEVICE": "npu"}.items():
-        monkeypatch.setitem(ENVIRONMENT, name, value)
-    services = npu_stack.run_dir / "services"
-    config = yaml.safe_load((services / "rollout.yaml").read_text())
-    config["server"]["address_file"] = str(run_dir / "address.json")
-    config["server"].pop("port", None)
-    (run_dir / "rollout.yaml").write_text(yaml.safe_dump(config))
-    done = run_service("rollout", run_dir / "rollout.yaml")
-    assert done.returncode == 2
+    return {**ENVIRONMENT, "PYTHONPATH": str(tmp_path), "SLUICE_DEVICE": "npu"}
+
+
+def run(environment: dict[str, str], *command: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+
+
+def test_an_engine_without_a_working_torch_npu_says_what_to_do(
+    without_cann: dict[str, str], tmp_path: Path
+) -> None:
+    model = str(build_tiny_qwen3(tmp_path / "model"))
+    config = {"engine_id": "e", "router": "127.0.0.1:1", "store": str(tmp_path), "tokenizer": model}
+    config["engine"] = {"max_running": 4, "max_model_length": 16}
+    (tmp_path / "rollout.yaml").write_text(yaml.safe_dump(config))
+    done = run(without_cann, "services.rollout", "--config", str(tmp_path / "rollout.yaml"))
+    assert done.returncode == 2, done.stderr
     assert "Install CANN" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_trainer_without_a_working_torch_npu_ends_sluice_up(
+    without_cann: dict[str, str], tmp_path: Path
+) -> None:
+    model = str(build_tiny_qwen3(tmp_path / "model"))
+    trainer = {"model": model, "ranks": {"max_restarts": 0}}
+    up = {"run_dir": str(tmp_path), "services": {"t": {"kind": "trainer", "config": trainer}}}
+    (tmp_path / "up.yaml").write_text(yaml.safe_dump(up))
+    done = run(without_cann, "sluice.cli", "up", str(tmp_path / "up.yaml"))
+    assert done.returncode == 2, done.stderr
+    assert "trainer failed" in done.stderr
+    assert "Install CANN" in done.stderr
