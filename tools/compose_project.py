@@ -48,8 +48,12 @@ class Container:
     state: Mapping[str, Any]
 
     @property
+    def name(self) -> str:
+        return str(self.state["Name"]).removeprefix("/")
+
+    @property
     def pid(self) -> int:
-        """Of its main process, on the host."""
+        """Of its init, on the host."""
         return int(self.state["State"]["Pid"])
 
     @property
@@ -137,8 +141,11 @@ class Project:
         Not `docker kill`, which the engine takes for a wish that it stay down.
         """
         before = self.container(service)
+        listed = run(["docker", "top", before.name, "-eo", "pid,ppid"]).split()[2:]
+        processes = zip(listed[::2], listed[1::2], strict=True)
+        main = next(pid.decode() for pid, parent in processes if int(parent) == before.pid)
         flags = ("--rm", "--pid=host", "--user=0", "--network=none", "--entrypoint=python")
-        run(["docker", "run", *flags, self.killer_image, "-c", KILL, str(before.pid)])
+        run(["docker", "run", *flags, self.killer_image, "-c", KILL, main])
         start = time.monotonic()
 
         def is_back() -> bool:

@@ -53,7 +53,7 @@ MOVED = [  # a run leaves none of these at 0
     "sluice_router_releases_total",
 ]
 MAX_LOOP_RESTARTS = 5
-PATIENCE = 300.0  # seconds, for anything on a busy machine
+PATIENCE = 600.0  # seconds, for anything on a busy machine
 NO_TORCH = (
     "import importlib.util, os, sys;"
     "sys.exit(importlib.util.find_spec('torch') is not None or os.getuid() == 0)"
