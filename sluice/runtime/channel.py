@@ -11,8 +11,6 @@ import grpc
 from sluice import logs
 from sluice.runtime.security import SecurityConfig, channel_credentials
 
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-
 DEFAULT_DEADLINE = 60.0
 DEADLINES = {  # seconds, by method; a caller's own timeout wins
     "GetTrainer": 5.0,
@@ -124,8 +122,8 @@ def create_channel(
     security = security or SecurityConfig()
     options: list[tuple[str, Any]] = [
         ("grpc.service_config", _SERVICE_CONFIG),
-        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", -1),  # the server sets the limit, in both directions
+        ("grpc.max_send_message_length", -1),
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),

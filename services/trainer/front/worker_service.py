@@ -12,7 +12,6 @@ from services.trainer.front.generation import Generation, RankLink
 from services.trainer.front.rank_group import RankGroup
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.api.trainer.v1 import worker_service_pb2_grpc as pb_grpc
-from sluice.runtime.channel import MAX_MESSAGE_BYTES
 from sluice.runtime.errors import InvalidFieldError
 from sluice.runtime.interceptors import ServiceInterceptor
 from sluice.runtime.security import server_credentials
@@ -66,7 +65,7 @@ class WorkerServer:
             interceptors=[ServiceInterceptor(security.token())],
             options=[
                 ("grpc.so_reuseport", 0),
-                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_receive_message_length", config.server.max_message_bytes),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
             ],
         )
