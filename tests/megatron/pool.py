@@ -31,6 +31,7 @@ ERRORS = (
 )
 START_SECONDS = 120.0
 JOB_SECONDS = 90.0
+JOBS_PER_LIFE = 20  # torch keeps the threads of every gloo group that ever was: start afresh
 
 
 class JobError(AssertionError):
@@ -43,9 +44,13 @@ class Pool:
     def __init__(self) -> None:
         self._connections: list[Connection] = []
         self._processes: list[SpawnProcess] = []
+        self._jobs = 0
 
     def run(self, job: str, world: int, **arguments: Any) -> list[dict[str, Any]]:
         """What `job` of jobs.py answered on every rank, in rank order. Raises JobError."""
+        if self._jobs == JOBS_PER_LIFE:
+            self.close()
+        self._jobs += 1
         self._grow(world)
         task = {
             "job": job,
@@ -66,6 +71,7 @@ class Pool:
             connection.close()
             process.kill()  # it holds nothing; leaving torch in order takes seconds
             process.join(10)
+        self._connections, self._processes, self._jobs = [], [], 0
 
     def _grow(self, world: int) -> None:
         """Start the missing processes, all at once."""
