@@ -20,6 +20,7 @@ STEP_REQUEST = 0.0002
 STEP_KV_TOKEN = 20e-9
 PREFILL_RATE = 20_000.0
 RANKS = 8
+_WHOLE = 1e-3  # of a step, against rounding
 
 
 @dataclass(slots=True)
@@ -78,16 +79,14 @@ class SimulatedEngine:
         if now > begin and self._leaving:
             step, growth = self._pace()
             seconds = now - begin
-            if growth > 0:
-                done = (math.sqrt(step * step + 2 * growth * seconds) - step) / growth
-            else:
-                done = seconds / step
+            # Of step * done + growth * done^2 / 2 = seconds, in the form that cancels nothing.
+            done = 2 * seconds / (step + math.sqrt(step * step + 2 * growth * seconds))
             self._steps += done
             for rank, count in enumerate(self.running):
                 self._tokens[rank] += done * count
         self._time = now
         left = []
-        while self._leaving and self._leaving[0][0] <= self._steps + 1e-6:
+        while self._leaving and self._leaving[0][0] <= self._steps + _WHOLE:
             _, _, rank, work = heapq.heappop(self._leaving)
             self.running[rank] -= 1
             self._tokens[rank] -= work.context + work.tokens

@@ -22,6 +22,7 @@ from benchmarks.router_loads import (
 from sluice.balance.routing import EngineSpec, LeaseRequest, Pool, PoolConfig, RankReport
 
 REPORT_SECONDS, LAG_SECONDS, NOISE = 2.0, 1.5, 0.08
+TICK_SECONDS = 1.0
 FOREVER = 1e9
 OURS, WITH_HISTORY = "sluice", "sluice + history"
 MAINSTREAM = ("random", "round_robin", "power_of_two", "min_count", "cache_aware")
@@ -127,7 +128,13 @@ class Run:
         for step in range(4):
             for engine in self.engines:
                 self._report(engine, -8.0 + REPORT_SECONDS * step, running=1)
+        self.later(TICK_SECONDS, self._tick)
         self.later(REPORT_SECONDS, self._report_all)
+
+    def _tick(self) -> None:
+        self.pool.expire(self.now)
+        if self._leases:
+            self.later(TICK_SECONDS, self._tick)
 
     def _report_all(self) -> None:
         if not self._leases:

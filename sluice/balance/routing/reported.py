@@ -7,6 +7,7 @@ added to the charges of now.
 
 from __future__ import annotations
 
+import bisect
 import math
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ IntArray = NDArray[np.int64]
 
 NO_LIMIT = 1 << 40
 _SNAPSHOTS = 32
+_NEAR_SECONDS = 2.0  # an older snapshot says nothing of a report
 _FIRST_SECONDS = 1.0  # what the first report of a target weighs
 _FILL = 0.95  # share of the KV cache that credits may plan with
 
@@ -78,20 +80,27 @@ class ReportedLoad:
         """Take a report of the state at time `taken` (<= now); older ones are ignored."""
         if taken <= self._report_time[target]:
             return
-        past = self._at(taken, target)
-        if past is not None:
-            self._correct(target, rank, past, now)
+        self._correct(target, rank, taken, now)
         self._report_time[target] = taken
         self.kv_limit[target] = _kv_limit(rank)
 
-    def _correct(self, target: int, rank: RankReport, past: tuple[int, int], now: float) -> None:
-        charges, ever = past
+    def _correct(self, target: int, rank: RankReport, taken: float, now: float) -> None:
+        """Move the difference towards what the charges around `taken` do not explain."""
+        after = bisect.bisect_right(self._times, taken)
+        if not after or taken - self._times[after - 1] > _NEAR_SECONDS:
+            return  # nothing is remembered of then
+        charges, ever = self._snapshots[after - 1]
+        low = high = int(charges[target])
+        if after < len(self._times):
+            later = int(self._snapshots[after][0][target])
+            low, high = min(low, later), max(high, later)
         seen = rank.running_count + rank.waiting_count
+        residual = seen - min(max(seen, low), high)
         before = self._report_time[target]
         elapsed = min(now - before, self._smoothing) if before > -math.inf else _FIRST_SECONDS
         share = -math.expm1(-max(elapsed, 0.0) / self._smoothing)
-        self._external[target] += share * (seen - charges - self._external[target])
-        self._charged_before[target] = ever
+        self._external[target] += share * (residual - self._external[target])
+        self._charged_before[target] = int(ever[target])
         self._any = True
 
     def load(self, charges: IntArray, charged_ever: IntArray) -> IntArray:
@@ -101,15 +110,6 @@ class ReportedLoad:
         young = np.minimum(charges, charged_ever - self._charged_before)
         corrected = charges + np.rint(self._external).astype(np.int64)
         return np.maximum(corrected, np.maximum(young, 0))
-
-    def _at(self, taken: float, target: int) -> tuple[int, int] | None:
-        """Charges of a target, and charges ever made on it, at a past time, if remembered."""
-        for time, (charges, ever) in zip(
-            reversed(self._times), reversed(self._snapshots), strict=True
-        ):
-            if time <= taken:
-                return int(charges[target]), int(ever[target])
-        return None
 
 
 def _kv_limit(rank: RankReport) -> int:

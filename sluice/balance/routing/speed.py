@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 UNIT = 20  # slowdown is counted in twentieths, so that searches over step times are integers
 _CLAMP = (0.25, 8.0)
+_LARGEST_SHARE = 0.35  # of one report, however long the one before is ago: it may be noise
 
 
 class SpeedTable:
@@ -54,6 +55,7 @@ class SpeedTable:
             self._ratio[engine] = value
         else:
             share = -math.expm1(-max(now - self._time[engine], 0.0) / self._smoothing)
+            share = min(share, _LARGEST_SHARE)
             self._ratio[engine] += share * (value - self._ratio[engine])
         self._time[engine] = now
         self._publish()

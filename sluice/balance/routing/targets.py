@@ -274,15 +274,15 @@ class TargetTable:
         limit = np.where(open_ & (speed == best), fleet.limit, 0)
         chosen = Fleet.create(fleet.load, limit, fleet.engine_of, fleet.starts, fleet.slowdown)
         able = self.able(needs)[fleet.engine_of]
-        fastest = int(fleet.slowdown[self.able(needs)].min())
-        return SlowFleet(chosen, best / fastest, int(fleet.load[able & ~slow].sum()))
+        usual = _usual(fleet.slowdown[self.able(needs)])
+        return SlowFleet(chosen, best / usual, int(fleet.load[able & ~slow].sum()))
 
     def _slow(self, needs: Needs) -> NDArray[np.bool_]:
-        """bool[e]: engines noticeably slower than the fastest able one."""
+        """bool[e]: engines noticeably slower than the usual able one."""
         slowdown, able = self.speed.slowdown, self.able(needs)
         if not able.any():
             return able
-        return slowdown > _SLOW * int(slowdown[able].min())
+        return slowdown > _SLOW * _usual(slowdown[able])
 
     def _limit(self, needs: Needs, unlimited: bool) -> IntArray:
         limit = self._limits.get((needs, unlimited))
@@ -374,3 +374,8 @@ class TargetTable:
         self._version = np.append(self._version, 0)
         self._credit = np.append(self._credit, 0)
         return row
+
+
+def _usual(slowdown: IntArray) -> int:
+    """The lower median: one fast engine makes no slow ones of the others."""
+    return int(np.sort(slowdown)[(len(slowdown) - 1) // 2])
