@@ -172,18 +172,22 @@ async def test_a_worker_killed_in_the_middle_is_followed_by_another(
             assert (await stream.read()).failed.group_id == "g1"
 
         third = episode_process(store, models.first, address, tmp_path / "third.log")
-        async with third as (process, client):
-            events = [event async for event in client.rollout(request)]
-            kinds = [event.WhichOneof("event") for event in events]
-            outcomes = {
-                getattr(event, kind).group_id: kind
-                for event, kind in zip(events, kinds, strict=True)
-            }
-            assert outcomes == {"g0": "finished", "g1": "failed", "g2": "finished", "g3": "failed"}
-            request.sample_count = 3
-            with pytest.raises(RemoteError) as caught:
-                _ = [event async for event in client.rollout(request)]
-            assert caught.value.reason == "REQUEST_ID_REUSED"
+        async with third as (_, client):
+            await check_settled(client, request)
+
+
+async def check_settled(client: RolloutClient, request: pb.RolloutRequest) -> None:
+    """The rollout is over: it is announced again as it ended, and its id is taken."""
+    events = [event async for event in client.rollout(request)]
+    kinds = [event.WhichOneof("event") for event in events]
+    outcomes = {
+        getattr(event, kind).group_id: kind for event, kind in zip(events, kinds, strict=True)
+    }
+    assert outcomes == {"g0": "finished", "g1": "failed", "g2": "finished", "g3": "failed"}
+    request.sample_count = 3
+    with pytest.raises(RemoteError) as caught:
+        _ = [event async for event in client.rollout(request)]
+    assert caught.value.reason == "REQUEST_ID_REUSED"
 
 
 async def test_a_damaged_blob_is_sampled_again(store: Store, models: Models) -> None:
