@@ -30,7 +30,12 @@ class EpisodesConfig(Config):
     )
     max_open_rollouts: int = Field(64, ge=1, description="Rollouts that run; then QUEUE_FULL.")
     max_running_groups: int = Field(1024, ge=1, description="Groups that run at once.")
-    engine_attempts: int = Field(4, ge=1, description="Leases tried for a request that failed.")
+    engine_attempts: int = Field(
+        4, ge=1, description="Leases tried in a row for samples of a group without one token."
+    )
+    chunk_tokens: int = Field(
+        0, ge=0, description="Asked of an engine at once, so lost with it at most; 0 asks for all."
+    )
     orphan_seconds: float = Field(
         120.0, gt=0, description="A rollout nobody listens to for so long is stopped."
     )

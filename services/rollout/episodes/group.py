@@ -22,7 +22,8 @@ from services.rollout.environments.environment import (
 )
 from services.rollout.environments.pool import EnvironmentFailedError
 from services.rollout.environments.runner import Runner
-from services.rollout.episodes.sampler import Prompt, Sampler
+from services.rollout.episodes.drafts import Prompt
+from services.rollout.episodes.sampler import Sampler
 from services.rollout.episodes.spool import Spool
 from services.rollout.wire import VersionBounds
 from sluice.runtime.errors import DeadlineError

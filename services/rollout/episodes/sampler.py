@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import grpc
 
 from services.rollout import metrics
-from services.rollout.engine import Delta, FinishReason, Generation, Sampling
+from services.rollout.engine import Delta
+from services.rollout.episodes.drafts import Drafts, Prompt
 from services.rollout.episodes.engines import EngineAccess
 from services.rollout.episodes.leases import RouterLeases
-from services.rollout.wire import VersionBounds
 from sluice.api.router.v1 import router_service_pb2 as router_pb
-from sluice.client import RemoteError, new_request_id
+from sluice.client import RemoteError
 from sluice.router_client import Lease, outcome_of
 from sluice.runtime.errors import ServiceError
 from sluice.runtime.waits import Waits
@@ -48,18 +48,6 @@ class EngineError(ServiceError):
         self.code, self.reason = error.code, error.reason or "ENGINE_LOST"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """What is to be sampled: `sample_count` continuations, sample i by seeds[i] if given."""
-
-    group_id: str
-    token_ids: tuple[int, ...]
-    sample_count: int
-    sampling: Sampling
-    bounds: VersionBounds
-    pool: str
-
-
 @dataclass(frozen=True)
 class _Part:
     """Samples that one request asks of one dp rank, with the leases for them."""
@@ -69,39 +57,46 @@ class _Part:
 
 
 class Sampler:
-    """Leases, asks, and asks again elsewhere for what was lost."""
+    """Leases, asks, and asks again elsewhere for what was lost or cut off."""
 
     def __init__(
-        self, leases: RouterLeases, engines: EngineAccess, waits: Waits, attempts: int
+        self,
+        leases: RouterLeases,
+        engines: EngineAccess,
+        waits: Waits,
+        *,
+        attempts: int,
+        chunk_tokens: int = 0,
     ) -> None:
         self._leases, self._engines, self._waits = leases, engines, waits
-        self._attempts = attempts
+        self._attempts, self._chunk_tokens = attempts, chunk_tokens
 
     async def sample(self, prompt: Prompt) -> list[Delta]:
-        """One whole delta per sample, by index; samples that came are not drawn again.
+        """One whole delta per sample, by index; tokens that came are not drawn again.
 
-        Raises EngineError when an engine refuses, or all attempts failed.
+        Raises EngineError when an engine refuses, or `attempts` in a row brought no token.
         """
-        done: dict[int, Delta] = {}
-        for attempt in range(1, self._attempts + 1):
-            missing = [index for index in range(prompt.sample_count) if index not in done]
+        drafts, failures = Drafts(prompt, self._chunk_tokens), 0
+        while missing := drafts.missing:
+            before = drafts.token_count
             try:
-                error = await self._attempt(prompt, missing, done)
+                error = await self._attempt(prompt, missing, drafts)
             except RemoteError as refusal:  # of the router, which is asked again for the others
-                raise EngineError(refusal, attempt) from None
+                raise EngineError(refusal, failures + 1) from None
             if error is None:
-                return [done[index] for index in range(prompt.sample_count)]
-            if not _is_retried(error) or attempt == self._attempts:
-                raise EngineError(error, attempt)
-            logger.info("group %s, attempt %d: %s", prompt.group_id, attempt, error)
+                continue
+            failures = 0 if drafts.token_count > before else failures + 1
+            if not _is_retried(error) or failures >= self._attempts:
+                raise EngineError(error, failures)
+            logger.info("group %s, failure %d: %s", prompt.group_id, failures, error)
             metrics.RETRIES.inc()
-            await asyncio.sleep(FIRST_BACKOFF_SECONDS * 2 ** (attempt - 1))
-        raise AssertionError("the last attempt returns or raises")
+            await asyncio.sleep(FIRST_BACKOFF_SECONDS * 2 ** max(0, failures - 1))
+        return drafts.ended()
 
     async def _attempt(
-        self, prompt: Prompt, missing: Sequence[int], done: dict[int, Delta]
+        self, prompt: Prompt, missing: Sequence[int], drafts: Drafts
     ) -> RemoteError | None:
-        """Adds what was sampled to `done`; the worst error of its parts.
+        """Adds what was sampled to `drafts`; the worst error of its parts.
 
         Samples are asked for as their leases come, those of one dp rank together, so that they
         share the prompt's cache.
@@ -117,8 +112,8 @@ class Sampler:
                 if not all(future.done() for future in waiting):
                     with self._waits.waiting(f"room for group {prompt.group_id}", on=["router"]):
                         await _first_leases(waiting)
-                for part in _take_parts(waiting):
-                    asking.add(asyncio.create_task(self._ask(prompt, part, done)))
+                for part in _take_parts(waiting, drafts):
+                    asking.add(asyncio.create_task(self._ask(prompt, part, drafts)))
             errors = await asyncio.gather(*asking)
         finally:
             for task in asking:
@@ -126,24 +121,24 @@ class Sampler:
             self._leases.give_up(prompt.pool, waiting)
         return min((error for error in errors if error), key=_is_retried, default=None)
 
-    async def _ask(self, prompt: Prompt, part: _Part, done: dict[int, Delta]) -> RemoteError | None:
+    async def _ask(self, prompt: Prompt, part: _Part, drafts: Drafts) -> RemoteError | None:
         outcome, lengths = router_pb.OUTCOME_ABORTED, list[int]()
         lease = part.leases[0]
         try:
             with self._waits.waiting(f"samples of group {prompt.group_id}", on=[lease.engine_id]):
-                deltas = await self._engines.generate(
-                    lease.address, _generation(prompt, part), prompt.bounds
-                )
+                generation = drafts.generation(part.indices, lease.dp_rank)
+                deltas = await self._engines.generate(lease.address, generation, prompt.bounds)
             outcome, lengths = router_pb.OUTCOME_OK, [len(d.token_ids) for d in deltas]
         except RemoteError as error:
             outcome = outcome_of(error.code)
-            return error
+            if error.reason != "PROMPT_TOO_LONG" or not drafts.is_begun(part.indices[0]):
+                return error
+            drafts.end(part.indices[0])
+            return None
         finally:
             self._leases.release(prompt.pool, part.leases, outcome, lengths)
-        for index, delta in zip(part.indices, deltas, strict=True):
-            if delta.finish_reason is not FinishReason.ABORTED:
-                done[index] = delta
-        if all(index in done for index in part.indices):
+        pairs = zip(part.indices, deltas, strict=True)
+        if all([drafts.add(index, delta) for index, delta in pairs]):
             return None
         return RemoteError(
             grpc.StatusCode.ABORTED, "ENGINE_ABORTED", "the engine aborted the request", {}
@@ -158,27 +153,16 @@ async def _first_leases(waiting: Mapping[asyncio.Future[Lease], int]) -> None:
         await asyncio.wait(pending, timeout=LINGER_SECONDS)
 
 
-def _take_parts(waiting: dict[asyncio.Future[Lease], int]) -> list[_Part]:
-    """Moves samples that have their lease into one part per (engine, dp rank)."""
-    parts: dict[tuple[str, int], _Part] = {}
+def _take_parts(waiting: dict[asyncio.Future[Lease], int], drafts: Drafts) -> list[_Part]:
+    """Moves samples that have their lease into one part per (engine, dp rank), begun ones alone."""
+    parts: dict[tuple[str, int, int], _Part] = {}
     for future in [future for future in waiting if future.done()]:
         index, lease = waiting.pop(future), future.result()
-        part = parts.setdefault((lease.address, lease.dp_rank), _Part([], []))
+        alone = index if drafts.is_begun(index) else -1
+        part = parts.setdefault((lease.address, lease.dp_rank, alone), _Part([], []))
         part.leases.append(lease)
         part.indices.append(index)
     return list(parts.values())
-
-
-def _generation(prompt: Prompt, part: _Part) -> Generation:
-    seeds = prompt.sampling.seeds
-    chosen = tuple(seeds[index] for index in part.indices) if seeds else ()
-    return Generation(
-        request_id=new_request_id(),
-        prompt_token_ids=prompt.token_ids,
-        sampling=replace(prompt.sampling, seeds=chosen),
-        sample_count=len(part.indices),
-        dp_rank=part.leases[0].dp_rank,
-    )
 
 
 def _is_retried(error: RemoteError) -> bool:

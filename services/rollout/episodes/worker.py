@@ -36,7 +36,13 @@ class EpisodeWorker:
             raise ConfigError(f"episodes.environments: {error}") from None
         self.engines = EngineAccess(config.server.security)
         self._leases = RouterLeases(router)
-        sampler = Sampler(self._leases, self.engines, waits, episodes.engine_attempts)
+        sampler = Sampler(
+            self._leases,
+            self.engines,
+            waits,
+            attempts=episodes.engine_attempts,
+            chunk_tokens=episodes.chunk_tokens,
+        )
         tools = GroupTools(tokenizer, sampler, self._spool, waits)
         self._rollouts = Rollouts(episodes, self._environments, tools)
         self.servicer = RolloutServicer(self._rollouts, self._environments)

@@ -1,0 +1,104 @@
+"""Samples cut off at any token, on any version, end as if they had come in one piece."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.rollout.engine import Delta, FinishReason, Sampling
+from services.rollout.episodes.drafts import Drafts, Prompt
+from services.rollout.wire import VersionBounds
+from sluice.samples.sample import VersionSpan
+
+PROMPT_IDS = (1, 2, 3)
+
+
+def drafts(budget: int, samples: int = 1, chunk: int = 0) -> Drafts:
+    prompt = Prompt(
+        group_id="g",
+        token_ids=PROMPT_IDS,
+        sample_count=samples,
+        sampling=Sampling(max_new_tokens=budget, seeds=tuple(range(100, 100 + samples))),
+        bounds=VersionBounds(),
+        pool="",
+    )
+    return Drafts(prompt, chunk)
+
+
+def delta(tokens: tuple[int, ...], version: int, reason: FinishReason, index: int = 0) -> Delta:
+    spans = ()
+    if tokens:
+        last = len(tokens) - 1
+        spans = (
+            VersionSpan(version=version, digest=f"d{version}", first_token=0, last_token=last),
+        )
+    logprobs = tuple(-float(token) for token in tokens)
+    return Delta(
+        index=index,
+        token_ids=tokens,
+        logprobs=logprobs,
+        logprobs_t1=logprobs,
+        spans=spans,
+        finish_reason=reason,
+    )
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    pieces=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2)), max_size=8),
+    budget=st.integers(1, 24),
+    chunk=st.integers(0, 5),
+)
+def test_a_sample_cut_off_anywhere_has_its_tokens_and_spans_in_order(pieces, budget, chunk):
+    made = drafts(budget, chunk=chunk)
+    drawn: list[tuple[int, int]] = []  # (token, version)
+    for size, version in [*pieces, *[(budget, 9)] * (budget + 1)]:
+        if not made.missing:
+            break
+        asked = made.generation([0], dp_rank=0)
+        left = budget - len(drawn)
+        assert asked.prompt_token_ids == (*PROMPT_IDS, *(token for token, _ in drawn))
+        assert asked.sampling.max_new_tokens == (min(left, chunk) if chunk else left)
+        assert asked.sampling.seeds == (100,)
+        count = min(size, asked.sampling.max_new_tokens)
+        tokens = tuple(range(1000 + len(drawn), 1000 + len(drawn) + count))
+        is_whole = count == asked.sampling.max_new_tokens
+        reason = FinishReason.LENGTH if is_whole else FinishReason.ABORTED
+        assert made.add(0, delta(tokens, version, reason)) == is_whole
+        drawn += [(token, version) for token in tokens]
+        assert made.token_count == len(drawn)
+    (sample,) = made.ended()
+    assert sample.token_ids == tuple(range(1000, 1000 + budget))
+    assert sample.logprobs == tuple(-float(token) for token in sample.token_ids)
+    assert sample.finish_reason is FinishReason.LENGTH
+    versions = [
+        span.version for span in sample.spans for _ in range(span.first_token, span.last_token + 1)
+    ]
+    assert versions == [version for _, version in drawn]
+    ends = [span.last_token + 1 for span in sample.spans]
+    assert [span.first_token for span in sample.spans] == [0, *ends[:-1]]
+    neighbours = zip(sample.spans, sample.spans[1:], strict=False)
+    assert all(one.version != other.version for one, other in neighbours)
+
+
+def test_samples_that_have_not_begun_share_a_request_and_others_go_alone():
+    made = drafts(budget=8, samples=3)
+    assert made.generation([0, 1, 2], dp_rank=1).sample_count == 3
+    assert not made.add(1, delta((7, 8), 1, FinishReason.ABORTED))
+    assert made.add(2, delta((9,), 1, FinishReason.STOP))
+    assert made.missing == [0, 1]
+    assert [made.is_begun(index) for index in range(3)] == [False, True, False]
+    again = made.generation([1], dp_rank=0)
+    assert again.prompt_token_ids == (*PROMPT_IDS, 7, 8)
+    assert (again.sample_count, again.sampling.max_new_tokens) == (1, 6)
+    assert again.sampling.seeds == (101,)  # its own, so that it draws as if never cut off
+
+
+def test_a_chunk_that_ends_in_a_stop_token_ends_the_sample():
+    made = drafts(budget=8, chunk=2)
+    assert made.add(0, delta((7, 8), 1, FinishReason.STOP))
+    assert made.missing == []
+
+
+def test_an_engine_that_ends_before_the_chunk_is_full_has_no_more_room():
+    made = drafts(budget=8, chunk=4)
+    assert made.add(0, delta((7, 8), 1, FinishReason.LENGTH))
+    assert made.ended()[0].finish_reason is FinishReason.LENGTH
