@@ -12,6 +12,7 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 NO_GROUP = -1
+_BLANK = np.array([[np.nan], [np.nan], [0.0], [0.0]])  # prior, started, tokens, finished
 _PACE_SHARE = 0.05  # of a new observation in the running means
 _PRIOR_WEIGHT = 2.0  # a caller's expectation counts as this many finished samples
 
@@ -27,10 +28,13 @@ class GroupTable:
         self.mean_tokens = 0.0  # of recently finished samples, of any group
         self.seconds_per_token = 0.02  # of groups' first finished samples
         self._used = np.zeros(0)  # float64[slot]: last use; inf where the slot is free
-        self.prior = np.zeros(0)  # float64[slot]: tokens the caller expects, NaN unknown
-        self.tokens = np.zeros(0)  # float64[slot]: output tokens of finished samples
-        self.finished = np.zeros(0)  # float64[slot]: number of finished samples
-        self.started = np.zeros(0)  # float64[slot]: when the first sample was bound, NaN before
+        # float64[slot] each. prior: tokens the caller expects, NaN unknown; started: when the
+        # first sample was bound, NaN before; tokens and finished: of samples that ended.
+        self.prior: FloatArray
+        self.started: FloatArray
+        self.tokens: FloatArray
+        self.finished: FloatArray
+        self._adopt(np.zeros((4, 0)))
         self.live = np.zeros(0, dtype=np.int64)  # int64[slot]: leases queued or bound
 
     def __len__(self) -> int:
@@ -40,7 +44,7 @@ class GroupTable:
         """int64[n]: slots of `keys`, taken where new; NO_GROUP for an empty key. And whether
         all are new."""
         known = list(map(self._slots.get, keys))
-        all_new = not any(known) and known.count(None) == len(known)
+        all_new = known.count(None) == len(known)
         if None in known:
             new = keys if all_new else [k for k, s in zip(keys, known, strict=True) if s is None]
             self._take([key for key in dict.fromkeys(new) if key])
@@ -131,8 +135,7 @@ class GroupTable:
         for key, slot in zip(keys, taken, strict=True):
             self._slots[key] = slot
             self._keys[slot] = key
-        self.prior[taken] = self.started[taken] = np.nan
-        self.tokens[taken] = self.finished[taken] = 0.0
+        self._state[:, taken] = _BLANK
         self.live[taken] = 0
 
     def _grow(self) -> None:
@@ -140,10 +143,10 @@ class GroupTable:
         more = max(64, size)
         self._keys += [None] * more
         self._free += range(size + more - 1, size - 1, -1)
-        pad = np.zeros(more)
         self._used = np.concatenate([self._used, np.full(more, np.inf)])
-        self.prior = np.concatenate([self.prior, pad])
-        self.tokens = np.concatenate([self.tokens, pad])
-        self.finished = np.concatenate([self.finished, pad])
-        self.started = np.concatenate([self.started, pad])
-        self.live = np.concatenate([self.live, pad.astype(np.int64)])
+        self.live = np.concatenate([self.live, np.zeros(more, dtype=np.int64)])
+        self._adopt(np.concatenate([self._state, np.repeat(_BLANK, more, axis=1)], axis=1))
+
+    def _adopt(self, state: FloatArray) -> None:
+        self._state = state
+        self.prior, self.started, self.tokens, self.finished = state

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
 
-FREE = -1  # no such lease: never granted, or given back
+FREE = NOBODY = -1  # no such lease: never granted, or given back
 QUEUED = -2  # granted an id, not yet bound to a target
-NOBODY = -1
 _FIRST_WINDOW = 4096
 
 
@@ -42,6 +41,7 @@ class LeaseTable:
         self.next_id = first_id
         self.live_count = 0  # leases that are bound or queued
         self._base = first_id  # ids in [base, next_id) are in the window
+        # Rows: target, client, session, group. FREE and NOBODY where there is no lease.
         self._columns = np.full((4, _FIRST_WINDOW), FREE, dtype=np.int32)
         self._old: dict[int, tuple[int, int, int, int]] = {}
         self._held: dict[int, _Held] = {}
@@ -88,8 +88,7 @@ class LeaseTable:
     def client_of(self, lease: int) -> int:
         """The client that holds it, or NOBODY."""
         if self._base <= lease < self.next_id:
-            inside = lease - self._base
-            return NOBODY if self._columns[0, inside] == FREE else int(self._columns[1, inside])
+            return int(self._columns[1, lease - self._base])
         entry = self._old.get(lease)
         return NOBODY if entry is None else entry[1]
 
@@ -105,12 +104,11 @@ class LeaseTable:
     def is_live(self, client: int, ids: IntArray) -> NDArray[np.bool_]:
         """bool[n]: which ids are live leases of `client`."""
         if self._all_inside(ids):
-            where = ids - self._base
-            return (self._columns[0, where] != FREE) & (self._columns[1, where] == client)
+            return self._columns[1, ids - self._base] == client
         inside = (ids >= self._base) & (ids < self.next_id)
         live = np.zeros(len(ids), dtype=bool)
         where = ids[inside] - self._base
-        live[inside] = (self._columns[0, where] != FREE) & (self._columns[1, where] == client)
+        live[inside] = self._columns[1, where] == client
         for index in np.flatnonzero(~inside).tolist() if self._old else ():
             entry = self._old.get(int(ids[index]))
             live[index] = entry is not None and entry[1] == client
@@ -137,14 +135,13 @@ class LeaseTable:
     def _release_recent(self, client: int, ids: IntArray) -> Leases | None:
         """What most releases are: live leases in the window, once each; None for others."""
         where = ids - self._base
-        if not len(ids) or where.min() < 0 or where.max() >= self.next_id - self._base:
+        # As unsigned numbers, ids before the window are beyond it.
+        if not len(ids) or where.view(np.uint64).max() >= self.next_id - self._base:
             return None
         columns = self._columns[:, where]
-        if not ((columns[0] != FREE) & (columns[1] == client)).all():
+        if not (columns[1] == client).all() or len(set(where.tolist())) < len(ids):
             return None
-        if len(ids) > 1 and not (where[1:] > where[:-1]).all() and len(np.unique(where)) < len(ids):
-            return None
-        self._columns[0, where] = FREE
+        self._columns[:2, where] = FREE
         self.live_count -= len(ids)
         return Leases(ids, columns[0], columns[2], columns[3])
 
@@ -181,10 +178,10 @@ class LeaseTable:
     def _forget(self, ids: IntArray) -> Leases:
         columns = self._gather(ids)
         if self._all_inside(ids):
-            self._columns[0, ids - self._base] = FREE
+            self._columns[:2, ids - self._base] = FREE
         else:
             inside = (ids >= self._base) & (ids < self.next_id)
-            self._columns[0, ids[inside] - self._base] = FREE
+            self._columns[:2, ids[inside] - self._base] = FREE
             for index in np.flatnonzero(~inside).tolist():
                 del self._old[int(ids[index])]
         self.live_count -= len(ids)
@@ -234,7 +231,7 @@ class LeaseTable:
         if capacity > _FIRST_WINDOW and self.live_count * 16 < capacity:
             self._columns = np.full((4, max(capacity // 2, size - drop + count)), FREE, np.int32)
         self._columns[:, : size - drop] = kept
-        self._columns[0, size - drop :] = FREE
+        self._columns[:, size - drop :] = FREE
         self._base += drop
 
 

@@ -100,7 +100,7 @@ class Placement:
                 fresh.setdefault(slot, []).append(index)
         return Sticky(targets, slots, fresh)
 
-    def affinity(self, request: LeaseRequest, chosen: IntArray) -> list[str] | None:
+    def affinity(self, request: LeaseRequest, chosen: IntArray | slice) -> list[str] | None:
         """A key per chosen lease, where the policy goes by one: its session's or group's."""
         if not self._by_key:
             return None
@@ -109,7 +109,7 @@ class Placement:
         for key, size in request.groups:
             keys[start : start + size] = [own or key for own in keys[start : start + size]]
             start += size
-        return [keys[index] for index in chosen.tolist()]
+        return np.array(keys, dtype=object)[chosen].tolist()
 
     def _keeps(
         self, slot: int, fleet: Fleet, request: LeaseRequest, expected: float, prefix: int

@@ -158,8 +158,8 @@ class Pool:
         first = self.tables.leases.grant(row.slot, targets, sticky.sessions, groups)
         self.tables.sessions.hold(sticky.sessions)
         self.tables.groups.hold(groups)
-        wait = np.flatnonzero(targets == QUEUED)
-        if len(wait):
+        if (targets == QUEUED).any():
+            wait = np.flatnonzero(targets == QUEUED)
             lengths = np.full(len(wait), np.nan) if expected is None else expected[wait]
             self.waiting.add(row, first + wait, groups[wait], lengths, request.needs, now)
             self.waiting.dispatch(now)
@@ -293,6 +293,8 @@ class Pool:
             all_new = False
             firsts = np.cumsum(sizes) - sizes
             self.tables.groups.expect(slots, request.expected_tokens[firsts])
+        if len(sizes) == 1:
+            return np.full(request.count, slots[0]), all_new
         return np.repeat(slots, sizes), all_new
 
     def _goes_at_once(self, request: LeaseRequest, count: int) -> bool:
@@ -329,22 +331,23 @@ class Pool:
             for leases, target in zip(sticky.fresh.values(), chosen.tolist(), strict=False):
                 targets[leases] = target
                 self.tables.charge(targets[leases], groups[leases], now)
-        rest = np.arange(request.count)
+        rest: IntArray | slice = slice(None)
         if request.sessions:
             rest = np.flatnonzero((targets == QUEUED) & (sticky.sessions < 0))
-        if len(rest):
+        groups = groups[rest]
+        if len(groups):
             fleet = self.tables.targets.fleet_without(request.needs, request.excluded)
             keys = self._placement.affinity(request, rest)
             lengths = None if expected is None else expected[rest]
-            targets[rest] = self._placement.spread(fleet, groups[rest], lengths, keys)
-            self.tables.charge(targets[rest], groups[rest], now)
+            chosen = targets[rest] = self._placement.spread(fleet, groups, lengths, keys)
+            self.tables.charge(chosen, groups, now)
 
     def _record(self, released: Leases, outcomes: IntArray, now: float) -> None:
         """Tell breakers; successes only where one would change something."""
         table = self.tables.targets
-        failed = (outcomes >= _FIRST_FAILURE) & (outcomes <= _LAST_FAILURE)
-        if not table.watched and not failed.any():
+        if not table.watched and outcomes.max(initial=0) < _FIRST_FAILURE:
             return
+        failed = (outcomes >= _FIRST_FAILURE) & (outcomes <= _LAST_FAILURE)
         told = (outcomes != Outcome.UNKNOWN) & (released.targets >= 0)
         for index in np.flatnonzero(told).tolist():
             engine = table.engine_at(int(released.targets[index]))

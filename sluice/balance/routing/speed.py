@@ -35,16 +35,19 @@ class SpeedTable:
         self._ratio = np.zeros(0)  # float64[engine]: smoothed log ratio, NaN unknown
         self._time = np.zeros(0)
         self.slowdown: NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # in 1/UNIT
+        self.is_even = True  # all engines are as fast as each other
 
     def add_engine(self) -> None:
         self._ratio = np.append(self._ratio, np.nan)
         self._time = np.append(self._time, 0.0)
         self.slowdown = np.append(self.slowdown, UNIT)
+        self._look()
 
     def forget(self, engine: int) -> None:
         """A restarted or removed engine starts as an average one."""
         self._ratio[engine] = np.nan
         self.slowdown[engine] = UNIT
+        self._look()
 
     def report(self, engine: int, latency: float, running: float, now: float) -> None:
         """Take seconds per token, seen with `running` requests on the engine's fullest rank."""
@@ -70,3 +73,7 @@ class SpeedTable:
         change = wanted / current
         moved = (change >= self._hysteresis) | (change <= 1 / self._hysteresis) | (wanted == UNIT)
         self.slowdown[known] = np.where(moved, wanted, current)
+        self._look()
+
+    def _look(self) -> None:
+        self.is_even = bool((self.slowdown == self.slowdown[0]).all())

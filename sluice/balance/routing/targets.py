@@ -237,7 +237,10 @@ class TargetTable:
             limit = limit.copy()
             for row in self._half_open:
                 self._allow_one(limit, load, row)
-        fleet = Fleet.create(load, limit, self.engine_of, self.starts, self.speed.slowdown)
+        speed = self.speed
+        fleet = Fleet.create(
+            load, limit, self.engine_of, self.starts, speed.slowdown, speed.is_even
+        )
         self._fleets[needs, unlimited] = fleet
         return fleet
 

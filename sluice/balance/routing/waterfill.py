@@ -48,10 +48,13 @@ class Fleet:
         engine_of: IntArray,
         starts: IntArray,
         slowdown: IntArray,
+        is_even: bool | None = None,
     ) -> Fleet:
+        """`is_even` where the caller knows it."""
         room = limit - load
         np.maximum(room, 0, out=room)
-        is_even = not len(slowdown) or bool((slowdown == slowdown[0]).all())
+        if is_even is None:
+            is_even = not len(slowdown) or bool((slowdown == slowdown[0]).all())
         return cls(load, limit, engine_of, starts, slowdown, room, int(room.sum()), is_even)
 
 
