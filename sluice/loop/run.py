@@ -307,6 +307,7 @@ class Run:
         samples = sum(group.sample_count for group in groups)
         reward = sum(g.reward_mean * g.sample_count for g in groups) / samples
         self._rewards.append(reward)
+        ages = [self.step - 1 - group.oldest_step for group in groups]
         row: dict[str, Any] = {
             "step": self.step,
             "optimizer_step": self.optimizer_step,
@@ -314,7 +315,8 @@ class Run:
             **trained.metrics,
             "reward_mean": reward,
             "response_length_mean": sum(g.response_tokens for g in groups) / samples,
-            "staleness_max": self.step - 1 - min(g.oldest_step for g in groups),
+            "staleness_max": max(ages),
+            "staleness_mean": sum(ages) / len(ages),
             "skipped": list(trained.skipped_reasons),
             "engines": committed.engine_count,
             "prepare_seconds": committed.prepare_seconds,

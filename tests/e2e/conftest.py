@@ -21,6 +21,7 @@ from sluice.loop.ledger import Ledger, LedgerGroup
 from sluice.loop.report import read_metrics
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+GRIM = {"episodes": {"environments": {"grim": "tests.unit.rollout.grim:GrimEnvironment"}}}
 
 
 def wait_until(condition, seconds: float = 120.0, what: str = "") -> Any:
@@ -122,7 +123,7 @@ def start_stack(
     entries: dict[str, dict[str, Any]] = {
         "router": {"kind": "router"},
         "trainer": {"kind": "trainer", "config": trainer},
-        "rollout": {"kind": "rollout", "config": {"tokenizer": model, "engine": engine}},
+        "rollout": {"kind": "rollout", "config": {"tokenizer": model, "engine": engine, **GRIM}},
     }
     entries.update(services)
     path = run_dir / "services.yaml"
