@@ -3,7 +3,8 @@
 At most `groups_per_step * (steps done + 1 + max_staleness)` groups are ever issued (dropped ones
 aside), and a group that would become too old waits for no one, so that no group is trained on
 with weights more than `max_staleness` steps older than the policy (the rule of AReaL,
-arXiv 2505.24298, made exact).
+arXiv 2505.24298, made exact). Within the bound no more is issued than keeps training busy: groups
+that would only lie and age are issued later, under newer weights.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ class _Outage:
         if self.count >= _FEWEST_FAILURES and now - self.since > self.patience_seconds:
             raise RolloutFailedError(f"nothing went on for {now - self.since:.0f} s: {error}")
         self.count += 1
-        await asyncio.sleep(max(retry_seconds, min(_LONGEST_PAUSE, 0.1 * 2 ** min(self.count, 5))))
+        longest = min(_LONGEST_PAUSE, self.patience_seconds / _FEWEST_FAILURES)
+        await asyncio.sleep(max(retry_seconds, min(longest, 0.1 * 2 ** min(self.count, 5))))
 
 
 class GroupFeed:
@@ -107,6 +109,7 @@ class GroupFeed:
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
         self._dropped_in_a_row = 0
+        self._depth = 1 + config.max_staleness  # steps' worth of groups in flight or ready
 
     @property
     def in_flight_count(self) -> int:
@@ -120,18 +123,20 @@ class GroupFeed:
         """Issue what the schedule allows when `step` steps are done."""
         self._drop_stale(step)
         limit = self._limit(step)
+        again = [replace(g, issue_step=step) for g in self._unsent if g.position < limit]
+        self._unsent = [group for group in self._unsent if group.position >= limit]
+        held = len(self._pending) + len(again) + len(self._usable(step))
         first = self._ledger.next_position()
+        last = min(limit, first + self._depth * self._config.groups_per_step - held)
         fresh = [
             LedgerGroup(
                 position=position, group_id=f"g{position:07}", state="issued", issue_step=step
             )
-            for position in range(first, limit)
+            for position in range(first, last)
         ]
         if fresh:
             self._ledger.issue([(group.position, group.group_id) for group in fresh], step)
             faults.point("issued")
-        again = [replace(g, issue_step=step) for g in self._unsent if g.position < limit]
-        self._unsent = [group for group in self._unsent if group.position >= limit]
         for group in again:
             self._ledger.reissue(group.group_id, step, group.attempts)
         self._pending.update({group.group_id: group for group in (*again, *fresh)})
@@ -145,17 +150,27 @@ class GroupFeed:
 
     async def take(self, step: int) -> list[LedgerGroup]:
         """The groups of a step, by position; waits for them. Raises RolloutFailedError."""
+        waited = False
         while (chosen := self._choose(step)) is None:
             if self._failure is not None:
                 raise RolloutFailedError(str(self._failure)) from self._failure
             if not self._tasks and not self._pending:
                 raise RolloutFailedError("no rollout is in flight and too few groups are ready")
+            waited = True
             await self._changed.wait()
             self._changed.clear()
             await self.fill(step)  # replaces dropped groups
         for group in chosen:
             del self._ready[group.group_id]
+        self._adapt(step, waited)
         return chosen
+
+    def _adapt(self, step: int, waited: bool) -> None:
+        """Training that waits wants more in flight; a step's worth left over is one too many."""
+        if waited:
+            self._depth = min(self._depth + 1, 1 + self._config.max_staleness)
+        elif len(self._usable(step)) >= self._config.groups_per_step:
+            self._depth = max(self._depth - 1, min(2, 1 + self._config.max_staleness))
 
     def put_back(self, groups: Sequence[LedgerGroup]) -> None:
         """Offer groups again whose step did not happen."""
@@ -182,12 +197,16 @@ class GroupFeed:
         oldest_allowed = step - self._config.max_staleness
         if any(group.issue_step <= oldest_allowed for group in self._pending.values()):
             return None
-        limit = self._limit(step)  # a run that went back to a cut holds groups of later steps
-        ready = [group for group in self._ready.values() if group.position < limit]
+        ready = self._usable(step)
         ready.sort(key=lambda group: (group.oldest_step, group.position))
         if len(ready) < self._config.groups_per_step:
             return None
         return sorted(ready[: self._config.groups_per_step], key=lambda group: group.position)
+
+    def _usable(self, step: int) -> list[LedgerGroup]:
+        """Ready groups; a run that went back to a cut holds some of later steps besides."""
+        limit = self._limit(step)
+        return [group for group in self._ready.values() if group.position < limit]
 
     def _drop_stale(self, step: int) -> None:
         oldest_allowed = step - self._config.max_staleness

@@ -149,6 +149,40 @@ async def test_a_slow_group_is_overtaken_until_it_would_be_too_old(world):
     await feed.close()
 
 
+async def test_groups_are_not_left_to_age_when_rollouts_are_fast(world):
+    feed = world.feed(max_staleness=4)
+    for number in range(12):
+        await step(world, feed, number)
+        async with asyncio.timeout(10):
+            while feed.in_flight_count:
+                await asyncio.sleep(0.005)
+    ages: dict[int, set[int]] = {}
+    for group in world.ledger.groups("consumed"):
+        age = group.consumed_step - 1 - group.oldest_step
+        ages.setdefault(group.consumed_step, set()).add(age)
+    assert max(max(found) for found in ages.values()) >= 3  # what was issued before the first step
+    assert ages[12] | ages[11] <= {0, 1}  # one step ahead is enough
+    await feed.close()
+
+
+async def test_training_that_waits_gets_more_groups_in_flight(world):
+    feed = world.feed(max_staleness=4)
+    for number in range(12):
+        await step(world, feed, number)
+        async with asyncio.timeout(10):
+            while feed.in_flight_count:
+                await asyncio.sleep(0.005)
+    world.episodes.hold = {f"g{i:07}" for i in range(48, 200)}
+    await step(world, feed, 12)  # the last that was ready
+    waiting = asyncio.create_task(step(world, feed, 13))
+    await asyncio.sleep(0.2)
+    world.episodes.release.set()
+    await waiting
+    await feed.fill(14)
+    assert feed.in_flight_count + feed.ready_count >= 3 * 4
+    await feed.close()
+
+
 async def test_a_failed_group_is_issued_again_then_dropped_and_replaced(world):
     feed = world.feed(attempts=2)
     world.episodes.failing = {"g0000001": 1, "g0000002": 5}
