@@ -1,0 +1,148 @@
+"""The fleet over real servers that play router and engines."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from sluice.api.common.v1 import sample_pb2
+from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
+from sluice.api.rollout.v1 import engine_service_pb2_grpc as engine_grpc
+from sluice.api.router.v1 import router_service_pb2 as router_pb
+from sluice.api.router.v1 import router_service_pb2_grpc as router_grpc
+from sluice.client import RouterClient
+from sluice.config import ConfigError
+from sluice.loop.fleet import EngineFleet, FleetConfig, NoEngineError
+from sluice.runtime.security import SecurityConfig
+from sluice.runtime.server import Server, ServerConfig
+
+FIRST = sample_pb2.WeightVersion(version=1, digest="one")
+
+
+class Engine(engine_grpc.EngineServiceServicer):
+    def __init__(self, *, deterministic: bool) -> None:
+        self.deterministic = deterministic
+        self.weights: sample_pb2.WeightVersion | None = None
+
+    async def GetEngine(self, request, context):
+        return engine_pb.GetEngineResponse(weights=self.weights, deterministic=self.deterministic)
+
+    async def PrepareWeights(self, request, context):
+        return engine_pb.PrepareWeightsResponse()
+
+    async def CommitWeights(self, request, context):
+        self.weights = request.weights
+        return engine_pb.CommitWeightsResponse()
+
+
+class Router(router_grpc.RouterServiceServicer):
+    """Knows the engines named; refuses the first `failures` questions."""
+
+    def __init__(self) -> None:
+        self.engines: dict[str, str] = {}
+        self.failures: list[grpc.StatusCode] = []
+
+    async def ListEngines(self, request, context):
+        if self.failures:
+            await context.abort(self.failures.pop(), "router restarts")
+        engines = [
+            router_pb.Engine(engine_id=name, address=address, state=router_pb.ENGINE_STATE_ACTIVE)
+            for name, address in self.engines.items()
+        ]
+        return router_pb.ListEnginesResponse(engines=engines)
+
+
+class World:
+    def __init__(self) -> None:
+        self.router, self.engines = Router(), {}
+        self._servers: list[Server] = []
+        self._closing: list = []
+
+    async def serve(self, register, servicer) -> str:
+        server = Server(ServerConfig(drain_seconds=0.1))
+        server.add(register, servicer, "test")
+        await server.start()
+        self._servers.append(server)
+        return server.address
+
+    async def add_engine(self, name: str, *, deterministic: bool = True) -> Engine:
+        engine = Engine(deterministic=deterministic)
+        register = engine_grpc.add_EngineServiceServicer_to_server
+        self.router.engines[name] = await self.serve(register, engine)
+        return engine
+
+    async def fleet(self, **settings) -> EngineFleet:
+        register = router_grpc.add_RouterServiceServicer_to_server
+        client = RouterClient(await self.serve(register, self.router))
+        config = FleetConfig(pause_mode="in_place", poll_seconds=0.02, **settings)
+        fleet = EngineFleet(client, SecurityConfig(), config)
+        self._closing += [fleet, client]
+        return fleet
+
+    async def close(self) -> None:
+        for each in self._closing:
+            await each.close()
+        for server in self._servers:
+            await server.stop()
+
+
+@pytest.fixture
+async def world():
+    world = World()
+    yield world
+    await world.close()
+
+
+async def test_a_router_that_restarts_is_waited_for(world):
+    engine = await world.add_engine("e")
+    fleet = await world.fleet()
+    world.router.failures = [grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN]
+    report = await fleet.commit(FIRST, wait_seconds=10)
+    assert (report.engine_count, engine.weights) == (1, FIRST)
+
+
+async def test_a_router_that_refuses_is_an_error_at_once(world):
+    fleet = await world.fleet()
+    world.router.failures = [grpc.StatusCode.UNAUTHENTICATED]
+    with pytest.raises(Exception, match="UNAUTHENTICATED"):
+        async with asyncio.timeout(5):
+            await fleet.commit(FIRST, wait_seconds=60)
+
+
+async def test_no_engine_at_all_is_an_error_in_time(world):
+    fleet = await world.fleet()
+    with pytest.raises(NoEngineError, match="the router knows no engine"):
+        await fleet.commit(FIRST, wait_seconds=0.1)
+
+
+async def test_an_engine_that_is_not_deterministic_is_named(world):
+    await world.add_engine("good")
+    await world.add_engine("loose", deterministic=False)
+    fleet = await world.fleet(deterministic=True)
+    with pytest.raises(ConfigError, match=r"deterministic: engine loose .* is not"):
+        await fleet.check_deterministic(wait_seconds=10)
+
+
+async def test_one_that_comes_later_is_given_no_weights(world):
+    good = await world.add_engine("good")
+    fleet = await world.fleet(deterministic=True)
+    await fleet.check_deterministic(wait_seconds=10)
+    loose = await world.add_engine("loose", deterministic=False)
+    report = await fleet.commit(FIRST, wait_seconds=10)
+    assert report.engine_count == 1
+    assert good.weights == FIRST
+    assert loose.weights is None  # so that version bounds keep every request away from it
+
+
+async def test_an_engine_that_comes_late_is_brought_up(world):
+    await world.add_engine("first")
+    fleet = await world.fleet()
+    await fleet.commit(FIRST, wait_seconds=10)
+    late = await world.add_engine("late")
+    keeping = asyncio.create_task(fleet.keep_up())
+    async with asyncio.timeout(10):
+        while late.weights is None:
+            await asyncio.sleep(0.01)
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+    assert late.weights == FIRST

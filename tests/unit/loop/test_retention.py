@@ -1,0 +1,147 @@
+"""What a run holds of the store, and what it lets go."""
+
+import pytest
+import torch
+
+from sluice.config import ConfigError
+from sluice.loop.config import RetentionConfig
+from sluice.loop.cut import Cut, list_cuts, write_cut
+from sluice.loop.ledger import Ledger, LedgerGroup
+from sluice.loop.retention import Retention
+from sluice.samples.blobs import BlobReference, BlobStore
+from sluice.weights.shards import write_shard
+from sluice.weights.store import WeightStore
+
+
+class World:
+    """A run directory and a store, with the moves of a loop."""
+
+    def __init__(self, directory) -> None:
+        self.store, self.run_dir = directory / "store", directory / "my run"
+        self.store.mkdir()
+        self.blobs = BlobStore(self.store, sync=False)
+        self.weights = WeightStore(self.store / "weights", durable=False)
+        self.ledger = Ledger(self.run_dir / "ledger.sqlite")
+        config = RetentionConfig(cuts=2, blob_grace_seconds=1e-9)
+        self.retention = Retention(config, self.store, self.run_dir, self.ledger)
+        self.checkpoints = self.store / "checkpoints"
+
+    def generate(self, position: int) -> BlobReference:
+        blob = self.blobs.put(f"group {position}".encode())
+        group_id = f"g{position}"
+        self.ledger.issue([(position, group_id)], 0)
+        group = LedgerGroup(
+            position=position, group_id=group_id, state="generated", issue_step=0, blob=blob
+        )
+        assert self.ledger.generated(group)
+        return blob
+
+    async def publish(self) -> int:
+        staging = self.weights.allocate(None)
+        shard = write_shard(staging.directory, "a.safetensors", {"w": torch.zeros(2)})
+        version = self.weights.commit(staging, [shard], [], step=0).version
+        await self.retention.hold_weights(version)
+        await self.retention.release_weights(version)
+        return version
+
+    async def cut(self, step: int, version: int) -> str:
+        await self.retention.settle()
+        name = self.retention.new_checkpoint_id(step)
+        (self.checkpoints / name).mkdir(parents=True)
+        (self.checkpoints / name / "checkpoint.json").touch()
+        cut = Cut(
+            step=step,
+            optimizer_step=step,
+            checkpoint=f"checkpoints/{name}",
+            weight_version=version,
+            weight_digest="",
+            position=0,
+            seed=0,
+        )
+        write_cut(self.run_dir / "cuts", cut)
+        await self.retention.take_cut()
+        await self.retention.settle()
+        return name
+
+
+@pytest.fixture
+async def world(tmp_path):
+    world = World(tmp_path)
+    yield world
+    await world.retention.close()
+    world.ledger.close()
+
+
+def kept(world: World) -> set[str]:
+    return {path.name for path in (world.store / "blobs").glob("[0-9a-f][0-9a-f]/*")}
+
+
+async def test_blobs_stay_until_no_kept_cut_needs_them(world):
+    version = await world.publish()
+    blobs = [world.generate(position) for position in range(4)]
+    for blob in blobs:
+        world.retention.hold(blob)
+    world.ledger.consume(["g0"], 1)
+    await world.cut(1, version)
+    assert kept(world) >= {blob.digest for blob in blobs[1:]}
+    world.ledger.consume(["g1"], 2)
+    await world.cut(2, version)  # cuts 1 and 2 are kept: going back to 1 needs g1
+    assert kept(world) == {blob.digest for blob in blobs[1:]}
+    world.ledger.consume(["g2"], 3)
+    await world.cut(3, version)
+    assert kept(world) == {blobs[2].digest, blobs[3].digest}
+
+
+async def test_what_another_run_holds_is_left_alone(world, tmp_path):
+    other = world.blobs.put(b"another run's")
+    world.blobs.pin("run/another", [other.digest])
+    (world.checkpoints / "another-1").mkdir(parents=True)
+    version = await world.publish()
+    world.weights.pin(version, "engine-0")
+    for step in range(1, 4):
+        await world.cut(step, version)
+    assert world.blobs.exists(other)
+    assert (world.checkpoints / "another-1").is_dir()
+    await world.publish()
+    await world.cut(4, 2)
+    await world.cut(5, 2)
+    assert world.weights.pins()[version] == {"engine-0"}
+
+
+async def test_superseded_checkpoints_go_with_what_crashes_left(world):
+    version = await world.publish()
+    first = await world.cut(1, version)
+    second = await world.cut(2, version)
+    (world.checkpoints / f".{second}-0123abcd").mkdir()  # a save that a crash ended
+    (world.checkpoints / f".removed-{first}x").mkdir()  # a removal that a crash ended
+    third = await world.cut(3, version)
+    assert {path.name for path in world.checkpoints.iterdir()} == {second, third}
+    assert [cut.step for cut in list_cuts(world.run_dir / "cuts")] == [2, 3]
+
+
+async def test_weights_of_cuts_and_of_engines_are_pinned(world):
+    versions = [await world.publish()]
+    await world.cut(1, versions[0])
+    versions += [await world.publish() for _ in range(3)]
+    owner = f"run/{world.ledger.run_id}"
+    assert world.weights.pins() == {versions[0]: {owner}, versions[3]: {owner}}
+    world.weights.retain(1)
+    assert list(world.weights.versions()) == [versions[0], versions[3]]
+
+
+async def test_a_resumed_run_holds_again_and_tells_what_is_gone(world):
+    blobs = [world.generate(position) for position in range(3)]
+    await world.retention.resume()
+    owner = f"run/{world.ledger.run_id}"
+    assert world.blobs.pinned(owner) == {blob.digest for blob in blobs}
+    (world.store / "blobs" / blobs[1].digest[:2] / blobs[1].digest).unlink()
+    await world.retention.resume()
+    assert [group.group_id for group in world.ledger.groups("issued")] == ["g1"]
+    assert [group.group_id for group in world.ledger.groups("generated")] == ["g0", "g2"]
+
+
+async def test_a_store_that_is_not_the_services_is_refused(world, tmp_path):
+    with pytest.raises(ConfigError, match="has no weight version 7"):
+        await world.retention.hold_weights(7)
+    with pytest.raises(ConfigError, match="does not exist"):
+        Retention(RetentionConfig(), tmp_path / "nowhere", world.run_dir, world.ledger)
