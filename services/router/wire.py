@@ -105,29 +105,25 @@ def request_from_proto(request: pb.AcquireLeasesRequest) -> LeaseRequest:
         raise InvalidFieldError("count", f"must be 0 to {MAX_COUNT}")
     for name in ("expected_token_counts", "session_ids", "cached_token_counts"):
         _check_length(name, getattr(request, name), count)
-    _check_length("group_sizes", request.group_sizes, len(request.group_ids))
-    if len(request.group_ids) and (
-        len(request.group_sizes) != len(request.group_ids)
-        or min(request.group_sizes) < 0
-        or sum(request.group_sizes) != count
-    ):
+    names, sizes = request.group_ids[:], request.group_sizes[:]
+    if (names or sizes) and (len(sizes) != len(names) or min(sizes) < 0 or sum(sizes) != count):
         raise InvalidFieldError("group_sizes", f"must be one per group and sum to {count}")
     expected = None
-    if len(request.expected_token_counts):
+    if request.expected_token_counts:
         expected = np.asarray(request.expected_token_counts, dtype=np.float64)
         expected[~(expected > 0)] = np.nan
     cached = None
-    if len(request.cached_token_counts):
+    if request.cached_token_counts:
         cached = np.asarray(request.cached_token_counts, dtype=np.int64)
     return LeaseRequest(
         count=count,
-        groups=list(zip(request.group_ids, request.group_sizes, strict=True)),
+        groups=list(zip(names, sizes, strict=True)),
         expected_tokens=expected,
         sessions=request.session_ids,
         prefix_tokens=cached,
         needs=needs_from_proto(request),
         may_wait=request.HasField("max_wait"),
-        excluded=frozenset(request.excluded_engine_ids),
+        excluded=frozenset(request.excluded_engine_ids or ()),
     )
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sluice.balance.routing.masks import all_of, any_of
+
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 NO_GROUP = -1
 _BLANK = np.array([[np.nan], [np.nan], [0.0], [0.0]])  # prior, started, tokens, finished
+_IDLE_LIMIT = 16_384  # groups without leases that are remembered
 _PACE_SHARE = 0.05  # of a new observation in the running means
 _PRIOR_WEIGHT = 2.0  # a caller's expectation counts as this many finished samples
 
@@ -25,6 +29,7 @@ class GroupTable:
         self._slots: dict[str, int] = {}
         self._keys: list[str | None] = []
         self._free: list[int] = []
+        self._idle: deque[int] = deque()  # slots whose last lease ended, oldest first
         self.mean_tokens = 0.0  # of recently finished samples, of any group
         self.seconds_per_token = 0.02  # of groups' first finished samples
         self._used = np.zeros(0)  # float64[slot]: last use; inf where the slot is free
@@ -73,33 +78,36 @@ class GroupTable:
     def hold(self, slots: IntArray) -> None:
         """Note leases granted to slots[i] (or NO_GROUP), bound or queued."""
         if self._slots:
-            np.add.at(self.live, slots[slots >= 0], 1)
+            np.add.at(self.live, _grouped(slots), 1)
 
     def start(self, slots: IntArray, now: float) -> None:
         """Note that samples of these groups were bound; slots may be NO_GROUP."""
         if not self._slots:
             return
-        grouped = slots >= 0
-        if not grouped.all():
-            slots = slots[grouped]
-        self.started[slots[np.isnan(self.started[slots])]] = now
+        slots = _grouped(slots)
+        fresh = np.isnan(self.started[slots])
+        if any_of(fresh):
+            self.started[slots[fresh]] = now
 
     def finish(self, slots: IntArray, tokens: NDArray[Any] | None, now: float) -> None:
         """Note samples that ended; tokens[i] < 0 says nothing was learnt."""
         if not self._slots:
             return
         grouped = slots >= 0
-        if not grouped.all():
+        if not all_of(grouped):
             slots = slots[grouped]
             tokens = None if tokens is None else tokens[grouped]
         if not len(slots):
             return
         np.subtract.at(self.live, slots, 1)
         self._used[slots] = now
+        self._idle.extend(dict.fromkeys(slots[self.live[slots] <= 0].tolist()))
+        while len(self._idle) > _IDLE_LIMIT:
+            self._forget(self._idle.popleft())
         if tokens is None:
             return
         learnt = tokens >= 0
-        if not learnt.all():
+        if not all_of(learnt):
             slots, tokens = slots[learnt], tokens[learnt]
         if not len(slots):
             return
@@ -119,13 +127,18 @@ class GroupTable:
         """Forget groups that are idle and hold no lease; returns how many."""
         idle = np.flatnonzero((self._used <= now - self._idle_seconds) & (self.live <= 0))
         for slot in idle.tolist():
-            key = self._keys[slot]
-            assert key is not None
-            del self._slots[key]
-            self._keys[slot] = None
-            self._free.append(slot)
-        self._used[idle] = np.inf
+            self._forget(slot)
         return len(idle)
+
+    def _forget(self, slot: int) -> None:
+        """Free the slot of a group without leases."""
+        key = self._keys[slot]
+        if key is None or self.live[slot] > 0:
+            return
+        del self._slots[key]
+        self._keys[slot] = None
+        self._used[slot] = np.inf
+        self._free.append(slot)
 
     def _take(self, keys: list[str]) -> None:
         while len(self._free) < len(keys):
@@ -150,3 +163,9 @@ class GroupTable:
     def _adopt(self, state: FloatArray) -> None:
         self._state = state
         self.prior, self.started, self.tokens, self.finished = state
+
+
+def _grouped(slots: IntArray) -> IntArray:
+    """Without NO_GROUP."""
+    grouped = slots >= 0
+    return slots if all_of(grouped) else slots[grouped]

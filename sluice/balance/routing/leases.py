@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from sluice.balance.routing.masks import all_of
+
 IntArray = NDArray[np.int64]
 
 FREE = NOBODY = -1  # no such lease: never granted, or given back
@@ -136,10 +138,11 @@ class LeaseTable:
         """What most releases are: live leases in the window, once each; None for others."""
         where = ids - self._base
         # As unsigned numbers, ids before the window are beyond it.
-        if not len(ids) or where.view(np.uint64).max() >= self.next_id - self._base:
+        size = self.next_id - self._base
+        if not len(ids) or np.maximum.reduce(where.view(np.uint64)) >= size:
             return None
         columns = self._columns[:, where]
-        if not (columns[1] == client).all() or len(set(where.tolist())) < len(ids):
+        if not all_of(columns[1] == client) or len(set(where.tolist())) < len(ids):
             return None
         self._columns[:2, where] = FREE
         self.live_count -= len(ids)

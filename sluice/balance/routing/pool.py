@@ -17,6 +17,7 @@ from sluice.balance.routing.breaker import Outcome
 from sluice.balance.routing.clients import ClientRow
 from sluice.balance.routing.groups import NO_GROUP
 from sluice.balance.routing.leases import NOBODY, QUEUED, Leases
+from sluice.balance.routing.masks import any_of
 from sluice.balance.routing.placement import Placement, Sticky
 from sluice.balance.routing.reported import RankReport
 from sluice.balance.routing.returned import ReturnedIds
@@ -158,8 +159,9 @@ class Pool:
         first = self.tables.leases.grant(row.slot, targets, sticky.sessions, groups)
         self.tables.sessions.hold(sticky.sessions)
         self.tables.groups.hold(groups)
-        if (targets == QUEUED).any():
-            wait = np.flatnonzero(targets == QUEUED)
+        queued = targets == QUEUED
+        if any_of(queued):
+            wait = np.flatnonzero(queued)
             lengths = np.full(len(wait), np.nan) if expected is None else expected[wait]
             self.waiting.add(row, first + wait, groups[wait], lengths, request.needs, now)
             self.waiting.dispatch(now)
@@ -345,7 +347,7 @@ class Pool:
     def _record(self, released: Leases, outcomes: IntArray, now: float) -> None:
         """Tell breakers; successes only where one would change something."""
         table = self.tables.targets
-        if not table.watched and outcomes.max(initial=0) < _FIRST_FAILURE:
+        if not table.watched and not any_of(outcomes >= _FIRST_FAILURE):
             return
         failed = (outcomes >= _FIRST_FAILURE) & (outcomes <= _LAST_FAILURE)
         told = (outcomes != Outcome.UNKNOWN) & (released.targets >= 0)

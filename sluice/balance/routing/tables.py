@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from sluice.balance.routing.clients import ClientRow, ClientTable
 from sluice.balance.routing.groups import GroupTable
 from sluice.balance.routing.leases import Leases, LeaseTable
+from sluice.balance.routing.masks import all_of
 from sluice.balance.routing.sessions import SessionTable
 from sluice.balance.routing.targets import TargetTable
 from sluice.balance.routing.types import PoolConfig
@@ -41,7 +42,7 @@ class Tables:
     def charge(self, targets: IntArray, groups: IntArray, now: float) -> None:
         """Charge leases to targets[i] as samples of groups[i]; QUEUED ones are left out."""
         bound = targets >= 0
-        if not bound.all():
+        if not all_of(bound):
             targets, groups = targets[bound], groups[bound]
         if not len(targets):
             return
@@ -56,7 +57,7 @@ class Tables:
             return
         targets = leases.targets
         bound = targets >= 0
-        if not bound.all():
+        if not all_of(bound):
             targets = targets[bound]
             row.queued -= len(bound) - len(targets)
         self.targets.uncharge(targets)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from sluice.balance.routing.masks import any_of
+
 IntArray = NDArray[np.int64]
 
 _LEVELS = 1 << 32  # above every load
@@ -55,7 +57,8 @@ class Fleet:
         np.maximum(room, 0, out=room)
         if is_even is None:
             is_even = not len(slowdown) or bool((slowdown == slowdown[0]).all())
-        return cls(load, limit, engine_of, starts, slowdown, room, int(room.sum()), is_even)
+        free = int(np.add.reduce(room))
+        return cls(load, limit, engine_of, starts, slowdown, room, free, is_even)
 
 
 def place_level(
@@ -151,8 +154,10 @@ def _cheapest(fleet: Fleet, base: int) -> IntArray:
     if not fleet.is_even:
         step = (step + base) * fleet.slowdown[fleet.engine_of]
     key = step * _LEVELS + level
-    key[fleet.room == 0] = _NEVER
-    return np.flatnonzero(key == key.min())
+    full = fleet.room == 0
+    if any_of(full):
+        key[full] = _NEVER
+    return (key == np.minimum.reduce(key)).nonzero()[0]
 
 
 class _StepTimes:
