@@ -11,6 +11,7 @@ import grpc
 from sluice import logs
 from sluice.runtime.security import SecurityConfig, channel_credentials
 
+RETRY_BUFFER_BYTES = 64 * 1024 * 1024  # of a call; one that has sent more is not sent again
 DEFAULT_DEADLINE = 60.0
 DEADLINES = {  # seconds, by method; a caller's own timeout wins
     "GetTrainer": 5.0,
@@ -124,6 +125,7 @@ def create_channel(
         ("grpc.service_config", _SERVICE_CONFIG),
         ("grpc.max_receive_message_length", -1),  # the server sets the limit, in both directions
         ("grpc.max_send_message_length", -1),
+        ("grpc.per_rpc_retry_buffer_size", RETRY_BUFFER_BYTES),
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),

@@ -57,7 +57,7 @@ async def test_a_lost_answer_is_asked_for_again_and_no_work_is_done_twice(traine
 async def test_that_holds_for_calls_that_stream_their_request(trainer, tmp_path):
     servicer, client = trainer
     faults.arm(tmp_path, "reply.UploadBatch")
-    blobs = [BlobReference(f"{number:032x}", 1) for number in range(100)]
-    answer = await client.upload_batch("1", 100, blobs=blobs)
-    assert (answer.sample_count, servicer.uploads) == (101, 1)
+    blobs = [BlobReference(f"{number:032x}", 1) for number in range(10_000)]
+    answer = await client.upload_batch("1", 10_000, blobs=blobs)
+    assert (answer.sample_count, servicer.uploads) == (10_001, 1)
     assert not (tmp_path / "reply.UploadBatch").exists()
