@@ -67,8 +67,18 @@ class Column(_message.Message):
     scalar: float
     def __init__(self, floats: _Optional[_Union[FloatValues, _Mapping]] = ..., bools: _Optional[_Union[BoolValues, _Mapping]] = ..., scalar: _Optional[float] = ...) -> None: ...
 
+class RoutedExperts(_message.Message):
+    __slots__ = ("layer_count", "choice_count", "experts")
+    LAYER_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    layer_count: int
+    choice_count: int
+    experts: bytes
+    def __init__(self, layer_count: _Optional[int] = ..., choice_count: _Optional[int] = ..., experts: _Optional[bytes] = ...) -> None: ...
+
 class Sample(_message.Message):
-    __slots__ = ("sample_id", "group_id", "token_ids", "prompt_length", "finish_reason", "columns", "spans")
+    __slots__ = ("sample_id", "group_id", "token_ids", "prompt_length", "finish_reason", "columns", "spans", "routed_experts")
     class ColumnsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -83,6 +93,7 @@ class Sample(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     sample_id: str
     group_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -90,4 +101,5 @@ class Sample(_message.Message):
     finish_reason: FinishReason
     columns: _containers.MessageMap[str, Column]
     spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
-    def __init__(self, sample_id: _Optional[str] = ..., group_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., columns: _Optional[_Mapping[str, Column]] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ...) -> None: ...
+    routed_experts: RoutedExperts
+    def __init__(self, sample_id: _Optional[str] = ..., group_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., columns: _Optional[_Mapping[str, Column]] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., routed_experts: _Optional[_Union[RoutedExperts, _Mapping]] = ...) -> None: ...

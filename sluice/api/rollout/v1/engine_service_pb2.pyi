@@ -12,12 +12,19 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class MediaKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MEDIA_KIND_UNSPECIFIED: _ClassVar[MediaKind]
+    MEDIA_KIND_IMAGE: _ClassVar[MediaKind]
+
 class PauseMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     PAUSE_MODE_UNSPECIFIED: _ClassVar[PauseMode]
     PAUSE_MODE_WAIT: _ClassVar[PauseMode]
     PAUSE_MODE_ABORT: _ClassVar[PauseMode]
     PAUSE_MODE_IN_PLACE: _ClassVar[PauseMode]
+MEDIA_KIND_UNSPECIFIED: MediaKind
+MEDIA_KIND_IMAGE: MediaKind
 PAUSE_MODE_UNSPECIFIED: PauseMode
 PAUSE_MODE_WAIT: PauseMode
 PAUSE_MODE_ABORT: PauseMode
@@ -48,36 +55,60 @@ class VersionBounds(_message.Message):
     def __init__(self, min_version: _Optional[int] = ..., exact_version: _Optional[int] = ...) -> None: ...
 
 class Completion(_message.Message):
-    __slots__ = ("index", "token_ids", "logprobs", "logprobs_t1", "finish_reason", "spans")
+    __slots__ = ("index", "token_ids", "logprobs", "logprobs_t1", "finish_reason", "spans", "timing", "routed_experts")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_T1_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
+    TIMING_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     logprobs_t1: _containers.RepeatedScalarFieldContainer[float]
     finish_reason: _sample_pb2.FinishReason
     spans: _containers.RepeatedCompositeFieldContainer[_sample_pb2.VersionSpan]
-    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., logprobs_t1: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[_Union[_sample_pb2.FinishReason, str]] = ..., spans: _Optional[_Iterable[_Union[_sample_pb2.VersionSpan, _Mapping]]] = ...) -> None: ...
+    timing: SampleTiming
+    routed_experts: _sample_pb2.RoutedExperts
+    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., logprobs_t1: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[_Union[_sample_pb2.FinishReason, str]] = ..., spans: _Optional[_Iterable[_Union[_sample_pb2.VersionSpan, _Mapping]]] = ..., timing: _Optional[_Union[SampleTiming, _Mapping]] = ..., routed_experts: _Optional[_Union[_sample_pb2.RoutedExperts, _Mapping]] = ...) -> None: ...
+
+class SampleTiming(_message.Message):
+    __slots__ = ("queue", "prefill", "decode")
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    queue: _duration_pb2.Duration
+    prefill: _duration_pb2.Duration
+    decode: _duration_pb2.Duration
+    def __init__(self, queue: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "sampling", "sample_count", "dp_rank", "versions")
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "sample_count", "dp_rank", "versions", "media")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
     DP_RANK_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: SamplingParams
     sample_count: int
     dp_rank: int
     versions: VersionBounds
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., sample_count: _Optional[int] = ..., dp_rank: _Optional[int] = ..., versions: _Optional[_Union[VersionBounds, _Mapping]] = ...) -> None: ...
+    media: _containers.RepeatedCompositeFieldContainer[Media]
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., sample_count: _Optional[int] = ..., dp_rank: _Optional[int] = ..., versions: _Optional[_Union[VersionBounds, _Mapping]] = ..., media: _Optional[_Iterable[_Union[Media, _Mapping]]] = ...) -> None: ...
+
+class Media(_message.Message):
+    __slots__ = ("kind", "blob")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    BLOB_FIELD_NUMBER: _ClassVar[int]
+    kind: MediaKind
+    blob: _sample_pb2.BlobReference
+    def __init__(self, kind: _Optional[_Union[MediaKind, str]] = ..., blob: _Optional[_Union[_sample_pb2.BlobReference, _Mapping]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("completions",)
@@ -98,22 +129,34 @@ class StreamGenerateResponse(_message.Message):
     def __init__(self, delta: _Optional[_Union[Completion, _Mapping]] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
-    __slots__ = ("token_ids", "prompt_length", "versions")
+    __slots__ = ("token_ids", "prompt_length", "versions", "top_count")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    TOP_COUNT_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_length: int
     versions: VersionBounds
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., versions: _Optional[_Union[VersionBounds, _Mapping]] = ...) -> None: ...
+    top_count: int
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., versions: _Optional[_Union[VersionBounds, _Mapping]] = ..., top_count: _Optional[int] = ...) -> None: ...
 
 class ScoreResponse(_message.Message):
-    __slots__ = ("logprobs", "weights")
+    __slots__ = ("logprobs", "weights", "top")
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    TOP_FIELD_NUMBER: _ClassVar[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     weights: _sample_pb2.WeightVersion
-    def __init__(self, logprobs: _Optional[_Iterable[float]] = ..., weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ...) -> None: ...
+    top: _containers.RepeatedCompositeFieldContainer[TopTokens]
+    def __init__(self, logprobs: _Optional[_Iterable[float]] = ..., weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., top: _Optional[_Iterable[_Union[TopTokens, _Mapping]]] = ...) -> None: ...
+
+class TopTokens(_message.Message):
+    __slots__ = ("token_ids", "logprobs")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_ids",)
@@ -145,11 +188,61 @@ class ResumeResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class TransferSender(_message.Message):
+    __slots__ = ("address", "group")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    group: str
+    def __init__(self, address: _Optional[str] = ..., group: _Optional[str] = ...) -> None: ...
+
+class JoinTransferGroupRequest(_message.Message):
+    __slots__ = ("transfer_group", "senders", "first_rank", "world_size", "backend", "timeout")
+    TRANSFER_GROUP_FIELD_NUMBER: _ClassVar[int]
+    SENDERS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_RANK_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    transfer_group: str
+    senders: _containers.RepeatedCompositeFieldContainer[TransferSender]
+    first_rank: int
+    world_size: int
+    backend: str
+    timeout: _duration_pb2.Duration
+    def __init__(self, transfer_group: _Optional[str] = ..., senders: _Optional[_Iterable[_Union[TransferSender, _Mapping]]] = ..., first_rank: _Optional[int] = ..., world_size: _Optional[int] = ..., backend: _Optional[str] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class JoinTransferGroupResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SentFiles(_message.Message):
+    __slots__ = ("file_names",)
+    FILE_NAMES_FIELD_NUMBER: _ClassVar[int]
+    file_names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, file_names: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class WeightTransfer(_message.Message):
+    __slots__ = ("transfer_group", "senders", "bucket_bytes", "timeout", "mode")
+    TRANSFER_GROUP_FIELD_NUMBER: _ClassVar[int]
+    SENDERS_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    transfer_group: str
+    senders: _containers.RepeatedCompositeFieldContainer[SentFiles]
+    bucket_bytes: int
+    timeout: _duration_pb2.Duration
+    mode: PauseMode
+    def __init__(self, transfer_group: _Optional[str] = ..., senders: _Optional[_Iterable[_Union[SentFiles, _Mapping]]] = ..., bucket_bytes: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., mode: _Optional[_Union[PauseMode, str]] = ...) -> None: ...
+
 class PrepareWeightsRequest(_message.Message):
-    __slots__ = ("weights",)
+    __slots__ = ("weights", "transfer")
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
     weights: _sample_pb2.WeightVersion
-    def __init__(self, weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ...) -> None: ...
+    transfer: WeightTransfer
+    def __init__(self, weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., transfer: _Optional[_Union[WeightTransfer, _Mapping]] = ...) -> None: ...
 
 class PrepareWeightsResponse(_message.Message):
     __slots__ = ("duration",)
@@ -171,6 +264,22 @@ class CommitWeightsResponse(_message.Message):
     pause: _duration_pb2.Duration
     def __init__(self, pause: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
+class SleepRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SleepResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WakeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WakeResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class GetEngineRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -188,7 +297,7 @@ class RankLoad(_message.Message):
     def __init__(self, running_count: _Optional[int] = ..., waiting_count: _Optional[int] = ..., used_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
 class GetEngineResponse(_message.Message):
-    __slots__ = ("weights", "prepared_versions", "paused", "rank_loads", "max_running_count", "max_model_length", "backend", "engine_id", "last_pause", "last_preparation", "decoded_token_count", "prefilled_token_count", "deterministic")
+    __slots__ = ("weights", "prepared_versions", "paused", "rank_loads", "max_running_count", "max_model_length", "backend", "engine_id", "last_pause", "last_preparation", "decoded_token_count", "prefilled_token_count", "deterministic", "transfer_rank_count", "transfer_group")
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     PREPARED_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
@@ -202,6 +311,8 @@ class GetEngineResponse(_message.Message):
     DECODED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     PREFILLED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_RANK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_GROUP_FIELD_NUMBER: _ClassVar[int]
     weights: _sample_pb2.WeightVersion
     prepared_versions: _containers.RepeatedScalarFieldContainer[int]
     paused: bool
@@ -215,4 +326,6 @@ class GetEngineResponse(_message.Message):
     decoded_token_count: int
     prefilled_token_count: int
     deterministic: bool
-    def __init__(self, weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., prepared_versions: _Optional[_Iterable[int]] = ..., paused: bool = ..., rank_loads: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., max_running_count: _Optional[int] = ..., max_model_length: _Optional[int] = ..., backend: _Optional[str] = ..., engine_id: _Optional[str] = ..., last_pause: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., last_preparation: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decoded_token_count: _Optional[int] = ..., prefilled_token_count: _Optional[int] = ..., deterministic: bool = ...) -> None: ...
+    transfer_rank_count: int
+    transfer_group: str
+    def __init__(self, weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., prepared_versions: _Optional[_Iterable[int]] = ..., paused: bool = ..., rank_loads: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., max_running_count: _Optional[int] = ..., max_model_length: _Optional[int] = ..., backend: _Optional[str] = ..., engine_id: _Optional[str] = ..., last_pause: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., last_preparation: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decoded_token_count: _Optional[int] = ..., prefilled_token_count: _Optional[int] = ..., deterministic: bool = ..., transfer_rank_count: _Optional[int] = ..., transfer_group: _Optional[str] = ...) -> None: ...

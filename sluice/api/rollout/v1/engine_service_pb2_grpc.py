@@ -66,6 +66,11 @@ class EngineServiceStub(object):
                 request_serializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.ResumeRequest.SerializeToString,
                 response_deserializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.ResumeResponse.FromString,
                 _registered_method=True)
+        self.JoinTransferGroup = channel.unary_unary(
+                '/sluice.api.rollout.v1.EngineService/JoinTransferGroup',
+                request_serializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.JoinTransferGroupRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.JoinTransferGroupResponse.FromString,
+                _registered_method=True)
         self.PrepareWeights = channel.unary_unary(
                 '/sluice.api.rollout.v1.EngineService/PrepareWeights',
                 request_serializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.PrepareWeightsRequest.SerializeToString,
@@ -75,6 +80,16 @@ class EngineServiceStub(object):
                 '/sluice.api.rollout.v1.EngineService/CommitWeights',
                 request_serializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.CommitWeightsRequest.SerializeToString,
                 response_deserializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.CommitWeightsResponse.FromString,
+                _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/sluice.api.rollout.v1.EngineService/Sleep',
+                request_serializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.SleepRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.Wake = channel.unary_unary(
+                '/sluice.api.rollout.v1.EngineService/Wake',
+                request_serializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.WakeRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.WakeResponse.FromString,
                 _registered_method=True)
         self.GetEngine = channel.unary_unary(
                 '/sluice.api.rollout.v1.EngineService/GetEngine',
@@ -130,6 +145,14 @@ class EngineServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def JoinTransferGroup(self, request, context):
+        """Joins the groups over which a trainer's ranks broadcast weights; earlier groups are left.
+        Answers once all members have met. A repeat for the group it is in is free.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PrepareWeights(self, request, context):
         """Loads and verifies a weight version beside the serving one, while generating.
         """
@@ -139,6 +162,22 @@ class EngineServiceServicer(object):
 
     def CommitWeights(self, request, context):
         """Swaps a prepared version in, in one short pause.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Sleep(self, request, context):
+        """Gives the device's memory to others: weights and cache are gone. The engine must be paused
+        and hold no request (FAILED_PRECONDITION / NOT_QUIET). UNIMPLEMENTED / NO_SLEEP where the
+        engine keeps what it has. A sleeping engine stays asleep when asked again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Wake(self, request, context):
+        """Takes the memory back. Weights must be committed before the engine serves again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -184,6 +223,11 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     request_deserializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.ResumeRequest.FromString,
                     response_serializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.ResumeResponse.SerializeToString,
             ),
+            'JoinTransferGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.JoinTransferGroup,
+                    request_deserializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.JoinTransferGroupRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.JoinTransferGroupResponse.SerializeToString,
+            ),
             'PrepareWeights': grpc.unary_unary_rpc_method_handler(
                     servicer.PrepareWeights,
                     request_deserializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.PrepareWeightsRequest.FromString,
@@ -193,6 +237,16 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.CommitWeights,
                     request_deserializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.CommitWeightsRequest.FromString,
                     response_serializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.CommitWeightsResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.SleepRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.SleepResponse.SerializeToString,
+            ),
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.WakeRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.WakeResponse.SerializeToString,
             ),
             'GetEngine': grpc.unary_unary_rpc_method_handler(
                     servicer.GetEngine,
@@ -375,6 +429,33 @@ class EngineService(object):
             _registered_method=True)
 
     @staticmethod
+    def JoinTransferGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.api.rollout.v1.EngineService/JoinTransferGroup',
+            sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.JoinTransferGroupRequest.SerializeToString,
+            sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.JoinTransferGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def PrepareWeights(request,
             target,
             options=(),
@@ -418,6 +499,60 @@ class EngineService(object):
             '/sluice.api.rollout.v1.EngineService/CommitWeights',
             sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.CommitWeightsRequest.SerializeToString,
             sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.CommitWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.api.rollout.v1.EngineService/Sleep',
+            sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.SleepRequest.SerializeToString,
+            sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.api.rollout.v1.EngineService/Wake',
+            sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.WakeRequest.SerializeToString,
+            sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.WakeResponse.FromString,
             options,
             channel_credentials,
             insecure,

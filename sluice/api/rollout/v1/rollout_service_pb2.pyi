@@ -6,6 +6,7 @@ from google.protobuf import struct_pb2 as _struct_pb2
 from google.rpc import status_pb2 as _status_pb2
 from sluice.api.common.v1 import sample_pb2 as _sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as _engine_service_pb2
+from sluice.api.rollout.v1 import trace_pb2 as _trace_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -55,7 +56,7 @@ class RolloutRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupRequest, _Mapping]]] = ..., environment: _Optional[_Union[EnvironmentSpec, _Mapping]] = ..., sampling: _Optional[_Union[_engine_service_pb2.SamplingParams, _Mapping]] = ..., sample_count: _Optional[int] = ..., versions: _Optional[_Union[_engine_service_pb2.VersionBounds, _Mapping]] = ..., group_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pool: _Optional[str] = ...) -> None: ...
 
 class FinishedGroup(_message.Message):
-    __slots__ = ("group_id", "blob", "rewards", "response_lengths", "min_version", "max_version", "prompt_length", "raw_rewards", "finish_reasons")
+    __slots__ = ("group_id", "blob", "rewards", "response_lengths", "min_version", "max_version", "prompt_length", "raw_rewards", "finish_reasons", "details", "prompt_digest", "trace")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     BLOB_FIELD_NUMBER: _ClassVar[int]
     REWARDS_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +66,9 @@ class FinishedGroup(_message.Message):
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     RAW_REWARDS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASONS_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     group_id: str
     blob: _sample_pb2.BlobReference
     rewards: _containers.RepeatedScalarFieldContainer[float]
@@ -74,7 +78,29 @@ class FinishedGroup(_message.Message):
     prompt_length: int
     raw_rewards: _containers.RepeatedScalarFieldContainer[float]
     finish_reasons: _containers.RepeatedScalarFieldContainer[_sample_pb2.FinishReason]
-    def __init__(self, group_id: _Optional[str] = ..., blob: _Optional[_Union[_sample_pb2.BlobReference, _Mapping]] = ..., rewards: _Optional[_Iterable[float]] = ..., response_lengths: _Optional[_Iterable[int]] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., prompt_length: _Optional[int] = ..., raw_rewards: _Optional[_Iterable[float]] = ..., finish_reasons: _Optional[_Iterable[_Union[_sample_pb2.FinishReason, str]]] = ...) -> None: ...
+    details: _containers.RepeatedCompositeFieldContainer[SampleDetails]
+    prompt_digest: str
+    trace: _trace_pb2.GroupTrace
+    def __init__(self, group_id: _Optional[str] = ..., blob: _Optional[_Union[_sample_pb2.BlobReference, _Mapping]] = ..., rewards: _Optional[_Iterable[float]] = ..., response_lengths: _Optional[_Iterable[int]] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., prompt_length: _Optional[int] = ..., raw_rewards: _Optional[_Iterable[float]] = ..., finish_reasons: _Optional[_Iterable[_Union[_sample_pb2.FinishReason, str]]] = ..., details: _Optional[_Iterable[_Union[SampleDetails, _Mapping]]] = ..., prompt_digest: _Optional[str] = ..., trace: _Optional[_Union[_trace_pb2.GroupTrace, _Mapping]] = ...) -> None: ...
+
+class SampleDetails(_message.Message):
+    __slots__ = ("raw_reward", "scores", "episode", "turn_count")
+    class ScoresEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    RAW_REWARD_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    EPISODE_FIELD_NUMBER: _ClassVar[int]
+    TURN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    raw_reward: float
+    scores: _containers.ScalarMap[str, float]
+    episode: int
+    turn_count: int
+    def __init__(self, raw_reward: _Optional[float] = ..., scores: _Optional[_Mapping[str, float]] = ..., episode: _Optional[int] = ..., turn_count: _Optional[int] = ...) -> None: ...
 
 class FailedGroup(_message.Message):
     __slots__ = ("group_id", "error")
@@ -91,6 +117,59 @@ class RolloutResponse(_message.Message):
     finished: FinishedGroup
     failed: FailedGroup
     def __init__(self, finished: _Optional[_Union[FinishedGroup, _Mapping]] = ..., failed: _Optional[_Union[FailedGroup, _Mapping]] = ...) -> None: ...
+
+class EvaluateRequest(_message.Message):
+    __slots__ = ("rollout", "pass_at", "pass_threshold", "max_running_groups")
+    ROLLOUT_FIELD_NUMBER: _ClassVar[int]
+    PASS_AT_FIELD_NUMBER: _ClassVar[int]
+    PASS_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    MAX_RUNNING_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    rollout: RolloutRequest
+    pass_at: _containers.RepeatedScalarFieldContainer[int]
+    pass_threshold: float
+    max_running_groups: int
+    def __init__(self, rollout: _Optional[_Union[RolloutRequest, _Mapping]] = ..., pass_at: _Optional[_Iterable[int]] = ..., pass_threshold: _Optional[float] = ..., max_running_groups: _Optional[int] = ...) -> None: ...
+
+class EvaluateResponse(_message.Message):
+    __slots__ = ("finished", "failed", "report")
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    finished: FinishedGroup
+    failed: FailedGroup
+    report: EvaluationReport
+    def __init__(self, finished: _Optional[_Union[FinishedGroup, _Mapping]] = ..., failed: _Optional[_Union[FailedGroup, _Mapping]] = ..., report: _Optional[_Union[EvaluationReport, _Mapping]] = ...) -> None: ...
+
+class EvaluationReport(_message.Message):
+    __slots__ = ("group_count", "failed_group_count", "reward_mean", "reward_std", "reward_error", "pass_at", "response_length_mean", "truncated_share", "min_version", "max_version")
+    class PassAtEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
+    GROUP_COUNT_FIELD_NUMBER: _ClassVar[int]
+    FAILED_GROUP_COUNT_FIELD_NUMBER: _ClassVar[int]
+    REWARD_MEAN_FIELD_NUMBER: _ClassVar[int]
+    REWARD_STD_FIELD_NUMBER: _ClassVar[int]
+    REWARD_ERROR_FIELD_NUMBER: _ClassVar[int]
+    PASS_AT_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_LENGTH_MEAN_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATED_SHARE_FIELD_NUMBER: _ClassVar[int]
+    MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MAX_VERSION_FIELD_NUMBER: _ClassVar[int]
+    group_count: int
+    failed_group_count: int
+    reward_mean: float
+    reward_std: float
+    reward_error: float
+    pass_at: _containers.ScalarMap[int, float]
+    response_length_mean: float
+    truncated_share: float
+    min_version: int
+    max_version: int
+    def __init__(self, group_count: _Optional[int] = ..., failed_group_count: _Optional[int] = ..., reward_mean: _Optional[float] = ..., reward_std: _Optional[float] = ..., reward_error: _Optional[float] = ..., pass_at: _Optional[_Mapping[int, float]] = ..., response_length_mean: _Optional[float] = ..., truncated_share: _Optional[float] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ...) -> None: ...
 
 class CancelRolloutRequest(_message.Message):
     __slots__ = ("rollout_request_id", "group_ids")

@@ -40,6 +40,11 @@ class RolloutServiceStub(object):
                 request_serializer=sluice_dot_api_dot_rollout_dot_v1_dot_rollout__service__pb2.RolloutRequest.SerializeToString,
                 response_deserializer=sluice_dot_api_dot_rollout_dot_v1_dot_rollout__service__pb2.RolloutResponse.FromString,
                 _registered_method=True)
+        self.Evaluate = channel.unary_stream(
+                '/sluice.api.rollout.v1.RolloutService/Evaluate',
+                request_serializer=sluice_dot_api_dot_rollout_dot_v1_dot_rollout__service__pb2.EvaluateRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_rollout_dot_v1_dot_rollout__service__pb2.EvaluateResponse.FromString,
+                _registered_method=True)
         self.CancelRollout = channel.unary_unary(
                 '/sluice.api.rollout.v1.RolloutService/CancelRollout',
                 request_serializer=sluice_dot_api_dot_rollout_dot_v1_dot_rollout__service__pb2.CancelRolloutRequest.SerializeToString,
@@ -66,6 +71,15 @@ class RolloutServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Evaluate(self, request, context):
+        """Scores a data set: several samples of every task, rewarded as in Rollout. Groups are told as
+        they settle, the report comes last. Runs beside rollouts within a limit of its own; the same
+        request resumes, as with Rollout, and CancelRollout ends it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CancelRollout(self, request, context):
         """Ends groups of a rollout that have not finished; it returns while graders still run.
         """
@@ -87,6 +101,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.Rollout,
                     request_deserializer=sluice_dot_api_dot_rollout_dot_v1_dot_rollout__service__pb2.RolloutRequest.FromString,
                     response_serializer=sluice_dot_api_dot_rollout_dot_v1_dot_rollout__service__pb2.RolloutResponse.SerializeToString,
+            ),
+            'Evaluate': grpc.unary_stream_rpc_method_handler(
+                    servicer.Evaluate,
+                    request_deserializer=sluice_dot_api_dot_rollout_dot_v1_dot_rollout__service__pb2.EvaluateRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_rollout_dot_v1_dot_rollout__service__pb2.EvaluateResponse.SerializeToString,
             ),
             'CancelRollout': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelRollout,
@@ -127,6 +146,33 @@ class RolloutService(object):
             '/sluice.api.rollout.v1.RolloutService/Rollout',
             sluice_dot_api_dot_rollout_dot_v1_dot_rollout__service__pb2.RolloutRequest.SerializeToString,
             sluice_dot_api_dot_rollout_dot_v1_dot_rollout__service__pb2.RolloutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Evaluate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/sluice.api.rollout.v1.RolloutService/Evaluate',
+            sluice_dot_api_dot_rollout_dot_v1_dot_rollout__service__pb2.EvaluateRequest.SerializeToString,
+            sluice_dot_api_dot_rollout_dot_v1_dot_rollout__service__pb2.EvaluateResponse.FromString,
             options,
             channel_credentials,
             insecure,

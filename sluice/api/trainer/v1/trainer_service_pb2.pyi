@@ -4,7 +4,9 @@ from google.api import field_behavior_pb2 as _field_behavior_pb2
 from google.longrunning import operations_pb2 as _operations_pb2
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from google.rpc import status_pb2 as _status_pb2
 from sluice.api.common.v1 import sample_pb2 as _sample_pb2
+from sluice.api.rollout.v1 import engine_service_pb2 as _engine_service_pb2
 from sluice.api.trainer.v1 import loss_pb2 as _loss_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -494,20 +496,46 @@ class CheckpointMetadata(_message.Message):
     def __init__(self, checkpoint: _Optional[str] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class PublishWeightsRequest(_message.Message):
-    __slots__ = ("request_id",)
+    __slots__ = ("request_id", "engines", "pause_mode")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_MODE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
-    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+    engines: _containers.RepeatedCompositeFieldContainer[TransferTarget]
+    pause_mode: _engine_service_pb2.PauseMode
+    def __init__(self, request_id: _Optional[str] = ..., engines: _Optional[_Iterable[_Union[TransferTarget, _Mapping]]] = ..., pause_mode: _Optional[_Union[_engine_service_pb2.PauseMode, str]] = ...) -> None: ...
+
+class TransferTarget(_message.Message):
+    __slots__ = ("engine_id", "address")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    address: str
+    def __init__(self, engine_id: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+
+class TransferOutcome(_message.Message):
+    __slots__ = ("engine_id", "error")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    error: _status_pb2.Status
+    def __init__(self, engine_id: _Optional[str] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class PublishWeightsResponse(_message.Message):
-    __slots__ = ("weights", "step", "byte_count")
+    __slots__ = ("weights", "step", "byte_count", "full_byte_count", "transfer", "engines")
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     BYTE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    FULL_BYTE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
     weights: _sample_pb2.WeightVersion
     step: int
     byte_count: int
-    def __init__(self, weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., step: _Optional[int] = ..., byte_count: _Optional[int] = ...) -> None: ...
+    full_byte_count: int
+    transfer: _duration_pb2.Duration
+    engines: _containers.RepeatedCompositeFieldContainer[TransferOutcome]
+    def __init__(self, weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., step: _Optional[int] = ..., byte_count: _Optional[int] = ..., full_byte_count: _Optional[int] = ..., transfer: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., engines: _Optional[_Iterable[_Union[TransferOutcome, _Mapping]]] = ...) -> None: ...
 
 class PublishWeightsMetadata(_message.Message):
     __slots__ = ("version", "create_time")

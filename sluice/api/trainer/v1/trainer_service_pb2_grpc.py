@@ -224,7 +224,8 @@ class TrainerServiceServicer(object):
 
     def PublishWeights(self, request, context):
         """Publishes the current parameters as a new weight version of the store; every rank writes
-        its own shards. Resolves to PublishWeightsResponse.
+        its own shards, and then broadcasts them to the engines named. Resolves to
+        PublishWeightsResponse, whether engines received the version or not.
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """

@@ -22,13 +22,14 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 from sluice.api.common.v1 import sample_pb2 as sluice_dot_api_dot_common_dot_v1_dot_sample__pb2
 from sluice.api.trainer.v1 import loss_pb2 as sluice_dot_api_dot_trainer_dot_v1_dot_loss__pb2
 from sluice.api.trainer.v1 import trainer_service_pb2 as sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*sluice/api/trainer/v1/worker_service.proto\x12\x15sluice.api.trainer.v1\x1a\x17google/rpc/status.proto\x1a!sluice/api/common/v1/sample.proto\x1a sluice/api/trainer/v1/loss.proto\x1a+sluice/api/trainer/v1/trainer_service.proto\"\xf1\x01\n\rFollowRequest\x12\x31\n\x05hello\x18\x01 \x01(\x0b\x32 .sluice.api.trainer.v1.RankHelloH\x00\x12\x39\n\theartbeat\x18\x02 \x01(\x0b\x32$.sluice.api.trainer.v1.RankHeartbeatH\x00\x12\x36\n\x06result\x18\x03 \x01(\x0b\x32$.sluice.api.trainer.v1.CommandResultH\x00\x12\x31\n\x05ready\x18\x04 \x01(\x0b\x32 .sluice.api.trainer.v1.RankReadyH\x00\x42\x07\n\x05\x65vent\"c\n\tRankHello\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x12\n\nworld_size\x18\x02 \x01(\x05\x12\x12\n\ngeneration\x18\x03 \x01(\x03\x12\x12\n\nprocess_id\x18\x04 \x01(\x03\x12\x0c\n\x04host\x18\x05 \x01(\t\"\x89\x01\n\tRankReady\x12!\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x12.google.rpc.Status\x12\x35\n\x06layout\x18\x02 \x01(\x0b\x32%.sluice.api.trainer.v1.ParallelLayout\x12\x11\n\tdata_rank\x18\x03 \x01(\x05\x12\x0f\n\x07reports\x18\x04 \x01(\x08\"!\n\rRankHeartbeat\x12\x10\n\x08\x61\x63tivity\x18\x01 \x01(\t\"\xcb\x02\n\rCommandResult\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\x12-\n\x04sums\x18\x03 \x01(\x0b\x32\x1f.sluice.api.trainer.v1.PassSums\x12/\n\x04step\x18\x04 \x01(\x0b\x32!.sluice.api.trainer.v1.StepResult\x12\x34\n\x07\x63olumns\x18\x05 \x01(\x0b\x32#.sluice.api.common.v1.BlobReference\x12\x33\n\x06shards\x18\x06 \x03(\x0b\x32#.sluice.api.trainer.v1.WrittenShard\x12:\n\nadvantages\x18\x07 \x01(\x0b\x32&.sluice.api.trainer.v1.AdvantageResult\"q\n\x0f\x41\x64vantageResult\x12\x34\n\x07moments\x18\x01 \x01(\x0b\x32#.sluice.api.trainer.v1.TokenMoments\x12\x13\n\x0bsilent_rows\x18\x02 \x03(\x05\x12\x13\n\x0bhas_returns\x18\x03 \x01(\x08\"7\n\x0cTokenMoments\x12\r\n\x05\x63ount\x18\x01 \x01(\x01\x12\x0c\n\x04mean\x18\x02 \x01(\x01\x12\n\n\x02m2\x18\x03 \x01(\x01\"\xc0\x01\n\x08PassSums\x12\x0c\n\x04loss\x18\x01 \x01(\x01\x12\x13\n\x0btoken_count\x18\x02 \x01(\x03\x12=\n\x07metrics\x18\x03 \x03(\x0b\x32,.sluice.api.trainer.v1.PassSums.MetricsEntry\x1aR\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x31\n\x05value\x18\x02 \x01(\x0b\x32\".sluice.api.trainer.v1.WeightedSum:\x02\x38\x01\"D\n\x0bWeightedSum\x12\x0b\n\x03sum\x18\x01 \x01(\x01\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\x10\n\x03max\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x06\n\x04_max\"N\n\nStepResult\x12\x11\n\tgrad_norm\x18\x01 \x01(\x01\x12\x15\n\rlearning_rate\x18\x02 \x01(\x01\x12\x16\n\x0eskipped_reason\x18\x03 \x01(\t\"\xde\x01\n\x0cWrittenShard\x12\x11\n\tfile_name\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x41\n\x07tensors\x18\x04 \x03(\x0b\x32\x30.sluice.api.trainer.v1.WrittenShard.TensorsEntry\x1aT\n\x0cTensorsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x33\n\x05value\x18\x02 \x01(\x0b\x32$.sluice.api.trainer.v1.WrittenTensor:\x02\x38\x01\"=\n\rWrittenTensor\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"\xec\x06\n\x0e\x46ollowResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x32\n\x08\x61\x64\x64_rows\x18\x02 \x01(\x0b\x32\x1e.sluice.api.trainer.v1.AddRowsH\x00\x12\x36\n\ndrop_batch\x18\x03 \x01(\x0b\x32 .sluice.api.trainer.v1.DropBatchH\x00\x12\x42\n\x10\x63ompute_logprobs\x18\x04 \x01(\x0b\x32&.sluice.api.trainer.v1.LogprobsCommandH\x00\x12\x46\n\x12\x63ompute_advantages\x18\x05 \x01(\x0b\x32(.sluice.api.trainer.v1.AdvantagesCommandH\x00\x12\x38\n\x0bset_columns\x18\x06 \x01(\x0b\x32!.sluice.api.trainer.v1.SetColumnsH\x00\x12:\n\x0cread_columns\x18\x07 \x01(\x0b\x32\".sluice.api.trainer.v1.ReadColumnsH\x00\x12\x43\n\x10\x66orward_backward\x18\x08 \x01(\x0b\x32\'.sluice.api.trainer.v1.GradientsCommandH\x00\x12\x32\n\x04step\x18\t \x01(\x0b\x32\".sluice.api.trainer.v1.StepCommandH\x00\x12\x38\n\x07\x64iscard\x18\n \x01(\x0b\x32%.sluice.api.trainer.v1.DiscardCommandH\x00\x12\x32\n\x04save\x18\x0b \x01(\x0b\x32\".sluice.api.trainer.v1.SaveCommandH\x00\x12\x32\n\x04load\x18\x0c \x01(\x0b\x32\".sluice.api.trainer.v1.LoadCommandH\x00\x12\x38\n\x07publish\x18\r \x01(\x0b\x32%.sluice.api.trainer.v1.PublishCommandH\x00\x12:\n\x08shutdown\x18\x0e \x01(\x0b\x32&.sluice.api.trainer.v1.ShutdownCommandH\x00\x12>\n\x0e\x63ompute_values\x18\x0f \x01(\x0b\x32$.sluice.api.trainer.v1.ValuesCommandH\x00\x42\t\n\x07\x63ommand\"K\n\x07\x41\x64\x64Rows\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\x12.\n\x05\x62lobs\x18\x02 \x03(\x0b\x32\x1f.sluice.api.trainer.v1.BlobRows\"\\\n\x08\x42lobRows\x12\x31\n\x04\x62lob\x18\x01 \x01(\x0b\x32#.sluice.api.common.v1.BlobReference\x12\x0f\n\x07indices\x18\x02 \x03(\x05\x12\x0c\n\x04rows\x18\x03 \x03(\x05\"\x1d\n\tDropBatch\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\"4\n\x0eMicroBatchRows\x12\x0c\n\x04rows\x18\x01 \x03(\x05\x12\x14\n\x0closs_weights\x18\x02 \x03(\x01\"\xba\x01\n\x0fLogprobsCommand\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\x12\x42\n\x05model\x18\x02 \x01(\x0e\x32\x33.sluice.api.trainer.v1.ComputeLogprobsRequest.Model\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12<\n\rmicro_batches\x18\x04 \x03(\x0b\x32%.sluice.api.trainer.v1.MicroBatchRows\"_\n\rValuesCommand\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\x12<\n\rmicro_batches\x18\x02 \x03(\x0b\x32%.sluice.api.trainer.v1.MicroBatchRows\"\xaa\x01\n\x11\x41\x64vantagesCommand\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\x12\x37\n\tadvantage\x18\x02 \x01(\x0b\x32$.sluice.api.trainer.v1.AdvantageSpec\x12\x14\n\x0cmoments_only\x18\x03 \x01(\x08\x12\x34\n\x07moments\x18\x04 \x01(\x0b\x32#.sluice.api.trainer.v1.TokenMoments\"M\n\nSetColumns\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\x12-\n\x04rows\x18\x02 \x01(\x0b\x32\x1f.sluice.api.trainer.v1.BlobRows\"0\n\x0bReadColumns\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63olumns\x18\x02 \x03(\t\"\x91\x01\n\x10GradientsCommand\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\x12-\n\x04loss\x18\x02 \x01(\x0b\x32\x1f.sluice.api.trainer.v1.LossSpec\x12<\n\rmicro_batches\x18\x03 \x03(\x0b\x32%.sluice.api.trainer.v1.MicroBatchRows\"8\n\x0bStepCommand\x12\x12\n\nnormalizer\x18\x01 \x01(\x01\x12\x15\n\rlearning_rate\x18\x02 \x01(\x01\"\x10\n\x0e\x44iscardCommand\" \n\x0bSaveCommand\x12\x11\n\tdirectory\x18\x01 \x01(\t\" \n\x0bLoadCommand\x12\x11\n\tdirectory\x18\x01 \x01(\t\"#\n\x0ePublishCommand\x12\x11\n\tdirectory\x18\x01 \x01(\t\"\x11\n\x0fShutdownCommand2j\n\rWorkerService\x12Y\n\x06\x46ollow\x12$.sluice.api.trainer.v1.FollowRequest\x1a%.sluice.api.trainer.v1.FollowResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*sluice/api/trainer/v1/worker_service.proto\x12\x15sluice.api.trainer.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\x1a!sluice/api/common/v1/sample.proto\x1a sluice/api/trainer/v1/loss.proto\x1a+sluice/api/trainer/v1/trainer_service.proto\"\xf1\x01\n\rFollowRequest\x12\x31\n\x05hello\x18\x01 \x01(\x0b\x32 .sluice.api.trainer.v1.RankHelloH\x00\x12\x39\n\theartbeat\x18\x02 \x01(\x0b\x32$.sluice.api.trainer.v1.RankHeartbeatH\x00\x12\x36\n\x06result\x18\x03 \x01(\x0b\x32$.sluice.api.trainer.v1.CommandResultH\x00\x12\x31\n\x05ready\x18\x04 \x01(\x0b\x32 .sluice.api.trainer.v1.RankReadyH\x00\x42\x07\n\x05\x65vent\"c\n\tRankHello\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x12\n\nworld_size\x18\x02 \x01(\x05\x12\x12\n\ngeneration\x18\x03 \x01(\x03\x12\x12\n\nprocess_id\x18\x04 \x01(\x03\x12\x0c\n\x04host\x18\x05 \x01(\t\"\x89\x01\n\tRankReady\x12!\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x12.google.rpc.Status\x12\x35\n\x06layout\x18\x02 \x01(\x0b\x32%.sluice.api.trainer.v1.ParallelLayout\x12\x11\n\tdata_rank\x18\x03 \x01(\x05\x12\x0f\n\x07reports\x18\x04 \x01(\x08\"!\n\rRankHeartbeat\x12\x10\n\x08\x61\x63tivity\x18\x01 \x01(\t\"\xc5\x03\n\rCommandResult\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\x12-\n\x04sums\x18\x03 \x01(\x0b\x32\x1f.sluice.api.trainer.v1.PassSums\x12/\n\x04step\x18\x04 \x01(\x0b\x32!.sluice.api.trainer.v1.StepResult\x12\x34\n\x07\x63olumns\x18\x05 \x01(\x0b\x32#.sluice.api.common.v1.BlobReference\x12\x33\n\x06shards\x18\x06 \x03(\x0b\x32#.sluice.api.trainer.v1.WrittenShard\x12:\n\nadvantages\x18\x07 \x01(\x0b\x32&.sluice.api.trainer.v1.AdvantageResult\x12\x18\n\x10transfer_address\x18\x08 \x01(\t\x12\x16\n\x0e\x65ncode_seconds\x18\t \x01(\x01\x12\x18\n\x10transfer_failure\x18\n \x01(\t\x12\x12\n\nsent_bytes\x18\x0b \x01(\x03\x12\x18\n\x10transfer_backend\x18\x0c \x01(\t\"q\n\x0f\x41\x64vantageResult\x12\x34\n\x07moments\x18\x01 \x01(\x0b\x32#.sluice.api.trainer.v1.TokenMoments\x12\x13\n\x0bsilent_rows\x18\x02 \x03(\x05\x12\x13\n\x0bhas_returns\x18\x03 \x01(\x08\"7\n\x0cTokenMoments\x12\r\n\x05\x63ount\x18\x01 \x01(\x01\x12\x0c\n\x04mean\x18\x02 \x01(\x01\x12\n\n\x02m2\x18\x03 \x01(\x01\"\xc0\x01\n\x08PassSums\x12\x0c\n\x04loss\x18\x01 \x01(\x01\x12\x13\n\x0btoken_count\x18\x02 \x01(\x03\x12=\n\x07metrics\x18\x03 \x03(\x0b\x32,.sluice.api.trainer.v1.PassSums.MetricsEntry\x1aR\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x31\n\x05value\x18\x02 \x01(\x0b\x32\".sluice.api.trainer.v1.WeightedSum:\x02\x38\x01\"D\n\x0bWeightedSum\x12\x0b\n\x03sum\x18\x01 \x01(\x01\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\x10\n\x03max\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x06\n\x04_max\"N\n\nStepResult\x12\x11\n\tgrad_norm\x18\x01 \x01(\x01\x12\x15\n\rlearning_rate\x18\x02 \x01(\x01\x12\x16\n\x0eskipped_reason\x18\x03 \x01(\t\"\xa1\x02\n\x0cWrittenShard\x12\x11\n\tfile_name\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x41\n\x07tensors\x18\x04 \x03(\x0b\x32\x30.sluice.api.trainer.v1.WrittenShard.TensorsEntry\x12\x37\n\x05\x64\x65lta\x18\x05 \x01(\x0b\x32#.sluice.api.trainer.v1.WrittenDeltaH\x00\x88\x01\x01\x1aT\n\x0cTensorsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x33\n\x05value\x18\x02 \x01(\x0b\x32$.sluice.api.trainer.v1.WrittenTensor:\x02\x38\x01\x42\x08\n\x06_delta\"s\n\x0cWrittenDelta\x12\x11\n\tfile_name\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x15\n\rchanged_count\x18\x04 \x01(\x03\x12\x15\n\relement_count\x18\x05 \x01(\x03\"=\n\rWrittenTensor\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"\xf4\x07\n\x0e\x46ollowResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x32\n\x08\x61\x64\x64_rows\x18\x02 \x01(\x0b\x32\x1e.sluice.api.trainer.v1.AddRowsH\x00\x12\x36\n\ndrop_batch\x18\x03 \x01(\x0b\x32 .sluice.api.trainer.v1.DropBatchH\x00\x12\x42\n\x10\x63ompute_logprobs\x18\x04 \x01(\x0b\x32&.sluice.api.trainer.v1.LogprobsCommandH\x00\x12\x46\n\x12\x63ompute_advantages\x18\x05 \x01(\x0b\x32(.sluice.api.trainer.v1.AdvantagesCommandH\x00\x12\x38\n\x0bset_columns\x18\x06 \x01(\x0b\x32!.sluice.api.trainer.v1.SetColumnsH\x00\x12:\n\x0cread_columns\x18\x07 \x01(\x0b\x32\".sluice.api.trainer.v1.ReadColumnsH\x00\x12\x43\n\x10\x66orward_backward\x18\x08 \x01(\x0b\x32\'.sluice.api.trainer.v1.GradientsCommandH\x00\x12\x32\n\x04step\x18\t \x01(\x0b\x32\".sluice.api.trainer.v1.StepCommandH\x00\x12\x38\n\x07\x64iscard\x18\n \x01(\x0b\x32%.sluice.api.trainer.v1.DiscardCommandH\x00\x12\x32\n\x04save\x18\x0b \x01(\x0b\x32\".sluice.api.trainer.v1.SaveCommandH\x00\x12\x32\n\x04load\x18\x0c \x01(\x0b\x32\".sluice.api.trainer.v1.LoadCommandH\x00\x12\x38\n\x07publish\x18\r \x01(\x0b\x32%.sluice.api.trainer.v1.PublishCommandH\x00\x12:\n\x08shutdown\x18\x0e \x01(\x0b\x32&.sluice.api.trainer.v1.ShutdownCommandH\x00\x12>\n\x0e\x63ompute_values\x18\x0f \x01(\x0b\x32$.sluice.api.trainer.v1.ValuesCommandH\x00\x12\x43\n\ropen_transfer\x18\x10 \x01(\x0b\x32*.sluice.api.trainer.v1.OpenTransferCommandH\x00\x12\x41\n\x0csend_weights\x18\x11 \x01(\x0b\x32).sluice.api.trainer.v1.SendWeightsCommandH\x00\x42\t\n\x07\x63ommand\"K\n\x07\x41\x64\x64Rows\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\x12.\n\x05\x62lobs\x18\x02 \x03(\x0b\x32\x1f.sluice.api.trainer.v1.BlobRows\"\\\n\x08\x42lobRows\x12\x31\n\x04\x62lob\x18\x01 \x01(\x0b\x32#.sluice.api.common.v1.BlobReference\x12\x0f\n\x07indices\x18\x02 \x03(\x05\x12\x0c\n\x04rows\x18\x03 \x03(\x05\"\x1d\n\tDropBatch\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\"4\n\x0eMicroBatchRows\x12\x0c\n\x04rows\x18\x01 \x03(\x05\x12\x14\n\x0closs_weights\x18\x02 \x03(\x01\"\xba\x01\n\x0fLogprobsCommand\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\x12\x42\n\x05model\x18\x02 \x01(\x0e\x32\x33.sluice.api.trainer.v1.ComputeLogprobsRequest.Model\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12<\n\rmicro_batches\x18\x04 \x03(\x0b\x32%.sluice.api.trainer.v1.MicroBatchRows\"_\n\rValuesCommand\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\x12<\n\rmicro_batches\x18\x02 \x03(\x0b\x32%.sluice.api.trainer.v1.MicroBatchRows\"\xaa\x01\n\x11\x41\x64vantagesCommand\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\x12\x37\n\tadvantage\x18\x02 \x01(\x0b\x32$.sluice.api.trainer.v1.AdvantageSpec\x12\x14\n\x0cmoments_only\x18\x03 \x01(\x08\x12\x34\n\x07moments\x18\x04 \x01(\x0b\x32#.sluice.api.trainer.v1.TokenMoments\"M\n\nSetColumns\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\x12-\n\x04rows\x18\x02 \x01(\x0b\x32\x1f.sluice.api.trainer.v1.BlobRows\"0\n\x0bReadColumns\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63olumns\x18\x02 \x03(\t\"\x91\x01\n\x10GradientsCommand\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\x12-\n\x04loss\x18\x02 \x01(\x0b\x32\x1f.sluice.api.trainer.v1.LossSpec\x12<\n\rmicro_batches\x18\x03 \x03(\x0b\x32%.sluice.api.trainer.v1.MicroBatchRows\"8\n\x0bStepCommand\x12\x12\n\nnormalizer\x18\x01 \x01(\x01\x12\x15\n\rlearning_rate\x18\x02 \x01(\x01\"\x10\n\x0e\x44iscardCommand\" \n\x0bSaveCommand\x12\x11\n\tdirectory\x18\x01 \x01(\t\" \n\x0bLoadCommand\x12\x11\n\tdirectory\x18\x01 \x01(\t\"P\n\x0ePublishCommand\x12\x11\n\tdirectory\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x11\n\x04\x62\x61se\x18\x03 \x01(\x03H\x00\x88\x01\x01\x42\x07\n\x05_base\"m\n\x13OpenTransferCommand\x12\x16\n\x0etransfer_group\x18\x01 \x01(\t\x12\x12\n\nworld_size\x18\x02 \x01(\x05\x12*\n\x07timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x7f\n\x12SendWeightsCommand\x12\x16\n\x0etransfer_group\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x14\n\x0c\x62ucket_bytes\x18\x03 \x01(\x03\x12*\n\x07timeout\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x11\n\x0fShutdownCommand2j\n\rWorkerService\x12Y\n\x06\x46ollow\x12$.sluice.api.trainer.v1.FollowRequest\x1a%.sluice.api.trainer.v1.FollowResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,68 +40,74 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PASSSUMS_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_WRITTENSHARD_TENSORSENTRY']._loaded_options = None
   _globals['_WRITTENSHARD_TENSORSENTRY']._serialized_options = b'8\001'
-  _globals['_FOLLOWREQUEST']._serialized_start=209
-  _globals['_FOLLOWREQUEST']._serialized_end=450
-  _globals['_RANKHELLO']._serialized_start=452
-  _globals['_RANKHELLO']._serialized_end=551
-  _globals['_RANKREADY']._serialized_start=554
-  _globals['_RANKREADY']._serialized_end=691
-  _globals['_RANKHEARTBEAT']._serialized_start=693
-  _globals['_RANKHEARTBEAT']._serialized_end=726
-  _globals['_COMMANDRESULT']._serialized_start=729
-  _globals['_COMMANDRESULT']._serialized_end=1060
-  _globals['_ADVANTAGERESULT']._serialized_start=1062
-  _globals['_ADVANTAGERESULT']._serialized_end=1175
-  _globals['_TOKENMOMENTS']._serialized_start=1177
-  _globals['_TOKENMOMENTS']._serialized_end=1232
-  _globals['_PASSSUMS']._serialized_start=1235
-  _globals['_PASSSUMS']._serialized_end=1427
-  _globals['_PASSSUMS_METRICSENTRY']._serialized_start=1345
-  _globals['_PASSSUMS_METRICSENTRY']._serialized_end=1427
-  _globals['_WEIGHTEDSUM']._serialized_start=1429
-  _globals['_WEIGHTEDSUM']._serialized_end=1497
-  _globals['_STEPRESULT']._serialized_start=1499
-  _globals['_STEPRESULT']._serialized_end=1577
-  _globals['_WRITTENSHARD']._serialized_start=1580
-  _globals['_WRITTENSHARD']._serialized_end=1802
-  _globals['_WRITTENSHARD_TENSORSENTRY']._serialized_start=1718
-  _globals['_WRITTENSHARD_TENSORSENTRY']._serialized_end=1802
-  _globals['_WRITTENTENSOR']._serialized_start=1804
-  _globals['_WRITTENTENSOR']._serialized_end=1865
-  _globals['_FOLLOWRESPONSE']._serialized_start=1868
-  _globals['_FOLLOWRESPONSE']._serialized_end=2744
-  _globals['_ADDROWS']._serialized_start=2746
-  _globals['_ADDROWS']._serialized_end=2821
-  _globals['_BLOBROWS']._serialized_start=2823
-  _globals['_BLOBROWS']._serialized_end=2915
-  _globals['_DROPBATCH']._serialized_start=2917
-  _globals['_DROPBATCH']._serialized_end=2946
-  _globals['_MICROBATCHROWS']._serialized_start=2948
-  _globals['_MICROBATCHROWS']._serialized_end=3000
-  _globals['_LOGPROBSCOMMAND']._serialized_start=3003
-  _globals['_LOGPROBSCOMMAND']._serialized_end=3189
-  _globals['_VALUESCOMMAND']._serialized_start=3191
-  _globals['_VALUESCOMMAND']._serialized_end=3286
-  _globals['_ADVANTAGESCOMMAND']._serialized_start=3289
-  _globals['_ADVANTAGESCOMMAND']._serialized_end=3459
-  _globals['_SETCOLUMNS']._serialized_start=3461
-  _globals['_SETCOLUMNS']._serialized_end=3538
-  _globals['_READCOLUMNS']._serialized_start=3540
-  _globals['_READCOLUMNS']._serialized_end=3588
-  _globals['_GRADIENTSCOMMAND']._serialized_start=3591
-  _globals['_GRADIENTSCOMMAND']._serialized_end=3736
-  _globals['_STEPCOMMAND']._serialized_start=3738
-  _globals['_STEPCOMMAND']._serialized_end=3794
-  _globals['_DISCARDCOMMAND']._serialized_start=3796
-  _globals['_DISCARDCOMMAND']._serialized_end=3812
-  _globals['_SAVECOMMAND']._serialized_start=3814
-  _globals['_SAVECOMMAND']._serialized_end=3846
-  _globals['_LOADCOMMAND']._serialized_start=3848
-  _globals['_LOADCOMMAND']._serialized_end=3880
-  _globals['_PUBLISHCOMMAND']._serialized_start=3882
-  _globals['_PUBLISHCOMMAND']._serialized_end=3917
-  _globals['_SHUTDOWNCOMMAND']._serialized_start=3919
-  _globals['_SHUTDOWNCOMMAND']._serialized_end=3936
-  _globals['_WORKERSERVICE']._serialized_start=3938
-  _globals['_WORKERSERVICE']._serialized_end=4044
+  _globals['_FOLLOWREQUEST']._serialized_start=241
+  _globals['_FOLLOWREQUEST']._serialized_end=482
+  _globals['_RANKHELLO']._serialized_start=484
+  _globals['_RANKHELLO']._serialized_end=583
+  _globals['_RANKREADY']._serialized_start=586
+  _globals['_RANKREADY']._serialized_end=723
+  _globals['_RANKHEARTBEAT']._serialized_start=725
+  _globals['_RANKHEARTBEAT']._serialized_end=758
+  _globals['_COMMANDRESULT']._serialized_start=761
+  _globals['_COMMANDRESULT']._serialized_end=1214
+  _globals['_ADVANTAGERESULT']._serialized_start=1216
+  _globals['_ADVANTAGERESULT']._serialized_end=1329
+  _globals['_TOKENMOMENTS']._serialized_start=1331
+  _globals['_TOKENMOMENTS']._serialized_end=1386
+  _globals['_PASSSUMS']._serialized_start=1389
+  _globals['_PASSSUMS']._serialized_end=1581
+  _globals['_PASSSUMS_METRICSENTRY']._serialized_start=1499
+  _globals['_PASSSUMS_METRICSENTRY']._serialized_end=1581
+  _globals['_WEIGHTEDSUM']._serialized_start=1583
+  _globals['_WEIGHTEDSUM']._serialized_end=1651
+  _globals['_STEPRESULT']._serialized_start=1653
+  _globals['_STEPRESULT']._serialized_end=1731
+  _globals['_WRITTENSHARD']._serialized_start=1734
+  _globals['_WRITTENSHARD']._serialized_end=2023
+  _globals['_WRITTENSHARD_TENSORSENTRY']._serialized_start=1929
+  _globals['_WRITTENSHARD_TENSORSENTRY']._serialized_end=2013
+  _globals['_WRITTENDELTA']._serialized_start=2025
+  _globals['_WRITTENDELTA']._serialized_end=2140
+  _globals['_WRITTENTENSOR']._serialized_start=2142
+  _globals['_WRITTENTENSOR']._serialized_end=2203
+  _globals['_FOLLOWRESPONSE']._serialized_start=2206
+  _globals['_FOLLOWRESPONSE']._serialized_end=3218
+  _globals['_ADDROWS']._serialized_start=3220
+  _globals['_ADDROWS']._serialized_end=3295
+  _globals['_BLOBROWS']._serialized_start=3297
+  _globals['_BLOBROWS']._serialized_end=3389
+  _globals['_DROPBATCH']._serialized_start=3391
+  _globals['_DROPBATCH']._serialized_end=3420
+  _globals['_MICROBATCHROWS']._serialized_start=3422
+  _globals['_MICROBATCHROWS']._serialized_end=3474
+  _globals['_LOGPROBSCOMMAND']._serialized_start=3477
+  _globals['_LOGPROBSCOMMAND']._serialized_end=3663
+  _globals['_VALUESCOMMAND']._serialized_start=3665
+  _globals['_VALUESCOMMAND']._serialized_end=3760
+  _globals['_ADVANTAGESCOMMAND']._serialized_start=3763
+  _globals['_ADVANTAGESCOMMAND']._serialized_end=3933
+  _globals['_SETCOLUMNS']._serialized_start=3935
+  _globals['_SETCOLUMNS']._serialized_end=4012
+  _globals['_READCOLUMNS']._serialized_start=4014
+  _globals['_READCOLUMNS']._serialized_end=4062
+  _globals['_GRADIENTSCOMMAND']._serialized_start=4065
+  _globals['_GRADIENTSCOMMAND']._serialized_end=4210
+  _globals['_STEPCOMMAND']._serialized_start=4212
+  _globals['_STEPCOMMAND']._serialized_end=4268
+  _globals['_DISCARDCOMMAND']._serialized_start=4270
+  _globals['_DISCARDCOMMAND']._serialized_end=4286
+  _globals['_SAVECOMMAND']._serialized_start=4288
+  _globals['_SAVECOMMAND']._serialized_end=4320
+  _globals['_LOADCOMMAND']._serialized_start=4322
+  _globals['_LOADCOMMAND']._serialized_end=4354
+  _globals['_PUBLISHCOMMAND']._serialized_start=4356
+  _globals['_PUBLISHCOMMAND']._serialized_end=4436
+  _globals['_OPENTRANSFERCOMMAND']._serialized_start=4438
+  _globals['_OPENTRANSFERCOMMAND']._serialized_end=4547
+  _globals['_SENDWEIGHTSCOMMAND']._serialized_start=4549
+  _globals['_SENDWEIGHTSCOMMAND']._serialized_end=4676
+  _globals['_SHUTDOWNCOMMAND']._serialized_start=4678
+  _globals['_SHUTDOWNCOMMAND']._serialized_end=4695
+  _globals['_WORKERSERVICE']._serialized_start=4697
+  _globals['_WORKERSERVICE']._serialized_end=4803
 # @@protoc_insertion_point(module_scope)

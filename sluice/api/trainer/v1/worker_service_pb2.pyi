@@ -1,3 +1,6 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.rpc import status_pb2 as _status_pb2
 from sluice.api.common.v1 import sample_pb2 as _sample_pb2
 from sluice.api.trainer.v1 import loss_pb2 as _loss_pb2
@@ -55,7 +58,7 @@ class RankHeartbeat(_message.Message):
     def __init__(self, activity: _Optional[str] = ...) -> None: ...
 
 class CommandResult(_message.Message):
-    __slots__ = ("sequence", "error", "sums", "step", "columns", "shards", "advantages")
+    __slots__ = ("sequence", "error", "sums", "step", "columns", "shards", "advantages", "transfer_address", "encode_seconds", "transfer_failure", "sent_bytes", "transfer_backend")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     SUMS_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +66,11 @@ class CommandResult(_message.Message):
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     ADVANTAGES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ENCODE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FAILURE_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_BACKEND_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     error: _status_pb2.Status
     sums: PassSums
@@ -70,7 +78,12 @@ class CommandResult(_message.Message):
     columns: _sample_pb2.BlobReference
     shards: _containers.RepeatedCompositeFieldContainer[WrittenShard]
     advantages: AdvantageResult
-    def __init__(self, sequence: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., sums: _Optional[_Union[PassSums, _Mapping]] = ..., step: _Optional[_Union[StepResult, _Mapping]] = ..., columns: _Optional[_Union[_sample_pb2.BlobReference, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[WrittenShard, _Mapping]]] = ..., advantages: _Optional[_Union[AdvantageResult, _Mapping]] = ...) -> None: ...
+    transfer_address: str
+    encode_seconds: float
+    transfer_failure: str
+    sent_bytes: int
+    transfer_backend: str
+    def __init__(self, sequence: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., sums: _Optional[_Union[PassSums, _Mapping]] = ..., step: _Optional[_Union[StepResult, _Mapping]] = ..., columns: _Optional[_Union[_sample_pb2.BlobReference, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[WrittenShard, _Mapping]]] = ..., advantages: _Optional[_Union[AdvantageResult, _Mapping]] = ..., transfer_address: _Optional[str] = ..., encode_seconds: _Optional[float] = ..., transfer_failure: _Optional[str] = ..., sent_bytes: _Optional[int] = ..., transfer_backend: _Optional[str] = ...) -> None: ...
 
 class AdvantageResult(_message.Message):
     __slots__ = ("moments", "silent_rows", "has_returns")
@@ -130,7 +143,7 @@ class StepResult(_message.Message):
     def __init__(self, grad_norm: _Optional[float] = ..., learning_rate: _Optional[float] = ..., skipped_reason: _Optional[str] = ...) -> None: ...
 
 class WrittenShard(_message.Message):
-    __slots__ = ("file_name", "size_bytes", "digest", "tensors")
+    __slots__ = ("file_name", "size_bytes", "digest", "tensors", "delta")
     class TensorsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -142,11 +155,27 @@ class WrittenShard(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
     file_name: str
     size_bytes: int
     digest: str
     tensors: _containers.MessageMap[str, WrittenTensor]
-    def __init__(self, file_name: _Optional[str] = ..., size_bytes: _Optional[int] = ..., digest: _Optional[str] = ..., tensors: _Optional[_Mapping[str, WrittenTensor]] = ...) -> None: ...
+    delta: WrittenDelta
+    def __init__(self, file_name: _Optional[str] = ..., size_bytes: _Optional[int] = ..., digest: _Optional[str] = ..., tensors: _Optional[_Mapping[str, WrittenTensor]] = ..., delta: _Optional[_Union[WrittenDelta, _Mapping]] = ...) -> None: ...
+
+class WrittenDelta(_message.Message):
+    __slots__ = ("file_name", "size_bytes", "digest", "changed_count", "element_count")
+    FILE_NAME_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CHANGED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    ELEMENT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    file_name: str
+    size_bytes: int
+    digest: str
+    changed_count: int
+    element_count: int
+    def __init__(self, file_name: _Optional[str] = ..., size_bytes: _Optional[int] = ..., digest: _Optional[str] = ..., changed_count: _Optional[int] = ..., element_count: _Optional[int] = ...) -> None: ...
 
 class WrittenTensor(_message.Message):
     __slots__ = ("dtype", "shape", "digest")
@@ -159,7 +188,7 @@ class WrittenTensor(_message.Message):
     def __init__(self, dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class FollowResponse(_message.Message):
-    __slots__ = ("sequence", "add_rows", "drop_batch", "compute_logprobs", "compute_advantages", "set_columns", "read_columns", "forward_backward", "step", "discard", "save", "load", "publish", "shutdown", "compute_values")
+    __slots__ = ("sequence", "add_rows", "drop_batch", "compute_logprobs", "compute_advantages", "set_columns", "read_columns", "forward_backward", "step", "discard", "save", "load", "publish", "shutdown", "compute_values", "open_transfer", "send_weights")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ADD_ROWS_FIELD_NUMBER: _ClassVar[int]
     DROP_BATCH_FIELD_NUMBER: _ClassVar[int]
@@ -175,6 +204,8 @@ class FollowResponse(_message.Message):
     PUBLISH_FIELD_NUMBER: _ClassVar[int]
     SHUTDOWN_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_VALUES_FIELD_NUMBER: _ClassVar[int]
+    OPEN_TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    SEND_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     add_rows: AddRows
     drop_batch: DropBatch
@@ -190,7 +221,9 @@ class FollowResponse(_message.Message):
     publish: PublishCommand
     shutdown: ShutdownCommand
     compute_values: ValuesCommand
-    def __init__(self, sequence: _Optional[int] = ..., add_rows: _Optional[_Union[AddRows, _Mapping]] = ..., drop_batch: _Optional[_Union[DropBatch, _Mapping]] = ..., compute_logprobs: _Optional[_Union[LogprobsCommand, _Mapping]] = ..., compute_advantages: _Optional[_Union[AdvantagesCommand, _Mapping]] = ..., set_columns: _Optional[_Union[SetColumns, _Mapping]] = ..., read_columns: _Optional[_Union[ReadColumns, _Mapping]] = ..., forward_backward: _Optional[_Union[GradientsCommand, _Mapping]] = ..., step: _Optional[_Union[StepCommand, _Mapping]] = ..., discard: _Optional[_Union[DiscardCommand, _Mapping]] = ..., save: _Optional[_Union[SaveCommand, _Mapping]] = ..., load: _Optional[_Union[LoadCommand, _Mapping]] = ..., publish: _Optional[_Union[PublishCommand, _Mapping]] = ..., shutdown: _Optional[_Union[ShutdownCommand, _Mapping]] = ..., compute_values: _Optional[_Union[ValuesCommand, _Mapping]] = ...) -> None: ...
+    open_transfer: OpenTransferCommand
+    send_weights: SendWeightsCommand
+    def __init__(self, sequence: _Optional[int] = ..., add_rows: _Optional[_Union[AddRows, _Mapping]] = ..., drop_batch: _Optional[_Union[DropBatch, _Mapping]] = ..., compute_logprobs: _Optional[_Union[LogprobsCommand, _Mapping]] = ..., compute_advantages: _Optional[_Union[AdvantagesCommand, _Mapping]] = ..., set_columns: _Optional[_Union[SetColumns, _Mapping]] = ..., read_columns: _Optional[_Union[ReadColumns, _Mapping]] = ..., forward_backward: _Optional[_Union[GradientsCommand, _Mapping]] = ..., step: _Optional[_Union[StepCommand, _Mapping]] = ..., discard: _Optional[_Union[DiscardCommand, _Mapping]] = ..., save: _Optional[_Union[SaveCommand, _Mapping]] = ..., load: _Optional[_Union[LoadCommand, _Mapping]] = ..., publish: _Optional[_Union[PublishCommand, _Mapping]] = ..., shutdown: _Optional[_Union[ShutdownCommand, _Mapping]] = ..., compute_values: _Optional[_Union[ValuesCommand, _Mapping]] = ..., open_transfer: _Optional[_Union[OpenTransferCommand, _Mapping]] = ..., send_weights: _Optional[_Union[SendWeightsCommand, _Mapping]] = ...) -> None: ...
 
 class AddRows(_message.Message):
     __slots__ = ("batch_id", "blobs")
@@ -307,10 +340,36 @@ class LoadCommand(_message.Message):
     def __init__(self, directory: _Optional[str] = ...) -> None: ...
 
 class PublishCommand(_message.Message):
-    __slots__ = ("directory",)
+    __slots__ = ("directory", "version", "base")
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
     directory: str
-    def __init__(self, directory: _Optional[str] = ...) -> None: ...
+    version: int
+    base: int
+    def __init__(self, directory: _Optional[str] = ..., version: _Optional[int] = ..., base: _Optional[int] = ...) -> None: ...
+
+class OpenTransferCommand(_message.Message):
+    __slots__ = ("transfer_group", "world_size", "timeout")
+    TRANSFER_GROUP_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    transfer_group: str
+    world_size: int
+    timeout: _duration_pb2.Duration
+    def __init__(self, transfer_group: _Optional[str] = ..., world_size: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class SendWeightsCommand(_message.Message):
+    __slots__ = ("transfer_group", "version", "bucket_bytes", "timeout")
+    TRANSFER_GROUP_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    transfer_group: str
+    version: int
+    bucket_bytes: int
+    timeout: _duration_pb2.Duration
+    def __init__(self, transfer_group: _Optional[str] = ..., version: _Optional[int] = ..., bucket_bytes: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class ShutdownCommand(_message.Message):
     __slots__ = ()
