@@ -9,7 +9,7 @@ from pathlib import Path
 import xxhash
 
 from sluice.weights.digest import digest_bytes
-from sluice.weights.errors import InvalidCheckpointError, MissingFileError
+from sluice.weights.errors import DamagedFileError, InvalidCheckpointError, MissingFileError
 from sluice.weights.header import data_start, parse_header
 from sluice.weights.manifest import ShardFile, TensorEntry
 
@@ -41,14 +41,20 @@ def companion_files(directory: Path) -> list[Path]:
 def shard_paths(directory: Path) -> list[Path]:
     """The safetensors files that make up the model; raises MissingFileError if incomplete.
 
+    DamagedFileError or InvalidCheckpointError are for an index that makes no sense.
     Like transformers, a `model.safetensors` is taken before an index.
     """
     index = directory / INDEX_NAME
     if not (directory / SINGLE_NAME).is_file() and index.is_file():
         try:
             names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+            strays = [name for name in names if Path(name).name != name]
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise InvalidCheckpointError(f"{INDEX_NAME!r} is malformed: {error}") from error
+            raise DamagedFileError(INDEX_NAME, f"is malformed: {error}") from error
+        if strays:
+            raise InvalidCheckpointError(
+                f"{INDEX_NAME!r} names {strays[0]!r}, which lies elsewhere"
+            )
     else:
         names = [SINGLE_NAME]
     for name in names:
@@ -63,7 +69,7 @@ def describe_shard(path: Path) -> ShardFile:
         try:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except ValueError as error:  # empty
-            raise InvalidCheckpointError(f"{path.name!r} is empty") from error
+            raise DamagedFileError(path.name, "is empty") from error
     extents = parse_header(mapped, file_name=path.name)
     view = memoryview(mapped)
     whole = xxhash.xxh3_128(view[: data_start(mapped)])

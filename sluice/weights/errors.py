@@ -36,6 +36,14 @@ class InvalidCheckpointError(WeightStoreError):
     """A directory is no HF checkpoint in safetensors, or a file of it is malformed."""
 
 
+class DamagedFileError(InvalidCheckpointError):
+    """What is in a file cannot be what was written: it is cut short, or makes no sense."""
+
+    def __init__(self, file_name: str, detail: str) -> None:
+        self.file_name = file_name
+        super().__init__(f"{file_name!r} {detail}")
+
+
 class ManifestError(WeightStoreError):
     """A manifest is malformed or does not carry its own digest."""
 
@@ -94,3 +102,11 @@ class FileDigestError(WeightStoreError):
     def __init__(self, file_name: str, expected: str, actual: str) -> None:
         self.file_name, self.expected, self.actual = file_name, expected, actual
         super().__init__(f"file {file_name!r} has digest {actual}, not {expected}")
+
+
+class TransferBrokenError(WeightStoreError):
+    """A group of a transfer does not work any more: a member is gone, late, or never came."""
+
+    def __init__(self, group: str, cause: str) -> None:
+        self.group, self.cause = group, cause
+        super().__init__(f"transfer group {group!r}: {cause}")

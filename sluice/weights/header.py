@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sluice.weights.digest import Buffer
-from sluice.weights.errors import InvalidCheckpointError
+from sluice.weights.errors import DamagedFileError
 
 MAX_HEADER = 100_000_000  # as the safetensors library has it
 
@@ -34,12 +34,17 @@ class Extent:
     end: int
 
 
+def byte_order(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str]:
+    """Names in the order in which our files hold the tensors: wide types first, then by name."""
+    return sorted(tensors, key=lambda name: (-BITS[tensors[name][0]], name))
+
+
 def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, list[str]]:
     """Header bytes for name -> (dtype, shape), and the order in which the data must follow.
 
     Wide types come first, so that every tensor starts at a multiple of its item size.
     """
-    order = sorted(tensors, key=lambda name: (-BITS[tensors[name][0]], name))
+    order = byte_order(tensors)
     document: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name in order:
@@ -54,12 +59,22 @@ def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[b
 
 def parse_header(data: Buffer, *, file_name: str) -> dict[str, Extent]:
     """Tensors of a safetensors file in the order of their bytes, which they tile exactly."""
-    view = memoryview(data)
+    extents = parse_extents(data, file_name=file_name)
+    end = max((extent.end for extent in extents.values()), default=data_start(data))
+    if end != len(memoryview(data)):
+        raise DamagedFileError(file_name, f"has {len(memoryview(data))} bytes, not {end}")
+    return extents
+
+
+def parse_extents(data: Buffer, *, file_name: str) -> dict[str, Extent]:
+    """The same from a header alone, whatever follows it."""
     start = data_start(data)
-    if len(view) < 8 or start > min(len(view), MAX_HEADER):
-        raise InvalidCheckpointError(f"{file_name!r} is cut short or is no safetensors file")
+    with memoryview(data) as view:  # an error must not keep a map from being closed
+        if len(view) < 8 or start > min(len(view), MAX_HEADER):
+            raise DamagedFileError(file_name, "is cut short or is no safetensors file")
+        text = bytes(view[8:start])
     try:
-        document = json.loads(bytes(view[8:start]))
+        document = json.loads(text)
         extents = {
             name: Extent(entry["dtype"], tuple(entry["shape"]), *_absolute(entry, start))
             for name, entry in document.items()
@@ -67,15 +82,13 @@ def parse_header(data: Buffer, *, file_name: str) -> dict[str, Extent]:
         }
         sizes = {name: _size(extent) for name, extent in extents.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidCheckpointError(f"{file_name!r} has a malformed header: {error}") from error
+        raise DamagedFileError(file_name, f"has a malformed header: {error}") from error
     position = start
     extents = dict(sorted(extents.items(), key=lambda item: (item[1].begin, item[1].end)))
     for name, extent in extents.items():
         if extent.begin != position or extent.end != position + sizes[name]:
-            raise InvalidCheckpointError(f"tensor {name!r} of {file_name!r} is misplaced")
+            raise DamagedFileError(file_name, f"has tensor {name!r} misplaced")
         position = extent.end
-    if position != len(view):
-        raise InvalidCheckpointError(f"{file_name!r} has {len(view)} bytes, not {position}")
     return extents
 
 
@@ -87,6 +100,8 @@ def data_start(data: Buffer) -> int:
 def _size(extent: Extent) -> int:
     if extent.dtype not in BITS:
         raise ValueError(f"unknown dtype {extent.dtype!r}")
+    if not all(isinstance(length, int) and length >= 0 for length in extent.shape):
+        raise ValueError(f"shape {list(extent.shape)}")
     return math.prod(extent.shape) * BITS[extent.dtype] // 8
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from sluice.weights.digest import digest_bytes, digest_version
 from sluice.weights.errors import FileDigestError, ManifestError
 
 FORMAT = 1
+DELTA_FORMAT = 2  # of a version that needs its base; readers of format 1 refuse it
 MANIFEST_NAME = "manifest.json"
 
 
@@ -29,21 +30,36 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
-class ShardFile:
-    """A safetensors file as its writer reports it, with the tensors in it by HF name."""
-
-    file_name: str
-    size: int
-    digest: str
-    tensors: Mapping[str, TensorEntry]
-
-
-@dataclass(frozen=True)
 class FileEntry:
     """Size in bytes and digest of a file."""
 
     size: int
     digest: str
+
+
+@dataclass(frozen=True)
+class DeltaFile:
+    """A file that was written in place of a shard, with `changed` of its `elements` in it."""
+
+    size: int
+    digest: str
+    changed: int
+    elements: int
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """A safetensors file as its writer reports it, with the tensors in it by HF name.
+
+    With `delta` the file `delta_name(file_name)` was written, and the rest describes what it
+    makes of the same file of the version before.
+    """
+
+    file_name: str
+    size: int
+    digest: str
+    tensors: Mapping[str, TensorEntry]
+    delta: DeltaFile | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +74,12 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Content of `manifest.json`. `created` is UTC in ISO 8601, `parent` the version trained on."""
+    """Content of `manifest.json`. `created` is UTC in ISO 8601, `parent` the version trained on.
+
+    `tensors` and `files` describe the whole HF directory. Where `base` is a version, some of it
+    lies there: `deltas` are the files that hold what changed of the shards they are listed under,
+    and the files named in `inherited` are the base's.
+    """
 
     version: int
     parent: int | None
@@ -67,6 +88,21 @@ class Manifest:
     digest: str
     tensors: Mapping[str, StoredTensor]
     files: Mapping[str, FileEntry]
+    base: int | None = None
+    deltas: Mapping[str, FileEntry] = field(default_factory=dict)
+    inherited: tuple[str, ...] = ()
+
+    @property
+    def stored(self) -> dict[str, FileEntry]:
+        """The files that lie in the version's own directory, by name."""
+        elsewhere = {*self.deltas, *self.inherited}
+        own = {name: entry for name, entry in self.files.items() if name not in elsewhere}
+        return own | {delta_name(name): entry for name, entry in self.deltas.items()}
+
+
+def delta_name(file_name: str) -> str:
+    """The file that holds what changed of a shard."""
+    return file_name + ".delta"
 
 
 def version_digest(tensors: Mapping[str, StoredTensor]) -> str:
@@ -76,7 +112,11 @@ def version_digest(tensors: Mapping[str, StoredTensor]) -> str:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Canonical JSON with the digest of the rest under `manifest_digest`."""
-    document = {"format": FORMAT, **asdict(manifest)}
+    document = {"format": DELTA_FORMAT, **asdict(manifest)}
+    if manifest.base is None:
+        for name in ("base", "deltas", "inherited"):
+            del document[name]
+        document["format"] = FORMAT
     return _render({**document, "manifest_digest": digest_bytes(_render(document))})
 
 
@@ -88,14 +128,18 @@ def decode_manifest(data: bytes) -> Manifest:
         actual = digest_bytes(_render(document))
         if actual != stated or _render({**document, "manifest_digest": stated}) != data:
             raise FileDigestError(MANIFEST_NAME, stated, digest_bytes(data))
-        if document.pop("format") != FORMAT:
-            raise ManifestError(f"{MANIFEST_NAME} has a format other than {FORMAT}")
+        if document.pop("format") not in (FORMAT, DELTA_FORMAT):
+            raise ManifestError(f"{MANIFEST_NAME} has a format that this release does not know")
         tensors = {
             name: StoredTensor(t["file"], t["dtype"], tuple(t["shape"]), t["digest"])
             for name, t in document.pop("tensors").items()
         }
         files = {name: FileEntry(**entry) for name, entry in document.pop("files").items()}
-        return Manifest(tensors=tensors, files=files, **document)
+        deltas = {n: FileEntry(**entry) for n, entry in document.pop("deltas", {}).items()}
+        inherited = tuple(document.pop("inherited", ()))
+        return Manifest(
+            tensors=tensors, files=files, deltas=deltas, inherited=inherited, **document
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ManifestError(f"{MANIFEST_NAME} is malformed: {error}") from error
 

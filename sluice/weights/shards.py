@@ -5,17 +5,17 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator, Mapping
-from io import RawIOBase
 from pathlib import Path
 
 import torch
 import xxhash
 
+from sluice.durable import write_all
 from sluice.weights.digest import digest_bytes, digest_file
 from sluice.weights.errors import (
+    DamagedFileError,
     DuplicateFileError,
     FileDigestError,
-    InvalidCheckpointError,
     MissingFileError,
     TensorDigestError,
 )
@@ -63,12 +63,12 @@ def write_shard(
         raise DuplicateFileError(file_name) from error
     try:
         with file:
-            _write_all(file, memoryview(header))
+            write_all(file, memoryview(header))
             for name in order:
-                view = _host_bytes(tensors[name])
+                view = host_bytes(tensors[name])
                 entries[name] = TensorEntry(*layout[name], digest_bytes(view))
                 whole.update(view)
-                _write_all(file, view)
+                write_all(file, view)
             size = file.tell()
             if sync:
                 os.fsync(file.fileno())
@@ -86,7 +86,7 @@ def load_verified(
     Tensors are memory-mapped; writing to them never reaches the file. With `dtype` the
     floating-point ones are converted (a copy). Files are checked as well, headers and
     companions included: serve the weights only after the iterator has ended without
-    TensorDigestError, FileDigestError, MissingFileError or InvalidCheckpointError.
+    TensorDigestError, FileDigestError, MissingFileError or DamagedFileError.
     """
     names = {stored.file for stored in manifest.tensors.values()}
     verify_companions(directory, manifest)
@@ -118,14 +118,16 @@ def _load_file(
     stored = {name for name, tensor in manifest.tensors.items() if tensor.file == file_name}
     if stored != set(extents):
         different = ", ".join(sorted(stored ^ set(extents))[:8])
-        raise InvalidCheckpointError(f"{file_name!r} and its manifest differ in: {different}")
+        raise DamagedFileError(file_name, f"and its manifest differ in: {different}")
     view = memoryview(mapped)
     whole = xxhash.xxh3_128(view[: data_start(mapped)])
     for name, extent in extents.items():
         piece, entry = view[extent.begin : extent.end], manifest.tensors[name]
         actual = digest_bytes(piece)
         if (entry.dtype, entry.shape) != (extent.dtype, extent.shape):
-            raise InvalidCheckpointError(f"tensor {name!r} has another dtype or shape than stated")
+            raise DamagedFileError(
+                file_name, f"has tensor {name!r} with another dtype or shape than stated"
+            )
         if actual != entry.digest:
             raise TensorDigestError(name, entry.digest, actual)
         whole.update(piece)
@@ -158,11 +160,7 @@ def _tensor(mapped: mmap.mmap, extent: Extent) -> torch.Tensor:
     return flat.reshape(extent.shape)
 
 
-def _host_bytes(tensor: torch.Tensor) -> memoryview:
+def host_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor, row-major; copied only where it is not so on the host."""
     flat = tensor.detach().cpu().reshape(-1).view(torch.uint8)
     return flat.numpy().data
-
-
-def _write_all(file: RawIOBase, view: memoryview) -> None:
-    while view:
-        view = view[file.write(view) or 0 :]

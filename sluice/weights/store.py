@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import secrets
@@ -21,26 +20,25 @@ from urllib.parse import quote, unquote
 
 from sluice import faults
 from sluice.durable import locked, sync_path, write_new
-from sluice.weights.assembly import add_companions, check_shards, collect_tensors, write_index
+from sluice.weights.assembly import Draft, assemble, base_of, file_header
 from sluice.weights.checkpoint import companion_files, describe_shard, shard_paths
 from sluice.weights.errors import (
-    DuplicateFileError,
     ManifestError,
+    MissingFileError,
     StagingLostError,
     VersionExistsError,
     VersionNotFoundError,
 )
 from sluice.weights.manifest import (
     MANIFEST_NAME,
-    FileEntry,
     Manifest,
     ShardFile,
     TensorEntry,
     encode_manifest,
     read_manifest,
-    version_digest,
 )
 from sluice.weights.staging import Staging, close_staging, open_staging, sweep_staging
+from sluice.weights.version import StoredVersion, Versions, fields_of
 
 __all__ = [
     "ShardFile",
@@ -53,19 +51,14 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class VersionRecord:
-    """A committed version; `directory` loads with `from_pretrained`."""
+@dataclass(frozen=True, kw_only=True)
+class VersionRecord(StoredVersion):
+    """A version in a directory, which loads with `from_pretrained` unless it has a `base`."""
 
-    version: int
-    digest: str
     directory: Path
-    parent: int | None = None
-    step: int = 0
-    created: str = ""
 
 
-class WeightStore:
+class WeightStore(Versions[VersionRecord]):
     """The weights of one policy. Any number of processes may use one directory at a time.
 
     Calls block on the disk; asynchronous callers use a thread. With `durable=False` nothing
@@ -73,7 +66,7 @@ class WeightStore:
     """
 
     def __init__(self, root: Path | str, *, durable: bool = True) -> None:
-        self.root = Path(root)
+        self.root, self.location = Path(root), str(root)
         self.durable = durable
         self._records: dict[int, VersionRecord] = {}
         self._last_allocated = 0
@@ -112,36 +105,32 @@ class WeightStore:
         step: int,
         *,
         expected: Mapping[str, TensorEntry] | Collection[str] | None = None,
+        base: int | None = None,
     ) -> VersionRecord:
         """Make the staged files the version `staging.version`, all at once.
 
         `companions` (config, tokenizer ...; see `companion_files`) are copied in. `expected`
-        names the tensors the model has, with dtypes and shapes if it is a mapping. Raises
+        names the tensors the model has, with dtypes and shapes if it is a mapping. `base` is the
+        version that deltas among the shards are against: it must stay until the return, and is
+        kept by `retain` for as long as this version. Without deltas it has no effect. Raises
         DuplicateTensorError, DuplicateFileError, MissingTensorError, UnexpectedTensorError,
-        MissingFileError, InvalidCheckpointError, StagingLostError or VersionExistsError; then
-        the staging directory stays for a correction or an abort.
+        MissingFileError, InvalidCheckpointError, StagingLostError, VersionExistsError, or
+        VersionNotFoundError for a base that is gone; then the staging directory stays for a
+        correction or an abort.
         """
         if not staging.directory.is_dir():
             raise StagingLostError(staging.version)
         shards = list(shards)
-        tensors = collect_tensors(shards, expected)
-        check_shards(staging.directory, shards)
-        files = {shard.file_name: FileEntry(shard.size, shard.digest) for shard in shards}
-        for name, entry in add_companions(staging.directory, companions).items():
-            if name in files:
-                raise DuplicateFileError(name)
-            files[name] = entry
-        files.update(write_index(staging.directory, shards))
-        manifest = Manifest(
-            version=staging.version,
-            parent=staging.parent,
+        draft = Draft(
+            staging=staging,
+            shards=shards,
+            companions=companions,
             step=step,
-            created=datetime.datetime.now(datetime.UTC).isoformat(),
-            digest=version_digest(tensors),
-            tensors=tensors,
-            files=files,
+            expected=expected,
+            base=base_of(self, shards, base),
         )
-        for name in files:
+        manifest = assemble(draft, lambda name, size: file_header(staging.directory / name, size))
+        for name in manifest.stored:
             self._sync(staging.directory / name)
         (staging.directory / MANIFEST_NAME).unlink(missing_ok=True)
         write_new(staging.directory / MANIFEST_NAME, encode_manifest(manifest), sync=self.durable)
@@ -170,6 +159,18 @@ class WeightStore:
             raise ManifestError(f"version {version} has the manifest of {manifest.version}")
         return manifest
 
+    def local_file(self, version: int, name: str, scratch: Path) -> Path:
+        """A stored file of a version on this host; it may be made in the directory `scratch`.
+
+        Raises MissingFileError or VersionNotFoundError.
+        """
+        path = self._directory(version) / name
+        if not path.is_file():
+            if not path.parent.is_dir():
+                raise VersionNotFoundError(version)
+            raise MissingFileError(name)
+        return path
+
     def parent(self, version: int) -> int | None:
         """The parent of a version ever allocated, removed ones included."""
         try:
@@ -181,25 +182,6 @@ class WeightStore:
     def versions(self) -> Sequence[int]:
         """The numbers of the committed versions, ascending; reads no manifest."""
         return sorted(int(name) for name in os.listdir(self.root / "versions") if name.isdigit())
-
-    def list(self) -> list[VersionRecord]:
-        """The committed versions, ascending."""
-        records = []
-        for version in self.versions():
-            try:
-                records.append(self.get(version))
-            except VersionNotFoundError:
-                continue  # removed since
-        return records
-
-    def latest(self) -> VersionRecord:
-        """The version committed with the highest number; raises VersionNotFoundError if none."""
-        for version in reversed(self.versions()):
-            try:
-                return self.get(version)
-            except VersionNotFoundError:
-                continue
-        raise VersionNotFoundError(None)
 
     def pin(self, version: int, owner: str) -> None:
         """Keep `version` from retention until `owner` unpins it; survives crashes."""
@@ -234,14 +216,16 @@ class WeightStore:
     ) -> Sequence[int]:
         """Remove versions but the newest `keep_last`, those in use and the pinned ones.
 
-        Pin files count besides `pinned`. Returns the numbers removed; their parents stay
-        known. A reader that has a removed version's files open or mapped keeps them.
+        The versions that those are made of stay too. Pin files count besides `pinned`. Returns
+        the numbers removed; their parents stay known. A reader that has a removed version's
+        files open or mapped keeps them.
         """
         if keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, not {keep_last}")
         with locked(self.root / "retain.lock"):
             versions = self.versions()
-            kept = {*versions[-keep_last:], *in_use, *pinned, *self.pins()}
+            kept = {*versions[-keep_last:], *in_use, *pinned, *self.pins()} & set(versions)
+            kept = {needed for version in kept for needed in self._chain_or_itself(version)}
             removed = [version for version in versions if version not in kept]
             for version in removed:
                 trash = self.root / "trash" / f"{version:08d}-{secrets.token_hex(8)}"
@@ -261,9 +245,12 @@ class WeightStore:
         return sweep_staging(self.root / "staging")
 
     def _publish(self, staging: Staging, manifest: Manifest) -> VersionRecord:
-        target = self._directory(staging.version)
+        target, base = self._directory(staging.version), manifest.base
         try:
-            staging.directory.rename(target)
+            with locked(self.root / "retain.lock", shared=True):  # a base stays, or is missed
+                if base is not None and not self._directory(base).exists():
+                    raise VersionNotFoundError(base)
+                staging.directory.rename(target)
         except FileNotFoundError as error:
             raise StagingLostError(staging.version) from error
         except OSError as error:
@@ -276,14 +263,8 @@ class WeightStore:
         return self._remember(manifest)
 
     def _remember(self, manifest: Manifest) -> VersionRecord:
-        record = VersionRecord(
-            manifest.version,
-            manifest.digest,
-            self._directory(manifest.version),
-            manifest.parent,
-            manifest.step,
-            manifest.created,
-        )
+        directory = self._directory(manifest.version)
+        record = VersionRecord(**fields_of(manifest), directory=directory)
         self._records[manifest.version] = record
         return record
 

@@ -162,29 +162,106 @@ GATED_MLP = (
     ),
 )
 
-EXPERTS = (
-    WeightRule(
-        megatron=f"{_MEGATRON}mlp.router.weight",
-        sources=(Source(f"{_HF}mlp.gate.weight", ("experts", "hidden")),),
-        stage=Stage.LAYER,
-        layers=Layers.SPARSE,
-    ),
-    WeightRule(
-        megatron=f"{_MEGATRON}mlp.experts.local_experts.{{expert}}.linear_fc1.weight",
-        sources=(
-            Source(f"{_HF}mlp.experts.{{expert}}.gate_proj.weight", ("moe_ffn", "hidden")),
-            Source(f"{_HF}mlp.experts.{{expert}}.up_proj.weight", ("moe_ffn", "hidden")),
+ROUTER = WeightRule(
+    megatron=f"{_MEGATRON}mlp.router.weight",
+    sources=(Source(f"{_HF}mlp.gate.weight", ("experts", "hidden")),),
+    stage=Stage.LAYER,
+    layers=Layers.SPARSE,
+)
+
+
+def _expert_layers(
+    first: tuple[Source, ...], second: Source, when: tuple[str, ...] = ()
+) -> tuple[WeightRule, ...]:
+    """The two layers of an expert: gate and up from `first`, down from `second`."""
+    return (
+        WeightRule(
+            megatron=f"{_MEGATRON}mlp.experts.local_experts.{{expert}}.linear_fc1.weight",
+            sources=first,
+            stage=Stage.LAYER,
+            layers=Layers.SPARSE,
+            pack=Pack.GATED,
+            cut=Cut.ROWS,
+            when=when,
         ),
-        stage=Stage.LAYER,
-        layers=Layers.SPARSE,
-        pack=Pack.GATED,
-        cut=Cut.ROWS,
+        WeightRule(
+            megatron=f"{_MEGATRON}mlp.experts.local_experts.{{expert}}.linear_fc2.weight",
+            sources=(second,),
+            stage=Stage.LAYER,
+            layers=Layers.SPARSE,
+            cut=Cut.COLUMNS,
+            when=when,
+        ),
+    )
+
+
+_EXPERT = f"{_HF}mlp.experts.{{expert}}."
+_SINGLE = (
+    (
+        Source(f"{_EXPERT}gate_proj.weight", ("moe_ffn", "hidden")),
+        Source(f"{_EXPERT}up_proj.weight", ("moe_ffn", "hidden")),
     ),
-    WeightRule(
-        megatron=f"{_MEGATRON}mlp.experts.local_experts.{{expert}}.linear_fc2.weight",
-        sources=(Source(f"{_HF}mlp.experts.{{expert}}.down_proj.weight", ("hidden", "moe_ffn")),),
+    Source(f"{_EXPERT}down_proj.weight", ("hidden", "moe_ffn")),
+)
+_STACKED = (
+    (
+        Source(
+            f"{_HF}mlp.experts.gate_up_proj",
+            ("2*moe_ffn", "hidden"),
+            sections=("moe_ffn", "moe_ffn"),
+            stacked=True,
+        ),
+    ),
+    Source(f"{_HF}mlp.experts.down_proj", ("hidden", "moe_ffn"), stacked=True),
+)
+EXPERTS = (ROUTER, *_expert_layers(*_SINGLE))
+EITHER_EXPERTS = (  # checkpoints with a tensor for each expert, or with one of all
+    ROUTER,
+    *_expert_layers(*_SINGLE, ("!stacked_experts",)),
+    *_expert_layers(*_STACKED, ("stacked_experts",)),
+)
+
+ROUTER_BIAS = (
+    WeightRule(  # a buffer that balances load; Megatron keeps it in float32
+        megatron=f"{_MEGATRON}mlp.router.expert_bias",
+        sources=(Source(f"{_HF}mlp.gate.e_score_correction_bias", ("experts",)),),
         stage=Stage.LAYER,
         layers=Layers.SPARSE,
-        cut=Cut.COLUMNS,
+    ),
+)
+
+
+def _shared(hf: str, width: str) -> tuple[WeightRule, ...]:
+    """Experts that every token goes through, as one MLP under the HF name `hf`."""
+    return (
+        WeightRule(
+            megatron=f"{_MEGATRON}mlp.shared_experts.linear_fc1.weight",
+            sources=(
+                Source(f"{_HF}mlp.{hf}.gate_proj.weight", (width, "hidden")),
+                Source(f"{_HF}mlp.{hf}.up_proj.weight", (width, "hidden")),
+            ),
+            stage=Stage.LAYER,
+            layers=Layers.SPARSE,
+            pack=Pack.GATED,
+            cut=Cut.ROWS,
+        ),
+        WeightRule(
+            megatron=f"{_MEGATRON}mlp.shared_experts.linear_fc2.weight",
+            sources=(Source(f"{_HF}mlp.{hf}.down_proj.weight", ("hidden", width)),),
+            stage=Stage.LAYER,
+            layers=Layers.SPARSE,
+            cut=Cut.COLUMNS,
+        ),
+    )
+
+
+SHARED_EXPERTS = _shared("shared_experts", "shared_experts*moe_ffn")
+SHARED_EXPERT = (
+    *_shared("shared_expert", "shared_ffn"),
+    WeightRule(
+        megatron=f"{_MEGATRON}mlp.shared_experts.gate_weight",
+        sources=(Source(f"{_HF}mlp.shared_expert_gate.weight", ("one", "hidden")),),
+        stage=Stage.LAYER,
+        layers=Layers.SPARSE,
     ),
 )

@@ -5,13 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sluice.weights.errors import InvalidCheckpointError
+from sluice.weights.rules.deepseek_v3 import DEEPSEEK_V3
+from sluice.weights.rules.glm4 import GLM4
 from sluice.weights.rules.llama import LLAMA
 from sluice.weights.rules.qwen2 import QWEN2
+from sluice.weights.rules.qwen2_5_vl import QWEN2_5_VL
 from sluice.weights.rules.qwen3 import QWEN3
+from sluice.weights.rules.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_VL, QWEN3_5_VL_MOE
 from sluice.weights.rules.qwen3_moe import QWEN3_MOE
+from sluice.weights.rules.qwen3_vl import QWEN3_VL
 from sluice.weights.rules.rule import Family
 
-FAMILIES = (LLAMA, QWEN2, QWEN3, QWEN3_MOE)
+FAMILIES = (
+    LLAMA,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    QWEN2_5_VL,
+    QWEN3_VL,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_5_VL,
+    QWEN3_5_VL_MOE,
+    GLM4,
+    DEEPSEEK_V3,
+)
 
 
 class UnknownArchitectureError(InvalidCheckpointError):

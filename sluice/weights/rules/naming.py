@@ -10,6 +10,8 @@ import re
 
 TRANSFORMER_ENGINE_NAMES = (  # (pattern, replacement), tried in order
     (r"\.self_attention\.linear_qkv\.layer_norm_", ".input_layernorm."),
+    (r"\.self_attention\.in_proj\.layer_norm_", ".input_layernorm."),
+    (r"\.self_attention\.linear_(q|kv)_up_proj\.layer_norm_", r".self_attention.\1_layernorm."),
     (r"\.mlp\.linear_fc1\.layer_norm_", ".pre_mlp_layernorm."),
     (
         r"\.mlp\.experts\.linear_(fc[12])\.(weight|bias)(\d+)$",

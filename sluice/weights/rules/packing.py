@@ -1,18 +1,29 @@
-"""HF tensors to a rank's share of a Megatron tensor and back, by the words of its rule."""
+"""HF tensors to a rank's share of a Megatron tensor and back, by the words of its rule.
+
+Everything follows from one list: the runs of rows, in the order of the share, that each are
+consecutive rows of one source.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-
+from sluice.weights.errors import InvalidCheckpointError
 from sluice.weights.rules.rule import Cut, Pack
 from sluice.weights.rules.weight_map import Binding
+
+if TYPE_CHECKING:  # shapes are read by processes that have no torch
+    import torch
 
 
 class PartitionError(ValueError):
     """A tensor cannot be divided over so many ranks."""
+
+
+class InexactTensorError(InvalidCheckpointError):
+    """A number would not come back as it was."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +37,46 @@ class Partition:
 
 @dataclass(frozen=True)
 class Slice:
-    """Part start..stop (exclusive) along `axis` of the HF tensor `name`."""
+    """Part start..stop (exclusive) along `axis` of the HF tensor `name`.
+
+    `index` is the expert where the tensor holds all of them; `axis` counts after that.
+    """
 
     name: str
     axis: int
     start: int
     stop: int
+    index: int | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """`rows` rows of source number `source` from `start` on, at `row` of the share."""
+
+    source: int
+    start: int
+    rows: int
+    row: int
+
+
+def row_runs(binding: Binding, partition: Partition) -> tuple[Run, ...]:
+    """The rows of a rank's share in order, padding left out.
+
+    Raises PartitionError when the tensor does not divide evenly.
+    """
+    if binding.cut is not Cut.ROWS:
+        return tuple(_place((0, 0, source.part[0]) for source in binding.sources))
+    if binding.pack in (Pack.GATED, Pack.SECTIONS):
+        return tuple(_place(_section_shares(binding, partition)))
+    whole = tuple(_place(_whole(binding)))
+    rows = partition.padded_vocab if binding.padded else binding.shape[0]
+    if rows < binding.shape[0]:
+        raise PartitionError(
+            f"{binding.megatron!r}: {binding.shape[0]} rows in a vocabulary of {rows}"
+        )
+    step = _divide(binding, rows, partition)
+    first = partition.rank * step
+    return tuple(_clip(whole, first, first + step))
 
 
 def source_slices(binding: Binding, partition: Partition) -> tuple[Slice, ...]:
@@ -39,50 +84,66 @@ def source_slices(binding: Binding, partition: Partition) -> tuple[Slice, ...]:
 
     Raises PartitionError when the tensor does not divide evenly.
     """
-    if binding.pack is Pack.QKV:
-        first, last = _groups(binding, partition)
-        heads = [source.shape[0] // binding.groups for source in binding.sources]
-        bounds = [(0, first * rows, last * rows) for rows in heads]
-    elif binding.cut is Cut.NONE:
-        bounds = [(0, 0, source.shape[0]) for source in binding.sources]
-    else:
-        axis = 0 if binding.cut is Cut.ROWS else 1
-        bounds = [_share(binding, axis, s.shape[axis], partition) for s in binding.sources]
+    if binding.cut is Cut.COLUMNS:
+        return tuple(
+            Slice(s.name, 1, *_share(binding, s.part[1], partition), index=s.index)
+            for s in binding.sources
+        )
+    bounds = _bounds(binding, row_runs(binding, partition))
     return tuple(
-        Slice(source.name, *bound) for source, bound in zip(binding.sources, bounds, strict=True)
+        Slice(source.name, 0, *bound, index=source.index)
+        for source, bound in zip(binding.sources, bounds, strict=True)
     )
 
 
 def pack(binding: Binding, parts: Sequence[torch.Tensor], partition: Partition) -> torch.Tensor:
-    """A rank's share of the Megatron tensor from its `source_slices`, in their order."""
-    if binding.pack is Pack.QKV:
-        return _pack_groups(binding, parts, partition)
-    if binding.pack is Pack.GATED:
-        return torch.cat(tuple(parts))
-    (part,) = parts
+    """A rank's share of the Megatron tensor from its `source_slices`, in their order.
+
+    Raises InexactTensorError where Pack.SHIFTED would lose a bit.
+    """
+    import torch
+
+    if binding.pack is Pack.SHIFTED:
+        return _shift(binding, parts[0])
+    if binding.cut is Cut.COLUMNS:
+        return parts[0]
+    runs = row_runs(binding, partition)
+    bounds = _bounds(binding, runs)
+    pieces = [
+        parts[run.source][run.start - bounds[run.source][0] :][: run.rows]
+        for run in runs
+        if run.rows
+    ]
+    packed = pieces[0] if len(pieces) == 1 else torch.cat(pieces or [parts[0][:0]])
     if not binding.padded:
-        return part
-    rows = partition.padded_vocab // partition.size
-    return torch.nn.functional.pad(part, (0, 0) * (part.dim() - 1) + (0, rows - part.shape[0]))
+        return packed
+    missing = partition.padded_vocab // partition.size - packed.shape[0]
+    return torch.nn.functional.pad(packed, (0, 0) * (packed.dim() - 1) + (0, missing))
 
 
 def unpack(binding: Binding, shares: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """The HF tensors from the shares of all tensor-parallel ranks, in rank order.
 
-    The inverse of `pack`: padding is dropped; a tensor that is not cut is taken from rank 0.
+    The inverse of `pack`: padding is dropped; a tensor that is not cut is taken from rank 0. Of a
+    tensor that holds all experts this is the part of the binding's own.
     """
-    if binding.cut is Cut.NONE:
-        whole = [shares[0]]
-    elif binding.pack is Pack.QKV:
-        whole = _split_groups(binding, torch.cat(tuple(shares)))
-    elif binding.pack is Pack.GATED:
-        halves = [share.chunk(2) for share in shares]
-        whole = [torch.cat([half[index] for half in halves]) for index in (0, 1)]
-    else:
-        whole = [torch.cat(tuple(shares), dim=0 if binding.cut is Cut.ROWS else 1)]
-    if binding.padded:
-        whole = [whole[0][: binding.sources[0].shape[0]]]
-    return {s.name: tensor for s, tensor in zip(binding.sources, whole, strict=True)}
+    import torch
+
+    if binding.pack is Pack.SHIFTED:
+        return {binding.sources[0].name: _unshift(binding, shares[0])}
+    if binding.cut is Cut.COLUMNS:
+        return {binding.sources[0].name: torch.cat(tuple(shares), dim=1)}
+    found: list[list[tuple[int, torch.Tensor]]] = [[] for _ in binding.sources]
+    ranks = 1 if binding.cut is Cut.NONE else len(shares)
+    padded = sum(share.shape[0] for share in shares)
+    for rank in range(ranks):
+        for run in row_runs(binding, Partition(rank, ranks, padded)):
+            found[run.source].append((run.start, shares[rank][run.row : run.row + run.rows]))
+    whole = {}
+    for source, pieces in zip(binding.sources, found, strict=True):
+        ordered = [piece for _, piece in sorted(pieces, key=lambda item: item[0])]
+        whole[source.name] = ordered[0] if len(ordered) == 1 else torch.cat(ordered)
+    return whole
 
 
 def share_shape(binding: Binding, partition: Partition) -> tuple[int, ...]:
@@ -102,13 +163,75 @@ def padded_rows(rows: int, *, multiple: int, size: int) -> int:
     return (rows + step - 1) // step * step
 
 
-def _share(binding: Binding, axis: int, length: int, partition: Partition) -> tuple[int, int, int]:
-    whole = partition.padded_vocab if binding.padded else length
-    if whole < length:
-        raise PartitionError(f"{binding.megatron!r}: {length} rows in a vocabulary of {whole}")
-    step = _divide(binding, whole, partition)
-    start = partition.rank * step
-    return axis, min(start, length), min(start + step, length)
+def _whole(binding: Binding) -> Iterator[tuple[int, int, int]]:
+    """(source, start, rows) of the uncut tensor."""
+    sections = binding.sections()
+    if binding.pack not in (Pack.QKV, Pack.GATED_QKV):
+        yield from sections
+        return
+    query, *others = sections
+    for group in range(binding.groups):
+        for source, start, rows in _heads(binding, query, group):
+            yield source, start, rows
+        for source, start, rows in others:
+            step = rows // binding.groups
+            yield source, start + group * step, step
+
+
+def _heads(
+    binding: Binding, query: tuple[int, int, int], group: int
+) -> Iterator[tuple[int, int, int]]:
+    """The query rows of a group; with gates, the queries of all its heads, then their gates."""
+    source, start, rows = query
+    step = rows // binding.groups
+    first = start + group * step
+    if binding.pack is Pack.QKV:
+        yield source, first, step
+        return
+    width = rows // binding.heads // 2
+    for gate in (0, 1):
+        for head in range(binding.heads // binding.groups):
+            yield source, first + (2 * head + gate) * width, width
+
+
+def _section_shares(binding: Binding, partition: Partition) -> Iterator[tuple[int, int, int]]:
+    for source, start, rows in binding.sections():
+        step = _divide(binding, rows, partition)
+        yield source, start + partition.rank * step, step
+
+
+def _place(parts: Iterator[tuple[int, int, int]]) -> Iterator[Run]:
+    row = 0
+    for source, start, rows in parts:
+        yield Run(source, start, rows, row)
+        row += rows
+
+
+def _clip(runs: Sequence[Run], first: int, last: int) -> Iterator[Run]:
+    """What lies in rows first..last, counted from `first`."""
+    for run in runs:
+        low, high = max(run.row, first), min(run.row + run.rows, last)
+        if low < high:
+            yield Run(run.source, run.start + low - run.row, high - low, low - first)
+
+
+def _bounds(binding: Binding, runs: Sequence[Run]) -> list[tuple[int, int]]:
+    """First and last row of every source that the runs touch."""
+    bounds = []
+    for index, source in enumerate(binding.sources):
+        touched = [run for run in runs if run.source == index]
+        end = source.part[0]
+        bounds.append(
+            (min(r.start for r in touched), max(r.start + r.rows for r in touched))
+            if touched
+            else (end, end)
+        )
+    return bounds
+
+
+def _share(binding: Binding, length: int, partition: Partition) -> tuple[int, int]:
+    step = _divide(binding, length, partition)
+    return partition.rank * step, (partition.rank + 1) * step
 
 
 def _divide(binding: Binding, length: int, partition: Partition) -> int:
@@ -119,31 +242,12 @@ def _divide(binding: Binding, length: int, partition: Partition) -> int:
     return length // partition.size
 
 
-def _group_rows(binding: Binding) -> int:
-    return binding.shape[0] // binding.groups
+def _shift(binding: Binding, tensor: torch.Tensor) -> torch.Tensor:
+    shifted = tensor - 1
+    if not (shifted + 1).equal(tensor):  # exact from 0.5 to 2, where a norm's weights are
+        raise InexactTensorError(f"{binding.sources[0].name!r} less 1 cannot be stored exactly")
+    return shifted
 
 
-def _groups(binding: Binding, partition: Partition) -> tuple[int, int]:
-    """The KV groups that a rank's rows lie in; with more ranks than groups, parts of one."""
-    step, rows = _divide(binding, binding.shape[0], partition), _group_rows(binding)
-    start = partition.rank * step
-    return start // rows, -(-(start + step) // rows)
-
-
-def _pack_groups(
-    binding: Binding, parts: Sequence[torch.Tensor], partition: Partition
-) -> torch.Tensor:
-    first, last = _groups(binding, partition)
-    rest = parts[0].shape[1:]
-    grouped = [part.reshape(last - first, -1, *rest) for part in parts]
-    packed = torch.cat(grouped, dim=1).reshape(-1, *rest)
-    step = _divide(binding, binding.shape[0], partition)
-    start = partition.rank * step - first * _group_rows(binding)
-    return packed[start : start + step]
-
-
-def _split_groups(binding: Binding, packed: torch.Tensor) -> list[torch.Tensor]:
-    rest = packed.shape[1:]
-    sizes = [source.shape[0] // binding.groups for source in binding.sources]
-    grouped = torch.split(packed.reshape(binding.groups, -1, *rest), sizes, dim=1)
-    return [part.reshape(-1, *rest) for part in grouped]
+def _unshift(binding: Binding, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor + 1

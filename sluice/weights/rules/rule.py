@@ -11,17 +11,24 @@ class Stage(StrEnum):
     """Which pipeline stage holds a tensor."""
 
     EMBEDDING = "embedding"  # the first
+    VISION = "vision"  # the first, before the embedding
     LAYER = "layer"  # the one of its layer
     FINAL = "final"  # the last: the norm after the layers
     HEAD = "head"  # the last: logits or value
 
 
 class Pack(StrEnum):
-    """How sources become one tensor. In brackets: the rows, from the first to the last."""
+    """How the sections of the sources become one tensor: its rows, from the first to the last.
+
+    A source is one section unless its rule names several.
+    """
 
     ONE = "one"  # [source]
     QKV = "qkv"  # for every KV group: [its query heads, its key head, its value head]
+    GATED_QKV = "gated_qkv"  # the same; a query head's gate follows it in HF, all heads here
     GATED = "gated"  # on every tensor-parallel rank: [its gate rows, its up rows]
+    SECTIONS = "sections"  # on every tensor-parallel rank: [its rows of each section]
+    SHIFTED = "shifted"  # [source - 1]: a norm's weight, stored around zero
 
 
 class Cut(StrEnum):
@@ -38,14 +45,24 @@ class Layers(StrEnum):
     ALL = "all"
     DENSE = "dense"
     SPARSE = "sparse"
+    ATTENTION = "attention"  # softmax attention
+    LINEAR_ATTENTION = "linear_attention"
+    VISION = "vision"  # blocks of the vision tower
+    DEEPSTACK = "deepstack"  # mergers of the vision tower that feed later layers
 
 
 @dataclass(frozen=True)
 class Source:
-    """An HF tensor; `shape` names dimensions of the ModelShape ("q", "hidden" ...)."""
+    """An HF tensor; `shape` holds sizes of the ModelShape ("q", "hidden", "heads*nope" ...).
+
+    `sections` are the rows of each section, where there is more than one. `stacked`: the tensor
+    holds all experts, along an axis before `shape`.
+    """
 
     name: str
     shape: tuple[str, ...]
+    sections: tuple[str, ...] = ()
+    stacked: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +74,8 @@ class WeightRule:
     with a leading "!". `padded`: rows are filled up with zeros to the padded vocabulary.
     `alias`: a second home of a tensor that another rule exports (a tied output layer).
     `copies`: HF tensors that a checkpoint may hold beside the source and that must equal it.
+    `groups` and `heads` are sizes: the KV groups and the query heads of Pack.QKV.
+    `section_keys`: Megatron's checkpoints hold every section as a tensor of its own, so named.
     """
 
     megatron: str
@@ -69,9 +88,13 @@ class WeightRule:
     padded: bool = False
     alias: bool = False
     copies: tuple[Source, ...] = ()
+    groups: str = "kv_heads"
+    heads: str = "heads"
+    section_keys: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.cut is not Cut.ROWS and (self.padded or self.pack is not Pack.ONE):
+        plain = self.pack in (Pack.ONE, Pack.SHIFTED)
+        if self.cut is not Cut.ROWS and (self.padded or not plain):
             raise ValueError(f"{self.megatron!r}: packed and padded tensors are cut by rows")
 
 
@@ -79,14 +102,25 @@ class WeightRule:
 class Family:
     """A table of rules and what its `config.json` means.
 
-    `defaults` are the values of keys that a `config.json` may leave out. `flags` maps a flag of
-    the ModelShape to the config key that sets it, or to a constant. `ignored` are HF names
-    (patterns of `fnmatch`) that carry no weights.
+    `text` is the part of `config.json` that describes the language model; empty is all of it.
+    `defaults` are the values of keys that it may leave out. `flags` maps a flag of the ModelShape
+    to the config key that sets it, or to a constant. `sizes` maps a size of the ModelShape to its
+    key, from the root where it holds a dot. `ignored` are HF names (patterns of `fnmatch`)
+    that carry no weights; `foreign` are weights that training does not own, with `{layers}` for
+    the number of layers. `spellings` are (pattern of `re`, replacement): other names of tensors.
+    `full_precision` are names whose type is kept when a checkpoint's is changed.
+    `prefix` stands before the names of the language model in a Megatron checkpoint.
     """
 
     name: str
     architectures: tuple[str, ...]
     rules: tuple[WeightRule, ...]
+    text: str = ""
     defaults: Mapping[str, object] = field(default_factory=dict)
     flags: Mapping[str, str | bool] = field(default_factory=dict)
+    sizes: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    foreign: tuple[str, ...] = ()
+    spellings: tuple[tuple[str, str], ...] = ()
+    full_precision: tuple[str, ...] = ()
+    prefix: str = ""

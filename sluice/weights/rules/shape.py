@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sluice.weights.errors import InvalidCheckpointError
-from sluice.weights.rules.rule import Family
+from sluice.weights.rules.rule import Family, Layers
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """What the rules of a family need to know of one model. Counts; `ffn` is a width.
 
-    `sparse_layers` are the indices of mixture-of-experts layers. Flags in use: tied,
-    attention_bias (query, key, value), output_bias, mlp_bias, value_head.
+    `sparse_layers` are the indices of mixture-of-experts layers, `linear_layers` those of linear
+    attention. Flags in use: tied, attention_bias (query, key, value), output_bias, mlp_bias,
+    value_head, and those of families. `sizes` holds what some families have beyond the fields.
     """
 
     layers: int
@@ -27,28 +29,60 @@ class ModelShape:
     experts: int = 0
     moe_ffn: int = 0
     sparse_layers: frozenset[int] = frozenset()
+    linear_layers: frozenset[int] = frozenset()
     flags: frozenset[str] = field(default_factory=frozenset)
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     def dimension(self, name: str) -> int:
-        """Size of a symbolic dimension of a Source."""
+        """A symbolic size of a Source: a name, a number, or products and sums of them."""
+        return sum(
+            math.prod(self._size(factor.strip()) for factor in term.split("*"))
+            for term in name.split("+")
+        )
+
+    def _size(self, name: str) -> int:
+        if name.isdecimal():
+            return int(name)
         derived = {"one": 1, "q": self.heads * self.head_dim, "kv": self.kv_heads * self.head_dim}
-        size: int = derived[name] if name in derived else getattr(self, name)
+        known = derived | dict(self.sizes)
+        size: int = known[name] if name in known else getattr(self, name)
         return size
 
     def allows(self, when: tuple[str, ...]) -> bool:
         """Whether the conditions of a rule hold."""
         return all((flag.lstrip("!") in self.flags) != flag.startswith("!") for flag in when)
 
+    def layer_indices(self, layers: Layers) -> tuple[int, ...]:
+        """The layers, or the blocks of the vision tower, that a rule is for."""
+        if layers is Layers.VISION:
+            return tuple(range(self.sizes.get("vision_layers", 0)))
+        if layers is Layers.DEEPSTACK:
+            return tuple(range(self.sizes.get("deepstack", 0)))
+        every = range(self.layers)
+        wanted = {
+            Layers.ALL: every,
+            Layers.SPARSE: self.sparse_layers,
+            Layers.DENSE: set(every) - self.sparse_layers,
+            Layers.LINEAR_ATTENTION: self.linear_layers,
+            Layers.ATTENTION: set(every) - self.linear_layers,
+        }[layers]
+        return tuple(sorted(wanted))
+
 
 def read_shape(
-    family: Family, config: Mapping[str, object], *, value_head: bool = False
+    family: Family,
+    config: Mapping[str, object],
+    *,
+    value_head: bool = False,
+    stacked_experts: bool = False,
 ) -> ModelShape:
     """The shape of a model of `family` from its parsed `config.json`.
 
-    `value_head`: the model ends in one value per token instead of logits.
+    `value_head`: the model ends in one value per token instead of logits. `stacked_experts`: its
+    HF checkpoint has one tensor of all experts of a layer.
     Raises InvalidCheckpointError naming a missing or malformed key.
     """
-    keys = _Keys({**family.defaults, **config})
+    keys = ConfigKeys(config, family)
     heads, hidden, layers = (
         keys.count("num_attention_heads"),
         keys.count("hidden_size"),
@@ -61,9 +95,12 @@ def read_shape(
     }
     if keys.flag("tie_word_embeddings"):
         flags.add("tied")
-    if value_head:
-        flags.add("value_head")
-    experts = keys.count("num_experts", "num_local_experts", default=0)
+    flags |= {
+        flag
+        for flag, is_set in (("value_head", value_head), ("stacked_experts", stacked_experts))
+        if is_set
+    }
+    experts = keys.count("num_experts", "num_local_experts", "n_routed_experts", default=0)
     return ModelShape(
         layers=layers,
         hidden=hidden,
@@ -71,22 +108,42 @@ def read_shape(
         kv_heads=keys.count("num_key_value_heads", default=heads),
         head_dim=keys.count("head_dim", default=hidden // heads),
         vocab=keys.count("vocab_size"),
-        ffn=keys.count("intermediate_size"),
+        ffn=keys.count("intermediate_size", default=0 if experts else None),
         experts=experts,
         moe_ffn=keys.count("moe_intermediate_size") if experts else 0,
         sparse_layers=_sparse_layers(keys, layers, experts),
+        linear_layers=_linear_layers(keys, layers),
         flags=frozenset(flags),
+        sizes={name: keys.size(key) for name, key in family.sizes.items()},
     )
 
 
-@dataclass(frozen=True)
-class _Keys:
-    values: Mapping[str, object]
+class ConfigKeys:
+    """Keys of `config.json` by name: of its text part, or by a dotted path from the root."""
+
+    def __init__(self, config: Mapping[str, object], family: Family) -> None:
+        self._root, self._defaults = config, family.defaults
+        text = config.get(family.text) if family.text else None
+        inner = text if isinstance(text, Mapping) else config
+        self._values: dict[str, object] = {**family.defaults, **inner}
+        if "tie_word_embeddings" in config:  # the language model's own is not looked at
+            self._values["tie_word_embeddings"] = config["tie_word_embeddings"]
+
+    def get(self, name: str) -> object:
+        """The value of a key; None where it is absent. A list counts as its length."""
+        if "." not in name:
+            return self._values.get(name)
+        value: object = self._root
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is None:
+            value = self._values.get(name)  # a default
+        return len(value) if isinstance(value, list | tuple) else value
 
     def count(self, *names: str, default: int | None = None) -> int:
         """The first of `names` that is set; a null counts as absent."""
         for name in names:
-            value = self.values.get(name)
+            value = self.get(name)
             if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
                 return value
             if value is not None:
@@ -95,23 +152,45 @@ class _Keys:
             raise InvalidCheckpointError(f"config.json lacks {names[0]}")
         return default
 
+    def size(self, name: str) -> int:
+        """A count; 0 for one that may be null and is."""
+        optional = name in self._defaults and self._defaults[name] is None
+        return self.count(name, default=0 if optional else None)
+
     def flag(self, name: str) -> bool:
-        value = self.values.get(name, False)
+        """Whether a key is true; `has:key` asks whether it is set at all."""
+        if name.startswith("has:"):
+            return self.get(name.removeprefix("has:")) is not None
+        value = self.get(name)
         if value is not None and not isinstance(value, bool):
             raise InvalidCheckpointError(f"config.json: {name} is {value!r}, not a boolean")
         return bool(value)
 
     def indices(self, name: str) -> frozenset[int]:
-        value = self.values.get(name) or ()
+        value = self.get(name) or ()
         if not isinstance(value, list | tuple) or not all(isinstance(item, int) for item in value):
             raise InvalidCheckpointError(f"config.json: {name} is {value!r}, not a list of layers")
         return frozenset(value)
 
 
-def _sparse_layers(keys: _Keys, layers: int, experts: int) -> frozenset[int]:
+def _sparse_layers(keys: ConfigKeys, layers: int, experts: int) -> frozenset[int]:
     if not experts:
         return frozenset()
     step, dense = keys.count("decoder_sparse_step", default=1), keys.indices("mlp_only_layers")
+    first = keys.count("first_k_dense_replace", default=0)
     return frozenset(
-        layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0
+        layer for layer in range(first, layers) if layer not in dense and (layer + 1) % step == 0
     )
+
+
+def _linear_layers(keys: ConfigKeys, layers: int) -> frozenset[int]:
+    """By `layer_types`, or every layer but each `full_attention_interval`-th."""
+    kinds = keys.get("layer_types")
+    if isinstance(kinds, list | tuple):
+        if len(kinds) != layers:
+            raise InvalidCheckpointError(
+                f"config.json: layer_types has {len(kinds)} entries for {layers} layers"
+            )
+        return frozenset(i for i, kind in enumerate(kinds) if kind == "linear_attention")
+    interval = keys.count("full_attention_interval", default=0)
+    return frozenset(i for i in range(layers) if interval and (i + 1) % interval)

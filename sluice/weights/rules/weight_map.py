@@ -11,7 +11,7 @@ from sluice.weights.errors import (
     MissingTensorError,
     UnexpectedTensorError,
 )
-from sluice.weights.rules.rule import Cut, Family, Layers, Pack, Source, Stage, WeightRule
+from sluice.weights.rules.rule import Cut, Family, Pack, Source, Stage, WeightRule
 from sluice.weights.rules.shape import ModelShape
 
 
@@ -25,15 +25,28 @@ class TensorShapeError(InvalidCheckpointError):
 
 @dataclass(frozen=True)
 class HfTensor:
+    """A tensor of an HF checkpoint; with an `index`, a binding has only that expert's part.
+
+    `rows` are those of its sections, which fill it; empty is one section.
+    """
+
     name: str
     shape: tuple[int, ...]
+    index: int | None = None
+    rows: tuple[int, ...] = ()
+
+    @property
+    def part(self) -> tuple[int, ...]:
+        """Shape of what a binding takes of it."""
+        return self.shape if self.index is None else self.shape[1:]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Binding:
     """One Megatron tensor with global indices, and the HF tensors that it is made of.
 
-    `groups` is the number of KV groups (Pack.QKV). `expert` is None unless expert-parallel.
+    `groups` and `heads` are the KV groups and query heads (Pack.QKV). `expert` is None unless
+    expert-parallel.
     """
 
     megatron: str
@@ -47,12 +60,24 @@ class Binding:
     layer: int | None = None
     expert: int | None = None
     copies: tuple[HfTensor, ...] = ()
+    heads: int = 0
+    section_keys: tuple[str, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the packed tensor before it is cut, without vocabulary padding."""
-        rows = sum(source.shape[0] for source in self.sources)
-        return (rows, *self.sources[0].shape[1:])
+        rows = sum(source.part[0] for source in self.sources)
+        return (rows, *self.sources[0].part[1:])
+
+    def sections(self) -> tuple[tuple[int, int, int], ...]:
+        """(number of its source, first row, rows) of every section, in order."""
+        found = []
+        for index, source in enumerate(self.sources):
+            start = 0
+            for rows in source.rows or (source.part[0],):
+                found.append((index, start, rows))
+                start += rows
+        return tuple(found)
 
 
 class WeightMap:
@@ -62,15 +87,16 @@ class WeightMap:
         self.family = family
         self.shape = shape
         self._by_megatron: dict[str, Binding] = {}
-        self._by_hf: dict[str, Binding] = {}
+        self._by_hf: dict[str, list[Binding]] = {}
         for binding in _expand(family.rules, shape):
             if binding.megatron in self._by_megatron:
                 raise RuleConflictError(f"two rules make {binding.megatron!r}")
             self._by_megatron[binding.megatron] = binding
             for source in () if binding.alias else binding.sources:
-                if source.name in self._by_hf:
+                taken = self._by_hf.setdefault(source.name, [])
+                if any(_index(other, source.name) in (None, source.index) for other in taken):
                     raise RuleConflictError(f"two rules take {source.name!r}")
-                self._by_hf[source.name] = binding
+                taken.append(binding)
         self._copies = {copy.name: copy for b in self.bindings() for copy in b.copies}
 
     def bindings(self) -> tuple[Binding, ...]:
@@ -78,18 +104,23 @@ class WeightMap:
         return tuple(self._by_megatron.values())
 
     def binding(self, name: str) -> Binding:
-        """The binding of a Megatron or an HF name. Raises UnexpectedTensorError with the name."""
-        found = self._by_megatron.get(name) or self._by_hf.get(name)
-        if found is None:
+        """The binding of a Megatron or an HF name. Raises UnexpectedTensorError with the name.
+
+        Of an HF tensor that holds all experts it is the first expert's.
+        """
+        found = self._by_megatron.get(name)
+        if found is not None:
+            return found
+        if name not in self._by_hf:
             raise UnexpectedTensorError((name,))
-        return found
+        return self._by_hf[name][0]
 
     def hf_tensors(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the HF checkpoint that the model is exported to."""
         return {
             source.name: source.shape
-            for name, binding in self._by_hf.items()
-            for source in binding.sources
+            for name, bindings in self._by_hf.items()
+            for source in bindings[0].sources
             if source.name == name
         }
 
@@ -104,7 +135,7 @@ class WeightMap:
             raise MissingTensorError(missing)
         allowed = expected | {copy.name: copy.shape for copy in self._copies.values()}
         unknown = tuple(sorted(name for name in found if name not in allowed))
-        unknown = tuple(name for name in unknown if not self._is_ignored(name))
+        unknown = tuple(n for n in unknown if not (self.is_ignored(n) or self.is_foreign(n)))
         if unknown:
             raise UnexpectedTensorError(unknown)
         for name, shape in found.items():
@@ -113,8 +144,32 @@ class WeightMap:
                     f"tensor {name!r} has shape {tuple(shape)}, the model has {allowed[name]}"
                 )
 
-    def _is_ignored(self, name: str) -> bool:
+    def is_stacked(self, name: str) -> bool:
+        """Whether an HF tensor holds all experts."""
+        return any(s.index is not None for s in self._by_hf[name][0].sources if s.name == name)
+
+    def is_ignored(self, name: str) -> bool:
+        """Whether an HF tensor of that name carries no weights."""
         return any(fnmatchcase(name, pattern) for pattern in self.family.ignored)
+
+    def is_foreign(self, name: str) -> bool:
+        """Whether an HF tensor of that name is one that training does not own."""
+        return any(
+            fnmatchcase(name, pattern.format(layers=self.shape.layers))
+            for pattern in self.family.foreign
+        )
+
+    def is_full_precision(self, name: str) -> bool:
+        """Whether an HF tensor keeps its type when the others change theirs."""
+        return any(fnmatchcase(name, pattern) for pattern in self.family.full_precision)
+
+    def is_copy(self, name: str) -> bool:
+        """Whether an HF tensor of that name repeats another one (a tied output layer)."""
+        return name in self._copies
+
+
+def _index(binding: Binding, name: str) -> int | None:
+    return next(source.index for source in binding.sources if source.name == name)
 
 
 def _expand(rules: tuple[WeightRule, ...], shape: ModelShape) -> Iterator[Binding]:
@@ -128,19 +183,18 @@ def _expand(rules: tuple[WeightRule, ...], shape: ModelShape) -> Iterator[Bindin
 
 
 def _layers_of(rule: WeightRule, shape: ModelShape) -> tuple[int | None, ...]:
-    if "{layer}" not in rule.megatron:
-        return (None,)
-    every = range(shape.layers)
-    if rule.layers is Layers.ALL:
-        return tuple(every)
-    sparse = rule.layers is Layers.SPARSE
-    return tuple(layer for layer in every if (layer in shape.sparse_layers) == sparse)
+    return shape.layer_indices(rule.layers) if "{layer}" in rule.megatron else (None,)
 
 
 def _bind(rule: WeightRule, shape: ModelShape, layer: int | None, expert: int | None) -> Binding:
     def tensor(source: Source) -> HfTensor:
         sizes = tuple(shape.dimension(name) for name in source.shape)
-        return HfTensor(source.name.format(layer=layer, expert=expert), sizes)
+        return HfTensor(
+            source.name.format(layer=layer, expert=expert),
+            (shape.experts, *sizes) if source.stacked else sizes,
+            expert if source.stacked else None,
+            tuple(shape.dimension(name) for name in source.sections),
+        )
 
     return Binding(
         megatron=rule.megatron.format(layer=layer, expert=expert),
@@ -148,7 +202,9 @@ def _bind(rule: WeightRule, shape: ModelShape, layer: int | None, expert: int | 
         stage=rule.stage,
         pack=rule.pack,
         cut=rule.cut,
-        groups=shape.kv_heads,
+        groups=shape.dimension(rule.groups),
+        heads=shape.dimension(rule.heads),
+        section_keys=rule.section_keys,
         padded=rule.padded,
         alias=rule.alias,
         layer=layer,

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sluice.weights.store import WeightStore
+from sluice.weights.store import WeightStore, companion_files
+from tests.contract.weight_store.policy import Policy
 
 
 @pytest.fixture
@@ -35,3 +36,10 @@ def checkpoint(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> Path:
 @pytest.fixture
 def store(tmp_path: Path) -> WeightStore:
     return WeightStore(tmp_path / "store", durable=False)
+
+
+@pytest.fixture
+def policy(store: WeightStore, checkpoint: Path) -> Policy:
+    made = Policy(store)
+    made.companions = companion_files(checkpoint)
+    return made

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sluice.weights.checkpoint import INDEX_NAME, shard_paths
 from sluice.weights.errors import (
     DuplicateFileError,
     DuplicateTensorError,
@@ -184,6 +185,15 @@ def test_commit_refuses_names_that_are_no_shard(store: WeightStore, name: str) -
     staging = store.allocate(None)
     with pytest.raises(InvalidCheckpointError):
         store.commit(staging, [replace(shard(staging, "w"), file_name=name)], [], 0)
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/outside.safetensors", 7])
+def test_an_index_that_leads_elsewhere_is_refused(tmp_path: Path, name: object) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "outside.safetensors").write_bytes(b"")
+    (tmp_path / "model" / INDEX_NAME).write_text(json.dumps({"weight_map": {"w": name}}))
+    with pytest.raises(InvalidCheckpointError, match="index"):
+        shard_paths(tmp_path / "model")
 
 
 def test_a_lone_model_file_cannot_hide_other_shards(store: WeightStore) -> None:

@@ -1,7 +1,11 @@
-"""Shapes for the tests, and what a checkpoint of them holds."""
+"""Tiny models of every family: head ratios, biases, ties and kinds of layers as the real ones have.
+
+What each is made after stands beside it.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,3 +64,232 @@ def checkpoint(weights: WeightMap, seed: int = 0) -> dict[str, torch.Tensor]:
         name: torch.randn(shape, generator=generator)
         for name, shape in weights.hf_tensors().items()
     }
+
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_heads": 4,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+}
+IMAGES = {"image_token_id": 57, "video_token_id": 58}
+MARKS = {"vision_start_token_id": 59, "vision_end_token_id": 60}
+SPARSE = {"num_experts_per_tok": 2, "moe_intermediate_size": 20}
+LINEAR = {
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
+Described = tuple[str, str, dict[str, Any]]
+
+HUGGING_FACE: dict[str, Described] = {  # name -> (config class, model class, arguments)
+    "llama": (  # Llama-3.1-8B: 32 heads on 8, no bias, untied
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {**TEXT, "num_attention_heads": 8, "num_key_value_heads": 2},
+    ),
+    "llama_tied": (  # Llama-3.2-1B: tied
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {**TEXT, "num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    ),
+    "qwen2": (  # Qwen2.5-0.5B: 14 heads on 2, biases on q, k and v, tied
+        "Qwen2Config",
+        "Qwen2ForCausalLM",
+        {
+            **TEXT,
+            "hidden_size": 56,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3": (  # Qwen3-8B: 32 heads on 8, wider than the hidden size in small ones, untied
+        "Qwen3Config",
+        "Qwen3ForCausalLM",
+        {**TEXT, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8},
+    ),
+    "qwen3_moe": (  # Qwen3-30B-A3B: 32 heads on 4
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {
+            **TEXT,
+            **SPARSE,
+            "num_experts": 4,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen2_5_vl": (  # Qwen2.5-VL-7B: 28 heads on 4; the tower's MLP is gated, with biases
+        "Qwen2_5_VLConfig",
+        "Qwen2_5_VLForConditionalGeneration",
+        {
+            "text_config": {
+                **TEXT,
+                "hidden_size": 56,
+                "num_attention_heads": 14,
+                "num_key_value_heads": 2,
+                "rope_parameters": {"rope_type": "default", "mrope_section": [1, 0, 1]},
+            },
+            "vision_config": {**VISION, "out_hidden_size": 56, "fullatt_block_indexes": [1]},
+            **IMAGES,
+            **MARKS,
+        },
+    ),
+    "qwen3_vl": (  # Qwen3-VL-4B: 32 heads on 8, tied; LayerNorm and plain MLP in the tower
+        "Qwen3VLConfig",
+        "Qwen3VLForConditionalGeneration",
+        {
+            "text_config": {
+                **TEXT,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]},
+            },
+            "vision_config": {
+                **VISION,
+                "deepstack_visual_indexes": [0, 1],
+                "num_position_embeddings": 16,
+            },
+            "tie_word_embeddings": True,
+            **IMAGES,
+            **MARKS,
+        },
+    ),
+    "qwen3_5": (  # Qwen3.5-27B: 24 heads on 4, 16 key and 48 value heads in linear attention
+        "Qwen3_5TextConfig",
+        "Qwen3_5ForCausalLM",
+        {
+            **TEXT,
+            **LINEAR,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "linear_num_value_heads": 6,
+        },
+    ),
+    "qwen3_5_vl": (
+        "Qwen3_5Config",
+        "Qwen3_5ForConditionalGeneration",
+        {
+            "text_config": {
+                **TEXT,
+                **LINEAR,
+                "num_attention_heads": 12,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "linear_num_value_heads": 6,
+            },
+            "vision_config": {**VISION, "num_position_embeddings": 16},
+            **IMAGES,
+            **MARKS,
+        },
+    ),
+    "qwen3_5_vl_moe": (  # Qwen3.5-397B-A17B: 32 heads on 2, 16 key and 64 value heads
+        "Qwen3_5MoeConfig",
+        "Qwen3_5MoeForConditionalGeneration",
+        {
+            "text_config": {
+                **{k: v for k, v in TEXT.items() if k != "intermediate_size"},
+                **LINEAR,
+                **SPARSE,
+                "num_experts": 4,
+                "shared_expert_intermediate_size": 28,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "linear_num_value_heads": 8,
+            },
+            "vision_config": {**VISION, "num_position_embeddings": 16},
+            **IMAGES,
+            **MARKS,
+        },
+    ),
+    "glm4": (  # GLM-4-9B-0414: 32 heads on 2, biases on q, k and v, untied
+        "Glm4Config",
+        "Glm4ForCausalLM",
+        {
+            **TEXT,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "attention_bias": True,
+        },
+    ),
+    "deepseek_v3": (  # 128 heads; the first 3 of 61 layers dense; 1 shared expert
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {
+            **TEXT,
+            **SPARSE,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "n_routed_experts": 4,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "q_lora_rank": 12,
+            "kv_lora_rank": 10,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 6,
+        },
+    ),
+    "deepseek_v3_direct": (  # Moonlight: no latent for queries
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {
+            **TEXT,
+            **SPARSE,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "n_routed_experts": 4,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "q_lora_rank": None,
+            "kv_lora_rank": 10,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 6,
+        },
+    ),
+}
+
+
+def build_model(name: str, seed: int = 0) -> Any:
+    """A random model of transformers; no two of its numbers alike, those of norms near one."""
+    import transformers
+
+    config_name, model_name, arguments = HUGGING_FACE[name]
+    torch.manual_seed(seed)
+    config = getattr(transformers, config_name)(**arguments)
+    model = getattr(transformers, model_name)(config).eval()
+    with torch.no_grad():
+        for parameter in (*model.parameters(), *model.buffers()):
+            if parameter.is_floating_point() and parameter.dim():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+def save_model(name: str, directory: Path, seed: int = 0) -> Path:
+    """Write `build_model` as transformers does."""
+    build_model(name, seed).save_pretrained(directory)
+    return directory

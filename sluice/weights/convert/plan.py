@@ -1,0 +1,220 @@
+"""From a checkpoint and options to the whole work of a conversion; nothing is written here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from sluice.weights.checkpoint import companion_files
+from sluice.weights.convert import fp8
+from sluice.weights.convert.errors import ConflictingTensorError
+from sluice.weights.convert.hf_source import CONFIG, HfSource, read_config
+from sluice.weights.convert.hf_target import Part, lay_out_hf
+from sluice.weights.convert.known import check_files, find_checks
+from sluice.weights.convert.model import read_weights
+from sluice.weights.convert.options import ConvertOptions
+from sluice.weights.convert.origin import Merge, fill_from_origin
+from sluice.weights.convert.pieces import Content, Files
+from sluice.weights.convert.stored import is_torch_dist
+from sluice.weights.convert.to_torch_dist import ToTorchDist
+from sluice.weights.convert.torch_dist_source import TorchDistSource
+from sluice.weights.convert.torch_dist_target import TorchDistLayout
+from sluice.weights.convert.work import Report, Work
+from sluice.weights.errors import InvalidCheckpointError
+from sluice.weights.rules import InexactTensorError, UnknownArchitectureError, WeightMap
+
+Groups = list[tuple[str, list[Part]]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Work, and what is to be done in the directory after all files are written."""
+
+    work: Work
+    finish: Callable[[Path], None]
+
+
+def plan_conversion(source: Path, options: ConvertOptions, files: Files) -> Plan:
+    """All of the work. `files` must stay open until it is done.
+
+    Raises OptionError, the errors of `sluice.weights.errors` or PartitionError.
+    """
+    options.check()
+    for directory in {source, options.origin or source, options.model or source}:
+        check_files(directory)
+    if is_torch_dist(source):
+        described = options.model or (source if (source / CONFIG).is_file() else options.origin)
+        if described is None:
+            raise InvalidCheckpointError(
+                f"{source.name!r} says nothing of its model: give a directory with {CONFIG!r}"
+            )
+        config = read_config(described)
+        if options.target_format == "torch_dist":
+            raise InvalidCheckpointError("the source is a torch_dist checkpoint already")
+        stored = TorchDistSource(source, read_weights(config, options.origin or described), files)
+        plan = _plan_hf(_groups_of_torch_dist(stored), config, described, options, files)
+        return _with_checks(plan, stored)
+    config = read_config(options.model or source)
+    if options.target_format == "torch_dist":
+        return _plan_torch_dist(source, config, options, files)
+    known = _weights_or_none(config, source)
+    spellings = () if known is None else known.family.spellings
+    checkpoint = HfSource(source, files, spellings)
+    if known is not None:
+        checkpoint.check(known)
+        _check_copies(checkpoint, known, files)
+    names = [n for n in checkpoint.names() if known is None or not known.is_ignored(n)]
+    groups = [(name, [Part(name, checkpoint.content(name))]) for name in names]
+    plan = _plan_hf(groups, config, options.model or source, options, files)
+    return _with_checks(plan, checkpoint)
+
+
+def _with_checks(plan: Plan, source: HfSource | TorchDistSource) -> Plan:
+    return replace(plan, work=replace(plan.work, checks=find_checks(source)))
+
+
+def _check_copies(source: HfSource, weights: WeightMap, files: Files) -> None:
+    """Raises ConflictingTensorError where tensors that are tied differ."""
+    present = set(source.names())
+    for binding in weights.bindings():
+        for copy in binding.copies:
+            first = binding.sources[0].name
+            if copy.name in present and files.digest(source.content(copy.name)) != files.digest(
+                source.content(first)
+            ):
+                raise ConflictingTensorError(first, copy.name)
+
+
+def _plan_torch_dist(
+    source: Path, config: dict[str, object], options: ConvertOptions, files: Files
+) -> Plan:
+    weights = read_weights(config, source)
+    checkpoint = HfSource(source, files, weights.family.spellings)
+    checkpoint.check(weights)
+    _check_copies(checkpoint, weights, files)
+    making = ToTorchDist(checkpoint, weights, options, files)
+    groups = list(making.groups())
+    total = sum(part.content.size for _, parts in groups for part in parts)
+    layout = TorchDistLayout(
+        groups, list(making.states()), max_file_bytes=options.file_bytes(total)
+    )
+    common = {"iteration": 0, "checkpoint_version": 3.0}
+    owned = weights.hf_tensors()
+    skipped = {n: _reason(weights, n) for n in checkpoint.names() if n not in owned}
+    skipped |= {n: "stored twice, equal" for n in checkpoint.duplicates}
+    texts = {**layout.texts(common), **_companions(options.model or source, config)}
+    report = Report(converted=tuple(sorted(owned)), skipped=skipped)
+    plan = Plan(Work(layout.files, layout.groups, texts, report), layout.write_metadata)
+    return _with_checks(plan, checkpoint)
+
+
+def _plan_hf(
+    groups: Groups,
+    config: dict[str, object],
+    described: Path,
+    options: ConvertOptions,
+    files: Files,
+) -> Plan:
+    weights = _weights_or_none(config, options.origin or described)
+    merged = Merge([], Report(converted=tuple(sorted({p.name for _, ps in groups for p in ps}))))
+    if options.origin is not None:
+        merged = fill_from_origin(groups, options, weights, files)
+    groups = [*groups, *merged.groups]
+    config = dict(config)
+    config.pop("quantization_config", None)
+    if options.dtype != "keep":
+        groups = _cast(groups, getattr(torch, options.dtype), weights)
+        config["dtype"] = options.dtype
+        config.pop("torch_dtype", None)
+    if options.quantize:
+        groups, kept = _quantize(groups, options, files)
+        config["quantization_config"] = fp8.quantization_config(kept, options.scale_format)
+    total = sum(part.content.size for _, parts in groups for part in parts)
+    laid, work, texts = lay_out_hf(groups, max_file_bytes=options.file_bytes(total))
+    texts |= _companions(described, config)
+    return Plan(Work(laid, work, texts, merged.report), lambda directory: None)
+
+
+def _groups_of_torch_dist(source: TorchDistSource) -> Groups:
+    groups: Groups = []
+    for binding in source.bindings():
+        contents = source.contents(binding)
+        parts = [
+            Part(s.name, contents[s.name], s.index, s.shape[0] if s.index is not None else 1)
+            for s in binding.sources
+        ]
+        groups.append((binding.megatron, parts))
+    return groups
+
+
+def _cast(groups: Groups, dtype: torch.dtype, weights: WeightMap | None) -> Groups:
+    def change(part: Part) -> Part:
+        kept = weights is not None and weights.is_full_precision(part.name)
+        if kept or not part.content.dtype.is_floating_point:
+            return part
+        return replace(part, content=part.content.cast(dtype))
+
+    return [(name, [change(part) for part in parts]) for name, parts in groups]
+
+
+def _quantize(groups: Groups, options: ConvertOptions, files: Files) -> tuple[Groups, list[str]]:
+    """Weights of linear layers with their scales, and the names of the modules left as they are."""
+    made, kept = [], set()
+    for name, parts in groups:
+        now: list[Part] = []
+        for part in parts:
+            if part.content.dtype.itemsize == 1 or not _fits(part):
+                if len(part.shape) == 2 and part.name.endswith(".weight"):
+                    kept.add(part.name.removesuffix(".weight"))
+                now.append(part)
+            else:
+                now += _quantized(part, options, files)
+        made.append((name, now))
+    return made, sorted(kept)
+
+
+def _fits(part: Part) -> bool:
+    return part.index is None and fp8.is_quantizable(part.name, part.shape)
+
+
+def _quantized(part: Part, options: ConvertOptions, files: Files) -> Sequence[Part]:
+    content, shape = part.content, (part.content.shape[0], part.content.shape[1])
+
+    def compute(which: int) -> torch.Tensor:
+        weight = files.load(content)
+        if not torch.isfinite(weight).all():
+            raise InexactTensorError(f"{part.name!r} has numbers that are infinite, or none")
+        return fp8.quantize(weight, options.scale_format)[which]
+
+    items = torch.Size(shape).numel()
+    working = content.working_bytes + content.size + 9 * items
+    weight = Content(torch.float8_e4m3fn, shape, compute=lambda: compute(0), working_bytes=working)
+    scale = Content(
+        torch.float32, fp8.scale_shape(shape), compute=lambda: compute(1), working_bytes=working
+    )
+    return Part(part.name, weight), Part(part.name + fp8.SCALE, scale)
+
+
+def _companions(directory: Path, config: dict[str, object]) -> dict[str, bytes]:
+    texts = {path.name: path.read_bytes() for path in companion_files(directory)}
+    if config != read_config(directory):
+        texts[CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
+    return texts
+
+
+def _weights_or_none(config: dict[str, object], checkpoint: Path) -> WeightMap | None:
+    """HF to HF needs no rules, so an unknown architecture is no error there."""
+    try:
+        return read_weights(config, checkpoint)
+    except UnknownArchitectureError:
+        return None
+
+
+def _reason(weights: WeightMap, name: str) -> str:
+    if weights.is_copy(name):
+        return "tied: equal to the tensor that was converted"
+    return "not owned by training" if weights.is_foreign(name) else "carries no weights"

@@ -1,0 +1,235 @@
+"""HF tensors out of a torch_dist checkpoint, whatever ranks wrote it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from sluice.weights.convert.envelope import find_bytes
+from sluice.weights.convert.errors import UncoveredTensorError
+from sluice.weights.convert.keys import Naming, Place, find_namings
+from sluice.weights.convert.pieces import Content, Files, Piece
+from sluice.weights.convert.stored import Chunk, StoredKey, read_keys
+from sluice.weights.errors import MissingTensorError, UnexpectedTensorError
+from sluice.weights.rules import (
+    Binding,
+    Pack,
+    Partition,
+    TensorShapeError,
+    WeightMap,
+    row_runs,
+    unpack,
+)
+
+Pieces = tuple[Piece, ...]
+
+
+class TorchDistSource:
+    """A torch_dist checkpoint of the model that `weights` describes.
+
+    Raises MissingTensorError, UnexpectedTensorError or TensorShapeError with the keys.
+    """
+
+    def __init__(self, directory: Path, weights: WeightMap, files: Files) -> None:
+        self.directory, self._weights, self._files = directory, weights, files
+        self._keys = read_keys(directory)
+        self._chunks: dict[str, dict[tuple[int, ...], list[Chunk]]] = {}
+        self._offsets: dict[Chunk, int] = {}
+        self._places = dict(self._find_places())
+        taken = {key for b, place in self._places.items() for key in self._own_keys(b, place)}
+        surplus = tuple(sorted(set(self._keys) - taken))
+        if surplus:
+            raise UnexpectedTensorError(surplus)
+        for binding, place in self._places.items():
+            self._check_shape(binding, place)
+
+    def bindings(self) -> tuple[Binding, ...]:
+        """The tensors that the checkpoint holds, in the order of the rules."""
+        return tuple(self._places)
+
+    def chunks(self) -> Iterator[tuple[str, Content]]:
+        """Every chunk as it is stored, by key and offsets."""
+        for stored in self._keys.values():
+            for chunk in stored.chunks:
+                start = self._data_offset(chunk, stored.dtype)
+                piece = Piece(chunk.path, start, math.prod(chunk.sizes) * stored.dtype.itemsize)
+                content = Content(stored.dtype, chunk.sizes, (piece,))
+                yield chunk_name(stored.key, chunk.offsets), content
+
+    def contents(self, binding: Binding) -> dict[str, Content]:
+        """The HF tensors of one Megatron tensor; of experts kept together, the one's part."""
+        place = self._places[binding]
+        runs = row_runs(binding, Partition(0, 1, binding.shape[0]))
+        pieces: list[Pieces] = []
+        for source in range(len(binding.sources)):
+            own = sorted((r for r in runs if r.source == source), key=lambda run: run.start)
+            parts = [self._rows(binding, place, run.row, run.row + run.rows) for run in own]
+            if binding.pack is Pack.SHIFTED or any(part is None for part in parts):
+                return self._computed(binding, place)
+            pieces.append(tuple(piece for part in parts for piece in part or ()))
+        dtype = self._dtype(binding, place)
+        return {
+            source.name: Content(dtype, source.part, own)
+            for source, own in zip(binding.sources, pieces, strict=True)
+        }
+
+    def _computed(self, binding: Binding, place: Place) -> dict[str, Content]:
+        dtype = self._dtype(binding, place)
+        size = math.prod(binding.shape) * dtype.itemsize
+
+        def compute(name: str) -> torch.Tensor:
+            return unpack(binding, [self._assemble(binding, place)])[name]
+
+        return {
+            source.name: Content(
+                dtype,
+                source.part,
+                compute=lambda name=source.name: compute(name),  # type: ignore[misc]
+                working_bytes=2 * size,
+            )
+            for source in binding.sources
+        }
+
+    def _assemble(self, binding: Binding, place: Place) -> torch.Tensor:
+        """The whole Megatron tensor, without padding, from chunks cut along any axis."""
+        (key,) = self._own_keys(binding, place)
+        stored, lead = self._keys[key], len(place.lead)
+        whole = torch.empty(stored.shape[lead:], dtype=stored.dtype)
+        for chunk in self._at(stored, place):
+            start = self._data_offset(chunk, stored.dtype)
+            size = math.prod(chunk.sizes[lead:])
+            skip = _ravel(place.index, chunk.offsets, chunk.sizes) * size
+            piece = Piece(
+                chunk.path,
+                start + skip * stored.dtype.itemsize,
+                size * stored.dtype.itemsize,
+            )
+            part = self._files.load(Content(stored.dtype, chunk.sizes[lead:], (piece,)))
+            where = tuple(
+                slice(o, o + s)
+                for o, s in zip(chunk.offsets[lead:], chunk.sizes[lead:], strict=True)
+            )
+            whole[where] = part
+        return whole[: binding.shape[0]]
+
+    def _rows(self, binding: Binding, place: Place, first: int, last: int) -> Pieces | None:
+        """Rows of the Megatron tensor; None where columns were cut."""
+        if not binding.section_keys:
+            return self._key_rows(self._keys[place.key], place, first, last)
+        row = 0
+        for name, (_, _, rows) in zip(binding.section_keys, binding.sections(), strict=True):
+            if row == first:
+                return self._key_rows(self._keys[f"{place.key}.{name}"], place, 0, last - first)
+            row += rows
+        raise AssertionError("a section is one run")
+
+    def _key_rows(self, stored: StoredKey, place: Place, first: int, last: int) -> Pieces | None:
+        lead, found = len(place.lead), []
+        width = math.prod(stored.shape[lead + 1 :]) * stored.dtype.itemsize
+        for chunk in self._at(stored, place):
+            if chunk.sizes[lead + 1 :] != stored.shape[lead + 1 :]:
+                return None
+            low, height = chunk.offsets[lead], chunk.sizes[lead]
+            start, stop = max(first, low), min(last, low + height)
+            if start >= stop:
+                continue
+            skip = _ravel(place.index, chunk.offsets, chunk.sizes) * height + start - low
+            data = self._data_offset(chunk, stored.dtype)
+            found.append(
+                (start, stop, Piece(chunk.path, data + skip * width, (stop - start) * width))
+            )
+        at, pieces = first, []
+        for start, stop, piece in sorted(found, key=lambda item: item[:2]):
+            if start != at:
+                break
+            pieces.append(piece)
+            at = stop
+        if at != last:
+            raise UncoveredTensorError(stored.key, f"rows from {at} on are in no chunk, or in two")
+        return tuple(pieces)
+
+    def _at(self, stored: StoredKey, place: Place) -> list[Chunk]:
+        """The chunks that hold something of a place."""
+        if stored.key not in self._chunks:
+            index: dict[tuple[int, ...], list[Chunk]] = {}
+            lead = len(place.lead)
+            for chunk in stored.chunks:
+                axes = (
+                    range(o, o + s)
+                    for o, s in zip(chunk.offsets[:lead], chunk.sizes[:lead], strict=True)
+                )
+                for position in product(*axes):
+                    index.setdefault(position, []).append(chunk)
+            self._chunks[stored.key] = index
+        return self._chunks[stored.key].get(place.index, [])
+
+    def _data_offset(self, chunk: Chunk, dtype: torch.dtype) -> int:
+        """Where the bytes of a chunk lie in its file."""
+        if chunk not in self._offsets:
+            expected = (dtype, torch.Size(chunk.sizes))
+            self._offsets[chunk] = find_bytes(
+                self._files, chunk.path, chunk.offset, chunk.length, expected
+            )
+        return self._offsets[chunk]
+
+    def _find_places(self) -> Iterator[tuple[Binding, Place]]:
+        namings, missing = find_namings(self._weights), []
+        for binding in self._weights.bindings():
+            if binding.alias:
+                continue
+            place = self._find(binding, namings)
+            if place is None:
+                missing.append(namings[0].place(binding).key)
+            else:
+                yield binding, place
+        if missing:
+            raise MissingTensorError(tuple(sorted(set(missing))))
+
+    def _find(self, binding: Binding, namings: list[Naming]) -> Place | None:
+        for naming in namings:
+            place = naming.place(binding)
+            if all(key in self._keys for key in self._own_keys(binding, place)):
+                return place
+        return None
+
+    def _own_keys(self, binding: Binding, place: Place) -> tuple[str, ...]:
+        if not binding.section_keys:
+            return (place.key,)
+        return tuple(f"{place.key}.{name}" for name in binding.section_keys)
+
+    def _dtype(self, binding: Binding, place: Place) -> torch.dtype:
+        kinds = {self._keys[key].dtype for key in self._own_keys(binding, place)}
+        if len(kinds) > 1:
+            raise TensorShapeError(f"tensor {place.key!r} is stored in several types")
+        return kinds.pop()
+
+    def _check_shape(self, binding: Binding, place: Place) -> None:
+        heights = [rows for _, _, rows in binding.sections()]
+        keys = self._own_keys(binding, place)
+        if not binding.section_keys:
+            heights = [binding.shape[0]]
+        for key, rows in zip(keys, heights, strict=True):
+            shape = (*place.lead, rows, *binding.shape[1:])
+            found = self._keys[key].shape
+            padded = list(found)
+            if binding.padded and len(found) == len(shape):
+                padded[len(place.lead)] = min(rows, found[len(place.lead)])
+            if tuple(padded) != shape:
+                raise TensorShapeError(f"tensor {key!r} has shape {found}, the model has {shape}")
+
+
+def chunk_name(key: str, offsets: tuple[int, ...]) -> str:
+    """A name for a part of a stored tensor, as digests are kept by."""
+    return f"{key}@{','.join(map(str, offsets))}"
+
+
+def _ravel(index: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+    """Position of `index` among the leading axes of a chunk."""
+    at = 0
+    for axis, position in enumerate(index):
+        at = at * sizes[axis] + position - offsets[axis]
+    return at

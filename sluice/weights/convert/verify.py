@@ -1,0 +1,122 @@
+"""Are two checkpoints the same?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sluice.weights.convert.control import Control
+from sluice.weights.convert.errors import CancelledConversionError
+from sluice.weights.convert.hf_source import CONFIG, HfSource, read_config
+from sluice.weights.convert.known import check_files
+from sluice.weights.convert.model import read_weights
+from sluice.weights.convert.pieces import Content, Files
+from sluice.weights.convert.stored import is_torch_dist
+from sluice.weights.convert.torch_dist_source import TorchDistSource
+from sluice.weights.errors import InvalidCheckpointError
+from sluice.weights.rules import WeightMap
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two checkpoints by HF name. `different` says what differs; equal is equal to the bit."""
+
+    equal: int
+    size: int
+    different: Mapping[str, str]
+    only_first: tuple[str, ...]
+    only_second: tuple[str, ...]
+
+    @property
+    def same(self) -> bool:
+        return not (self.different or self.only_first or self.only_second)
+
+
+def compare(
+    first: Path, second: Path, control: Control | None = None, *, model: Path | None = None
+) -> Comparison:
+    """Compare two checkpoints of any formats, tensor by tensor.
+
+    `model` has the `config.json` of one that says nothing of its model. Raises
+    CancelledConversionError, or an error of `sluice.weights.errors` for what cannot be read.
+    """
+    control = control or Control()
+    for path in (first, second):
+        check_files(path)
+    with Files() as files:
+        described = _weights(first, second, model)
+        views = [_open(path, described, files) for path in (first, second)]
+        names = [set(view) for view in views]
+        both = sorted(names[0] & names[1])
+        progress = control.progress
+        progress.total_tensors = len(both)
+        progress.total_bytes = sum(views[0][name].size for name in both)
+        different, size = {}, 0
+        for name in both:
+            reason = _difference(views[0][name], views[1][name], files, control)
+            if reason is not None:
+                different[name] = reason
+            size += views[0][name].size
+            progress.done_tensors += 1
+    return Comparison(
+        equal=len(both) - len(different),
+        size=size,
+        different=different,
+        only_first=tuple(sorted(names[0] - names[1])),
+        only_second=tuple(sorted(names[1] - names[0])),
+    )
+
+
+def _weights(first: Path, second: Path, model: Path | None) -> WeightMap | None:
+    if not any(is_torch_dist(path) for path in (first, second)):
+        return None
+    for path in (model, first, second):
+        if path is not None and (path / CONFIG).is_file():
+            return read_weights(read_config(path), path)
+    raise InvalidCheckpointError(f"no {CONFIG!r} says what model this is")
+
+
+def _open(path: Path, weights: WeightMap | None, files: Files) -> dict[str, Content]:
+    if is_torch_dist(path):
+        assert weights is not None
+        source, found = TorchDistSource(path, weights, files), {}
+        for binding in source.bindings():
+            contents = source.contents(binding)
+            for tensor in binding.sources:
+                suffix = "" if tensor.index is None else f"[{tensor.index}]"
+                found[tensor.name + suffix] = contents[tensor.name]
+        return found
+    if weights is None:
+        return {n: f.content for n, f in HfSource(path, files).stored().items()}
+    checkpoint = HfSource(path, files, weights.family.spellings)
+    left_out = {n for n in checkpoint.names() if weights.is_copy(n) or weights.is_ignored(n)}
+    found = {}
+    for name in checkpoint.names():
+        if name in left_out or weights.is_foreign(name):
+            continue
+        content = checkpoint.content(name)
+        if name in weights.hf_tensors() and weights.is_stacked(name):
+            for index in range(content.shape[0]):
+                part = content.rows(index, index + 1)
+                found[f"{name}[{index}]"] = Content(part.dtype, part.shape[1:], part.pieces)
+        else:
+            found[name] = content
+    return found
+
+
+def _difference(first: Content, second: Content, files: Files, control: Control) -> str | None:
+    if first.shape != second.shape:
+        return f"shape {first.shape} and {second.shape}"
+    if first.dtype != second.dtype:
+        return f"type {first.dtype} and {second.dtype}"
+    _check_stop(control)
+    if files.digest(first) != files.digest(second):
+        return "other numbers"
+    control.progress.done_bytes += first.size
+    return None
+
+
+def _check_stop(control: Control) -> None:
+    if control.stop.is_set():
+        raise CancelledConversionError("the check was stopped")

@@ -1,0 +1,1 @@
+"""Lossless differences between versions of a shard file."""

@@ -1,0 +1,188 @@
+"""Bit-exact difference of two arrays of bytes, of elements of one width. No torch.
+
+Elements are taken as unsigned integers; what is kept is `new - old` modulo 2^width, zigzag coded
+(0, -1, 1, -2 ... become 0, 1, 2, 3 ...), since a small optimizer step moves a floating-point
+number to a neighbour in that order. Three forms, of which `encode` takes the smallest:
+
+SPARSE  gaps between the elements that changed (one byte each, 255 and above in a second stream of
+        8 bytes each), then the differences of these, byte plane by byte plane
+DENSE   the differences of all elements, byte plane by byte plane
+RAW     the new bytes
+
+Streams are compressed with zstd. SAME has none. A payload is one byte of form, the counts of
+elements, of changed ones and of long gaps (8 bytes each, little-endian), and the streams, each
+behind its length.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+BLOCK = 1 << 20  # elements that are compared at a time
+LONG_GAP = 255
+SPARSE_LIMIT = 0.5  # of elements; a denser difference is hardly ever smaller in the sparse form
+_HEAD = struct.Struct("<BQQQ")
+_LENGTH = struct.Struct("<Q")
+
+Bytes = np.ndarray  # uint8[n], contiguous
+
+
+class Form(IntEnum):
+    SAME = 0
+    SPARSE = 1
+    DENSE = 2
+    RAW = 3
+
+
+class DeltaError(ValueError):
+    """A payload is damaged, or does not belong to the bytes it is applied to."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A payload, and how many of the elements changed."""
+
+    payload: bytes
+    changed: int
+
+
+def encode(old: Bytes, new: Bytes, width: int) -> Encoded:
+    """The difference from `old` to `new`, uint8[n] each, of elements of `width` bytes."""
+    before, after = _elements(old, width), _elements(new, width)
+    positions, values, changed = _differences(before, after)
+    if not changed:
+        return Encoded(_pack(Form.SAME, len(after), 0, 0), 0)
+    if changed <= SPARSE_LIMIT * len(after):
+        payload = _encode_sparse(len(after), np.concatenate(positions), np.concatenate(values))
+    else:
+        del positions, values
+        planes = _planes(_zigzag(after - before))
+        payload = _pack(Form.DENSE, len(after), changed, 0, planes)
+    if len(payload) >= new.nbytes:
+        payload = _pack(Form.RAW, len(after), changed, 0, new)
+    return Encoded(payload, changed)
+
+
+def apply(payload: memoryview, target: Bytes, width: int) -> None:
+    """Turn the old bytes in `target` into the new ones. Raises DeltaError, `target` undefined."""
+    elements = _elements(target, width)
+    try:
+        form, count, changed, long_gaps = _HEAD.unpack_from(payload)
+        if count != len(elements):
+            raise DeltaError(f"is for {count} elements, not {len(elements)}")
+        if not long_gaps <= changed <= count:
+            raise DeltaError("has counts that do not fit")
+        streams = payload[_HEAD.size :]
+        if form == Form.SPARSE:
+            gaps, streams = _take(streams, changed)
+            long, streams = _take(streams, 8 * long_gaps)
+            planes, streams = _take(streams, width * changed)
+            at = _positions(gaps, long.view("<u8"), count)
+            elements[at] += _unzigzag(_unplanes(planes, elements.dtype))
+        elif form == Form.DENSE:
+            planes, streams = _take(streams, width * count)
+            elements += _unzigzag(_unplanes(planes, elements.dtype))
+        elif form == Form.RAW:
+            target[:], streams = _take(streams, width * count)
+        elif form != Form.SAME:
+            raise DeltaError(f"has the unknown form {form}")
+        if streams:
+            raise DeltaError(f"has {len(streams)} bytes too many")
+    except (struct.error, ValueError, IndexError, OSError, OverflowError) as error:
+        if isinstance(error, DeltaError):
+            raise
+        raise DeltaError(f"is damaged: {error}") from error
+
+
+@cache
+def _zstd() -> Any:
+    import pyarrow  # most processes never see a delta
+
+    return pyarrow.Codec("zstd", compression_level=1)
+
+
+def _elements(data: Bytes, width: int) -> np.ndarray:
+    return data.view(f"<u{width}")
+
+
+def _differences(
+    before: np.ndarray, after: np.ndarray
+) -> tuple[list[np.ndarray], list[np.ndarray], int]:
+    """Positions and zigzag differences of what changed, block by block, while they are few."""
+    positions: list[np.ndarray] = []
+    values: list[np.ndarray] = []
+    changed = 0
+    limit = int(SPARSE_LIMIT * len(after))
+    for start in range(0, len(after), BLOCK):
+        old, new = before[start : start + BLOCK], after[start : start + BLOCK]
+        at = np.flatnonzero(old != new)
+        changed += len(at)
+        if changed <= limit:
+            positions.append(at + start)
+            values.append(_zigzag(new[at] - old[at]))
+    return positions, values, changed
+
+
+def _encode_sparse(count: int, positions: np.ndarray, values: np.ndarray) -> bytes:
+    gaps = np.diff(positions, prepend=-1) - 1
+    is_long = gaps >= LONG_GAP
+    long = gaps[is_long].astype("<u8")
+    short = np.where(is_long, LONG_GAP, gaps).astype(np.uint8)
+    return _pack(Form.SPARSE, count, len(values), len(long), short, long, _planes(values))
+
+
+def _positions(gaps: np.ndarray, long: np.ndarray, count: int) -> np.ndarray:
+    wide = gaps.astype(np.int64)
+    is_long = gaps == LONG_GAP
+    if int(is_long.sum()) != len(long) or (len(long) and int(long.max()) >= count):
+        raise DeltaError("has gaps that do not fit")
+    wide[is_long] = long
+    positions = np.cumsum(wide + 1) - 1
+    if len(positions) and positions[-1] >= count:
+        raise DeltaError("reaches beyond the tensor")
+    return positions
+
+
+def _zigzag(difference: np.ndarray) -> np.ndarray:
+    sign = difference.view(difference.dtype.str.replace("u", "i")) < 0
+    return np.where(sign, ~(difference << 1), difference << 1)
+
+
+def _unzigzag(coded: np.ndarray) -> np.ndarray:
+    half = coded >> 1
+    return np.where(coded & 1, ~half, half)
+
+
+def _planes(values: np.ndarray) -> np.ndarray:
+    """All first bytes, then all second ones and so on, as uint8."""
+    width = values.dtype.itemsize
+    return np.ascontiguousarray(values.view(np.uint8).reshape(-1, width).T).reshape(-1)
+
+
+def _unplanes(planes: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    return np.ascontiguousarray(planes.reshape(dtype.itemsize, -1).T).reshape(-1).view(dtype)
+
+
+def _pack(form: Form, count: int, changed: int, long_gaps: int, *streams: np.ndarray) -> bytes:
+    parts = [_HEAD.pack(form, count, changed, long_gaps)]
+    for stream in streams:
+        data = _zstd().compress(stream.view(np.uint8), asbytes=True) if len(stream) else b""
+        parts += [_LENGTH.pack(len(data)), data]
+    return b"".join(parts)
+
+
+def _take(streams: memoryview, size: int) -> tuple[np.ndarray, memoryview]:
+    """The next stream, which has `size` bytes, and what follows it."""
+    (length,) = _LENGTH.unpack_from(streams)
+    data, rest = streams[_LENGTH.size :][:length], streams[_LENGTH.size + length :]
+    if len(data) != length or (length == 0) is not (size == 0):
+        raise DeltaError("is cut short")
+    if not size:
+        return np.empty(0, np.uint8), rest
+    return np.frombuffer(_zstd().decompress(data, decompressed_size=size), np.uint8), rest

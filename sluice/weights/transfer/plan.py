@@ -1,0 +1,101 @@
+"""Which tensors travel together, in which order. Both sides of a transfer compute it; no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from sluice.weights.errors import InvalidCheckpointError
+from sluice.weights.header import BITS, byte_order
+from sluice.weights.manifest import Manifest, ShardFile, TensorEntry
+
+DEFAULT_BUCKET_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """A place in the group that meets at `address` (host:port)."""
+
+    address: str
+    group: str
+    rank: int
+    world_size: int
+    backend: str
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor in a bucket: safetensors dtype, shape, digest, bytes begin..end of the bucket."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors of one shard file that are broadcast as one flat uint8 tensor of `size` bytes.
+
+    They lie in the file one after the other from byte `offset` of its data on.
+    """
+
+    file_name: str
+    offset: int
+    size: int
+    pieces: tuple[Piece, ...]
+
+
+def plan_buckets(
+    manifest: Manifest, file_names: Sequence[str], bucket_bytes: int = DEFAULT_BUCKET_BYTES
+) -> list[Bucket]:
+    """The broadcasts of a sender that owns `file_names`, in order, as a receiver knows them.
+
+    Raises InvalidCheckpointError for a file that the manifest has no tensors of.
+    """
+    held: dict[str, dict[str, TensorEntry]] = {name: {} for name in file_names}
+    for name, stored in manifest.tensors.items():
+        if stored.file in held:
+            held[stored.file][name] = TensorEntry(stored.dtype, stored.shape, stored.digest)
+    if missing := [name for name, tensors in held.items() if not tensors]:
+        raise InvalidCheckpointError(f"the manifest has no tensors of {missing[0]!r}")
+    return [bucket for file in file_names for bucket in _plan_file(file, held[file], bucket_bytes)]
+
+
+def plan_shards(shards: Iterable[ShardFile], bucket_bytes: int) -> list[Bucket]:
+    """The same, as the sender knows them: of the shards that it reported, in that order."""
+    return [
+        bucket
+        for shard in shards
+        for bucket in _plan_file(shard.file_name, shard.tensors, bucket_bytes)
+    ]
+
+
+def _plan_file(
+    file_name: str, tensors: Mapping[str, TensorEntry], bucket_bytes: int
+) -> list[Bucket]:
+    layout = {name: (entry.dtype, tuple(entry.shape)) for name, entry in tensors.items()}
+    buckets: list[Bucket] = []
+    pieces: list[Piece] = []
+    start = offset = 0
+
+    def close() -> None:
+        nonlocal start
+        if offset > start:
+            buckets.append(Bucket(file_name, start, offset - start, tuple(pieces)))
+            pieces.clear()
+        start = offset
+
+    for name in byte_order(layout):
+        dtype, shape = layout[name]
+        size = math.prod(shape) * BITS[dtype] // 8
+        if offset + size - start > bucket_bytes:
+            close()
+        begin = offset - start
+        pieces.append(Piece(name, dtype, shape, tensors[name].digest, begin, begin + size))
+        offset += size
+    close()
+    return buckets

@@ -1,0 +1,157 @@
+"""What every weight store promises to writers, readers and retention."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from sluice.weights.cache import HostCache
+from sluice.weights.errors import (
+    InvalidCheckpointError,
+    MissingFileError,
+    StagingLostError,
+    VersionExistsError,
+    VersionNotFoundError,
+)
+from sluice.weights.manifest import read_manifest
+from sluice.weights.open import AnyWeightStore, open_store
+from sluice.weights.shards import load_verified, write_shard
+from tests.contract.weight_store.conftest import OpenStore
+from tests.contract.weight_store.policy import Policy
+
+
+def load(store: AnyWeightStore, version: int, root: Path) -> dict[str, torch.Tensor]:
+    held = HostCache(root, store).take(version)
+    loaded = dict(load_verified(held.directory, read_manifest(held.directory)))
+    held.release()
+    return loaded
+
+
+def check(store: AnyWeightStore, policy: Policy, version: int, root: Path) -> None:
+    loaded = load(store, version, root)
+    expected = policy.history[version]
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+
+
+def test_whole_versions_and_deltas_come_out_to_the_bit(
+    policy: Policy, open_again: OpenStore, tmp_path: Path
+) -> None:
+    versions = policy.publish_chain(4)
+    fresh = open_again()
+    assert list(fresh.versions()) == versions
+    assert [record.base for record in fresh.list()] == [None, *versions[:-1]]
+    for version in versions:
+        check(fresh, policy, version, tmp_path / f"cache-{version}")
+    names = {path.name for path in next((tmp_path / "cache-1").glob("*-*/")).iterdir()}
+    assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= names
+
+
+def test_numbers_parents_and_the_latest(policy: Policy, open_again: OpenStore) -> None:
+    with pytest.raises(VersionNotFoundError):
+        open_again().latest()
+    with pytest.raises(VersionNotFoundError):
+        open_again().allocate(7)
+    open_again().abort(open_again().allocate(None))
+    first = policy.publish()
+    second = policy.publish()
+    assert (first.version, second.version) == (2, 3)
+    fresh = open_again()
+    assert fresh.latest() == fresh.get(3) == second
+    assert (fresh.parent(3), fresh.parent(2)) == (2, None)
+    fresh.retain(1)
+    assert open_again().parent(3) == 2
+    with pytest.raises(VersionNotFoundError):
+        fresh.get(2)
+    with pytest.raises(VersionNotFoundError):
+        fresh.manifest(99)
+
+
+def test_writers_at_once_take_different_numbers(open_again: OpenStore) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        taken = list(pool.map(lambda _: open_again().allocate(None).version, range(8)))
+    assert sorted(taken) == list(range(1, 9))
+
+
+def test_nothing_is_visible_before_the_commit(store: AnyWeightStore, policy: Policy) -> None:
+    staging = store.allocate(None)
+    shard = write_shard(staging.directory, "a.safetensors", {"w": torch.ones(3)})
+    assert list(store.versions()) == []
+    with pytest.raises(VersionNotFoundError):
+        store.get(staging.version)
+    record = store.commit(staging, [shard], [], step=4)
+    assert list(store.versions()) == [record.version]
+    assert record.step == 4
+    with pytest.raises((VersionExistsError, StagingLostError)):
+        store.commit(staging, [shard], [], step=4)
+
+
+def test_an_abort_leaves_nothing(store: AnyWeightStore, tmp_path: Path) -> None:
+    staging = store.allocate(None)
+    write_shard(staging.directory, "a.safetensors", {"w": torch.ones(3)})
+    store.abort(staging)
+    assert list(store.versions()) == []
+    with pytest.raises((MissingFileError, VersionNotFoundError)):
+        store.local_file(staging.version, "a.safetensors", tmp_path)
+
+
+def test_a_commit_refuses_what_is_not_as_reported(store: AnyWeightStore) -> None:
+    staging = store.allocate(None)
+    shard = write_shard(staging.directory, "a.safetensors", {"w": torch.ones(3)})
+    other = write_shard(staging.directory, "b.safetensors", {"v": torch.ones(3)})
+    (staging.directory / "b.safetensors").unlink()
+    with pytest.raises(MissingFileError, match=r"b\.safetensors"):
+        store.commit(staging, [shard, other], [], step=0)
+    write_shard(staging.directory, "b.safetensors", {"u": torch.ones(3)})
+    with pytest.raises(InvalidCheckpointError, match="u, v"):
+        store.commit(staging, [shard, other], [], step=0)
+    assert list(store.versions()) == []
+
+
+def test_retention_spares_pins_chains_and_what_is_in_use(
+    policy: Policy, open_again: OpenStore, tmp_path: Path
+) -> None:
+    versions = policy.publish_chain(4)
+    whole = policy.publish().version
+    store = open_again()
+    store.pin(versions[1], "engine/1 a")
+    assert store.pins() == {versions[1]: {"engine/1 a"}}
+    assert list(store.retain(1, in_use=[whole])) == versions[2:]
+    check(store, policy, versions[1], tmp_path / "cache")
+    store.unpin(versions[1], "engine/1 a")
+    store.unpin(versions[1], "engine/1 a")
+    assert list(store.retain(1)) == versions[:2]
+    assert list(open_again().versions()) == [whole]
+    with pytest.raises(VersionNotFoundError):
+        store.pin(versions[0], "late")
+    assert store.pins() == {}
+
+
+def test_damage_in_the_store_is_named(policy: Policy, open_again: OpenStore, tmp_path) -> None:
+    """The reader finds a byte that changed on the way to it."""
+    version = policy.publish_chain(2)[-1]
+    store = open_again()
+
+    class Damaging:
+        manifest = staticmethod(store.manifest)
+
+        def local_file(self, number: int, name: str, scratch: Path) -> Path:
+            source = store.local_file(number, name, scratch)
+            data = bytearray(source.read_bytes())
+            if name == "model-0.safetensors":
+                data[-1] ^= 1
+            path = scratch / f"damaged-{number}-{name}"
+            path.write_bytes(data)
+            return path
+
+    with pytest.raises(Exception, match=r"'embed\.weight'"):
+        HostCache(tmp_path / "cache", Damaging()).take(version)
+    check(store, policy, version, tmp_path / "cache")
+
+
+def test_a_location_of_another_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="neither a directory nor"):
+        open_store("gopher://somewhere")

@@ -1,0 +1,117 @@
+"""Engines as real processes, to be killed and stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sluice import faults
+from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
+from sluice.client import EngineClient
+from sluice.runtime.security import SecurityConfig
+
+PATIENCE = 60.0
+
+
+@dataclass
+class RunningEngine:
+    """A rollout process of the engine role, with faults to be armed below its directory."""
+
+    engine_id: str
+    directory: Path
+    process: subprocess.Popen[bytes]
+    address: str
+    security: SecurityConfig
+
+    @property
+    def target(self) -> trainer_pb.TransferTarget:
+        return trainer_pb.TransferTarget(engine_id=self.engine_id, address=self.address)
+
+    def client(self) -> EngineClient:
+        return EngineClient(self.address, self.security)
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def kill_at(self, point: str, passing: int = 1) -> None:
+        """It dies (-9) at a kill point of `sluice.faults`."""
+        faults.arm(self.directory / "faults", point, passing)
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """It holds all its connections, and does nothing."""
+        self.signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.signal(signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def running_engines(
+    root: Path, model: Path, store: Path, security: SecurityConfig, count: int, **settings: Any
+) -> Iterator[list[RunningEngine]]:
+    """Engines that serve `model` as version 0."""
+    processes = []
+    try:
+        for index in range(count):
+            processes.append(_launch(root / f"engine-{index}", model, store, security, settings))
+        engines = []
+        for index, process in enumerate(processes):
+            directory = root / f"engine-{index}"
+            address = _await_address(process, directory / "address.json")
+            engines.append(RunningEngine(directory.name, directory, process, address, security))
+        yield engines
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
+
+
+def _launch(
+    directory: Path, model: Path, store: Path, security: SecurityConfig, settings: dict[str, Any]
+) -> subprocess.Popen[bytes]:
+    directory.mkdir(parents=True)
+    values = {
+        "roles": ["engine"],
+        "engine_id": directory.name,
+        "store": str(store),
+        "store_sync": False,
+        "engine": {"model": str(model), "threads": 1, "max_running": 8, "max_model_length": 64},
+        "server": {
+            "address_file": str(directory / "address.json"),
+            "drain_seconds": 0.2,
+            "security": security.model_dump(mode="json"),
+        },
+        **settings,
+    }
+    file = directory / "rollout.yaml"
+    file.write_text(yaml.safe_dump(values))
+    environment = {key: value for key, value in os.environ.items() if "SLUICE_" not in key}
+    environment[faults.VARIABLE] = str(directory / "faults")
+    return subprocess.Popen(
+        [sys.executable, "-m", "services.rollout", "--config", str(file)],
+        env={**environment, "SLUICE_DEVICE": "cpu", "OMP_NUM_THREADS": "1"},
+    )
+
+
+def _await_address(process: subprocess.Popen[bytes], file: Path) -> str:
+    deadline = time.monotonic() + PATIENCE
+    while not file.exists():
+        assert process.poll() is None, f"the engine exited with {process.returncode}"
+        assert time.monotonic() < deadline, "the engine does not listen"
+        time.sleep(0.02)
+    address: str = json.loads(file.read_text())["address"]
+    return address

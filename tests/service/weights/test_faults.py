@@ -1,0 +1,165 @@
+"""Full disks and killed writers: no half version, engines serve, and all catch up afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from examples.models.tiny_qwen3 import build_tiny_qwen3
+from sluice import faults
+from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
+from sluice.client import EngineClient, RemoteError, TrainerClient
+from sluice.weights.store import WeightStore
+from tests.service.trainer.harness import (
+    ACTIVE,
+    RunningTrainer,
+    make_groups,
+    poll,
+    running_trainer,
+    train_step,
+    until,
+    upload,
+)
+from tests.service.weights.harness import RunningEngine, running_engines
+
+ROOM = 10_000  # bytes of a file on a disk that is nearly full
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTrainer]:
+    model = build_tiny_qwen3(tmp_path_factory.mktemp("model"), 0)
+    settings = {
+        "ranks": {"count": 1, "restart_backoff": 0.1},
+        "publish": {"delta": True},
+        "optim": {"learning_rate": 1e-5},
+    }
+    with running_trainer(tmp_path_factory.mktemp("trainer"), model, **settings) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def engines(
+    tmp_path_factory: pytest.TempPathFactory, trainer: RunningTrainer
+) -> Iterator[list[RunningEngine]]:
+    """Two, each on a host of its own."""
+    root = tmp_path_factory.mktemp("engines")
+    model = build_tiny_qwen3(root / "model", 0)
+    hosts = [{"weights_cache": str(root / f"host-{index}")} for index in range(2)]
+    with contextlib.ExitStack() as stack:
+        running = [
+            stack.enter_context(
+                running_engines(
+                    root / str(index), model, trainer.store, trainer.security, 1, **settings
+                )
+            )[0]
+            for index, settings in enumerate(hosts)
+        ]
+        yield running
+
+
+@pytest.fixture
+async def client(trainer: RunningTrainer) -> AsyncIterator[TrainerClient]:
+    async with trainer.client() as client:
+        await until(client, lambda now: now.state == ACTIVE)
+        yield client
+
+
+@pytest.fixture
+async def clients(engines: list[RunningEngine]) -> AsyncIterator[list[EngineClient]]:
+    async with engines[0].client() as first, engines[1].client() as second:
+        for served in (first, second):
+            await poll(lambda served=served: _serves(served), 60)
+        yield [first, second]
+
+
+async def _serves(client: EngineClient) -> bool:
+    try:
+        return (await client.get()).HasField("weights")
+    except RemoteError:
+        return False
+
+
+async def score(client: EngineClient) -> list[float]:
+    request = engine_pb.ScoreRequest(token_ids=[1, 2, 3, 4], prompt_length=1)
+    return list((await client.stub.Score(request)).logprobs)
+
+
+@contextlib.contextmanager
+def full_disk(process_id: int) -> Iterator[None]:
+    """Files that the process writes end at ROOM bytes."""
+    soft, hard = resource.prlimit(process_id, resource.RLIMIT_FSIZE)
+    resource.prlimit(process_id, resource.RLIMIT_FSIZE, (ROOM, hard))
+    try:
+        yield
+    finally:
+        resource.prlimit(process_id, resource.RLIMIT_FSIZE, (soft, hard))
+
+
+async def test_a_writer_whose_disk_is_full_publishes_nothing(client, trainer) -> None:
+    store = WeightStore(trainer.store / "weights", durable=False)
+    before = list(store.versions())
+    rank = (await client.get()).ranks[0]
+    with full_disk(rank.process_id), pytest.raises(RemoteError, match="too large"):
+        await client.publish_weights()
+    assert list(store.versions()) == before
+    assert not [path for path in (store.root / "staging").iterdir() if path.is_dir()]
+    published = await client.publish_weights()
+    assert list(store.versions()) == [*before, published.weights.version]
+    assert (await client.get()).restart_count == 0
+
+
+async def test_a_reader_whose_disk_is_full_goes_on_serving_and_catches_up(
+    client, clients, engines
+) -> None:
+    first = (await client.publish_weights()).weights
+    for served in clients:
+        await served.prepare_weights(first)
+        await served.commit_weights(first)
+    old = await score(clients[0])
+    batch = await upload(client, "room", make_groups("room"))
+    await train_step(client, batch)
+    second = (await client.publish_weights()).weights
+    with full_disk(engines[0].process.pid):
+        with pytest.raises(RemoteError) as refused:
+            await clients[0].prepare_weights(second)
+        assert refused.value.reason == "UNFIT_WEIGHTS"
+        assert "too large" in str(refused.value)
+        await clients[1].prepare_weights(second)
+        await clients[1].commit_weights(second)
+        assert await score(clients[0]) == old
+    await clients[0].prepare_weights(second)
+    await clients[0].commit_weights(second)
+    assert await score(clients[0]) == await score(clients[1]) != old
+
+
+async def test_a_reader_killed_while_it_fetches_leaves_no_half_version(
+    client, clients, engines, trainer
+) -> None:
+    weights = (await client.publish_weights()).weights
+    engines[1].kill_at("weights.building")
+    with pytest.raises(RemoteError):
+        await clients[1].prepare_weights(weights)
+    assert engines[1].process.wait(10) != 0
+    root = engines[1].directory.parent.parent / "host-1"
+    whole = [path.name for path in root.iterdir() if path.is_dir() and path.name[0] != "."]
+    assert f"{weights.version:08d}-{weights.digest}" not in whole
+    await clients[0].prepare_weights(weights)
+    await clients[0].commit_weights(weights)
+
+
+async def test_a_writer_killed_in_mid_publication_leaves_no_half_version(client, trainer) -> None:
+    store = WeightStore(trainer.store / "weights", durable=False)
+    before = list(store.versions())
+    faults.arm(trainer.store.parent / "faults", "rank0.publish")
+    with pytest.raises(RemoteError) as lost:
+        await client.publish_weights()
+    assert lost.value.reason == "RANK_LOST"
+    assert list(store.versions()) == before
+    await until(client, lambda now: now.state == ACTIVE and now.restart_count == 1)
+    published = await client.publish_weights()
+    assert published.byte_count == published.full_byte_count  # the new rank kept nothing
+    assert list(store.versions())[-1] == published.weights.version
+    assert (await client.publish_weights()).byte_count < 0.2 * published.full_byte_count

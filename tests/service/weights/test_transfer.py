@@ -1,0 +1,255 @@
+"""A trainer of two ranks sends weights to three engines, some of which stop or die.
+
+The tests share the processes and run in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from examples.models.tiny_qwen3 import build_tiny_qwen3
+from sluice import faults, platform
+from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
+from sluice.client import EngineClient, RemoteError, TrainerClient
+from tests.service.trainer.harness import (
+    ACTIVE,
+    RunningTrainer,
+    make_groups,
+    poll,
+    running_trainer,
+    train_step,
+    until,
+    upload,
+)
+from tests.service.weights.harness import RunningEngine, running_engines
+
+SECONDS = 6.0  # of a transfer
+TOKENS = [1, 2, 3, 4, 5, 6]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_qwen3(tmp_path_factory.mktemp("model"), 0)
+
+
+@pytest.fixture(scope="module")
+def sending(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[RunningTrainer]:
+    root = tmp_path_factory.mktemp("trainer")
+    settings = {
+        "ranks": {"count": 2, "command_timeout": 60.0},
+        "publish": {"delta": True, "chain": 3},
+        "transfer": {"enabled": True, "timeout_seconds": SECONDS, "bucket_bytes": 40_000},
+    }
+    with running_trainer(root, model, **settings) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def engines(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, sending: RunningTrainer
+) -> Iterator[list[RunningEngine]]:
+    root = tmp_path_factory.mktemp("engines")
+    with running_engines(root, model, sending.store, sending.security, 3) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(sending: RunningTrainer) -> AsyncIterator[TrainerClient]:
+    async with sending.client() as client:
+        await until(client, lambda now: now.state == ACTIVE)
+        yield client
+
+
+@pytest.fixture
+async def clients(engines: list[RunningEngine]) -> AsyncIterator[list[EngineClient]]:
+    opened = [engine.client() for engine in engines]
+    for engine, client in zip(engines, opened, strict=True):
+        if engine.process.poll() is None:
+            await poll(lambda client=client: _serves(client), 60)
+    yield opened
+    for client in opened:
+        await client.close()
+
+
+async def _serves(client: EngineClient) -> bool:
+    try:
+        return (await client.get()).HasField("weights")
+    except RemoteError:
+        return False
+
+
+async def score(client: EngineClient) -> list[float]:
+    request = engine_pb.ScoreRequest(token_ids=TOKENS, prompt_length=1)
+    return list((await client.stub.Score(request)).logprobs)
+
+
+def failures(response) -> dict[str, str]:
+    return {
+        outcome.engine_id: outcome.error.message
+        for outcome in response.engines
+        if outcome.HasField("error")
+    }
+
+
+async def test_all_engines_receive_what_the_store_has(client, clients, engines) -> None:
+    before = await score(clients[0])
+    batch = await upload(client, "one", make_groups("one"))
+    await train_step(client, batch)
+    published = await client.publish_weights([engine.target for engine in engines])
+    assert failures(published) == {}
+    assert len(published.engines) == 3
+    weights = published.weights
+    states = [await c.get() for c in clients]
+    assert [list(state.prepared_versions) for state in states] == [[weights.version]] * 3
+    assert len({state.transfer_group for state in states}) == 1
+    assert [await c.prepare_weights(weights) for c in clients] == [0.0] * 3  # it is there already
+    for c in clients[:2]:
+        await c.commit_weights(weights)
+    received = await score(clients[0])
+    assert received != before
+    assert received == await score(clients[1])
+
+
+async def test_what_came_over_a_transfer_is_what_the_store_gives(client, clients, engines) -> None:
+    """The third engine reads from the store what the others received: a version of deltas."""
+    published = await client.publish_weights([engine.target for engine in engines[:2]])
+    assert failures(published) == {}
+    assert published.byte_count < 0.2 * published.full_byte_count  # nothing has changed
+    assert await clients[2].prepare_weights(published.weights) > 0
+    for c in clients:
+        await c.commit_weights(published.weights)
+    scores = [await score(c) for c in clients]
+    assert scores[0] == scores[1] == scores[2]
+
+
+async def test_a_group_lasts_while_its_members_do(client, clients, engines) -> None:
+    targets = [engine.target for engine in engines]
+    groups = []
+    for _ in range(2):
+        published = await client.publish_weights(targets)
+        assert failures(published) == {}
+        groups.append({(await c.get()).transfer_group for c in clients})
+    assert groups[0] == groups[1]
+    assert len(groups[0]) == 1
+
+
+async def test_an_engine_that_is_not_there_is_named_and_the_others_go_on(
+    client, clients, engines
+) -> None:
+    away = engines[0].target
+    away.engine_id, away.address = "away", "127.0.0.1:1"
+    published = await client.publish_weights([away, engines[0].target])
+    assert set(failures(published)) == {"away"}
+    assert published.weights.version in (await clients[0].get()).prepared_versions
+
+
+async def test_a_stopped_engine_holds_nobody_up_and_catches_up_alone(
+    client, clients, engines
+) -> None:
+    stuck, *others = engines
+    with stuck.stopped():
+        began = time.monotonic()
+        published = await client.publish_weights([engine.target for engine in engines])
+        assert time.monotonic() - began < 4 * SECONDS
+        assert set(failures(published)) == {stuck.engine_id}
+        for c in clients[1:]:
+            assert published.weights.version in (await c.get()).prepared_versions
+            await c.commit_weights(published.weights)
+    await clients[0].prepare_weights(published.weights)
+    await clients[0].commit_weights(published.weights)
+    scores = [await score(c) for c in clients]
+    assert scores[0] == scores[1] == scores[2]
+    assert len(others) == 2
+
+
+async def test_waits_name_the_transfer_and_who_is_late(sending, client, clients, engines) -> None:
+    victim = engines[1]
+    targets = [engine.target for engine in (engines[0], victim)]
+    async with sending.client() as watching:
+
+        async def is_named() -> bool:
+            waits = await watching.list_waits()
+            found = [wait for wait in waits if wait.what.startswith("transfer of weight version")]
+            return bool(found) and victim.engine_id in found[0].on
+
+        with victim.stopped():
+            publishing = asyncio.create_task(client.publish_weights(targets))
+            await poll(is_named, SECONDS, 0.05)
+            published = await publishing
+    assert set(failures(published)) == {victim.engine_id}
+    assert published.weights.version in (await clients[0].get()).prepared_versions
+
+
+async def test_members_that_do_not_come_are_named_until_the_deadline(clients, engines) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        request = engine_pb.JoinTransferGroupRequest(
+            transfer_group="nobody",
+            senders=[engine_pb.TransferSender(address=address, group="nobody-0")],
+            first_rank=1,
+            world_size=2,
+            backend=platform.CPU.collective,
+        )
+        request.timeout.FromMilliseconds(1500)
+        joining = asyncio.create_task(clients[0].join_transfer_group(request))
+
+        async def is_named() -> bool:
+            waits = await clients[0].list_waits()
+            found = [wait for wait in waits if wait.what == "members of transfer group nobody"]
+            return bool(found) and list(found[0].on) == [address]
+
+        await poll(is_named, 5, 0.05)
+        with pytest.raises(RemoteError) as refused:
+            await asyncio.wait_for(joining, 8)
+    assert refused.value.reason == "TRANSFER_BROKEN"
+    assert (await clients[0].get()).transfer_group == ""
+
+
+async def test_weights_of_a_group_that_was_not_joined_are_refused(client, clients) -> None:
+    weights = (await client.publish_weights()).weights
+    transfer = engine_pb.WeightTransfer(transfer_group="another")
+    with pytest.raises(RemoteError) as refused:
+        await clients[0].prepare_weights(weights, transfer)
+    assert refused.value.reason == "TRANSFER_GROUP_NOT_JOINED"
+
+
+async def test_one_engine_of_three_killed_in_mid_transfer(client, clients, engines) -> None:
+    victim = engines[1]
+    targets = [engine.target for engine in engines]
+    await client.publish_weights(targets)  # all are in one group again
+    victim.kill_at("transfer.received", passing=3)
+    began = time.monotonic()
+    published = await client.publish_weights(targets)
+    assert time.monotonic() - began < SECONDS  # nobody waits for the deadline
+    assert victim.process.wait(5) == -signal.SIGKILL
+    assert set(failures(published)) == {victim.engine_id}
+    for c in (clients[0], clients[2]):
+        assert published.weights.version in (await c.get()).prepared_versions
+        await c.commit_weights(published.weights)
+    assert await score(clients[0]) == await score(clients[2])
+    trainer = await client.get()
+    assert (trainer.state, trainer.restart_count) == (ACTIVE, 0)
+
+
+async def test_a_rank_killed_in_mid_transfer_leaves_the_engines_serving(
+    sending, client, clients, engines
+) -> None:
+    left = [engines[0], engines[2]]
+    before = [(await c.get()).weights for c in (clients[0], clients[2])]
+    faults.arm(sending.store.parent / "faults", "transfer.sent", 2)
+    with pytest.raises(RemoteError) as lost:
+        await client.publish_weights([engine.target for engine in left])
+    assert lost.value.reason == "RANK_LOST"
+    assert [(await c.get()).weights for c in (clients[0], clients[2])] == before
+    await until(client, lambda now: now.state == ACTIVE and now.restart_count == 1)
+    published = await client.publish_weights([engine.target for engine in left])
+    assert failures(published) == {}
+    for c in (clients[0], clients[2]):
+        assert await c.prepare_weights(published.weights) == 0.0

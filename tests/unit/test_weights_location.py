@@ -1,0 +1,58 @@
+"""Where versions of weights are is said once, to the trainer: all else hears it from there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sluice.config import parse_config
+from sluice.supervise import Supervisor, UpConfig, read_weights
+
+URL = "s3://weights/run"
+
+
+class Written(Supervisor):
+    """What `sluice up` writes for services, without starting any."""
+
+    def write(self) -> Written:
+        for service in self._services:
+            service.addresses = {"address": "127.0.0.1:1", "metrics_address": "127.0.0.1:2"}
+            path = self.run_dir / f"{service.name}.yaml"
+            path.write_text(yaml.safe_dump(self._filled_in(service)))
+        self._write_services()
+        return self
+
+    def config_of(self, name: str) -> dict[str, object]:
+        config: dict[str, object] = yaml.safe_load((self.run_dir / f"{name}.yaml").read_text())
+        return config
+
+
+def write(run_dir: Path, trainer: dict[str, object], rollout: dict[str, object]) -> Written:
+    services = {
+        "router": {"kind": "router"},
+        "critic": {"kind": "trainer", "config": {"head": "value", "weights": "s3://other/one"}},
+        "trainer": {"kind": "trainer", "config": trainer},
+        "rollout": {"kind": "rollout", "config": rollout},
+    }
+    return Written(parse_config(UpConfig, {"run_dir": run_dir, "services": services})).write()
+
+
+def test_engines_and_runs_look_where_the_trainer_of_the_policy_publishes(tmp_path: Path) -> None:
+    written = write(tmp_path, {"weights": URL}, {})
+    assert written.config_of("rollout")["weights"] == URL
+    assert read_weights(written.services_file) == URL
+
+
+@pytest.mark.parametrize("own", ["s3://mirror/run", ""])
+def test_what_an_engine_is_told_itself_stays(own: str, tmp_path: Path) -> None:
+    assert (
+        write(tmp_path, {"weights": URL}, {"weights": own}).config_of("rollout")["weights"] == own
+    )
+
+
+def test_without_a_location_all_look_into_the_store(tmp_path: Path) -> None:
+    written = write(tmp_path, {}, {})
+    assert "weights" not in written.config_of("rollout")
+    assert read_weights(written.services_file) == ""
