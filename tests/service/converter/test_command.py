@@ -1,0 +1,40 @@
+"""`sluice convert` and `sluice verify`, here and at a converter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sluice.convert_command import CheckpointError, convert, verify
+from tests.service.converter.conftest import Converter
+from tests.unit.weights_rules.models import save_model
+
+
+async def test_the_command_does_the_same_here_and_there(
+    converter: Converter, model: Path, tmp_path: Path
+) -> None:
+    client = await converter.start("--no-durable")
+    other, reports = save_model("qwen3", converter.root / "other", seed=1), []
+    for number, address in enumerate(("", client.address)):
+        made, report = converter.root / f"made-{number}", tmp_path / f"{number}.json"
+        flags = ["--layout.tensor", "2", "--vocab_multiple", "8", "--report", str(report)]
+        at = ["--address", address] if address else []
+        await convert([str(model), str(made), *flags, *at])
+        await verify([str(model), str(made), *at])
+        reports.append(json.loads(report.read_bytes()))
+        with pytest.raises(CheckpointError, match="differ") as error:
+            await verify([str(other), str(made), *at])
+        assert "made" in str(error.value)
+    assert reports[0]["digests"] == reports[1]["digests"]
+    assert len(reports[0]["converted"]) == 47
+
+
+async def test_the_command_refuses_in_a_line(model: Path) -> None:
+    with pytest.raises(CheckpointError, match="exists already"):
+        await convert([str(model), str(model)])
+    with pytest.raises(CheckpointError, match=r"Not a directory|File exists"):
+        await convert([str(model), str(model / "config.json/made")])
+    with pytest.raises(CheckpointError, match="for HF"):
+        await convert([str(model), str(model.with_name("x")), "--quantize", "fp8"])
