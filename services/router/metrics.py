@@ -6,14 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import grpc
-import numpy as np
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from sluice.balance.routing import QUEUED as QUEUED_TARGET
 from sluice.balance.routing import Grant, Refusal
-from sluice.runtime.metrics import Family, Reading, with_values
+from sluice.runtime.metrics import Family, Reading, show, with_values
 
 if TYPE_CHECKING:
     from services.router.pools import PoolRoom, Pools
@@ -21,21 +19,36 @@ if TYPE_CHECKING:
 WAITS = (0.001, 0.01, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600)
 DECISIONS = ("session", "placed", "queued")
 
-LEASES = Counter(
-    "sluice_router_leases_total",
-    "Leases given: on the rank of their session, on the best free rank, or to wait for one.",
-    ["pool", "decision"],
+LEASES = with_values(
+    Counter(
+        "sluice_router_leases_total",
+        "Leases given: on the rank of their session, on the best free rank, or to wait for one.",
+        ["pool", "decision"],
+    ),
+    None,
+    DECISIONS,
 )
-RELEASES = Counter("sluice_router_releases_total", "Leases given back.", ["pool"])
-REFUSALS = Counter("sluice_router_refused_leases_total", "Leases refused.", ["pool", "reason"])
-EXPIRED_LEASES = Counter(
-    "sluice_router_expired_leases_total", "Leases of clients that fell silent.", ["pool"]
+REFUSALS = with_values(
+    Counter("sluice_router_refused_leases_total", "Leases refused.", ["pool", "reason"]),
+    None,
+    Refusal,
 )
-ADOPTED_LEASES = Counter(
-    "sluice_router_adopted_leases_total", "Leases taken over from an earlier router.", ["pool"]
+RELEASES = with_values(
+    Counter("sluice_router_releases_total", "Leases given back.", ["pool"]), None
 )
-DROPPED_LEASES = Counter(
-    "sluice_router_dropped_leases_total", "Leases their client never received.", ["pool"]
+EXPIRED_LEASES = with_values(
+    Counter("sluice_router_expired_leases_total", "Leases of clients that fell silent.", ["pool"]),
+    None,
+)
+ADOPTED_LEASES = with_values(
+    Counter(
+        "sluice_router_adopted_leases_total", "Leases taken over from an earlier router.", ["pool"]
+    ),
+    None,
+)
+DROPPED_LEASES = with_values(
+    Counter("sluice_router_dropped_leases_total", "Leases their client never received.", ["pool"]),
+    None,
 )
 HOLD_SECONDS = Histogram(
     "sluice_router_hold_duration_seconds", "Calls that waited for a free rank.", buckets=WAITS
@@ -69,10 +82,8 @@ SESSIONS = Reading("sluice_router_sessions", "Sticky sessions.", ("pool",))
 
 def open_pool(name: str) -> None:
     """Show a pool's counters from 0 on."""
-    for counter in (RELEASES, EXPIRED_LEASES, ADOPTED_LEASES, DROPPED_LEASES):
-        counter.labels(name)
-    with_values(LEASES, (name,), DECISIONS)
-    with_values(REFUSALS, (name,), Refusal)
+    for counter in (LEASES, REFUSALS, RELEASES, EXPIRED_LEASES, ADOPTED_LEASES, DROPPED_LEASES):
+        show(counter, name)
 
 
 def given_leases(pool: str) -> tuple[Counter, ...]:
@@ -82,9 +93,9 @@ def given_leases(pool: str) -> tuple[Counter, ...]:
 
 def count_grant(given: Sequence[Counter], grant: Grant) -> None:
     """Count leases by how they were decided."""
-    queued = int(np.count_nonzero(grant.targets == QUEUED_TARGET))
-    placed = len(grant.targets) - queued - grant.session_count
-    for counter, count in zip(given, (grant.session_count, placed, queued), strict=True):
+    placed = len(grant.targets) - grant.queued_count - grant.session_count
+    counts = (grant.session_count, placed, grant.queued_count)
+    for counter, count in zip(given, counts, strict=True):
         if count:
             counter.inc(count)
 

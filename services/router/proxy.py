@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,16 +147,27 @@ class Proxy:
                 by_address.setdefault(address, []).append(request_id)
         answers = await asyncio.gather(
             *(
-                self._channel(address).unary_unary(
-                    f"/{SERVICE}/Abort",
-                    request_serializer=pb.AbortRequest.SerializeToString,
-                    response_deserializer=pb.AbortResponse.FromString,
-                )(pb.AbortRequest(request_ids=ids), timeout=_remaining(context))
+                self._abort_at(address, ids, _remaining(context))
                 for address, ids in by_address.items()
             )
         )
-        aborted = [request_id for answer in answers for request_id in answer.aborted_request_ids]
-        return pb.AbortResponse(aborted_request_ids=aborted)
+        return pb.AbortResponse(aborted_request_ids=itertools.chain.from_iterable(answers))
+
+    async def _abort_at(self, address: str, ids: list[str], seconds: float) -> Sequence[str]:
+        """Those the engine aborted; none where it cannot be reached, whose requests end anyway."""
+        method = self._channel(address).unary_unary(
+            f"/{SERVICE}/Abort",
+            request_serializer=pb.AbortRequest.SerializeToString,
+            response_deserializer=pb.AbortResponse.FromString,
+        )
+        try:
+            answer: pb.AbortResponse = await method(
+                pb.AbortRequest(request_ids=ids), timeout=seconds
+            )
+        except grpc.aio.AioRpcError as error:
+            logger.warning("engine at %s: not aborted: %s", address, error.details())
+            return ()
+        return answer.aborted_request_ids
 
     async def _unary(
         self, send: Callable[[_Trip], Any], versions: pb.VersionBounds, count: int, context: Any

@@ -15,7 +15,7 @@ from services.router.episodes import EpisodeWorkers
 from services.router.pools import PoolRoom, Pools
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
-from sluice.balance.routing import QUEUED, LeaseRequest, Needs
+from sluice.balance.routing import LeaseRequest, Needs
 from sluice.runtime.errors import InvalidFieldError, NotFoundError
 from sluice.runtime.idempotency import RequestLog
 from sluice.runtime.waits import Waits
@@ -107,14 +107,32 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
         self, request: pb.AcquireLeasesRequest, context: Any
     ) -> pb.AcquireLeasesResponse:
         if request.request_id and _seconds(request.max_wait) > 0:  # a repeat joins the wait
-            return await self._requests.once(
+            response = await self._requests.once(
                 request.request_id, request, lambda: self._acquire(request)
             )
-        response = self._answers.find(request)
-        if response is None:
+        elif (known := self._answers.find(request)) is not None:
+            response = known
+        else:
             response = await self._acquire(request)
             self._answers.remember(request, response)
-        return response
+        return self._with_engines(request, response)
+
+    def _with_engines(
+        self, request: pb.AcquireLeasesRequest, response: pb.AcquireLeasesResponse
+    ) -> pb.AcquireLeasesResponse:
+        """The answer with what its targets mean now, if the client does not know.
+
+        Targets are never moved while leased, so an answer given before may be read with the
+        engines of now; and none that is remembered holds a copy of them.
+        """
+        room = self._pools.room(request.pool)
+        response.epoch = room.pool.epoch
+        if request.known_epoch == response.epoch:
+            return response
+        full = pb.AcquireLeasesResponse()
+        full.CopyFrom(response)
+        full.engines.extend(room.engines())
+        return full
 
     async def RenewLeases(
         self, request: pb.RenewLeasesRequest, context: Any
@@ -172,16 +190,13 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
             room.releases.inc(count)
         grant = room.acquire(client, wanted)
         response = pb.AcquireLeasesResponse(first_lease_id=grant.first_id, ttl=room.ttl)
-        targets = np.maximum(grant.targets, -1)
+        targets = np.maximum(grant.targets, -1) if grant.queued_count else grant.targets
         response.MergeFromString(wire.write_column(_TARGET_INDICES, targets))
-        if not (request.count and (grant.targets != QUEUED).any()):
+        if grant.queued_count == request.count:  # no lease of this call has a target
             await self._wait(room, request)
         for lease, target in room.pool.collect(client):
             response.bound_lease_ids.append(lease)
             response.bound_target_indices.append(target)
-        response.epoch = room.pool.epoch
-        if request.known_epoch != response.epoch:
-            response.engines.extend(room.engines())
         return response
 
     async def _wait(self, room: PoolRoom, request: pb.AcquireLeasesRequest) -> None:

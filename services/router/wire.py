@@ -29,7 +29,7 @@ IntArray = NDArray[np.int64]
 
 MAX_COUNT = 65_536  # leases of one call
 MAX_DP_SIZE = 4_096
-_OK = int(Outcome.OK)
+_ALL_OK = np.full(MAX_COUNT, int(Outcome.OK), np.uint8)
 _STATES = {
     EngineState.ACTIVE: pb.ENGINE_STATE_ACTIVE,
     EngineState.DRAINING: pb.ENGINE_STATE_DRAINING,
@@ -178,8 +178,8 @@ def released_from_proto(
     Raises InvalidFieldError naming the column that does not fit.
     """
     columns = read_columns(released.SerializeToString())
-    ids = np.frombuffer(columns.get(1, b""), dtype="<i8").astype(np.int64)
-    outcomes: NDArray[Any] = np.full(len(ids), _OK, np.uint8)
+    ids = np.frombuffer(columns.get(1, b""), dtype="<i8")
+    outcomes = _all_ok(len(ids))
     tokens: NDArray[Any] | None = None
     if 2 in columns:
         data = columns[2]  # packed varints: of one byte each, unless a newer client has more
@@ -190,6 +190,11 @@ def released_from_proto(
         tokens = np.frombuffer(columns[3], dtype="<i4")
         _check_length("released.token_counts", tokens, len(ids))
     return ids, outcomes, tokens
+
+
+def _all_ok(count: int) -> NDArray[Any]:
+    """uint8[count], not to be written to."""
+    return _ALL_OK[:count] if count <= MAX_COUNT else np.full(count, _ALL_OK[0])
 
 
 def read_columns(data: bytes) -> dict[int, bytes]:
@@ -208,7 +213,7 @@ def read_columns(data: bytes) -> dict[int, bytes]:
     return columns
 
 
-def write_column(field: int, values: NDArray[np.int32]) -> bytes:
+def write_column(field: int, values: IntArray) -> bytes:
     """A packed sfixed32 field, to be merged into a message."""
     data = values.astype("<i4").tobytes()
     return _varint(field << 3 | 2) + _varint(len(data)) + data

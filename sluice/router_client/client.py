@@ -12,33 +12,30 @@ import asyncio
 import contextlib
 import logging
 import random
-import time
 import uuid
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import grpc
-from grpc_status import rpc_status
 
 from sluice.api.router.v1 import router_service_pb2 as pb
-from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
-from sluice.router_client.known import KnownEngines, Place
-from sluice.router_client.tickets import Returned, Ticket
-from sluice.router_client.types import Lease, Wanted
+from sluice.router_client.known import KnownEngines
+from sluice.router_client.ledger import Ledger
+from sluice.router_client.link import RouterLink
+from sluice.router_client.tickets import Returned, Ticket, renewal
+from sluice.router_client.types import Lease, Wanted, join
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 20.0  # one call that waits for a free rank
 FLUSH_SECONDS = 0.01  # until leases given back are sent on their own
-DOWN_SECONDS = 1.0  # leases picked locally before the router is tried again
-RETRY_SECONDS = 0.5
 ACQUIRE_SECONDS = 600.0
 _CALL_SECONDS = 5.0
 _WATCH_SECONDS = 3600.0  # one stream of engines; then another
 _HEARTBEATS_PER_TTL = 3
-_EARLY_LIMIT = 65_536
+_RENEWALS_TO_DROP = 3  # two that lack a lease end it; the first may be too soon after another
+_ASKED_AT_ONCE = 4096  # waiting leases, of a router that has forgotten them
 
 
 class LeaseClient:
@@ -53,21 +50,18 @@ class LeaseClient:
         seed: int | None = None,
     ) -> None:
         self.client_id = client_id or str(uuid.uuid4())
-        self._stub = pb_grpc.RouterServiceStub(channel)
+        rng = random.Random(seed)
+        self._link = RouterLink(channel, rng)
         self._pool = pool
-        self._known = KnownEngines(random.Random(seed))
-        self._held: dict[int, Lease] = {}
-        self._tickets: dict[int, Ticket] = {}
-        self._early: OrderedDict[int, Place] = OrderedDict()  # of tickets still on their way
+        self._known = KnownEngines(rng)
+        self._ledger = Ledger(self._known, self._give_back)
         self._returned = Returned()
         self._ttl = 30.0
-        self._down_until = 0.0
-        self._local_id = -(random.SystemRandom().getrandbits(38) << 24)
-        self._flush: asyncio.Task[None] | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-        self._has_tickets = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._has_returned = asyncio.Event()
         self._renew_now = asyncio.Event()
         self._unadopted = False  # the router does not know all leases held
+        self._owed = 0  # renewals that tell the router of leases it gave and nobody heard of
 
     async def __aenter__(self) -> Self:
         self.start()
@@ -80,24 +74,24 @@ class LeaseClient:
 
     def start(self) -> None:
         """Begin to keep leases alive and to watch engines."""
-        self._tasks = [
-            asyncio.create_task(self._renew_always(), name="renew leases"),
-            asyncio.create_task(self._collect_always(), name="collect leases"),
-            asyncio.create_task(self._watch_always(), name="watch engines"),
-        ]
+        self._run(self._renew_always(), "renew leases")
+        self._run(self._collect_always(), "collect leases")
+        self._run(self._return_always(), "give back leases")
+        self._run(self._watch_always(), "watch engines")
+
+    def _run(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Until it ends or the client is closed."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
         """Give everything back and stop."""
-        tasks = [*self._tasks, *([self._flush] if self._flush else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for ticket in list(self._tickets.values()):
-            ticket.future.cancel()
-        for lease_id in (*self._held, *self._tickets):
-            self._give_back(lease_id, pb.OUTCOME_ABORTED)
-        self._held.clear()
-        self._tickets.clear()
+        while tasks := list(self._tasks):  # one that is cut off may start another
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        self._ledger.close()
         await self._send_returned()
 
     async def request(self, wanted: Wanted) -> list[asyncio.Future[Lease]]:
@@ -139,7 +133,9 @@ class LeaseClient:
         given back twice is ignored.
         """
         for index, lease in enumerate(leases):
-            if self._held.pop(lease.lease_id, None) is not None:
+            if outcome == pb.OUTCOME_CONNECT_ERROR:
+                self._known.shun(lease.engine_id)
+            if self._ledger.held.pop(lease.lease_id, None) is not None:
                 tokens = token_counts[index] if token_counts else -1
                 self._give_back(lease.lease_id, outcome, tokens)
 
@@ -147,59 +143,49 @@ class LeaseClient:
         """Tell the router; where it is down the sessions idle out."""
         request = pb.EndSessionRequest(session_ids=session_ids, pool=self._pool)
         try:
-            await self._stub.EndSession(request, timeout=_CALL_SECONDS)
+            await self._link.stub.EndSession(request, timeout=_CALL_SECONDS)
         except grpc.aio.AioRpcError as error:
             logger.warning("router: sessions not ended: %s", error.details())
 
     # Asking
 
-    async def _submit(self, wanted: Wanted, tickets: list[Ticket]) -> None:
+    async def _submit(self, wanted: Wanted, tickets: Sequence[Ticket]) -> None:
         """Ask the router until it takes the request; pick locally while it is down."""
-        request_id = str(uuid.uuid4())
-        while not all(ticket.future.done() for ticket in tickets):
-            if not self._is_down:
-                response = await self._call(self._request(wanted, request_id), _CALL_SECONDS)
-                if response is not None:
-                    self._take(response, tickets)
-                    return
-            if not (self._is_down and self._pick(tickets)):
-                await asyncio.sleep(RETRY_SECONDS)
-
-    @property
-    def _is_down(self) -> bool:
-        return time.monotonic() < self._down_until
-
-    async def _call(
-        self, request: pb.AcquireLeasesRequest, seconds: float
-    ) -> pb.AcquireLeasesResponse | None:
-        """The answer; None when the same call may succeed later. Raises AioRpcError."""
+        request = self._request(wanted, str(uuid.uuid4()))  # the same each time: it counts once
         try:
-            response: pb.AcquireLeasesResponse = await self._stub.AcquireLeases(
-                request, timeout=seconds
-            )
-            return response
-        except grpc.aio.AioRpcError as error:
-            self._returned.take_back(request)
-            if not self._is_passing(error):
-                raise
-            return None
+            while not all(ticket.future.done() for ticket in tickets):
+                if not self._link.is_down and await self._send(request, tickets):
+                    return
+                if not (self._link.is_down and self._ledger.pick(tickets)):
+                    await self._link.pause()
+        finally:
+            self._put_back(request)
 
-    def _is_passing(self, error: grpc.aio.AioRpcError) -> bool:
-        """Whether trying again helps; notes a router that cannot be reached."""
-        answered = rpc_status.from_call(error) is not None  # type: ignore[arg-type]
-        if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return answered
-        if error.code() not in (
-            grpc.StatusCode.UNAVAILABLE,
-            grpc.StatusCode.DEADLINE_EXCEEDED,
-            grpc.StatusCode.CANCELLED,  # a router that stops ends its calls so
-        ):
+    async def _send(self, request: pb.AcquireLeasesRequest, tickets: Sequence[Ticket]) -> bool:
+        """Whether the router took the request."""
+        try:
+            response = await self._link.acquire(request, _CALL_SECONDS)
+        except asyncio.CancelledError:
+            self._owed = _RENEWALS_TO_DROP
+            # What it gave would be kept from others until two renewals have not named it.
+            for ticket in tickets:
+                ticket.future.cancel()
+            again = pb.AcquireLeasesRequest()
+            again.CopyFrom(request)
+            self._run(self._hear_out(again, tickets), "give up leases")
+            raise
+        if response is None:
+            self._owed = _RENEWALS_TO_DROP
             return False
-        if not answered:
-            if not self._is_down:
-                logger.warning("router: %s; picking engines locally", error.details())
-            self._down_until = time.monotonic() + DOWN_SECONDS
+        request.released.Clear()  # they have arrived
+        self._take(response, tickets)
         return True
+
+    async def _hear_out(self, request: pb.AcquireLeasesRequest, tickets: Sequence[Ticket]) -> None:
+        """Learn what a call gave whose caller has left, and give it back."""
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            if response := await self._link.acquire(request, _CALL_SECONDS):
+                self._take(response, tickets)
 
     def _request(self, wanted: Wanted, request_id: str = "") -> pb.AcquireLeasesRequest:
         returned, self._returned = self._returned, Returned()
@@ -227,110 +213,74 @@ class LeaseClient:
         if (ttl := response.ttl.ToNanoseconds() / 1e9) != self._ttl:
             self._ttl = ttl
             self._renew_now.set()  # the next heartbeat may be due sooner
-        if response.engines or not self._known.knows(response.epoch):
-            self._known.learn(response.epoch, response.engines)
-        for offset, target in enumerate(response.target_indices):
-            lease_id, ticket = response.first_lease_id + offset, tickets[offset]
-            place = self._known.place(response.epoch, target) if target >= 0 else None
-            place = place or self._early.pop(lease_id, None)
-            if place is None:
-                self._keep(lease_id, ticket)
-            else:
-                self._resolve(lease_id, ticket, place)
-        self._bind(response.epoch, response.bound_lease_ids, response.bound_target_indices)
-
-    def _bind(self, epoch: int, lease_ids: Sequence[int], targets: Sequence[int]) -> None:
-        for lease_id, target in zip(lease_ids, targets, strict=True):
-            place, ticket = self._known.place(epoch, target), self._tickets.pop(lease_id, None)
-            if place is None:
-                continue  # of an epoch long gone; the next renewal tells again
-            if ticket is not None:
-                self._resolve(lease_id, ticket, place)
-            else:
-                self._early[lease_id] = place
-                while len(self._early) > _EARLY_LIMIT:
-                    self._early.popitem(last=False)
-
-    def _keep(self, lease_id: int, ticket: Ticket) -> None:
-        if ticket.future.done():
-            self._give_back(lease_id, pb.OUTCOME_ABORTED)
-            return
-        self._tickets[lease_id] = ticket
-        self._has_tickets.set()
-        ticket.future.add_done_callback(lambda _: self._given_up(lease_id))
-
-    def _given_up(self, lease_id: int) -> None:
-        if self._tickets.pop(lease_id, None) is not None:
-            self._give_back(lease_id, pb.OUTCOME_ABORTED)
-
-    def _resolve(self, lease_id: int, ticket: Ticket, place: Place) -> None:
-        if ticket.future.done():  # given up in the meantime
-            self._give_back(lease_id, pb.OUTCOME_ABORTED)
-            return
-        lease = Lease(lease_id, *place)
-        self._held[lease_id] = lease
-        ticket.future.set_result(lease)
-
-    def _pick(self, tickets: Sequence[Ticket]) -> bool:
-        """Bind tickets without the router; False when no known engine will do."""
-        open_ = [ticket for ticket in tickets if not ticket.future.done()]
-        held = ((lease.engine_id, lease.dp_rank) for lease in self._held.values())
-        places = self._known.pick(held, [ticket.wanted.needs for ticket in open_])
-        for ticket, place in zip(open_, places or (), strict=False):
-            self._local_id -= 1
-            self._resolve(self._local_id, ticket, place)
-        return places is not None
+        self._ledger.take(response, tickets)
 
     # Giving back
 
     def _give_back(self, lease_id: int, outcome: pb.Outcome, tokens: int = -1) -> None:
         self._returned.add(lease_id, outcome, tokens)
-        if self._flush is None:
-            self._flush = asyncio.create_task(self._flush_soon(), name="give back leases")
+        self._has_returned.set()
 
-    async def _flush_soon(self) -> None:
-        await asyncio.sleep(FLUSH_SECONDS)
-        self._flush = None
-        await self._send_returned()
+    def _put_back(self, request: pb.AcquireLeasesRequest) -> None:
+        """The call failed: what it gave back goes with the next one."""
+        if request.released.lease_ids:
+            self._returned.take_back(request)
+            self._has_returned.set()
 
-    async def _send_returned(self) -> None:
+    async def _return_always(self) -> None:
+        """Send what no other call takes along."""
+        while True:
+            await self._has_returned.wait()
+            self._has_returned.clear()
+            await asyncio.sleep(FLUSH_SECONDS)
+            if not await self._send_returned():  # it is set again
+                await self._link.pause()
+
+    async def _send_returned(self) -> bool:
+        """False where they still have to be."""
         if not self._returned.ids:
-            return
+            return True
         try:
-            if response := await self._call(self._request(Wanted(count=0)), _CALL_SECONDS):
-                self._take(response)
+            response = await self._ask(_CALL_SECONDS)
         except grpc.aio.AioRpcError as error:
             logger.warning("router: leases not given back: %s", error.details())
+            return False
+        if response is not None:
+            self._take(response)
+        return response is not None
+
+    async def _ask(self, seconds: float, wait: float = 0.0) -> pb.AcquireLeasesResponse | None:
+        """Give back what there is and hear of waiting leases, for which the router holds the call
+        `wait` seconds; None and AioRpcError as of the link."""
+        request, response = self._request(Wanted(count=0)), None
+        request.max_wait.FromNanoseconds(int(wait * 1e9))
+        try:
+            response = await self._link.acquire(request, seconds)
+        finally:
+            if response is None:
+                self._put_back(request)
+        return response
 
     # Keeping
 
     async def _collect_always(self) -> None:
         """While leases wait, hold a call open that returns when one has a target."""
         while True:
-            await self._has_tickets.wait()
-            if not self._tickets:
-                self._has_tickets.clear()
+            await self._ledger.has_waiting.wait()
+            if not self._ledger.waiting:
+                self._ledger.has_waiting.clear()
                 continue
-            request = self._request(Wanted(count=0))
-            request.max_wait.FromNanoseconds(int(POLL_SECONDS * 1e9))
             try:
-                response = await self._call(request, POLL_SECONDS + _CALL_SECONDS)
+                response = await self._ask(POLL_SECONDS + _CALL_SECONDS, POLL_SECONDS)
             except grpc.aio.AioRpcError as error:
                 logger.warning("router: waiting leases not asked for: %s", error.details())
                 response = None
             if response is not None:
                 self._take(response)
                 continue
-            if self._is_down:
-                self._pick_waiting()
-            await asyncio.sleep(RETRY_SECONDS)
-
-    def _pick_waiting(self) -> None:
-        """The router is gone and with it its queue."""
-        waiting = dict(self._tickets)
-        if self._pick(list(waiting.values())):
-            for lease_id in waiting:
-                self._tickets.pop(lease_id, None)
+            if self._link.is_down:
+                self._ledger.pick_waiting()
+            await self._link.pause()
 
     async def _renew_always(self) -> None:
         while True:
@@ -338,43 +288,51 @@ class LeaseClient:
                 async with asyncio.timeout(self._ttl / _HEARTBEATS_PER_TTL):
                     await self._renew_now.wait()
             self._renew_now.clear()
-            if not self._held and not self._tickets:
+            if not (self._ledger.held or self._ledger.waiting or self._owed):
                 continue
             try:
                 await self._renew()
+                self._owed = max(self._owed - 1, 0)
             except grpc.aio.AioRpcError as error:
                 logger.warning("router: leases not renewed: %s", error.details())
 
     async def _renew(self) -> None:
-        held, waiting = list(self._held.values()), list(self._tickets)
-        engines: dict[str, int] = {}
-        request = pb.RenewLeasesRequest(
-            client_id=self.client_id,
-            pool=self._pool,
-            lease_ids=[*(lease.lease_id for lease in held), *waiting],
-            dp_ranks=[*(lease.dp_rank for lease in held), *(-1 for _ in waiting)],
-            engine_indices=[
-                *(engines.setdefault(lease.engine_id, len(engines)) for lease in held),
-                *(-1 for _ in waiting),
-            ],
-        )
-        request.engine_ids.extend(engines)
-        response = await self._stub.RenewLeases(request, timeout=_CALL_SECONDS)
-        self._down_until = 0.0
+        waiting = list(self._ledger.waiting)
+        request = renewal(self._ledger.held.values(), waiting)
+        request.client_id, request.pool = self.client_id, self._pool
+        response = await self._link.stub.RenewLeases(request, timeout=_CALL_SECONDS)
+        self._link.answered()
         self._ttl = response.ttl.ToNanoseconds() / 1e9 or self._ttl
         if response.bound_lease_ids:
             self._known.learn(response.epoch, response.engines)
-            self._bind(response.epoch, response.bound_lease_ids, response.bound_target_indices)
+            self._ledger.bind(
+                response.epoch, response.bound_lease_ids, response.bound_target_indices
+            )
         void = set(response.void_lease_ids)
         self._unadopted = bool(void - set(waiting))  # their engine may be about to register
-        await self._ask_again(void.intersection(waiting))
+        self._ask_again(void.intersection(waiting))
 
-    async def _ask_again(self, void: Iterable[int]) -> None:
+    def _ask_again(self, void: Iterable[int]) -> None:
         """Waiting leases that a restarted router has forgotten."""
-        for lease_id in void:
-            ticket = self._tickets.pop(lease_id, None)
+        kinds: dict[object, list[tuple[int, Ticket]]] = {}
+        for lease_id in sorted(void):
+            ticket = self._ledger.waiting.pop(lease_id, None)
             if ticket is not None and not ticket.future.done():
-                await self._submit(ticket.wanted, [ticket])
+                kinds.setdefault(ticket.wanted.kind, []).append((lease_id, ticket))
+        for tickets in kinds.values():
+            for start in range(0, len(tickets), _ASKED_AT_ONCE):
+                some = dict(tickets[start : start + _ASKED_AT_ONCE])
+                self._run(self._submit_again(some), "ask again for leases")
+
+    async def _submit_again(self, tickets: dict[int, Ticket]) -> None:
+        wanted = join([ticket.wanted for ticket in tickets.values()])
+        try:
+            await self._submit(wanted, list(tickets.values()))
+        except grpc.aio.AioRpcError as error:
+            logger.warning("router: waiting leases not asked for again: %s", error.details())
+            for lease_id, ticket in tickets.items():
+                if not ticket.future.done():  # the next renewal hears again that it is void
+                    self._ledger.waiting[lease_id] = ticket
 
     async def _watch_always(self) -> None:
         """Follow the engines of the pool, for the time when the router is down."""
@@ -382,11 +340,11 @@ class LeaseClient:
         while True:
             try:
                 self._unadopted = True  # the router may be another one
-                async for response in self._stub.WatchEngines(request, timeout=_WATCH_SECONDS):
-                    self._known.learn(response.epoch, response.engines)
-                    self._down_until = 0.0
+                async for response in self._link.stub.WatchEngines(request, timeout=_WATCH_SECONDS):
+                    self._known.learn(response.epoch, response.engines, is_now=True)
+                    self._link.answered()
                     if self._unadopted:
                         self._renew_now.set()
             except grpc.aio.AioRpcError as error:
                 logger.debug("router: %s", error.details())
-            await asyncio.sleep(DOWN_SECONDS)
+            await self._link.rest()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.balance.routing.fallback import KnownEngine, pick_locally
-from sluice.balance.routing.types import NO_VERSION, Needs
+from sluice.balance.routing.types import NO_VERSION
+from sluice.router_client.types import Wanted
 
+_SHUN_SECONDS = 30.0  # an engine that could not be reached
 _REMEMBERED_EPOCHS = 16
 
 Place = tuple[str, str, int]  # engine id, address, dp rank
@@ -22,10 +25,12 @@ class KnownEngines:
         self._rng = rng
         self._tables: OrderedDict[int, dict[int, Place]] = OrderedDict()
         self._engines: list[KnownEngine] = []
+        self._shunned: dict[str, float] = {}  # until when, by engine id
         self.epoch = 0  # the newest
 
-    def learn(self, epoch: int, engines: Sequence[pb.Engine]) -> None:
-        """Take the engines of an epoch."""
+    def learn(self, epoch: int, engines: Sequence[pb.Engine], *, is_now: bool = False) -> None:
+        """Take the engines of an epoch; `is_now` though it is below the newest, as where a router
+        was started anew while its clock was behind."""
         self._tables[epoch] = {
             engine.first_target_index + rank: (engine.engine_id, engine.address, rank)
             for engine in engines
@@ -33,7 +38,7 @@ class KnownEngines:
         }
         while len(self._tables) > _REMEMBERED_EPOCHS:
             self._tables.popitem(last=False)
-        if epoch < self.epoch:
+        if epoch < self.epoch and not is_now:
             return
         self.epoch = epoch
         self._engines = [
@@ -54,15 +59,21 @@ class KnownEngines:
         """What a target index of an epoch means; None if that was never heard."""
         return self._tables.get(epoch, {}).get(target)
 
-    def pick(self, held: Iterable[tuple[str, int]], needs: Sequence[Needs]) -> list[Place] | None:
-        """One place per entry of `needs`, without the router; None if an entry has none.
+    def shun(self, engine_id: str) -> None:
+        """Keep off an engine for a while: what fails at once always looks the least used."""
+        self._shunned[engine_id] = time.monotonic() + _SHUN_SECONDS
+
+    def pick(self, held: Iterable[tuple[str, int]], wanted: Sequence[Wanted]) -> list[Place] | None:
+        """One place per single lease wanted, without the router; None if one has none.
 
         `held`: (engine id, dp rank) of the client's leases.
         """
-        counts = Counter(held)
+        counts, now = Counter(held), time.monotonic()
+        self._shunned = {name: until for name, until in self._shunned.items() if until > now}
         places: list[Place] = []
-        for need in needs:
-            found = pick_locally(self._engines, counts, need, self._rng)
+        for single in wanted:
+            avoided = {*self._shunned, *single.excluded_engines}
+            found = pick_locally(self._engines, counts, single.needs, self._rng, avoided)
             if found is None:
                 return None
             engine, rank = found

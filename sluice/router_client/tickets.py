@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from sluice.api.router.v1 import router_service_pb2 as pb
@@ -45,3 +46,19 @@ class Returned:
         self.ids += ids
         self.outcomes += request.released.outcomes or [pb.OUTCOME_OK] * len(ids)
         self.tokens += request.released.token_counts or [-1] * len(ids)
+
+
+def renewal(held: Iterable[Lease], waiting: Sequence[int]) -> pb.RenewLeasesRequest:
+    """All that a client holds and waits for, in columns."""
+    held = list(held)
+    engines: dict[str, int] = {}
+    request = pb.RenewLeasesRequest(
+        lease_ids=[*(lease.lease_id for lease in held), *waiting],
+        dp_ranks=[*(lease.dp_rank for lease in held), *(-1 for _ in waiting)],
+        engine_indices=[
+            *(engines.setdefault(lease.engine_id, len(engines)) for lease in held),
+            *(-1 for _ in waiting),
+        ],
+    )
+    request.engine_ids.extend(engines)
+    return request

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import grpc
 
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.balance.routing.types import Needs
+
+T = TypeVar("T")
 
 _OUTCOMES = {
     grpc.StatusCode.OK: pb.OUTCOME_OK,
@@ -60,6 +64,11 @@ class Wanted:
     def needs(self) -> Needs:
         return Needs(self.min_version or 0, self.exact_version)
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Equal for leases that one call can ask for."""
+        return self.min_version, self.exact_version, *self.excluded_engines
+
     def only(self, index: int) -> Wanted:
         """The same for one of the leases."""
         group, start = "", 0
@@ -77,3 +86,24 @@ class Wanted:
             cached_tokens=self.cached_tokens[index : index + 1],
             excluded_engines=self.excluded_engines,
         )
+
+
+def join(singles: Sequence[Wanted]) -> Wanted:
+    """One request for single leases of the same kind."""
+    names = [wanted.groups[0][0] if wanted.groups else "" for wanted in singles]
+    groups = [(name, len(list(run))) for name, run in itertools.groupby(names)]
+    return Wanted(
+        count=len(singles),
+        min_version=singles[0].min_version,
+        exact_version=singles[0].exact_version,
+        groups=groups if any(names) else (),
+        expected_tokens=_column([wanted.expected_tokens for wanted in singles], 0.0),
+        sessions=_column([wanted.sessions for wanted in singles], ""),
+        cached_tokens=_column([wanted.cached_tokens for wanted in singles], 0),
+        excluded_engines=singles[0].excluded_engines,
+    )
+
+
+def _column(cells: Sequence[Sequence[T]], missing: T) -> Sequence[T]:
+    """Of columns of one entry or none; empty where all are."""
+    return [cell[0] if cell else missing for cell in cells] if any(cells) else ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -16,7 +17,8 @@ _REMEMBERED = 4096
 @dataclass
 class ClientRow:
     """slot: its number in the lease columns; bound: (lease, target) of queued leases that got
-    a target and that the client has not been told of."""
+    a target and that the client has not been told of; unlisted: leases it did not name when it
+    renewed, of which it may not have heard."""
 
     name: str
     slot: int
@@ -25,6 +27,7 @@ class ClientRow:
     queued: int = 0
     bound: list[tuple[int, int]] = field(default_factory=list)
     unlisted: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    unlisted_since: float = -math.inf  # the renewal that lacked those
 
 
 class ClientTable:
@@ -36,6 +39,7 @@ class ClientTable:
         self._by_slot: dict[int, ClientRow] = {}
         self._expired: OrderedDict[str, None] = OrderedDict()  # names, the latest few thousand
         self._next_slot = 0
+        self.queued = 0  # leases of all clients that wait
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -47,7 +51,8 @@ class ClientTable:
         """Note a sign of life; the client appears if unknown."""
         row = self._rows.get(name)
         if row is None:
-            returning = self._expired.pop(name, None) is not None
+            returning = name in self._expired
+            self._expired.pop(name, None)
             row = self._rows[name] = ClientRow(name, self._next_slot, now, returning)
             self._by_slot[self._next_slot] = row
             self._next_slot += 1
@@ -61,6 +66,11 @@ class ClientTable:
 
     def at(self, slot: int) -> ClientRow:
         return self._by_slot[slot]
+
+    def queue(self, row: ClientRow, count: int) -> None:
+        """Note `count` more leases of the client that wait; negative: that wait no more."""
+        row.queued += count
+        self.queued += count
 
     def remove(self, row: ClientRow) -> None:
         del self._rows[row.name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from sluice.balance.routing.types import Needs
@@ -25,12 +25,15 @@ def pick_locally(
     held: Counter[tuple[str, int]],
     needs: Needs,
     rng: random.Random,
+    avoided: Set[str] = frozenset(),
 ) -> tuple[KnownEngine, int] | None:
     """An engine and a dp rank: the less used by this client of two drawn at random.
 
-    `held` counts the client's leases by (engine name, dp rank). None: no engine will do.
+    `held` counts the client's leases by (engine name, dp rank); `avoided` engines are taken only
+    where no other will do. None: no engine will do.
     """
     able = [engine for engine in engines if _serves(engine, needs)]
+    able = [engine for engine in able if engine.name not in avoided] or able
     if not able:
         return None
 

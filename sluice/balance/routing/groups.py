@@ -18,6 +18,8 @@ NO_GROUP = -1
 _BLANK = np.array([[np.nan], [np.nan], [0.0], [0.0]])  # prior, started, tokens, finished
 _IDLE_LIMIT = 16_384  # groups without leases that are remembered
 _PACE_SHARE = 0.05  # of a new observation in the running means
+_ZERO = np.zeros(1, dtype=np.int64)
+_HANDFUL = 32  # up to so many a list is faster than vector operations
 _PRIOR_WEIGHT = 2.0  # a caller's expectation counts as this many finished samples
 
 
@@ -77,51 +79,88 @@ class GroupTable:
 
     def hold(self, slots: IntArray) -> None:
         """Note leases granted to slots[i] (or NO_GROUP), bound or queued."""
-        if self._slots:
+        if not self._slots:
+            return
+        one = _only(slots)
+        if one is None:
             np.add.at(self.live, _grouped(slots), 1)
+        elif one != NO_GROUP:
+            self.live[one] += len(slots)
 
     def start(self, slots: IntArray, now: float) -> None:
         """Note that samples of these groups were bound; slots may be NO_GROUP."""
         if not self._slots:
             return
-        slots = _grouped(slots)
-        fresh = np.isnan(self.started[slots])
-        if any_of(fresh):
-            self.started[slots[fresh]] = now
+        one = _only(slots)
+        if one is None:
+            slots = _grouped(slots)
+            self.started[slots[np.isnan(self.started[slots])]] = now
+        elif one != NO_GROUP and np.isnan(self.started[one]):
+            self.started[one] = now
 
     def finish(self, slots: IntArray, tokens: NDArray[Any] | None, now: float) -> None:
         """Note samples that ended; tokens[i] < 0 says nothing was learnt."""
-        if not self._slots:
+        if not self._slots or not len(slots):
             return
+        one = _only(slots)
+        if one is None:
+            self._finish_many(slots, tokens, now)
+        elif one != NO_GROUP:
+            self._finish_one(one, len(slots), () if tokens is None else tokens.tolist(), now)
+        while len(self._idle) > _IDLE_LIMIT:
+            self._forget(self._idle.popleft())
+
+    def _finish_one(self, slot: int, count: int, tokens: Sequence[int], now: float) -> None:
+        """`count` samples of one group: what most calls bring, cheaper without vectors."""
+        self.live[slot] -= count
+        self._used[slot] = now
+        if self.live[slot] <= 0:
+            self._idle.append(slot)
+        if told := [number for number in tokens if number >= 0]:
+            total = float(sum(told))
+            self._learn_pace(slot, float(told[0]), total, len(told), now)
+            self.tokens[slot] += total
+            self.finished[slot] += len(told)
+
+    def _finish_many(self, slots: IntArray, tokens: NDArray[Any] | None, now: float) -> None:
         grouped = slots >= 0
         if not all_of(grouped):
             slots = slots[grouped]
             tokens = None if tokens is None else tokens[grouped]
         if not len(slots):
             return
-        np.subtract.at(self.live, slots, 1)
+        begins, slots, counts = _runs(slots)
+        np.subtract.at(self.live, slots, counts)
         self._used[slots] = now
         self._idle.extend(dict.fromkeys(slots[self.live[slots] <= 0].tolist()))
-        while len(self._idle) > _IDLE_LIMIT:
-            self._forget(self._idle.popleft())
-        if tokens is None:
-            return
-        learnt = tokens >= 0
-        if not all_of(learnt):
-            slots, tokens = slots[learnt], tokens[learnt]
-        if not len(slots):
-            return
-        self._learn_pace(slots, tokens, now)
-        np.add.at(self.tokens, slots, tokens)
-        np.add.at(self.finished, slots, 1.0)
+        if tokens is not None:
+            self._learn(begins, slots, counts, tokens, now)
 
-    def _learn_pace(self, slots: IntArray, tokens: NDArray[Any], now: float) -> None:
-        share = 1.0 - (1.0 - _PACE_SHARE) ** len(tokens) if self.mean_tokens else 1.0
-        self.mean_tokens += share * (float(tokens.sum()) / len(tokens) - self.mean_tokens)
-        slot, count = int(slots[0]), float(tokens[0])  # one of a batch tells enough
+    def _learn(
+        self, begins: IntArray, slots: IntArray, counts: IntArray, tokens: NDArray[Any], now: float
+    ) -> None:
+        """Take the lengths of samples that ended, in runs of one slot each."""
+        told = tokens >= 0
+        if not all_of(told):
+            if not any_of(told):
+                return
+            counts = np.add.reduceat(told, begins, dtype=np.int64)
+            tokens = np.where(told, tokens, 0)
+        sums = np.add.reduceat(tokens, begins, dtype=np.float64)
+        first = int(told.argmax())  # one tells enough of the pace
+        slot = int(slots[begins.searchsorted(first, side="right") - 1])
+        length, total = float(tokens[first]), float(np.add.reduce(sums))
+        self._learn_pace(slot, length, total, int(np.add.reduce(counts)), now)
+        np.add.at(self.tokens, slots, sums)
+        np.add.at(self.finished, slots, counts)
+
+    def _learn_pace(self, slot: int, length: float, total: float, count: int, now: float) -> None:
+        """Of `count` samples with `total` tokens together; one of `slot` had `length`."""
+        share = 1.0 - (1.0 - _PACE_SHARE) ** count if self.mean_tokens else 1.0
+        self.mean_tokens += share * (total / count - self.mean_tokens)
         age = now - float(self.started[slot])
-        if count > 0 and age > 0 and self.finished[slot] == 0:
-            self.seconds_per_token += _PACE_SHARE * (age / count - self.seconds_per_token)
+        if length > 0 and age > 0 and self.finished[slot] == 0:
+            self.seconds_per_token += _PACE_SHARE * (age / length - self.seconds_per_token)
 
     def expire(self, now: float) -> int:
         """Forget groups that are idle and hold no lease; returns how many."""
@@ -148,8 +187,9 @@ class GroupTable:
         for key, slot in zip(keys, taken, strict=True):
             self._slots[key] = slot
             self._keys[slot] = key
-        self._state[:, taken] = _BLANK
-        self.live[taken] = 0
+        where = taken if len(taken) != 1 else slice(taken[0], taken[0] + 1)
+        self._state[:, where] = _BLANK
+        self.live[where] = 0
 
     def _grow(self) -> None:
         size = len(self._keys)
@@ -169,3 +209,21 @@ def _grouped(slots: IntArray) -> IntArray:
     """Without NO_GROUP."""
     grouped = slots >= 0
     return slots if all_of(grouped) else slots[grouped]
+
+
+def _only(slots: IntArray) -> int | None:
+    """The slot that a handful all have; None where they differ, or are many."""
+    if not 0 < len(slots) <= _HANDFUL:
+        return None
+    first, *others = slots.tolist()
+    return first if others.count(first) == len(others) else None
+
+
+def _runs(slots: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """(begins, slots, counts) of the runs of equal slots; siblings mostly stand together, so
+    there are fewer than slots to go through."""
+    begins = np.concatenate([_ZERO, (slots[1:] != slots[:-1]).nonzero()[0] + 1])
+    counts = np.empty(len(begins), dtype=np.int64)
+    counts[-1] = len(slots) - begins[-1]
+    np.subtract(begins[1:], begins[:-1], out=counts[:-1])
+    return begins, slots[begins], counts

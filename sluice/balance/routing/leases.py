@@ -20,6 +20,7 @@ IntArray = NDArray[np.int64]
 FREE = NOBODY = -1  # no such lease: never granted, or given back
 QUEUED = -2  # granted an id, not yet bound to a target
 _FIRST_WINDOW = 4096
+_HANDFUL = 32  # up to so many a set is faster than vector operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,11 @@ class LeaseTable:
         self._old: dict[int, tuple[int, int, int, int]] = {}
         self._held: dict[int, _Held] = {}
 
+    @property
+    def holder_count(self) -> int:
+        """Clients with live leases."""
+        return len(self._held)
+
     def grant(
         self, client: int, targets: IntArray, sessions: IntArray | int, groups: IntArray | int
     ) -> int:
@@ -66,9 +72,13 @@ class LeaseTable:
         return first
 
     def adopt(self, client: int, ids: IntArray, targets: IntArray) -> None:
-        """Record leases that an earlier process granted; none of `ids` may be live here."""
+        """Record leases that an earlier process granted, or this one before their client expired;
+        none of `ids` may be live here."""
         for lease, target in zip(ids.tolist(), targets.tolist(), strict=True):
-            self._old[lease] = (target, client, -1, -1)
+            if self._base <= lease < self.next_id:
+                self._columns[:, lease - self._base] = (target, client, -1, -1)
+            else:
+                self._old[lease] = (target, client, -1, -1)
         self.live_count += len(ids)
         self._held_by(client).extend(ids)
 
@@ -141,10 +151,11 @@ class LeaseTable:
         size = self.next_id - self._base
         if not len(ids) or np.maximum.reduce(where.view(np.uint64)) >= size:
             return None
-        columns = self._columns[:, where]
-        if not all_of(columns[1] == client) or len(set(where.tolist())) < len(ids):
+        columns = self._columns.take(where, axis=1)
+        if not all_of(columns[1] == client) or not _distinct(where):
             return None
-        self._columns[:2, where] = FREE
+        self._columns[0][where] = FREE
+        self._columns[1][where] = NOBODY
         self.live_count -= len(ids)
         return Leases(ids, columns[0], columns[2], columns[3])
 
@@ -158,7 +169,8 @@ class LeaseTable:
         if held is None:
             return np.empty(0, dtype=np.int64)
         ids = held.ids()
-        return ids[self.is_live(client, ids)]
+        ids = ids[self.is_live(client, ids)]
+        return ids if len(ids) == held.live else np.unique(ids)  # one was adopted twice
 
     def bound_within(self, first_target: int, stop_target: int) -> tuple[IntArray, IntArray]:
         """(ids, clients) of all leases bound to targets in [first, stop); scans the table."""
@@ -268,6 +280,13 @@ class _Held:
 
 def _int64(values: Iterable[int]) -> IntArray:
     return np.fromiter(values, dtype=np.int64)
+
+
+def _distinct(values: IntArray) -> bool:
+    """Whether no value appears twice; most often they ascend, as ids are given out."""
+    if len(values) <= _HANDFUL:
+        return len(set(values.tolist())) == len(values)
+    return all_of(values[1:] > values[:-1]) or len(np.unique(values)) == len(values)
 
 
 def _first_occurrence(ids: IntArray) -> NDArray[np.bool_]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +20,7 @@ from sluice.balance.routing.groups import NO_GROUP, GroupTable
 
 _OUTLASTS = 2.0  # expected duration of a group without an end so far, over its age
 _TOKENS_PER_SECOND = 50.0  # what a second of waiting weighs; the same for all, or order drifts
+_VOID_LIMIT = 1024  # entries of a heap beyond four per entry that waits
 _Key = tuple[int, int]  # group, and the lease where there is no group
 
 
@@ -53,7 +55,7 @@ class PendingQueue:
         self._probes: deque[_Key] = deque()
         self._unknown: deque[_Key] = deque()  # a probe runs; oldest first
         self._stamp = 0
-        self.count = 0  # leases in the queue, cancelled ones included until met
+        self.count = 0  # leases in the queue, given back ones included until met or swept
 
     def push(self, lease: int, group: int, expected: float, now: float) -> None:
         """Add a lease; `expected` tokens (NaN unknown) matter only without a group."""
@@ -66,6 +68,18 @@ class PendingQueue:
         self.count += 1
         if fresh:
             self._file(key, entry)
+
+    def keep(self, waits: Callable[[int], bool]) -> None:
+        """Take out the leases that do not wait."""
+        for key, entry in list(self._waiting.items()):
+            before = len(entry.leases)
+            entry.leases = deque(filter(waits, entry.leases))
+            self.count -= before - len(entry.leases)
+            if not entry.leases:
+                del self._waiting[key]
+        self._probes = deque(key for key in self._probes if key in self._waiting)
+        self._unknown = deque(key for key in self._unknown if key in self._waiting)
+        self._forget_void()
 
     def learnt(self, group: int) -> None:
         """A sample of the group finished: its siblings' place in the queue may change."""
@@ -151,6 +165,18 @@ class PendingQueue:
         urgency = self._expected(entry) - entry.enqueued * _TOKENS_PER_SECOND
         heapq.heappush(self._heap, (-urgency, self._stamp, key))
         heapq.heappush(self._shortest, (urgency, self._stamp, key))
+        if len(self._shortest) > _VOID_LIMIT + 4 * len(self._waiting):
+            self._forget_void()
+
+    def _forget_void(self) -> None:
+        """Take void entries out of both heaps; they leave by themselves only at the front."""
+        for heap in (self._heap, self._shortest):
+            heap[:] = [item for item in heap if self._is_valid(item[1], item[2])]
+            heapq.heapify(heap)
+
+    def _is_valid(self, stamp: int, key: _Key) -> bool:
+        entry = self._waiting.get(key)
+        return entry is not None and entry.stamp == stamp
 
     def _first_known(self) -> tuple[float, _Key] | None:
         key = self._first(self._heap)
@@ -159,8 +185,7 @@ class PendingQueue:
     def _first(self, heap: list[tuple[float, int, _Key]]) -> _Key | None:
         while heap:
             _, stamp, key = heap[0]
-            entry = self._waiting.get(key)
-            if entry is not None and entry.stamp == stamp:
+            if self._is_valid(stamp, key):
                 return key
             heapq.heappop(heap)
         return None

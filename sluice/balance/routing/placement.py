@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from sluice.balance.routing.groups import NO_GROUP
 from sluice.balance.routing.leases import QUEUED
+from sluice.balance.routing.masks import filled
 from sluice.balance.routing.policies import PlaceHints, create_policy
 from sluice.balance.routing.sessions import NO_SESSION, UNPLACED
 from sluice.balance.routing.speed import UNIT
@@ -80,8 +81,8 @@ class Placement:
 
     def sticky(self, request: LeaseRequest, expected: FloatArray | None, now: float) -> Sticky:
         """Look up (or open) the sessions of a request; those that must move are taken off."""
-        targets = np.full(request.count, QUEUED, dtype=np.int64)
-        slots = np.full(request.count, NO_SESSION, dtype=np.int64)
+        targets = filled(request.count, QUEUED)
+        slots = filled(request.count, NO_SESSION)
         fresh: dict[int, list[int]] = {}
         if not request.sessions:
             return Sticky(targets, slots, fresh)
@@ -125,12 +126,12 @@ class Placement:
         engine = self._targets.engine_at(target)
         if engine is not None and engine.spec.name in request.excluded:
             return False
+        if not fleet.room[target]:  # closed but for a trial
+            return False
         if prefix <= 0:
             return True
         tokens = expected if expected == expected else self._groups.mean_tokens or _TURN_TOKENS
         per_token = self._step_times(fleet)
-        if per_token[target] == np.inf:  # closed but for a trial
-            return False
         gain = float(per_token[target] - per_token.min()) * tokens
         return gain <= self._config.break_margin * prefix / self._config.prefill_rate
 

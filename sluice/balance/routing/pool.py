@@ -16,11 +16,11 @@ from sluice.balance.routing.admission import admit
 from sluice.balance.routing.breaker import Outcome
 from sluice.balance.routing.clients import ClientRow
 from sluice.balance.routing.groups import NO_GROUP
-from sluice.balance.routing.leases import NOBODY, QUEUED, Leases
-from sluice.balance.routing.masks import any_of
+from sluice.balance.routing.leases import QUEUED, Leases
+from sluice.balance.routing.masks import any_of, filled
 from sluice.balance.routing.placement import Placement, Sticky
+from sluice.balance.routing.renewals import Renewals
 from sluice.balance.routing.reported import RankReport
-from sluice.balance.routing.returned import ReturnedIds
 from sluice.balance.routing.tables import Tables
 from sluice.balance.routing.targets import EngineRow
 from sluice.balance.routing.types import (
@@ -42,7 +42,7 @@ _FORGET_AFTER = 10  # engine TTLs without a heartbeat
 
 @dataclass(frozen=True, kw_only=True)
 class Expired:
-    """What `Pool.expire` ended."""
+    """What `Pool.expire` ended; clients: those whose leases it ended."""
 
     lease_count: int = 0
     clients: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ class Pool:
         self.tables = Tables.create(config, first_lease_id)
         self._placement = Placement(self.tables, rng)
         self.waiting = WaitingRoom(self.tables, self._placement)
-        self._returned = ReturnedIds(config.client_ttl)
+        self._renewals = Renewals(self.tables)
 
     @property
     def epoch(self) -> int:
@@ -69,7 +69,8 @@ class Pool:
 
     @property
     def client_count(self) -> int:
-        return len(self.tables.clients)
+        """Those that hold leases."""
+        return self.tables.leases.holder_count
 
     @property
     def session_count(self) -> int:
@@ -85,8 +86,8 @@ class Pool:
         return None if engine is None else self.tables.targets.view(engine)
 
     def located(self, target: int) -> tuple[EngineView, int] | None:
-        """Engine and dp rank of a target; None where no engine is."""
-        engine = self.tables.targets.engine_at(target)
+        """Engine and dp rank of a target; None where no engine is, as for QUEUED and FREE."""
+        engine = self.tables.targets.engine_at(target) if target >= 0 else None
         if engine is None:
             return None
         return self.tables.targets.view(engine), target - engine.first
@@ -97,7 +98,7 @@ class Pool:
         known = targets.find(spec.name)
         if known is not None and known.replaced_by(spec):
             self._void(known, now)
-        engine, _ = targets.register(spec, now)
+        engine = targets.register(spec, now)
         self.tables.sessions.widen(len(targets))
         self.waiting.dispatch(now)
         return targets.view(engine)
@@ -159,14 +160,16 @@ class Pool:
         first = self.tables.leases.grant(row.slot, targets, sticky.sessions, groups)
         self.tables.sessions.hold(sticky.sessions)
         self.tables.groups.hold(groups)
-        queued = targets == QUEUED
-        if any_of(queued):
-            wait = np.flatnonzero(queued)
+        queued_count = int(np.count_nonzero(targets == QUEUED))
+        if queued_count:
+            wait = np.flatnonzero(targets == QUEUED)
             lengths = np.full(len(wait), np.nan) if expected is None else expected[wait]
             self.waiting.add(row, first + wait, groups[wait], lengths, request.needs, now)
             self.waiting.dispatch(now)
-            self._tell(row, first, targets)
-        return Grant(first_id=first, targets=targets, session_count=followed)
+            queued_count -= self._tell(row, first, targets)
+        return Grant(
+            first_id=first, targets=targets, session_count=followed, queued_count=queued_count
+        )
 
     def release(
         self,
@@ -186,7 +189,7 @@ class Pool:
         released, live = self.tables.leases.release(row.slot, ids)
         if live is not None:
             strange = ~live | (ids < self.tables.leases.first_id)
-            self._returned.add(ids[strange].tolist())
+            self._renewals.returned.add(ids[strange].tolist())
             outcomes = None if outcomes is None else outcomes[live]
             output_tokens = None if output_tokens is None else output_tokens[live]
         if outcomes is not None:
@@ -201,23 +204,13 @@ class Pool:
         """Take a client's heartbeat with all it holds, and bring the table in line with that.
 
         Ids granted by an earlier router, or before the client had expired, are charged again;
-        leases granted here that are absent from two renewals in a row were never received.
+        leases granted here that are absent from two renewals in a row, some time apart, were
+        never received.
         """
-        leases = self.tables.leases
         row = self.tables.clients.touch(client, now)
-        known = leases.is_live(row.slot, held.ids)
-        adopted = self._adopt(row, held, np.flatnonzero(~known), now)
-        row.returning = False
-        unlisted = np.setdiff1d(leases.held_by(row.slot), held.ids)
-        lost = np.intersect1d(unlisted, row.unlisted)
-        released, _ = leases.release(row.slot, lost)
-        self.tables.give_back(released, row, now)
-        row.unlisted = np.setdiff1d(unlisted, lost)
+        renewal = self._renewals.take(row, held, now)
         self.waiting.dispatch(now)
-        known[adopted] = True
-        return Renewal(
-            adopted_count=len(adopted), unknown=held.ids[~known], dropped_count=len(released)
-        )
+        return renewal
 
     def heartbeat(self, client: str, now: float) -> None:
         """A sign of life alone."""
@@ -255,21 +248,24 @@ class Pool:
         """End what is overdue; to be called about once a second."""
         tables = self.tables
         gone = tables.clients.expired(now)
-        count = 0
+        count, clients = 0, []
         for row in gone:
             released = tables.leases.release_client(row.slot)
             tables.give_back(released, row, now)
             count += len(released)
+            if len(released):
+                clients.append(row.name)
         lost = self._expire_engines(now)
         tables.targets.probe_breakers(now)
         tables.targets.snapshot(now)
-        self._returned.turn(now)
+        self._renewals.returned.turn(now)
         tables.groups.expire(now)
         ended = tables.sessions.expire(now)
+        self.waiting.sweep()
         self.waiting.dispatch(now)
         return Expired(
             lease_count=count,
-            clients=tuple(row.name for row in gone),
+            clients=tuple(clients),
             engines=tuple(lost),
             session_count=ended,
         )
@@ -288,7 +284,7 @@ class Pool:
     def _group_slots(self, request: LeaseRequest, now: float) -> tuple[IntArray, bool]:
         """int64[count]: group slots or NO_GROUP; and whether nothing is known of any."""
         if not request.groups or not request.count:
-            return np.full(request.count, NO_GROUP, dtype=np.int64), True
+            return filled(request.count, NO_GROUP), True
         keys, sizes = zip(*[(key, size) for key, size in request.groups if size], strict=True)
         slots, all_new = self.tables.groups.slots(keys, now)
         if request.expected_tokens is not None:
@@ -296,7 +292,7 @@ class Pool:
             firsts = np.cumsum(sizes) - sizes
             self.tables.groups.expect(slots, request.expected_tokens[firsts])
         if len(sizes) == 1:
-            return np.full(request.count, slots[0]), all_new
+            return filled(request.count, int(slots[0])), all_new
         return np.repeat(slots, sizes), all_new
 
     def _goes_at_once(self, request: LeaseRequest, count: int) -> bool:
@@ -307,15 +303,16 @@ class Pool:
             return False
         return count <= self.tables.targets.prompt_free_count(request.needs)
 
-    def _tell(self, row: ClientRow, first: int, targets: IntArray) -> None:
-        """Put what the queue bound of this very request into its answer."""
-        others = []
+    def _tell(self, row: ClientRow, first: int, targets: IntArray) -> int:
+        """Put what the queue bound of this very request into its answer; returns how many."""
+        before, others = len(row.bound), []
         for lease, target in row.bound:
             if first <= lease < first + len(targets):
                 targets[lease - first] = target
             else:
                 others.append((lease, target))
         row.bound = others
+        return before - len(others)
 
     def _place(
         self,
@@ -363,21 +360,3 @@ class Pool:
             released, _ = self.tables.leases.release(slot, ids[clients == slot])
             self.tables.give_back(released, self.tables.clients.at(slot), now)
         self.tables.sessions.clear_target(engine.first, engine.stop)
-
-    def _adopt(self, row: ClientRow, held: Held, indices: IntArray, now: float) -> IntArray:
-        """Charge leases that another router, or this one before an expiry, had granted."""
-        leases = self.tables.leases
-        chosen: dict[int, tuple[int, int]] = {}  # id -> (index, target)
-        for index in indices.tolist():
-            lease, rank = int(held.ids[index]), int(held.ranks[index])
-            foreign = not leases.first_id <= lease < leases.next_id
-            if rank < 0 or lease in self._returned or not (foreign or row.returning):
-                continue
-            engine = self.tables.targets.find(held.names[int(held.engines[index])])
-            if engine is None or rank >= engine.spec.dp_size or leases.client_of(lease) != NOBODY:
-                continue
-            chosen[lease] = (index, engine.first + rank)
-        targets = np.asarray([target for _, target in chosen.values()], dtype=np.int64)
-        leases.adopt(row.slot, np.asarray(list(chosen), dtype=np.int64), targets)
-        self.tables.charge(targets, np.full(len(targets), NO_GROUP), now)
-        return np.asarray([index for index, _ in chosen.values()], dtype=np.int64)

@@ -65,7 +65,7 @@ class SpeedTable:
 
     def _publish(self) -> None:
         known = ~np.isnan(self._ratio)
-        ratio = np.exp(self._ratio[known] - np.median(self._ratio[known]))
+        ratio = np.exp(self._ratio[known] - _median(self._ratio[known]))
         ratio = np.clip(ratio, *_CLAMP)
         ratio[(ratio < self._hysteresis) & (ratio > 1 / self._hysteresis)] = 1.0
         wanted = np.maximum(np.rint(ratio * UNIT).astype(np.int64), 1)
@@ -77,3 +77,9 @@ class SpeedTable:
 
     def _look(self) -> None:
         self.is_even = bool((self.slowdown == self.slowdown[0]).all())
+
+
+def _median(values: NDArray[np.float64]) -> float:
+    """np.median of one or more values, several times cheaper."""
+    ordered, middle = np.sort(values), len(values) // 2
+    return float(ordered[middle] + ordered[~middle]) / 2

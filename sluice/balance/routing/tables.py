@@ -59,7 +59,7 @@ class Tables:
         bound = targets >= 0
         if not all_of(bound):
             targets = targets[bound]
-            row.queued -= len(bound) - len(targets)
+            self.clients.queue(row, len(targets) - len(bound))
         self.targets.uncharge(targets)
         self.sessions.let_go(leases.sessions, now)
         self.groups.finish(leases.groups, tokens, now)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,16 +22,6 @@ from sluice.balance.routing.waterfill import Fleet
 
 IntArray = NDArray[np.int64]
 _SLOW = 1.1
-
-
-class Registered(Enum):
-    """What a registration was."""
-
-    NEW = "new"
-    RENEWED = "renewed"  # a heartbeat; nothing but the time changed
-    CHANGED = "changed"  # version, address or limits
-    RESTARTED = "restarted"  # another process under the same name
-    RESIZED = "resized"  # a restart with another number of ranks: it moves to new rows
 
 
 @dataclass
@@ -122,18 +111,18 @@ class TargetTable:
             last_seen=engine.last_seen,
         )
 
-    def register(self, spec: EngineSpec, now: float) -> tuple[EngineRow, Registered]:
-        """Add an engine or renew it. The caller voids the leases of a RESTARTED one first."""
+    def register(self, spec: EngineSpec, now: float) -> EngineRow:
+        """Add an engine or renew it. The caller voids the leases of a replaced one first."""
         engine = self._by_name.get(spec.name)
         if engine is None:
-            return self._add(spec, now), Registered.NEW
+            return self._add(spec, now)
         engine.last_seen = now
         if engine.spec == spec and not engine.lost:
-            return engine, Registered.RENEWED
+            return engine  # a heartbeat
         restarted = engine.spec.instance != spec.instance
         if engine.spec.dp_size != spec.dp_size:
             self.remove(engine)
-            return self._add(spec, now), Registered.RESIZED
+            return self._add(spec, now)
         if engine.lost or restarted:
             engine.breaker.registered_again()
         engine.spec, engine.lost = spec, False
@@ -141,7 +130,7 @@ class TargetTable:
             engine.draining = False
             self._start_over(engine)
         self.refresh(engine)
-        return engine, Registered.RESTARTED if restarted else Registered.CHANGED
+        return engine
 
     def remove(self, engine: EngineRow) -> None:
         """Forget an engine; its rows are used again once nothing is charged to them."""
@@ -150,6 +139,7 @@ class TargetTable:
         self._usable[engine.row] = False
         self._half_open.discard(engine.row)
         self.watched.discard(engine.row)
+        self.speed.forget(engine.row)  # the others are not measured by it
         self._forget_fleets()
         self.epoch += 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,12 +76,14 @@ class EngineView:
     last_seen: float
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
+class Needs(NamedTuple):
     """Weight versions a lease accepts: at least `minimum`, and only `exact` if not None."""
 
     minimum: int = 0
     exact: int | None = None
+
+
+ANY_VERSION = Needs()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +103,7 @@ class LeaseRequest:
     expected_tokens: FloatArray | None = None
     sessions: Sequence[str] = ()
     prefix_tokens: IntArray | None = None
-    needs: Needs = Needs()
+    needs: Needs = ANY_VERSION
     may_wait: bool = False
     excluded: frozenset[str] = frozenset()
 
@@ -109,12 +112,13 @@ class LeaseRequest:
 class Grant:
     """Lease ids first_id, first_id + 1, ...; targets int64[count], QUEUED where one waits.
 
-    session_count: how many went where their session was before.
+    session_count: how many went where their session was before; queued_count: how many wait.
     """
 
     first_id: int
     targets: IntArray
     session_count: int = 0
+    queued_count: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

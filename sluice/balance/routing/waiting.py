@@ -16,6 +16,7 @@ from sluice.balance.routing.types import Needs
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 _BATCH = 1024
+_STALE_SHARE = 8  # a sweep is due when one in so many has been given back
 _CAUTION = 2.0  # an unknown duration is taken for this many mean ones
 
 
@@ -30,8 +31,8 @@ class WaitingRoom:
 
     @property
     def count(self) -> int:
-        """Leases that wait, those cancelled but not yet met included."""
-        return sum(lane.count for lane in self._lanes.values())
+        """Leases that wait."""
+        return self._tables.clients.queued
 
     def has(self, needs: Needs) -> bool:
         lane = self._lanes.get(needs)
@@ -54,7 +55,7 @@ class WaitingRoom:
             ids.tolist(), groups.tolist(), expected.tolist(), strict=True
         ):
             lane.push(lease, group, tokens, now)
-        row.queued += len(ids)
+        self._tables.clients.queue(row, len(ids))
 
     def learnt(self, groups: IntArray) -> None:
         """Samples of these groups ended: expectations of their siblings have changed."""
@@ -63,6 +64,20 @@ class WaitingRoom:
         for group in np.unique(groups[groups >= 0]).tolist():
             for lane in self._lanes.values():
                 lane.learnt(group)
+
+    def sweep(self) -> None:
+        """Take out what was given back while it waited, once that is much beside what waits.
+
+        Nothing else does where no rank comes free, as for a version that nobody serves any more.
+        """
+        stale = sum(lane.count for lane in self._lanes.values()) - self.count
+        if stale * _STALE_SHARE <= self.count:
+            return
+        target_of = self._tables.leases.target_of
+        for needs, lane in list(self._lanes.items()):
+            lane.keep(lambda lease: target_of(lease) == QUEUED)
+            if not lane.count:
+                del self._lanes[needs]
 
     def dispatch(self, now: float) -> int:
         """Bind as many waiting leases as there are free slots; returns how many."""
@@ -156,6 +171,6 @@ class WaitingRoom:
                 continue
             leases.bind(lease, target)
             row = clients.at(leases.client_of(lease))
-            row.queued -= 1
+            clients.queue(row, -1)
             row.bound.append((lease, target))
             self.woken.add(row.name)

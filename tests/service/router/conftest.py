@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
@@ -66,6 +67,7 @@ class FakeEngine(engine_grpc.EngineServiceServicer):
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     fail: grpc.StatusCode | None = None
     address: str = ""
+    streams: int = 0
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -84,16 +86,23 @@ class FakeEngine(engine_grpc.EngineServiceServicer):
 
     async def StreamGenerate(self, request, context):
         self.requests.append(request.generate)
-        for token in range(3):
-            yield engine_pb.StreamGenerateResponse(delta=engine_pb.Completion(token_ids=[token]))
-            if self.fail is not None:
-                await context.abort(self.fail, "the engine says no")
-            await self.gate.wait()
+        self.streams += 1
+        try:
+            for token in range(3):
+                delta = engine_pb.Completion(token_ids=[token])
+                yield engine_pb.StreamGenerateResponse(delta=delta)
+                if self.fail is not None:
+                    await context.abort(self.fail, "the engine says no")
+                await self.gate.wait()
+        finally:
+            self.streams -= 1
 
     async def Score(self, request, context):
         return engine_pb.ScoreResponse(logprobs=[-1.0])
 
     async def Abort(self, request, context):
+        if self.fail is not None:
+            await context.abort(self.fail, "the engine says no")
         self.aborted += request.request_ids
         return engine_pb.AbortResponse(aborted_request_ids=request.request_ids)
 
@@ -155,6 +164,54 @@ def connect(stack: AsyncExitStack) -> Callable[..., Awaitable[LeaseClient]]:
         return await stack.enter_async_context(client)
 
     return connect
+
+
+class Relay:
+    """A line to a server that can be cut, or lose all that comes back."""
+
+    def __init__(self, target: int) -> None:
+        self._target = target
+        self._server: asyncio.Server | None = None
+        self._writers: list[asyncio.StreamWriter] = []
+        self.port = 0
+        self.is_deaf = False
+
+    async def mend(self) -> None:
+        self.is_deaf = False
+        self._server = await asyncio.start_server(self._serve, "localhost", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def cut(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for writer in self._writers:
+            writer.close()
+        self._writers.clear()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        back, forth = await asyncio.open_connection("localhost", self._target)
+        self._writers += [writer, forth]
+        await asyncio.gather(self._pass(reader, forth, False), self._pass(back, writer, True))
+
+    async def _pass(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_answer: bool
+    ) -> None:
+        with contextlib.suppress(ConnectionError):
+            while piece := await reader.read(65536):
+                if not (is_answer and self.is_deaf):
+                    writer.write(piece)
+        writer.close()
+
+
+@pytest.fixture
+def relay(stack: AsyncExitStack) -> Callable[[int], Awaitable[Relay]]:
+    async def start(target: int) -> Relay:
+        line = Relay(target)
+        await line.mend()
+        stack.push_async_callback(line.cut)
+        return line
+
+    return start
 
 
 async def eventually(check: Callable[[], bool], seconds: float = 5.0) -> None:

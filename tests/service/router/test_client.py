@@ -7,16 +7,17 @@ from collections import Counter
 
 import pytest
 
+from services.router import metrics
 from sluice.api.router.v1 import router_service_pb2 as pb
-from sluice.router_client import Wanted
+from sluice.router_client import Wanted, link
 from sluice.router_client import client as client_module
 from tests.service.router.conftest import FAST, eventually
 
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch):
-    monkeypatch.setattr(client_module, "RETRY_SECONDS", 0.05)
-    monkeypatch.setattr(client_module, "DOWN_SECONDS", 0.3)
+    monkeypatch.setattr(link, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(link, "DOWN_SECONDS", 0.3)
 
 
 async def test_leases_name_engine_address_and_rank_and_are_given_back(router, connect):
@@ -62,6 +63,99 @@ async def test_leases_asked_for_before_any_engine_come_with_it(router, connect):
     assert len(await asked) == 2
 
 
+async def test_a_refused_client_comes_back_when_it_is_told_to(start_router, connect):
+    router = await start_router(max_leases_per_client=1)
+    await router.register("a")
+    client = await connect(router.address)
+    held = await client.acquire(Wanted(count=1), timeout=5)
+    refusals = metrics.REFUSALS.labels("policy", "TOO_MANY_LEASES_OF_CLIENT")
+    before = refusals._value.get()
+    asked = asyncio.create_task(client.acquire(Wanted(count=1), timeout=5))
+    await asyncio.sleep(0.7)
+    assert refusals._value.get() == before + 1, "in 1 s, it was told"
+    client.release(held)
+    assert (await asked)[0].engine_id == "a"
+
+
+async def test_a_caller_that_leaves_while_the_router_answers_leaves_nothing_behind(router, connect):
+    await router.register("a")
+    client = await connect(router.address)
+    asked = asyncio.create_task(client.acquire(Wanted(count=4), timeout=5))
+    async with asyncio.timeout(5):
+        while not router.leases_out():
+            await asyncio.sleep(0)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    await eventually(lambda: router.leases_out() == 0, 3)
+
+
+async def test_leases_given_back_while_the_line_is_cut_are_given_back_later(router, connect, relay):
+    await router.register("a")
+    line = await relay(router.process.server.port)
+    client = await connect(f"localhost:{line.port}")
+    leases = await client.acquire(Wanted(count=3), timeout=5)
+    await line.cut()
+    client.release(leases)
+    await asyncio.sleep(1.5)  # longer than the channel tries
+    assert router.leases_out() == 3
+    await line.mend()
+    await eventually(lambda: router.leases_out() == 0)
+
+
+async def test_a_client_that_was_cut_off_for_longer_than_its_ttl_holds_its_leases_again(
+    start_router, connect, relay
+):
+    router = await start_router(client_ttl=1.0)
+    await router.register("a")
+    line = await relay(router.process.server.port)
+    client = await connect(f"localhost:{line.port}")
+    leases = await client.acquire(Wanted(count=3), timeout=5)
+    await line.cut()
+    await eventually(lambda: router.leases_out() == 0)
+    await line.mend()
+    await eventually(lambda: router.leases_out() == 3)
+    client.release(leases[:2])
+    await eventually(lambda: router.leases_out() == 1)
+
+
+async def test_leases_nobody_heard_of_end_though_the_client_lives_and_holds_none(
+    start_router, connect, relay, monkeypatch
+):
+    monkeypatch.setattr(client_module, "_CALL_SECONDS", 0.3)
+    router = await start_router(client_ttl=3.0)
+    await router.register("a")
+    line = await relay(router.process.server.port)
+    client = await connect(f"localhost:{line.port}")
+    client.release(await client.acquire(Wanted(count=1), timeout=5))
+    await eventually(lambda: router.leases_out() == 0)
+    line.is_deaf = True
+    local = await client.acquire(Wanted(count=2), timeout=5)
+    assert router.leases_out() == 2 and all(lease.lease_id < 0 for lease in local)
+    client.release(local)
+    await line.cut()
+    await line.mend()
+    async with asyncio.timeout(10):
+        while router.leases_out() == 2:  # the router hears of the client all the time
+            await router.acquire(client.client_id, 0)
+            await asyncio.sleep(0.1)
+
+
+async def test_a_refused_wait_holds_up_no_renewal(start_router, connect):
+    first = await start_router(**FAST)
+    await first.register("a", max_running_count=1)
+    client = await connect(first.address)
+    await client.acquire(Wanted(count=1), timeout=5)
+    asked = await client.request(Wanted(count=2))
+    port = first.process.server.port
+    await first.process.server.stop()
+    second = await start_router(port=port, max_queued=0, client_ttl=1.0)
+    await asyncio.sleep(1.0)  # what waits is void by now, and refused again and again
+    await second.register("a", max_running_count=1)
+    await eventually(lambda: second.leases_out() == 1)
+    assert not any(future.done() for future in asked)
+
+
 async def test_giving_up_a_wait_leaves_nothing_behind(router, connect):
     await router.register("a", max_running_count=1)
     client = await connect(router.address)
@@ -81,7 +175,7 @@ async def test_while_the_router_is_down_engines_are_picked_locally_and_then_repo
     await first.register("a", dp_size=2)
     await first.register("b", dp_size=2, version=2)
     client = await connect(first.address)
-    before = await client.acquire(Wanted(count=2), timeout=5)
+    await client.acquire(Wanted(count=2), timeout=5)
     await eventually(lambda: client._known.epoch == first.process.pools.room("").pool.epoch)
     port = first.process.server.port
     await first.process.server.stop()
@@ -91,12 +185,17 @@ async def test_while_the_router_is_down_engines_are_picked_locally_and_then_repo
     assert {lease.engine_id for lease in newest} == {"b"}
     spread = Counter((lease.engine_id, lease.dp_rank) for lease in local)
     assert len(spread) == 4 and max(spread.values()) <= 6
+    wanted = Wanted(count=9, excluded_engines=["a"])
+    assert {lease.engine_id for lease in await client.acquire(wanted, timeout=10)} == {"b"}
+    client.release(newest, pb.OUTCOME_CONNECT_ERROR)
+    rest = await client.acquire(Wanted(count=9), timeout=10)
+    assert {lease.engine_id for lease in rest} == {"a"}, "b has just been out of reach"
 
     second = await start_router(port=port, **FAST)
     await second.register("a", dp_size=2)
     await second.register("b", dp_size=2, version=2)
-    await eventually(lambda: second.leases_out() == 16, 10)
-    client.release([*before, *local, *newest])
+    await eventually(lambda: second.leases_out() == 32, 10)
+    client.release(list(client._ledger.held.values()))
     await eventually(lambda: second.leases_out() == 0)
     assert (await client.acquire(Wanted(count=1), timeout=5))[0].lease_id > 0
 

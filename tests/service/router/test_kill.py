@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import signal
-import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from pathlib import Path
+import itertools
+import random
+from collections.abc import Callable
 
 import grpc
 import pytest
 
+from sluice import faults
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
-from sluice.router_client import Wanted
-from sluice.router_client import client as client_module
+from sluice.router_client import LeaseClient, Wanted, link
+from tests.service.router.processes import processes
 
-TTL = 1.5
 ENGINE = """
 import asyncio, sys, uuid, grpc
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.router.v1 import router_service_pb2 as pb, router_service_pb2_grpc as pb_grpc
-async def main(address, name):
+async def main(address, name, max_running="0"):
     engine = pb.Engine(engine_id=name, address="localhost:1", role=pb.ROLE_ENGINE, dp_size=2,
-                       incarnation=str(uuid.uuid4()), weights=sample_pb2.WeightVersion(version=1))
+                       max_running_count=int(max_running), incarnation=str(uuid.uuid4()),
+                       weights=sample_pb2.WeightVersion(version=1))
     while True:
         async with grpc.aio.insecure_channel(address) as channel:
             stub = pb_grpc.RouterServiceStub(channel)
@@ -39,6 +36,7 @@ async def main(address, name):
                 await asyncio.sleep(0.1)
 asyncio.run(main(*sys.argv[1:]))
 """
+BOTH = {"a": pb.ENGINE_STATE_ACTIVE, "b": pb.ENGINE_STATE_ACTIVE}
 HOLDER = """
 import asyncio, sys
 from sluice.router_client import LeaseClient, Wanted
@@ -50,59 +48,6 @@ async def main(address, count):
         await asyncio.sleep(60)
 asyncio.run(main(*sys.argv[1:]))
 """
-
-
-class Processes:
-    """Subprocesses of a test, and the router among them."""
-
-    def __init__(self, directory: Path) -> None:
-        self._file = directory / "address.json"
-        self._started: list[asyncio.subprocess.Process] = []
-        self.address = ""
-
-    async def spawn(self, *arguments: str) -> asyncio.subprocess.Process:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *arguments,
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.getcwd()},
-        )
-        self._started.append(process)
-        return process
-
-    async def router(self) -> asyncio.subprocess.Process:
-        """Starts one, on the port of the one before."""
-        self._file.unlink(missing_ok=True)
-        port = self.address.rpartition(":")[2] or "0"
-        process = await self.spawn(
-            *("-m", "services.router", "--server.address_file", str(self._file)),
-            *("--server.port", port, "--tick_seconds", "0.1"),
-            *("--default_pool.client_ttl", str(TTL), "--default_pool.engine_ttl", str(TTL)),
-        )
-        async with asyncio.timeout(30):
-            while not self._file.exists():
-                assert process.returncode is None
-                await asyncio.sleep(0.02)
-        self.address = json.loads(self._file.read_text())["address"]
-        return process
-
-    async def kill(self, process: asyncio.subprocess.Process) -> None:
-        process.send_signal(signal.SIGKILL)
-        await process.wait()
-
-    async def close(self) -> None:
-        for process in self._started:
-            if process.returncode is None:
-                await self.kill(process)
-
-
-@asynccontextmanager
-async def processes(directory: Path) -> AsyncIterator[Processes]:
-    started = Processes(directory)
-    try:
-        yield started
-    finally:
-        await started.close()
 
 
 async def until(address: str, expected: Callable[[dict[str, int], int], bool]) -> None:
@@ -123,12 +68,11 @@ async def until(address: str, expected: Callable[[dict[str, int], int], bool]) -
 
 
 async def test_nothing_leaks_when_processes_are_killed(tmp_path, connect, monkeypatch):
-    monkeypatch.setattr(client_module, "RETRY_SECONDS", 0.05)
-    both = {"a": pb.ENGINE_STATE_ACTIVE, "b": pb.ENGINE_STATE_ACTIVE}
+    monkeypatch.setattr(link, "RETRY_SECONDS", 0.05)
     async with processes(tmp_path) as started:
         router = await started.router()
-        engines = {n: await started.spawn("-c", ENGINE, started.address, n) for n in both}
-        await until(started.address, lambda states, _: states == both)
+        engines = {n: await started.spawn("-c", ENGINE, started.address, n) for n in BOTH}
+        await until(started.address, lambda states, _: states == BOTH)
         client = await connect(started.address)
         mine = await client.acquire(Wanted(count=6), timeout=10)
         other = await started.spawn("-c", HOLDER, started.address, "10")
@@ -142,7 +86,7 @@ async def test_nothing_leaks_when_processes_are_killed(tmp_path, connect, monkey
 
         await started.kill(router)
         await started.router()
-        await until(started.address, lambda states, charged: (states, charged) == (both, 6))
+        await until(started.address, lambda states, charged: (states, charged) == (BOTH, 6))
 
         await started.kill(engines["a"])
         await until(started.address, lambda states, _: states["a"] == pb.ENGINE_STATE_LOST)
@@ -153,9 +97,92 @@ async def test_nothing_leaks_when_processes_are_killed(tmp_path, connect, monkey
         assert {lease.engine_id for lease in again} == {"b"}
 
         await started.spawn("-c", ENGINE, started.address, "a")
-        await until(started.address, lambda states, _: states == both)
+        await until(started.address, lambda states, _: states == BOTH)
         client.release([*mine, *again])
         await until(started.address, lambda _, charged: charged == 0)
+
+
+class Traffic:
+    """Clients that lease and give back all the time, over two engines with few credits."""
+
+    def __init__(self, clients: list[LeaseClient]) -> None:
+        self.done = 0
+        self._stop = asyncio.Event()
+        self._tasks = [asyncio.create_task(self._run(i, c)) for i, c in enumerate(clients)]
+
+    async def _run(self, seed: int, client: LeaseClient) -> None:
+        rng = random.Random(seed)
+        for call in itertools.count():
+            if self._stop.is_set():
+                return
+            groups = [(f"{seed}-{call}", rng.randint(1, 12))]
+            leases = await client.acquire(Wanted(count=groups[0][1], groups=groups), timeout=30)
+            await asyncio.sleep(rng.random() / 20)
+            client.release(leases, token_counts=[rng.randint(1, 99) for _ in leases])
+            self.done += len(leases)
+
+    async def more(self, count: int = 100) -> None:
+        """Until `count` more leases have come and gone."""
+        wanted = self.done + count
+        async with asyncio.timeout(30):
+            while self.done < wanted:
+                assert not any(task.done() for task in self._tasks)
+                await asyncio.sleep(0.02)
+
+    async def end(self) -> None:
+        self._stop.set()
+        await asyncio.gather(*self._tasks)
+
+
+async def test_nothing_leaks_in_the_middle_of_traffic(tmp_path, connect, monkeypatch):
+    monkeypatch.setattr(link, "RETRY_SECONDS", 0.05)
+    async with processes(tmp_path) as started:
+        router = await started.router()
+        engines = {n: await started.spawn("-c", ENGINE, started.address, n, "8") for n in BOTH}
+        await until(started.address, lambda states, _: states == BOTH)
+        clients = [await connect(started.address) for _ in range(4)]
+        traffic = Traffic(clients)
+        for _ in range(2):
+            await traffic.more()
+            await started.kill(router)
+            router = await started.router()
+            await traffic.more()
+            await started.kill(engines["a"])
+            await traffic.more()
+            engines["a"] = await started.spawn("-c", ENGINE, started.address, "a", "8")
+            await until(started.address, lambda states, _: states == BOTH)
+            other = await started.spawn("-c", HOLDER, started.address, "7")
+            assert other.stdout is not None
+            async with asyncio.timeout(20):
+                await other.stdout.readline()
+            await started.kill(other)
+        await traffic.more()
+        await traffic.end()
+        await until(started.address, lambda _, charged: charged == 0)
+
+
+async def test_a_call_whose_answer_is_lost_is_sent_again_as_it_was(tmp_path, monkeypatch):
+    """What it gave back the first time stays in it, though that has gone with others since."""
+    monkeypatch.setattr(link, "RETRY_SECONDS", 0.2)
+    lost = tmp_path / "faults"
+    monkeypatch.setenv(faults.VARIABLE, str(lost))
+    async with processes(tmp_path) as started:
+        await started.router(ttl=30)
+        async with (
+            grpc.aio.insecure_channel(started.address, [("grpc.enable_retries", 0)]) as channel,
+            LeaseClient(channel) as client,
+        ):
+            engine = pb.Engine(engine_id="a", address="localhost:1", role=pb.ROLE_ENGINE)
+            engine.weights.version = 1
+            request = pb.RegisterEngineRequest(engine=engine)
+            await pb_grpc.RouterServiceStub(channel).RegisterEngine(request, timeout=5)
+            held = await client.acquire(Wanted(count=3), timeout=10)
+            faults.arm(lost, "reply.AcquireLeases")
+            client.release(held[:1])
+            again = await client.acquire(Wanted(count=4), timeout=10)
+            assert not faults.disarm(lost)  # it fired
+            assert len({lease.lease_id for lease in (*held, *again)}) == 7
+            await until(started.address, lambda _, charged: charged == 6)
 
 
 @pytest.mark.parametrize("version", [1, 2])

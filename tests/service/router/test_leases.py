@@ -55,6 +55,24 @@ async def test_a_repeated_request_id_charges_once(router):
     assert reason(caught.value) == "REQUEST_ID_REUSED"
 
 
+async def test_a_repeated_answer_comes_with_the_engines_of_now(router):
+    """So that a thousand remembered answers are not a thousand copies of the fleet."""
+    await router.register("a", dp_size=2)
+    request_id = new_id()
+    first = await router.acquire("c", 3, request_id=request_id)
+    await router.register("b")
+    again = await router.acquire("c", 3, request_id=request_id)
+    assert (again.first_lease_id, again.target_indices) == (
+        first.first_lease_id,
+        first.target_indices,
+    )
+    assert [engine.engine_id for engine in first.engines] == ["a"]
+    assert [engine.engine_id for engine in again.engines] == ["a", "b"]
+    assert again.epoch > first.epoch and again.engines[0].first_target_index == 0
+    remembered = router.process._servicer._answers._known[request_id][1]
+    assert not remembered.engines
+
+
 async def test_leases_beyond_the_credits_wait_for_a_release(router):
     await router.register("a", max_running_count=2)
     wait = {"max_wait": {"seconds": 5}}

@@ -93,6 +93,20 @@ async def test_a_caller_that_leaves_frees_the_rank(router, stub, start_engine):
     await eventually(lambda: router.leases_out() == 0)
 
 
+async def test_a_reader_that_leaves_a_stream_frees_the_rank_and_ends_the_engines_call(
+    router, stub, start_engine
+):
+    engine = await start_engine()
+    await router.register("a", address=engine.address)
+    engine.gate.clear()
+    call = stub.StreamGenerate(pb.StreamGenerateRequest(generate=generate()), timeout=10)
+    assert (await call.read()).delta.token_ids == [0]
+    assert router.leases_out() == 1
+    call.cancel()
+    await eventually(lambda: router.leases_out() == 0)
+    await eventually(lambda: engine.streams == 0)
+
+
 async def test_a_wait_ends_with_the_callers_deadline(router, stub):
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub.Generate(generate(), timeout=0.3)
@@ -115,6 +129,22 @@ async def test_a_session_keeps_its_rank_and_abort_finds_the_engine(router, stub,
     answer = await stub.Abort(pb.AbortRequest(request_ids=[request.request_id, "x"]), timeout=5)
     assert list(answer.aborted_request_ids) == engine.aborted == [request.request_id]
     running.cancel()
+
+
+async def test_an_engine_out_of_reach_keeps_no_other_from_aborting(router, stub, start_engine):
+    engines = [await start_engine() for _ in range(2)]
+    for number, engine in enumerate(engines):
+        engine.gate.clear()
+        await router.register(f"e{number}", address=engine.address, max_running_count=1)
+    requests = [generate() for _ in engines]
+    running = [stub.Generate(request, timeout=10) for request in requests]
+    await eventually(lambda: all(engine.requests for engine in engines))
+    engines[0].fail = grpc.StatusCode.UNAVAILABLE
+    ids = [request.request_id for request in requests]
+    answer = await stub.Abort(pb.AbortRequest(request_ids=ids), timeout=10)
+    assert list(answer.aborted_request_ids) == [engines[1].requests[0].request_id]
+    for call in running:
+        call.cancel()
 
 
 async def test_scores_pass_and_what_the_router_cannot_do_is_unimplemented(

@@ -8,18 +8,24 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.balance.routing import (
     BreakerConfig,
+    EngineSpec,
     EngineState,
+    Held,
     LeaseRequest,
     Needs,
     Outcome,
     RankReport,
+    Refusal,
 )
 from sluice.balance.routing.breaker import Breaker, BreakerState
 from sluice.balance.routing.fallback import KnownEngine, pick_locally
 from sluice.balance.routing.speed import UNIT, SpeedTable
 from sluice.balance.routing.types import RefusedError
+from sluice.router_client import Wanted
+from sluice.router_client.known import KnownEngines
 
 FAILURES = [Outcome.CONNECT_ERROR, Outcome.SERVER_ERROR, Outcome.TIMEOUT]
 HARMLESS = [Outcome.UNKNOWN, Outcome.CLIENT_ERROR, Outcome.ABORTED, Outcome.OK]
@@ -176,3 +182,119 @@ def test_clients_expire_by_their_own_last_sign_of_life(make_pool):
     expired = pool.expire(30.0)
     assert expired.lease_count == 20 and "c3" not in expired.clients and "c20" in expired.clients
     assert pool.tables.targets.charges.sum() == 10
+
+
+def test_clients_that_hold_nothing_are_neither_counted_nor_missed(make_pool):
+    pool = make_pool(client_ttl=10, engine_ttl=1000)
+    grant = pool.acquire("c", LeaseRequest(count=2), 0.0)
+    pool.heartbeat("idle", 0.0)
+    assert pool.client_count == 1
+    pool.release("c", np.arange(grant.first_id, grant.first_id + 2), 1.0)
+    assert pool.client_count == 0
+    assert pool.expire(30.0).clients == ()
+
+
+def test_no_engine_is_behind_a_lease_that_ended(make_pool):
+    pool = make_pool(engines=2, ranks=2)
+    grant = pool.acquire("c", LeaseRequest(count=1), 0.0)
+    ids = np.array([grant.first_id])
+    assert pool.located(int(pool.targets_of(ids)[0])) is not None
+    pool.release("c", ids, 0.0)
+    assert pool.located(int(pool.targets_of(ids)[0])) is None
+
+
+def test_engines_that_are_gone_are_no_measure_of_speed(make_pool):
+    pool = make_pool(engines=3)
+    ranks = [RankReport(running_count=1)]
+    for second in range(30):
+        for number in range(3):
+            speed = 0.08 if number else 0.02
+            pool.report_load(f"e{number}", ranks, float(second), seconds_per_token=speed)
+    assert pool.engine("e0").slowdown < 0.5
+    for name in ("e1", "e2"):
+        pool.remove(name, 30.0)
+    pool.report_load("e0", ranks, 31.0, seconds_per_token=0.02)
+    assert pool.engine("e0").slowdown == 1.0
+
+
+def test_a_lease_whose_answer_is_on_its_way_outlives_renewals_at_once(make_pool):
+    """As a client sends them that hears of many engines at once."""
+    pool = make_pool(client_ttl=60)
+    first = pool.acquire("c", LeaseRequest(count=3), 0.0).first_id
+    nothing = Held(ids=np.empty(0, dtype=np.int64))
+    for second in (1.0, 1.01, 1.02, 5.0):
+        assert pool.renew("c", nothing, second).dropped_count == 0
+    mine = Held(ids=np.array([first]), names=["e0"], engines=np.array([0]), ranks=np.array([0]))
+    assert pool.renew("c", mine, 20.0).dropped_count == 2
+    assert pool.renew("c", mine, 40.0).dropped_count == 0
+    assert pool.tables.targets.charges.sum() == 1
+
+
+def test_a_router_whose_epochs_fell_is_believed_by_those_who_watch_it():
+    known = KnownEngines(random.Random(0))
+    for epoch, name, is_now in ((100, "old", False), (5, "new", True), (6, "newer", False)):
+        engine = pb.Engine(engine_id=name, dp_size=1, state=pb.ENGINE_STATE_ACTIVE)
+        engine.weights.version = 1
+        known.learn(epoch, [engine], is_now=is_now)
+        assert known.epoch == epoch
+        places = known.pick([], [Wanted(count=1)])
+        assert places is not None and places[0][0] == name
+    known.learn(4, [], is_now=False)
+    assert known.epoch == 6, "an answer that was late"
+
+
+def test_new_leases_count_in_full_beside_old_ones_that_did_nothing(make_pool):
+    pool = make_pool(engines=2, engine_ttl=1000, client_ttl=1000)
+    old = pool.acquire("c", LeaseRequest(count=40), 0.0)
+    for second in range(1, 60):
+        pool.expire(float(second))
+        for name in ("e0", "e1"):
+            pool.report_load(name, [RankReport(running_count=0)], second + 0.1)
+    assert pool.tables.targets.load().max() <= 1
+    pool.release("c", np.arange(old.first_id, old.first_id + 40), 60.0)
+    pool.acquire("c", LeaseRequest(count=10), 60.0)
+    assert pool.tables.targets.load().tolist() == [5, 5]
+
+
+def test_a_pool_takes_so_many_leases_and_no_more(make_pool):
+    pool = make_pool(max_leases=5)
+    pool.acquire("c", LeaseRequest(count=3), 0.0)
+    with pytest.raises(RefusedError) as caught:
+        pool.acquire("d", LeaseRequest(count=3), 0.0)
+    assert caught.value.reason is Refusal.TOO_MANY_LEASES
+    pool.acquire("d", LeaseRequest(count=2), 0.0)
+
+
+def test_nobody_is_told_of_a_target_that_is_gone_again(make_pool):
+    pool = make_pool(max_running=1)
+    first = pool.acquire("c", LeaseRequest(count=2, may_wait=True), 0.0).first_id
+    pool.release("c", np.array([first]), 0.0)  # the other one is bound
+    pool.register(EngineSpec(name="e0", instance="another", max_running=1), 0.0)
+    assert pool.collect("c") == []
+
+
+def test_local_picks_are_even_over_ranks_not_engines():
+    engines = [KnownEngine("small", "", 1, 0), KnownEngine("large", "", 7, 0)]
+    held: Counter[tuple[str, int]] = Counter()
+    rng = random.Random(0)
+    for _ in range(80):
+        found = pick_locally(engines, Counter(), Needs(), rng)  # each by another client
+        assert found is not None
+        held[found[0].name, found[1]] += 1
+    assert held["small", 0] <= 20
+
+
+def test_an_engine_that_comes_back_gets_a_trial_and_a_new_process_is_not_drained(make_pool):
+    pool = make_pool(engines=1, engine_ttl=10)
+    row = pool.tables.targets.find("e0")
+    for _ in range(5):
+        pool.tables.targets.record(row, Outcome.CONNECT_ERROR, 0.0)
+    assert pool.engine("e0").state is EngineState.BROKEN
+    pool.expire(11.0)
+    assert pool.engine("e0").state is EngineState.LOST
+    assert pool.register(EngineSpec(name="e0"), 12.0).state is EngineState.ACTIVE
+    assert pool.tables.targets.fleet(Needs()).free_count == 1
+    pool.drain("e0", True, 12.0)
+    assert pool.register(EngineSpec(name="e0"), 13.0).state is EngineState.DRAINING
+    another = EngineSpec(name="e0", instance="another")
+    assert pool.register(another, 14.0).state is EngineState.ACTIVE

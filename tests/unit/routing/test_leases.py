@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sluice.balance.routing import leases as module
@@ -25,6 +25,7 @@ actions = st.lists(
         st.tuples(st.just("grant"), st.integers(0, 2), st.integers(0, 30)),
         st.tuples(st.just("release"), st.integers(0, 2), st.integers(0, 2**31)),
         st.tuples(st.just("adopt"), st.integers(0, 2), st.integers(0, 99)),
+        st.tuples(st.just("adopt"), st.integers(0, 2), st.integers(1000, 1099)),
         st.tuples(st.just("bind"), st.integers(0, 2), st.integers(0, 2**31)),
         st.tuples(st.just("expire"), st.integers(0, 2), st.just(0)),
     ),
@@ -34,6 +35,7 @@ actions = st.lists(
 
 @settings(max_examples=50, deadline=None)
 @given(actions)
+@example([("adopt", 0, 0), ("grant", 0, 4), ("release", 0, 139), ("adopt", 0, 0)])
 def test_columns_equal_a_dictionary(steps):
     table = LeaseTable(1000)
     model: dict[int, tuple[int, int]] = {}  # id -> client, target
@@ -54,7 +56,7 @@ def test_columns_equal_a_dictionary(steps):
             assert {
                 i: t for i, t in zip(released.ids.tolist(), released.targets.tolist(), strict=True)
             } == {i: model.pop(i)[1] for i in expected}
-        elif kind == "adopt" and number not in model:
+        elif kind == "adopt" and number not in model and number < table.next_id:
             table.adopt(client, ids([number]), ids([3]))
             model[number] = (client, 3)
         elif kind == "bind":

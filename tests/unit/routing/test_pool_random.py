@@ -37,6 +37,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.instances = dict.fromkeys(ENGINES, 0)
         self.held: dict[str, dict[int, int]] = {client: {} for client in CLIENTS}
+        self.heard = dict.fromkeys(CLIENTS, 0.0)
+        self.returning: set[str] = set()  # had expired and not renewed since
         self.rng = np.random.default_rng(seed)
         self.pool.register(self.spec("e0"), self.now)
 
@@ -85,6 +87,7 @@ class PoolMachine(RuleBasedStateMachine):
             needs=Needs(minimum),
             may_wait=wait,
         )
+        self.heard[client] = self.now
         try:
             grant = self.pool.acquire(client, request, self.now)
         except RefusedError:
@@ -101,6 +104,7 @@ class PoolMachine(RuleBasedStateMachine):
         for lease in mine:
             del self.held[client][lease]
         asked = np.array([*mine, *mine[:3], 7], dtype=np.int64)
+        self.heard[client] = self.now
         self.pool.release(
             client,
             asked,
@@ -115,9 +119,24 @@ class PoolMachine(RuleBasedStateMachine):
             if lease in self.held[client]:
                 self.held[client][lease] = target
         ids = np.array(sorted(self.held[client]), dtype=np.int64)
-        renewal = self.pool.renew(client, self.as_held(ids, client), self.now)
-        for lease in renewal.unknown.tolist():
+        held = self.as_held(ids, client)
+        unknown = self.renewed(client, held)
+        if client in self.returning:
+            assert not (set(unknown) & set(ids[held.ranks >= 0].tolist())), "it runs them still"
+        self.returning.discard(client)
+
+    @rule(client=clients)
+    def fall_silent_and_return(self, client) -> None:
+        self.let_time_pass(CONFIG.client_ttl)
+        self.renew(client)
+
+    def renewed(self, client: str, held: Held) -> list[int]:
+        """What the router does not know, after which the client forgets it too."""
+        unknown = self.pool.renew(client, held, self.now).unknown.tolist()
+        self.heard[client] = self.now
+        for lease in unknown:
             del self.held[client][lease]
+        return unknown
 
     def as_held(self, ids: np.ndarray, client: str) -> Held:
         """What the client says of its leases: engine and rank, or -1 for one that waits."""
@@ -142,9 +161,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.held[client][number] = -1
         held = self.as_held(ids, client)
         held.engines[0], held.ranks[0] = ENGINES.index(name), rank
-        unknown = self.pool.renew(client, held, self.now).unknown.tolist()
-        for lease in unknown:
-            del self.held[client][lease]
+        self.renewed(client, held)
+        self.returning.discard(client)
 
     @rule(name=names, running=st.integers(0, 20), waiting=st.integers(0, 3), age=st.floats(0, 3))
     def report(self, name, running, waiting, age) -> None:
@@ -155,10 +173,15 @@ class PoolMachine(RuleBasedStateMachine):
         ] * 2
         self.pool.report_load(name, ranks, self.now, seconds_per_token=0.03, age=age)
 
-    @rule(seconds=st.floats(0.1, 12))
+    @rule(seconds=st.sampled_from([0.1, 2.0, 6.0, 12.0]))
     def let_time_pass(self, seconds: float) -> None:
         self.now += seconds
         self.pool.expire(self.now)
+        self.returning |= {
+            client
+            for client in CLIENTS
+            if self.heard[client] <= self.now - CONFIG.client_ttl and self.held[client]
+        }
 
     @rule(key=st.sampled_from(["s", "t", "u"]))
     def end_session(self, key: str) -> None:
@@ -176,7 +199,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert (tables.sessions.active >= 0).all()
         waiting = sum(1 for _, t in self.live() if t == QUEUED)
         assert sum(row.queued for row in tables.clients._rows.values()) == waiting
-        assert self.pool.waiting.count >= waiting
+        assert self.pool.waiting.count == waiting
         load = tables.targets.load()
         assert (load >= 0).all()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sluice.balance.routing import EngineSpec, LeaseRequest, RankReport
+from sluice.balance.routing import EngineSpec, LeaseRequest, Outcome, RankReport
 
 
 def turn(pool, key: str, now: float = 0.0, prefix: int = 10_000, **fields) -> tuple[int, int]:
@@ -109,3 +109,27 @@ def test_one_request_of_several_leases_in_one_session_is_not_split(make_pool):
     assert len(set(grant.targets.tolist())) == 1
     pool.release("c", np.arange(grant.first_id, grant.first_id + 5), 0.0)
     assert pool.tables.targets.charges.sum() == 0
+
+
+def test_a_session_does_not_go_round_the_trial_of_an_engine_that_failed(make_pool):
+    """Nothing is said of a cache, so that staying costs nothing."""
+    pool = make_pool(engines=2, ranks=2, engine_ttl=1000)
+    request = LeaseRequest(count=1, sessions=["s"])
+    home = int(pool.acquire("c", request, 0.0).targets[0])
+    engine = f"e{home // 2}"
+    pool.acquire("other", LeaseRequest(count=20), 0.0)
+    row = pool.tables.targets.find(engine)
+    for _ in range(5):
+        pool.tables.targets.record(row, Outcome.TIMEOUT, 0.0)
+    pool.expire(31.0)  # one trial is due
+    trial = pool.acquire("c", LeaseRequest(count=20), 31.0)
+    assert sum(target // 2 == home // 2 for target in trial.targets.tolist()) == 1
+    assert int(pool.acquire("c", request, 31.0).targets[0]) // 2 != home // 2
+
+
+def test_a_new_process_has_no_sessions_of_the_old_one(make_pool):
+    pool = make_pool(engines=2)
+    for number in range(10):
+        turn(pool, f"s{number}", prefix=0)
+    pool.register(EngineSpec(name="e0", instance="another"), 0.0)
+    assert pool.tables.sessions.active.tolist() == [0, 5]

@@ -148,3 +148,27 @@ def test_a_slow_engine_gets_short_ones_and_only_when_the_queue_is_long(make_pool
     ids, bound = ask(pool, groups, expected=expected, now=1000.0)
     slow_ones = {lease for lease in bound if pool.tables.leases.target_of(lease) == 3}
     assert slow_ones == {ids[f"h{number}"][0] for number in range(4)}, "the shortest"
+
+
+def test_leases_given_back_while_they_wait_leave_room_and_no_trace(make_pool):
+    pool = make_pool(max_running=1, max_queued=100)
+    for version in range(10, 40):  # of versions that come and go unserved
+        ids, _ = ask(pool, [("a", 50), ("b", 50)], needs=Needs(exact=version))
+        pool.release("c", np.array(ids["a"] + ids["b"]), 0.0)
+        assert pool.waiting.count == 0
+    kept, bound = ask(pool, [("d", 3)])
+    pool.expire(1.0)
+    assert len(pool.waiting._lanes) == 1
+    assert sum(lane.count for lane in pool.waiting._lanes.values()) == 2
+    assert give_back(pool, bound[0], now=1.0) == [kept["d"][1]]
+
+
+def test_a_queue_that_is_never_empty_does_not_grow(make_pool):
+    pool = make_pool(max_running=1)
+    _, (running,) = ask(pool, [("a", 2)])
+    for number in range(5000):
+        ask(pool, [(f"g{number}", 1)], expected=[100.0], now=float(number))
+        (running,) = give_back(pool, running, tokens=100, now=float(number))
+    (lane,) = pool.waiting._lanes.values()
+    assert lane.count <= 2
+    assert len(lane._heap) + len(lane._shortest) < 2500

@@ -1,0 +1,101 @@
+"""The leases of one client: those it holds, and those that wait for a target."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from sluice.api.router.v1 import router_service_pb2 as pb
+from sluice.router_client.known import KnownEngines, Place
+from sluice.router_client.tickets import Ticket
+from sluice.router_client.types import Lease
+
+_EARLY_LIMIT = 65_536
+
+
+class Ledger:
+    """Every lease is held, waits, or has been given to `give_back`."""
+
+    def __init__(self, known: KnownEngines, give_back: Callable[[int, pb.Outcome], None]) -> None:
+        self.held: dict[int, Lease] = {}
+        self.waiting: dict[int, Ticket] = {}
+        self.has_waiting = asyncio.Event()
+        self._known, self._give_back = known, give_back
+        self._early: OrderedDict[int, Place] = OrderedDict()  # of tickets still on their way
+        self._local_id = -(random.SystemRandom().getrandbits(38) << 24)
+
+    def take(self, response: pb.AcquireLeasesResponse, tickets: Sequence[Ticket]) -> None:
+        """Resolve what got a target, keep the rest; tickets are of the new leases, in order."""
+        if response.engines or not self._known.knows(response.epoch):
+            self._known.learn(response.epoch, response.engines)
+        for offset, target in enumerate(response.target_indices):
+            lease_id, ticket = response.first_lease_id + offset, tickets[offset]
+            place = self._known.place(response.epoch, target) if target >= 0 else None
+            place = place or self._early.pop(lease_id, None)
+            if place is None:
+                self._keep(lease_id, ticket)
+            else:
+                self._resolve(lease_id, ticket, place)
+        self.bind(response.epoch, response.bound_lease_ids, response.bound_target_indices)
+
+    def bind(self, epoch: int, lease_ids: Sequence[int], targets: Sequence[int]) -> None:
+        """Resolve leases that had waited."""
+        for lease_id, target in zip(lease_ids, targets, strict=True):
+            place = self._known.place(epoch, target)
+            if place is None:
+                continue  # of an epoch long gone; the next renewal tells again
+            ticket = self.waiting.pop(lease_id, None)
+            if ticket is not None:
+                self._resolve(lease_id, ticket, place)
+            else:
+                self._early[lease_id] = place
+                while len(self._early) > _EARLY_LIMIT:
+                    self._early.popitem(last=False)
+
+    def pick(self, tickets: Sequence[Ticket]) -> bool:
+        """Bind tickets without the router; False when no known engine will do."""
+        open_ = [ticket for ticket in tickets if not ticket.future.done()]
+        held = ((lease.engine_id, lease.dp_rank) for lease in self.held.values())
+        places = self._known.pick(held, [ticket.wanted for ticket in open_])
+        for ticket, place in zip(open_, places or (), strict=False):
+            self._local_id -= 1
+            self._resolve(self._local_id, ticket, place)
+        return places is not None
+
+    def pick_waiting(self) -> None:
+        """The router is gone and with it its queue."""
+        waiting = dict(self.waiting)
+        if self.pick(list(waiting.values())):
+            for lease_id in waiting:
+                self.waiting.pop(lease_id, None)
+
+    def close(self) -> None:
+        """Give everything back."""
+        for ticket in self.waiting.values():
+            ticket.future.cancel()
+        for lease_id in (*self.held, *self.waiting):
+            self._give_back(lease_id, pb.OUTCOME_ABORTED)
+        self.held.clear()
+        self.waiting.clear()
+
+    def _keep(self, lease_id: int, ticket: Ticket) -> None:
+        if ticket.future.done():
+            self._give_back(lease_id, pb.OUTCOME_ABORTED)
+            return
+        self.waiting[lease_id] = ticket
+        self.has_waiting.set()
+        ticket.future.add_done_callback(lambda _: self._given_up(lease_id))
+
+    def _given_up(self, lease_id: int) -> None:
+        if self.waiting.pop(lease_id, None) is not None:
+            self._give_back(lease_id, pb.OUTCOME_ABORTED)
+
+    def _resolve(self, lease_id: int, ticket: Ticket, place: Place) -> None:
+        if ticket.future.done():  # given up in the meantime
+            self._give_back(lease_id, pb.OUTCOME_ABORTED)
+            return
+        lease = Lease(lease_id, *place)
+        self.held[lease_id] = lease
+        ticket.future.set_result(lease)
