@@ -23,7 +23,7 @@ def main() -> int:
     logs.configure()
     try:
         config = load_config(RolloutConfig)
-        if "engine" in config.roles:
+        if "engine" in config.roles and config.engine.backend != "sglang":
             platform.current()  # before anything imports torch, which a broken plug-in breaks
         return uvloop.run(serve(config))
     except (ConfigError, platform.PlatformError) as error:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from services.rollout.engine_config import EngineConfig
+from services.rollout.openai.config import OpenAIConfig
 from sluice.config import Config, ProcessConfig
 from sluice.runtime.server import ServerConfig
 
@@ -16,6 +18,10 @@ class GraderPoolConfig(Config):
     """Processes that make tasks and reward samples, per environment that needs them."""
 
     size: int = Field(2, ge=1, description="Processes of one environment.")
+    slow_seconds: float = Field(
+        5.0, gt=0, description="A call that takes longer gives its place to another process."
+    )
+    max_slow: int = Field(8, ge=0, description="Such calls, beside `size` quick ones.")
     timeout_seconds: float = Field(60.0, gt=0, description="One call; then the process is ended.")
     attempts: int = Field(2, ge=1, description="Calls of one group before it fails.")
     start_seconds: float = Field(120.0, gt=0, description="Import of an environment.")
@@ -30,6 +36,9 @@ class EpisodesConfig(Config):
     )
     max_open_rollouts: int = Field(64, ge=1, description="Rollouts that run; then QUEUE_FULL.")
     max_running_groups: int = Field(1024, ge=1, description="Groups that run at once.")
+    max_evaluated_groups: int = Field(
+        64, ge=1, description="Groups of evaluations that run at once, beside the others."
+    )
     engine_attempts: int = Field(
         4, ge=1, description="Leases tried in a row for samples of a group without one token."
     )
@@ -45,6 +54,13 @@ class EpisodesConfig(Config):
     environments: dict[str, str] = Field(
         default_factory=dict, description="Further environments, name to `package.module:Class`."
     )
+    user_modules: tuple[str, ...] = Field(
+        (), description="Modules, with those inside them, whose functions requests may name."
+    )
+    reward_urls: tuple[str, ...] = Field(
+        ("http://127.0.0.1", "http://localhost"),
+        description="Addresses below which requests may name reward services.",
+    )
     graders: GraderPoolConfig = GraderPoolConfig()
 
 
@@ -57,9 +73,18 @@ class RolloutConfig(ProcessConfig):
     router: str = Field("", description="host:port; the episodes role needs it.")
     store: Path = Field(description="Shared store: blobs and weight versions.")
     store_sync: bool = Field(True, description="False: a crash of the machine may lose groups.")
+    weights: str = Field(
+        "", description="Weight versions, e.g. s3://bucket/prefix; default: <store>/weights."
+    )
+    weights_cache: Path | None = Field(
+        None,
+        description="Directory of this host that its engines share: whole versions are put there "
+        "once. Default: only versions of deltas are, below the store.",
+    )
     tokenizer: Path | None = Field(None, description="HF model directory; default: engine.model.")
     engine: EngineConfig = EngineConfig()
     episodes: EpisodesConfig = EpisodesConfig()
+    openai: OpenAIConfig | None = Field(None, description="HTTP as OpenAI's clients speak it.")
     server: ServerConfig = ServerConfig()
 
     @model_validator(mode="after")
@@ -71,6 +96,8 @@ class RolloutConfig(ProcessConfig):
                 raise ValueError("router: the episodes role needs one")
             if self.tokenizer_directory is None:
                 raise ValueError("tokenizer: the episodes role needs one, or engine.model")
+        if self.openai is not None and self.tokenizer_directory is None:
+            raise ValueError("tokenizer: openai needs one, or engine.model")
         return self
 
     @property
@@ -81,6 +108,20 @@ class RolloutConfig(ProcessConfig):
         return Path(self.engine.model) if self.engine.model else None
 
     @property
-    def weights_root(self) -> Path:
-        """The weight store inside the shared store."""
-        return self.store / "weights"
+    def engine_here(self) -> EngineConfig:
+        """`engine`, whose weights come onto this host once: linked to where they are cached."""
+        sglang = self.engine.sglang
+        if self.weights_cache is None or sglang.staging is not None:
+            return self.engine
+        sglang = sglang.model_copy(update={"staging": self.weights_cache / "engines"})
+        return self.engine.model_copy(update={"sglang": sglang})
+
+    @property
+    def cache_directory(self) -> Path:
+        """Where versions are made on this host."""
+        return self.weights_cache or self.store / "weights" / "hosts" / socket.gethostname()
+
+    @property
+    def weights_location(self) -> str:
+        """Directory or URL of the versions of weights."""
+        return self.weights or str(self.store / "weights")

@@ -10,13 +10,19 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from services.rollout.errors import NoSleepError, NoTopTokensError
 from sluice.samples.sample import VersionSpan
 
 if TYPE_CHECKING:
     from services.rollout.engine_config import EngineConfig
+    from sluice.weights.manifest import Manifest
+    from sluice.weights.transfer.plan import Bucket, Membership
 
 ENGINES = {  # nothing heavy is imported until chosen
     "reference": "services.rollout.backends.reference.engine:ReferenceEngine",
+    "sglang": "services.rollout.backends.sglang.engine:SglangEngine",
 }
 
 
@@ -51,6 +57,19 @@ class Sampling:
     seeds: tuple[int, ...] = ()  # one per sample; empty draws fresh ones
 
 
+class MediaKind(StrEnum):
+    IMAGE = "image"
+
+
+@dataclass(frozen=True)
+class Media:
+    """A file that a prompt shows, at the placeholder token of its place."""
+
+    kind: MediaKind
+    digest: str
+    data: memoryview
+
+
 @dataclass(frozen=True, kw_only=True)
 class Generation:
     """One request: `sample_count` continuations of one prompt, whose KV cache they share.
@@ -64,6 +83,16 @@ class Generation:
     sample_count: int = 1
     dp_rank: int = 0
     stream: bool = False
+    media: tuple[Media, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Seconds of one sample in the engine; they add up to all of its time there."""
+
+    queue: float  # until its prompt was taken up
+    prefill: float  # until its first token
+    decode: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +100,11 @@ class Delta:
     """Tokens added to sample `index` of a request; `finish_reason` only on its last one.
 
     `logprobs` are of the tempered distribution before truncation by top-k and top-p (of
-    temperature 1 when greedy), `logprobs_t1` the same at temperature 1. Spans count from the
-    start of the response.
+    temperature 1 when greedy), `logprobs_t1` the same at temperature 1, or
+    nothing where the engine measures one of them alone. Spans count from the
+    start of the response. `timing` comes with `finish_reason`, where the engine knows; so does
+    `routed_experts`, where it is configured to tell: int16[prompt + sampled - 1, mixture layers,
+    chosen], of every token that the model took in.
     """
 
     index: int
@@ -81,6 +113,19 @@ class Delta:
     logprobs_t1: tuple[float, ...]
     spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason | None = None
+    timing: Timing | None = None
+    routed_experts: np.ndarray | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """Log-probabilities (temperature 1) of given tokens, and the likeliest tokens in their places.
+
+    `top` has one entry a place, (token, log-probability) from the likeliest on, or is empty.
+    """
+
+    logprobs: tuple[float, ...]
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +134,20 @@ class RankLoad:
     waiting_count: int
     used_tokens: int
     max_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class IncomingWeights:
+    """A version that comes over transfer groups.
+
+    `buckets` are those of each sender, in the order of the groups; `manifest` names all that the
+    model must end up with. `mode` is for an engine that pauses in order to receive.
+    """
+
+    manifest: Manifest
+    buckets: Sequence[Sequence[Bucket]]
+    seconds: float
+    mode: PauseMode = PauseMode.IN_PLACE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +170,7 @@ class EngineStatus:
     prefill_tokens_total: int = 0
     failure: str = ""
     deterministic: bool = False
+    transfer_ranks: int = 0  # that it takes in a transfer group; 0: it reads directories only
     extra: dict[str, float] = field(default_factory=dict)
 
 
@@ -126,13 +186,23 @@ class Engine(ABC):
         """Deltas of all samples as they come; closing the iterator aborts the request.
 
         The request begins with the first `anext`, which raises NoWeightsError without weights,
-        PromptTooLongError, DuplicateRequestError, QueueFullError or InvalidFieldError.
+        PromptTooLongError, MediaUnsupportedError, DuplicateRequestError, QueueFullError or
+        InvalidFieldError.
         EngineFailedError comes at any time when the engine breaks or closes.
         """
 
     @abstractmethod
     async def score(self, token_ids: Sequence[int], prompt_length: int) -> list[float]:
         """Log-probabilities (temperature 1) of token_ids[prompt_length:]."""
+
+    async def score_top(
+        self, token_ids: Sequence[int], prompt_length: int, top_count: int
+    ) -> Scores:
+        """`score` with the `top_count` likeliest tokens at each place.
+
+        Raises NoTopTokensError where the engine cannot name them.
+        """
+        raise NoTopTokensError("this engine names no likeliest tokens")
 
     @abstractmethod
     async def abort(self, request_ids: Sequence[str]) -> list[str]:
@@ -153,12 +223,41 @@ class Engine(ABC):
         the manifest from `digest`; UnfitWeightsError for weights of another architecture.
         """
 
+    async def join_transfer(self, groups: Sequence[Membership], seconds: float) -> None:
+        """Join these groups, one for each sender, and leave those joined before.
+
+        The engine takes the ranks from `Membership.rank` on, as many as `transfer_ranks` of its
+        status says; a backend of which that is 0 is never asked. See `sluice.weights.transfer`.
+        Raises TransferBrokenError when the others do not come in time.
+        """
+        raise NotImplementedError
+
+    async def receive(self, incoming: IncomingWeights) -> None:
+        """Take a version from the groups joined last, as `prepare` does from a directory.
+
+        An engine that cannot hold two versions takes it in a pause and serves it at the return.
+        Returns, or raises, within `incoming.seconds`: TransferBrokenError, DigestMismatchError
+        naming the tensor, UnfitWeightsError. After an error the serving version is as before.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     async def commit(self, version: int, mode: PauseMode) -> float:
         """Swap a prepared version in; returns the seconds in which nothing was decoded.
 
         Raises VersionNotPreparedError. A paused engine stays paused.
         """
+
+    async def sleep(self) -> None:
+        """Give up the device's memory, weights and cache; free when asleep already.
+
+        Raises NoSleepError, or NotQuietError unless the engine is paused and holds no request.
+        """
+        raise NoSleepError("this engine keeps its memory")
+
+    async def wake(self) -> None:
+        """Take the memory back; the next version may then be committed. Raises NoSleepError."""
+        raise NoSleepError("this engine keeps its memory")
 
     @abstractmethod
     def status(self) -> EngineStatus: ...

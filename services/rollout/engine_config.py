@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from services.rollout.sglang_config import SglangConfig
 from sluice.config import Config
 
 
@@ -15,7 +16,7 @@ class EngineConfig(Config):
     Without `model` the engine starts empty and builds itself from the first prepared version.
     """
 
-    backend: Literal["reference"] = "reference"
+    backend: Literal["reference", "sglang"] = "reference"
     model: str | None = Field(None, description="HF model directory, served as version 0.")
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_running: int = Field(256, ge=1, description="Samples that decode at once.")
@@ -36,6 +37,12 @@ class EngineConfig(Config):
         description="A sample's tokens and log-probs do not depend, to the bit, on its neighbours;"
         " every decode step then costs max_running rows on one thread, and no prefix is shared.",
     )
+    routed_experts: bool = Field(
+        False,
+        description="Completions bring the experts that their tokens were sent to, for a trainer"
+        " that replays them (routing_replay: rollout); needs a mixture of experts.",
+    )
+    sglang: SglangConfig = SglangConfig()
 
     @model_validator(mode="after")
     def _one_thread_when_deterministic(self) -> EngineConfig:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 from google.protobuf import duration_pb2
 
 from services.rollout import metrics
-from services.rollout.engine import Engine, PauseMode
+from services.rollout.engine import Engine, Generation, PauseMode
 from services.rollout.engine_weights import EngineWeights
-from services.rollout.generations import Generations
+from services.rollout.generations import Generations, score
+from services.rollout.media import MediaReader
+from services.rollout.transfer_wire import members_from_proto, transfer_from_proto
 from services.rollout.wire import (
     VersionBounds,
     VersionUnavailableError,
@@ -20,6 +23,7 @@ from services.rollout.wire import (
     generation_from_proto,
     loads_to_proto,
     pause_mode_from_proto,
+    top_to_proto,
 )
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as pb
@@ -40,14 +44,15 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
         *,
         engine_id: str,
         backend: str,
+        media: MediaReader,
     ) -> None:
         self._engine, self._generations, self._weights = engine, generations, weights
         self._waits = waits
-        self._engine_id, self._backend = engine_id, backend
+        self._engine_id, self._backend, self._media = engine_id, backend, media
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         bounds = self._checked_bounds(request.versions)
-        generation = generation_from_proto(request, stream=False)
+        generation = await self._generation(request, stream=False)
         deltas = await self._generations.generate(request, generation)
         check_spans(deltas, bounds)
         metrics.count_generation(deltas)
@@ -60,7 +65,7 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
         self, request: pb.StreamGenerateRequest, context: Any
     ) -> AsyncIterator[pb.StreamGenerateResponse]:
         bounds = self._checked_bounds(request.generate.versions)
-        generation = generation_from_proto(request.generate, stream=True)
+        generation = await self._generation(request.generate, stream=True)
         temperature = generation.sampling.temperature
         async for delta in self._generations.stream(request.generate, generation):
             check_spans([delta], bounds)
@@ -69,11 +74,17 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
 
     async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
         self._checked_bounds(request.versions)
+        if request.top_count < 0:
+            raise InvalidFieldError("top_count", "must not be negative")
         before = self._weights_now()
-        logprobs = await self._engine.score(tuple(request.token_ids), request.prompt_length)
+        scores = await score(
+            self._engine, tuple(request.token_ids), request.prompt_length, request.top_count
+        )
         if self._weights_now() != before:
             raise VersionUnavailableError("weights changed while scoring; ask again")
-        return pb.ScoreResponse(logprobs=logprobs, weights=before)
+        return pb.ScoreResponse(
+            logprobs=scores.logprobs, weights=before, top=top_to_proto(scores.top)
+        )
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         aborted = await self._engine.abort(tuple(request.request_ids))
@@ -89,12 +100,29 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
         await self._engine.resume()
         return pb.ResumeResponse()
 
+    async def JoinTransferGroup(
+        self, request: pb.JoinTransferGroupRequest, context: Any
+    ) -> pb.JoinTransferGroupResponse:
+        members, seconds = members_from_proto(request)
+        with self._waits.waiting(
+            f"members of transfer group {request.transfer_group}",
+            on=[member.address for member in members],
+            timeout=seconds,
+        ):
+            await self._weights.transfers.join(request.transfer_group, members, seconds)
+        return pb.JoinTransferGroupResponse()
+
     async def PrepareWeights(
         self, request: pb.PrepareWeightsRequest, context: Any
     ) -> pb.PrepareWeightsResponse:
         version, digest = _weights_from_proto(request.weights)
-        with self._waits.waiting(f"PrepareWeights of version {version}", on=[self._engine_id]):
-            seconds = await self._weights.prepare(version, digest)
+        transfer = transfer_from_proto(request)
+        with self._waits.waiting(
+            f"PrepareWeights of version {version}",
+            on=[f"transfer group {transfer.group}" if transfer else self._engine_id],
+            timeout=transfer.seconds if transfer else None,
+        ):
+            seconds = await self._weights.prepare(version, digest, transfer)
         return pb.PrepareWeightsResponse(duration=_duration(seconds))
 
     async def CommitWeights(
@@ -107,6 +135,17 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
         with self._waits.waiting(f"CommitWeights of version {version}", on=[self._engine_id]):
             seconds = await self._weights.commit(version, digest, mode)
         return pb.CommitWeightsResponse(pause=_duration(seconds))
+
+    async def Sleep(self, request: pb.SleepRequest, context: Any) -> pb.SleepResponse:
+        with self._waits.waiting("Sleep", on=[self._engine_id]):
+            await self._engine.sleep()
+        await self._weights.announce()
+        return pb.SleepResponse()
+
+    async def Wake(self, request: pb.WakeRequest, context: Any) -> pb.WakeResponse:
+        with self._waits.waiting("Wake", on=[self._engine_id]):
+            await self._engine.wake()
+        return pb.WakeResponse()
 
     async def GetEngine(self, request: pb.GetEngineRequest, context: Any) -> pb.GetEngineResponse:
         status = self._engine.status()
@@ -124,7 +163,15 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
             decoded_token_count=status.decode_tokens_total,
             prefilled_token_count=status.prefill_tokens_total,
             deterministic=status.deterministic,
+            transfer_rank_count=status.transfer_ranks,
+            transfer_group=self._weights.transfers.group,
         )
+
+    async def _generation(self, request: pb.GenerateRequest, *, stream: bool) -> Generation:
+        generation = generation_from_proto(request, stream=stream)
+        if not request.media:
+            return generation
+        return replace(generation, media=await self._media.read(request.media))
 
     def _weights_now(self) -> sample_pb2.WeightVersion | None:
         status = self._engine.status()

@@ -3,52 +3,86 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
 
 from services.rollout import metrics
 from services.rollout.engine import Engine, PauseMode
-from services.rollout.errors import DigestMismatchError, VersionNotPreparedError
+from services.rollout.engine_transfers import EngineTransfers, Transfer, typed_error
+from services.rollout.errors import (
+    DigestMismatchError,
+    StoreUnreachableError,
+    UnfitWeightsError,
+    VersionNotPreparedError,
+)
 from sluice import faults
 from sluice.runtime.errors import NotFoundError
+from sluice.weights.cache import CachedVersion, HostCache
 from sluice.weights.errors import VersionNotFoundError, WeightStoreError
-from sluice.weights.store import VersionRecord, WeightStore
+from sluice.weights.open import AnyWeightStore
+from sluice.weights.store import VersionRecord
+from sluice.weights.version import StoredVersion
 
 
 class EngineWeights:
     """Prepares and commits versions of the store.
 
     A version is pinned in the store, under `owner`, from before it is read until it neither
-    serves nor lies ready. `on_commit` is awaited before a commit is answered.
+    serves nor lies ready; so is its directory on this host, if it needs one besides the store's.
+    `on_commit` is awaited before a commit is answered.
     """
 
     def __init__(
         self,
         engine: Engine,
-        store: WeightStore,
+        store: AnyWeightStore,
         owner: str,
         on_commit: Callable[[], Awaitable[None]],
+        *,
+        cache: HostCache,
+        in_place: bool = True,
     ) -> None:
+        """`in_place`: whole versions are read where the store has them, without a copy."""
         self._engine, self._store, self._owner = engine, store, owner
         self._on_commit = on_commit
+        self._cache, self._in_place = cache, in_place
+        self._held: dict[int, CachedVersion] = {}
+        self._ready: dict[int, str] = {}  # digests of what was prepared
+        self.transfers = EngineTransfers(engine, store)
         self._preparations: dict[tuple[int, str], asyncio.Task[float]] = {}
+        self._groups: dict[tuple[int, str], str] = {}  # that these come over; empty: the store
         self._committing = asyncio.Lock()
+        self._pinning = asyncio.Lock()
 
-    async def prepare(self, version: int, digest: str) -> float:
+    async def prepare(self, version: int, digest: str, transfer: Transfer | None = None) -> float:
         """Seconds until the version lay ready; the same call again joins it or is free.
 
-        The preparation goes on when the caller goes away. Raises NotFoundError,
-        DigestMismatchError and what the engine raises.
+        It comes over `transfer` if that is given, else from the store. The preparation goes on
+        when the caller goes away. Raises NotFoundError, DigestMismatchError,
+        TransferFailedError, TransferGroupNotJoinedError and what the engine raises.
         """
         status = self._engine.status()
         if (status.version, status.digest) == (version, digest):
             return 0.0
+        if version in status.prepared_versions and self._ready.get(version) == digest:
+            return 0.0
         key = (version, digest)
+        if transfer is not None and self._groups.get(key, transfer.group) != transfer.group:
+            await asyncio.wait([self._preparations[key]])  # of a group that was left since
         task = self._preparations.get(key)
-        if task is None:
-            task = self._preparations[key] = asyncio.ensure_future(self._prepare(version, digest))
-            task.add_done_callback(lambda _: self._preparations.pop(key, None))
+        if task is None or task.done():
+            work = self._prepare(version, digest, transfer)
+            task = self._preparations[key] = asyncio.ensure_future(work)
+            self._groups[key] = "" if transfer is None else transfer.group
+            task.add_done_callback(partial(self._forget, key))
         return await asyncio.shield(task)
+
+    def _forget(self, key: tuple[int, str], task: asyncio.Task[float]) -> None:
+        if self._preparations.get(key) is task:
+            del self._preparations[key], self._groups[key]
 
     async def commit(self, version: int, digest: str, mode: PauseMode) -> float:
         """Seconds without decoding; 0 when the version serves already."""
@@ -70,33 +104,74 @@ class EngineWeights:
             await self._on_commit()
             return pause
 
+    async def announce(self) -> None:
+        """Tell of weights that are gone, as of those that have come."""
+        await self._on_commit()
+
     async def close(self) -> None:
         """Stop preparing and let go of all pins."""
         running = list(self._preparations.values())
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+        self._release_all_but(frozenset())
         await asyncio.to_thread(self._unpin_all_but, frozenset())
 
     async def forget_old_pins(self) -> None:
         """Unpin what an earlier process of this name held."""
         await self._unpin_unused()
 
-    async def _prepare(self, version: int, digest: str) -> float:
+    async def _prepare(self, version: int, digest: str, transfer: Transfer | None) -> float:
         start = time.monotonic()
         try:
             record = await self._check_digest(version, digest, pin=True)
-            await self._engine.prepare(version, digest, record.directory)
+            if transfer is not None:
+                await self.transfers.receive(version, transfer)
+                if self._engine.status().version == version:  # it cannot hold two
+                    await self._on_commit()
+            else:
+                await self._prepare_from_store(record)
+            self._ready[version] = digest
             faults.point("engine.prepared")
+        except DigestMismatchError:
+            metrics.DIGEST_FAILURES.inc()
+            raise
         finally:
             await self._unpin_unused(besides=(version, digest))
         seconds = time.monotonic() - start
         metrics.PREPARE_SECONDS.observe(seconds)
         return seconds
 
-    async def _check_digest(self, version: int, digest: str, *, pin: bool = False) -> VersionRecord:
+    async def _prepare_from_store(self, record: StoredVersion) -> None:
+        if isinstance(record, VersionRecord) and record.base is None and self._in_place:
+            await self._engine.prepare(record.version, record.digest, record.directory)
+            return
+        directory = await self._on_host(record)
+        try:
+            await self._engine.prepare(record.version, record.digest, directory)
+        except (DigestMismatchError, UnfitWeightsError):
+            # Perhaps the disk of this host, or a crash of it: the store was checked on the way.
+            self._held.pop(record.version).release()
+            await asyncio.to_thread(self._cache.discard, record.version)
+            directory = await self._on_host(record)
+            await self._engine.prepare(record.version, record.digest, directory)
+
+    async def _on_host(self, record: StoredVersion) -> Path:
+        """The whole version, held on this host until it is neither ready nor serving."""
+        if record.version not in self._held:
+            began = time.monotonic()
+            try:
+                held = await asyncio.to_thread(self._cache.take, record.version)
+            except (WeightStoreError, OSError) as error:
+                raise typed_error(record.version, error) from error
+            self._held[record.version] = held
+            metrics.FETCH_SECONDS.observe(time.monotonic() - began)
+        return self._held[record.version].directory
+
+    async def _check_digest(self, version: int, digest: str, *, pin: bool = False) -> StoredVersion:
         """The version, after a look at its manifest."""
-        record = await asyncio.to_thread(self._open, version, pin)
+        async with self._pinning if pin else contextlib.nullcontext():
+            record = await asyncio.to_thread(self._open, version, pin)
         if record.digest != digest:
             raise DigestMismatchError(
                 f"version {version} has digest {record.digest}, not {digest}",
@@ -106,22 +181,32 @@ class EngineWeights:
             )
         return record
 
-    def _open(self, version: int, pin: bool) -> VersionRecord:
+    def _open(self, version: int, pin: bool) -> StoredVersion:
         try:
             if pin:
                 self._store.pin(version, self._owner)
             return self._store.get(version)
         except VersionNotFoundError:
-            raise NotFoundError("weight version", str(version)) from None
+            raise NotFoundError("weight version", str(version), self._store.location) from None
         except WeightStoreError as error:
-            raise DigestMismatchError(str(error), version=version) from None
+            raise typed_error(version, error) from error
+        except OSError as error:
+            raise StoreUnreachableError(f"weight store: {error}") from None
 
     async def _unpin_unused(self, besides: tuple[int, str] | None = None) -> None:
         """`besides` is a preparation that ends with this call."""
-        status = self._engine.status()
-        used = {version for version, _ in self._preparations.keys() - {besides}}
-        used |= {status.version or 0, *status.prepared_versions}
-        await asyncio.to_thread(self._unpin_all_but, frozenset(used))
+        async with self._pinning:  # a pin that another preparation makes meanwhile is not listed
+            status = self._engine.status()
+            used = {version for version, _ in self._preparations.keys() - {besides}}
+            used |= {status.version or 0, *status.prepared_versions}
+            self._release_all_but(frozenset(used))
+            await asyncio.to_thread(self._unpin_all_but, frozenset(used))
+
+    def _release_all_but(self, used: frozenset[int]) -> None:
+        for version in self._held.keys() - used:
+            self._held.pop(version).release()
+        for version in self._ready.keys() - used:
+            del self._ready[version]
 
     def _unpin_all_but(self, used: frozenset[int]) -> None:
         for version, owners in self._store.pins().items():

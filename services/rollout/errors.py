@@ -39,6 +39,34 @@ class UnfitWeightsError(ServiceError):
     reason = "UNFIT_WEIGHTS"
 
 
+class StoreUnreachableError(ServiceError):
+    """The weight store does not answer, or the disk is full; later it may."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "WEIGHT_STORE_UNREACHABLE"
+
+
+class TransferFailedError(ServiceError):
+    """A transfer group broke: a member is gone, late, or never came. A new group may work."""
+
+    code = grpc.StatusCode.ABORTED  # not UNAVAILABLE: to ask again of this group is of no use
+    reason = "TRANSFER_BROKEN"
+
+
+class TransferGroupNotJoinedError(ServiceError):
+    """The engine is in no transfer group of that name."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "TRANSFER_GROUP_NOT_JOINED"
+
+
+class NoTransferError(ServiceError):
+    """This engine takes weights from the store only."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "NO_TRANSFER"
+
+
 class VersionNotPreparedError(ServiceError):
     """Commit names a version that was not prepared, or that newer ones have displaced."""
 
@@ -58,6 +86,34 @@ class NonFiniteLogitsError(ServiceError):
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "NON_FINITE_LOGITS"
+
+
+class MediaUnsupportedError(ServiceError):
+    """A request or task holds images, audio or video, and nothing here can read them."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "MEDIA_UNSUPPORTED"
+
+
+class NoSleepError(ServiceError):
+    """The engine cannot give up the memory of its device."""
+
+    code = grpc.StatusCode.UNIMPLEMENTED
+    reason = "NO_SLEEP"
+
+
+class NotQuietError(ServiceError):
+    """The engine must be paused and hold no request; a sleeping one must be woken first."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "NOT_QUIET"
+
+
+class NoTopTokensError(ServiceError):
+    """The engine scores tokens but cannot name the likeliest ones."""
+
+    code = grpc.StatusCode.UNIMPLEMENTED
+    reason = "NO_TOP_TOKENS"
 
 
 class EngineFailedError(ServiceError):

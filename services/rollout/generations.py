@@ -5,15 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 
 import xxhash
 
 from services.rollout import metrics
-from services.rollout.engine import Delta, Engine, Generation
+from services.rollout.engine import Delta, Engine, Generation, Scores
 from services.rollout.wire import VersionBounds, check_spans, join_deltas
 from sluice.api.rollout.v1 import engine_service_pb2 as pb
 from sluice.runtime.errors import RequestIdReusedError
+
+TOKEN_BYTES = 128  # about what a sampled token takes as Python numbers
+
+
+def _weight(delta: Delta) -> int:
+    """Sampled tokens; routed experts count as so many more."""
+    experts = delta.routed_experts
+    return len(delta.token_ids) + (0 if experts is None else experts.nbytes // TOKEN_BYTES)
 
 
 async def complete(engine: Engine, generation: Generation, bounds: VersionBounds) -> list[Delta]:
@@ -27,6 +35,27 @@ async def complete(engine: Engine, generation: Generation, bounds: VersionBounds
     check_spans(deltas, bounds)
     metrics.count_generation(deltas)
     return deltas
+
+
+async def stream(
+    engine: Engine, generation: Generation, bounds: VersionBounds
+) -> AsyncGenerator[Delta, None]:
+    """The same as tokens come; closing it aborts the request."""
+    bounds.check(engine.status().version)
+    async with contextlib.aclosing(engine.generate(generation)) as deltas:  # type: ignore[type-var]
+        async for delta in deltas:
+            check_spans([delta], bounds)
+            metrics.count_generation([delta])
+            yield delta
+
+
+async def score(
+    engine: Engine, token_ids: Sequence[int], prompt_length: int, top_count: int
+) -> Scores:
+    """Raises NoTopTokensError, and what the engine raises."""
+    if top_count:
+        return await engine.score_top(token_ids, prompt_length, top_count)
+    return Scores(logprobs=tuple(await engine.score(token_ids, prompt_length)))
 
 
 class _Run:
@@ -45,7 +74,7 @@ class _Run:
         async with contextlib.aclosing(engine.generate(generation)) as deltas:  # type: ignore[type-var]
             async for delta in deltas:
                 self.deltas.append(delta)
-                self.token_count += len(delta.token_ids)
+                self.token_count += _weight(delta)
                 if generation.stream:
                     self._grown.set()
 

@@ -19,6 +19,10 @@ GROUPS = with_values(
     Counter("sluice_rollout_groups_total", "Groups settled.", ["outcome"]),
     ("finished", "failed", "cancelled"),
 )
+EVALUATED_GROUPS = with_values(
+    Counter("sluice_rollout_evaluated_groups_total", "Of them of evaluations.", ["outcome"]),
+    ("finished", "failed"),
+)
 GROUP_SECONDS = Histogram(
     "sluice_rollout_group_duration_seconds", "A group, from its start to its blob.", buckets=MINUTES
 )
@@ -42,10 +46,33 @@ SAMPLES = with_values(
 SAMPLE_TOKENS = Histogram(
     "sluice_rollout_sample_length_tokens", "Response lengths.", buckets=LENGTHS
 )
+HTTP_REQUESTS = with_values(
+    Counter("sluice_rollout_http_requests_total", "Requests to the OpenAI port.", ["code"]),
+    ("2xx", "4xx", "5xx"),
+)
+HTTP_SECONDS = Histogram(
+    "sluice_rollout_http_duration_seconds", "Requests to the OpenAI port.", buckets=MINUTES
+)
 PREPARE_SECONDS = Histogram(
     "sluice_rollout_prepare_duration_seconds",
     "Preparations of weights, while decoding goes on.",
     buckets=MINUTES,
+)
+FETCH_SECONDS = Histogram(
+    "sluice_rollout_fetch_duration_seconds",
+    "Versions of weights made on this host out of the store, before they are loaded.",
+    buckets=MINUTES,
+)
+TRANSFER_SECONDS = Histogram(
+    "sluice_rollout_transfer_duration_seconds",
+    "Weights received from a trainer's ranks, checked and loaded.",
+    buckets=MINUTES,
+)
+TRANSFERRED_BYTES = Counter(
+    "sluice_rollout_transferred_bytes_total", "Bytes of weights received from a trainer's ranks."
+)
+DIGEST_FAILURES = Counter(
+    "sluice_rollout_digest_failures_total", "Weights refused because bytes were not as published."
 )
 PAUSE_SECONDS = Histogram(
     "sluice_rollout_pause_duration_seconds",

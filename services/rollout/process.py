@@ -7,7 +7,6 @@ import contextlib
 import gc
 import logging
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc
@@ -16,7 +15,8 @@ from services.rollout.config import RolloutConfig
 from services.rollout.engine import Engine, create_engine
 from services.rollout.engine_servicer import EngineServicer
 from services.rollout.engine_weights import EngineWeights
-from services.rollout.generations import Generations, complete
+from services.rollout.generations import Generations
+from services.rollout.media import MediaReader
 from services.rollout.metrics import EngineCollector
 from services.rollout.registration import (
     Registration,
@@ -27,10 +27,13 @@ from services.rollout.wire import loads_to_proto
 from sluice.api.rollout.v1 import engine_service_pb2_grpc, rollout_service_pb2_grpc
 from sluice.runtime.channel import create_channel
 from sluice.runtime.server import Server
-from sluice.weights.store import WeightStore
+from sluice.samples.blobs import BlobStore
+from sluice.weights.cache import HostCache
+from sluice.weights.open import open_store
 
 if TYPE_CHECKING:
     from services.rollout.episodes.worker import EpisodeWorker
+    from services.rollout.openai.face import OpenAIFace
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +61,7 @@ class RolloutProcess:
         self._leaving: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self.engine: Engine | None = None
+        self.face: OpenAIFace | None = None
         self.failure = ""  # why the engine broke and took the process with it
         self._router: grpc.aio.Channel | None = None
         if config.router:
@@ -78,6 +82,10 @@ class RolloutProcess:
             self._resources.push_async_callback(self._router.close)
         engine = self._add_engine() if "engine" in config.roles else None
         episodes = self._add_episodes() if "episodes" in config.roles else None
+        face = self._add_face(engine, episodes)
+        if face is not None:
+            await face.start()
+            self.server.further_addresses["openai_url"] = face.url
         await self.server.start()
         try:
             if engine is not None:
@@ -87,12 +95,14 @@ class RolloutProcess:
             await self.server.stop()
             raise
         if engine is not None and episodes is not None:
-            episodes.engines.add_local(self.server.address, partial(complete, engine.engine))
+            episodes.engines.add_local(self.server.address, engine.engine)
+        if face is not None:
+            face.set_ready()
         await self.server.set_serving()
         gc.collect()
         gc.freeze()  # modules stay; looking through them again and again is a third of all work
         self._register(None if engine is None else engine.engine)
-        self._leaving = asyncio.create_task(self._leave(episodes), name="leave")
+        self._leaving = asyncio.create_task(self._leave(episodes, face), name="leave")
         if engine is not None:
             self._watching = asyncio.create_task(self._watch(engine.engine), name="watch engine")
 
@@ -116,21 +126,31 @@ class RolloutProcess:
         logger.error("the engine broke: %s", failure)
         self.server.request_stop()
 
-    async def _leave(self, episodes: EpisodeWorker | None) -> None:
+    async def _leave(self, episodes: EpisodeWorker | None, face: OpenAIFace | None) -> None:
         """Once no new work is wanted, while running calls still end."""
         await self.server.stopping.wait()
         await asyncio.gather(*(registration.close() for registration in self._registrations))
-        if episodes is not None:
-            await episodes.drain(self._config.server.drain_seconds * DRAIN_SHARE)
+        seconds = self._config.server.drain_seconds * DRAIN_SHARE
+        await asyncio.gather(
+            *([face.close()] if face is not None else []),
+            *([episodes.drain(seconds)] if episodes is not None else []),
+        )
 
     def _add_engine(self) -> _EngineRole:
         config = self._config
-        engine = create_engine(config.engine.backend, config.engine)
+        engine = create_engine(config.engine.backend, config.engine_here)
         self.engine = engine
         collector = EngineCollector(engine)
         generations = Generations(engine, REMEMBERED_TOKENS)
-        store = WeightStore(config.weights_root, durable=config.store_sync)
-        weights = EngineWeights(engine, store, config.engine_id, self._announce)
+        store = open_store(config.weights_location, durable=config.store_sync)
+        weights = EngineWeights(
+            engine,
+            store,
+            config.engine_id,
+            self._announce,
+            cache=HostCache(config.cache_directory, store),
+            in_place=config.weights_cache is None,
+        )
         self._resources.callback(collector.close)
         self._resources.push_async_callback(engine.close)
         self._resources.push_async_callback(weights.close)
@@ -142,6 +162,7 @@ class RolloutProcess:
             self.server.waits,
             engine_id=config.engine_id,
             backend=config.engine.backend,
+            media=MediaReader(BlobStore(config.store, sync=config.store_sync)),
         )
         self.server.add(
             engine_service_pb2_grpc.add_EngineServiceServicer_to_server, servicer, ENGINE_SERVICE
@@ -162,6 +183,25 @@ class RolloutProcess:
             ROLLOUT_SERVICE,
         )
         return worker
+
+    def _add_face(
+        self, engine: _EngineRole | None, episodes: EpisodeWorker | None
+    ) -> OpenAIFace | None:
+        """Through the leases of the episodes role, else to the engine alone."""
+        config = self._config
+        if config.openai is None:
+            return None
+        # Imported here: aiohttp takes a quarter of a second.
+        from services.rollout.openai.build import create_face, local_backing, worker_backing
+
+        if episodes is not None:
+            backing = worker_backing(config, episodes)
+        else:
+            assert engine is not None
+            backing = local_backing(config, engine.engine, self.server.waits)
+        self.face = create_face(config, backing, config.server.drain_seconds * DRAIN_SHARE)
+        self._resources.push_async_callback(self.face.close)
+        return self.face
 
     def _register(self, engine: Engine | None) -> None:
         """Begin heartbeats; with both roles the episodes have an id of their own."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import grpc
+import numpy as np
 
 from services.rollout.engine import (
     Delta,
@@ -14,6 +15,8 @@ from services.rollout.engine import (
     Generation,
     PauseMode,
     Sampling,
+    Scores,
+    Timing,
 )
 from sluice.api.rollout.v1 import engine_service_pb2 as pb
 from sluice.runtime import wire
@@ -138,6 +141,22 @@ def pause_mode_from_proto(value: int, field: str) -> PauseMode:
     return PAUSE_MODES[value]  # type: ignore[index]
 
 
+def top_to_proto(top: Sequence[Sequence[tuple[int, float]]]) -> list[pb.TopTokens]:
+    """By place; see Scores."""
+    return [
+        pb.TopTokens(
+            token_ids=[token for token, _ in place], logprobs=[value for _, value in place]
+        )
+        for place in top
+    ]
+
+
+def scores_from_proto(message: pb.ScoreResponse) -> Scores:
+    """What Score answered."""
+    top = (tuple(zip(each.token_ids, each.logprobs, strict=True)) for each in message.top)
+    return Scores(logprobs=tuple(message.logprobs), top=tuple(top))
+
+
 def loads_to_proto(status: EngineStatus) -> list[pb.RankLoad]:
     """By dp rank."""
     return [
@@ -161,7 +180,19 @@ def delta_to_proto(delta: Delta, *, temperature: float) -> pb.Completion:
         logprobs_t1=() if temperature == 1.0 else delta.logprobs_t1,
         finish_reason=wire.FINISH_REASONS["" if reason is None else reason.value],
         spans=wire.spans_to_proto(delta.spans),
+        timing=_timing_to_proto(delta.timing),
+        routed_experts=wire.experts_to_proto(delta.routed_experts),
     )
+
+
+def _timing_to_proto(timing: Timing | None) -> pb.SampleTiming | None:
+    if timing is None:
+        return None
+    message = pb.SampleTiming()
+    message.queue.FromNanoseconds(int(timing.queue * 1e9))
+    message.prefill.FromNanoseconds(int(timing.prefill * 1e9))
+    message.decode.FromNanoseconds(int(timing.decode * 1e9))
+    return message
 
 
 def join_deltas(deltas: Iterable[Delta]) -> list[Delta]:
@@ -182,7 +213,19 @@ def _join(parts: Sequence[Delta]) -> Delta:
         logprobs_t1=tuple(value for part in parts for value in part.logprobs_t1),
         spans=_join_spans([span for part in parts for span in part.spans]),
         finish_reason=parts[-1].finish_reason,
+        timing=parts[-1].timing,
+        routed_experts=parts[-1].routed_experts,
     )
+
+
+def join_experts(earlier: np.ndarray | None, later: np.ndarray | None) -> np.ndarray | None:
+    """Of two answers, the second to the first's prompt and tokens and maybe more.
+
+    Tokens keep the experts that they had when what follows them was sampled first.
+    """
+    if earlier is None or later is None:
+        return later
+    return np.concatenate([earlier, later[len(earlier) :]])
 
 
 def _join_spans(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
@@ -200,15 +243,27 @@ def _join_spans(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
     return tuple(joined)
 
 
-def delta_from_proto(message: pb.Completion) -> Delta:
-    """A whole sample as Generate answered it."""
+def delta_from_proto(message: pb.Completion, *, temperature: float) -> Delta:
+    """A sample, or what was added to it, as the engine answered a request at `temperature`."""
     reason = wire.finish_reason_name(message.finish_reason)
     logprobs = tuple(message.logprobs)
     return Delta(
         index=message.index,
         token_ids=tuple(message.token_ids),
         logprobs=logprobs,
-        logprobs_t1=tuple(message.logprobs_t1) or logprobs,
+        logprobs_t1=tuple(message.logprobs_t1) or (logprobs if temperature == 1.0 else ()),
         spans=wire.spans_from_proto(message.spans),
         finish_reason=FinishReason(reason) if reason else None,
+        timing=_timing_from_proto(message.timing) if message.HasField("timing") else None,
+        routed_experts=wire.experts_from_proto(message.routed_experts, "routed_experts")
+        if message.HasField("routed_experts")
+        else None,
+    )
+
+
+def _timing_from_proto(message: pb.SampleTiming) -> Timing:
+    return Timing(
+        queue=message.queue.ToNanoseconds() / 1e9,
+        prefill=message.prefill.ToNanoseconds() / 1e9,
+        decode=message.decode.ToNanoseconds() / 1e9,
     )

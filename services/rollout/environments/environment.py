@@ -7,7 +7,7 @@ one inside the episode worker must answer in microseconds and is given the token
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, Protocol
@@ -29,6 +29,10 @@ class TaskError(ValueError):
     def __init__(self, key: str, message: str) -> None:
         self.key = key
         super().__init__(message)
+
+
+class UnknownEnvironmentError(ValueError):
+    """No environment has this name, or may be asked for by it."""
 
 
 class Placement(StrEnum):
@@ -57,33 +61,80 @@ class TaskRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A prompt, as text or as chat messages, and what the reward needs, in JSON values."""
+    """A prompt, as text or as chat messages, and what the reward needs, in JSON values.
+
+    tools: JSON schemas that the chat template shows. state: of the first step.
+    """
 
     prompt: str = ""
     messages: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
     answer: str = ""
     state: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
+class Turn:
+    """An answer that the environment went on from, and what it replied, as text."""
+
+    text: str
+    observation: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Response:
-    """One sampled answer; `text` is without special tokens, empty if not asked for."""
+    """An episode's last answer, the turns before it, and the state that the last step left.
+
+    `text` is without special tokens, empty if not asked for. `finish_reason`: `stop`, or
+    `length` when the tokens of the episode ran out.
+    """
 
     token_ids: tuple[int, ...] = ()
     text: str = ""
     finish_reason: str = ""
+    turns: tuple[Turn, ...] = ()
+    state: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What follows an answer: an observation the model is to answer, or the end.
+
+    messages: chat messages, of role `user` or `tool`; text: for prompts that are no chat. Just
+    one of the two. state: JSON values, given back to the next step and to the reward.
+    """
+
+    messages: tuple[Mapping[str, Any], ...] = ()
+    text: str = ""
+    state: Mapping[str, Any] = field(default_factory=dict)
+    done: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reward:
-    """What the estimator sees, and what the environment gave before shaping."""
+    """What the estimator sees, and what a sample may have besides.
+
+    raw_reward: before shaping, None where there is none. scores: further numbers by name, e.g.
+    `format`; rows hold them as `score/<name>`. trained: False masks the whole sample, whose
+    reward still counts in its group.
+    """
 
     reward: float
-    raw_reward: float
+    raw_reward: float | None = None
+    scores: Mapping[str, float] = field(default_factory=dict)
+    trained: bool = True
+
+
+Generate = Callable[[Any], Awaitable[Sequence[Any]]]  # Episode -> Trajectories
 
 
 class Environment(ABC):
-    """One environment with its settings."""
+    """One environment with its settings.
+
+    It holds no state of an episode: what a step must know of those before goes through `state`,
+    so that any process may take the next one. In the worker itself (`INLINE`) `make_task`,
+    `step` and `reward` may be coroutines, for what waits on a network.
+    """
 
     name: ClassVar[str]
     settings_type: ClassVar[type[Config]]
@@ -100,9 +151,43 @@ class Environment(ABC):
         """Raise TaskError for a request that no task can be made of; cheap, imports nothing."""
 
     @abstractmethod
-    def make_task(self, request: TaskRequest) -> Task:
+    def make_task(self, request: TaskRequest) -> Task | Awaitable[Task]:
         """The task; the same for the same request. Raises TaskError."""
 
+    def step(
+        self, task: Task, state: Mapping[str, Any], response: Response
+    ) -> Step | Awaitable[Step]:
+        """What follows an answer. An environment that has this is asked after every answer.
+
+        A call it cannot understand deserves an observation that says so, not an exception.
+        """
+        return Step(state=state, done=True)
+
     @abstractmethod
-    def reward(self, task: Task, responses: Sequence[Response]) -> list[Reward]:
-        """One reward per response, in order."""
+    def reward(
+        self, task: Task, responses: Sequence[Response]
+    ) -> list[Reward] | Awaitable[list[Reward]]:
+        """One reward per response, in order: the whole group at once."""
+
+    @classmethod
+    def place(cls, settings: Any) -> Placement:
+        """Where it runs with these settings."""
+        return cls.placement
+
+    @classmethod
+    def functions(cls, settings: Any) -> Mapping[str, str]:
+        """Functions of users that the settings name, `package.module:name` by key."""
+        return {}
+
+    @classmethod
+    def urls(cls, settings: Any) -> Mapping[str, str]:
+        """Addresses that the settings name, by key; the worker asks those it is allowed to."""
+        return {}
+
+    @classmethod
+    def generator(cls, settings: Any) -> Generate | None:
+        """A coroutine function that makes the samples of an episode instead of prompt and steps.
+
+        It runs in a thread of the episode worker, wherever the environment does.
+        """
+        return None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import grpc
@@ -14,6 +15,7 @@ import grpc
 from services.rollout import metrics
 from services.rollout.config import GraderPoolConfig
 from services.rollout.environments.environment import SettingError, TaskError
+from services.rollout.environments.failures import EnvironmentFailedError
 from sluice.runtime.errors import DeadlineError, ServiceError
 
 logger = logging.getLogger(__name__)
@@ -33,13 +35,6 @@ class GraderTimeoutError(DeadlineError):
     """An environment took longer than its deadline; its process was ended."""
 
     reason = "GRADER_TIMED_OUT"
-
-
-class EnvironmentFailedError(ServiceError):
-    """An environment raised; the message says what."""
-
-    code = grpc.StatusCode.INTERNAL
-    reason = "ENVIRONMENT_FAILED"
 
 
 class _Grader:
@@ -80,11 +75,16 @@ class _Grader:
 
 
 class GraderPool:
-    """Up to `size` processes of one environment; started when needed, ended when idle."""
+    """Up to `size` processes of one environment, and `max_slow` with slow calls beside them.
+
+    Started when needed, ended when idle.
+    """
 
     def __init__(self, name: str, path: str, config: GraderPoolConfig) -> None:
         self._name, self._path, self._config = name, path, config
         self._slots = asyncio.Semaphore(config.size)
+        self._slow_count = 0  # calls that have given their slot away
+        self._overdue: list[Callable[[], None]] = []  # of calls that may not yet, in order
         self._idle: list[_Grader] = []
         self._ending: set[asyncio.Task[None]] = set()
         self._reaper: asyncio.TimerHandle | None = None
@@ -116,7 +116,7 @@ class GraderPool:
         await asyncio.gather(*self._ending)
 
     async def _ask(self, data: bytes) -> dict[str, Any]:
-        async with self._slots:
+        async with self._slot():
             fresh = not self._idle
             grader = _Grader(self._path) if fresh else self._idle.pop()
             timeout = self._config.timeout_seconds + (self._config.start_seconds if fresh else 0)
@@ -134,6 +134,35 @@ class GraderPool:
                 else:
                     self._keep(grader)
             return reply
+
+    @contextlib.asynccontextmanager
+    async def _slot(self) -> AsyncIterator[None]:
+        """A place among `size`; a slow call gives it away, so that quick ones need not wait."""
+        await self._slots.acquire()
+        gave_away = False
+
+        def give_away() -> None:
+            nonlocal gave_away
+            if self._slow_count == self._config.max_slow:
+                self._overdue.append(give_away)
+                return
+            gave_away = True
+            self._slow_count += 1
+            self._slots.release()
+
+        timer = asyncio.get_running_loop().call_later(self._config.slow_seconds, give_away)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            if not gave_away:
+                if give_away in self._overdue:
+                    self._overdue.remove(give_away)
+                self._slots.release()
+            else:
+                self._slow_count -= 1
+                if self._overdue:
+                    self._overdue.pop(0)()
 
     def _keep(self, grader: _Grader) -> None:
         self._idle.append(grader)

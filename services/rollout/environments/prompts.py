@@ -1,12 +1,16 @@
-"""`prompts`: rows of a prompt file, rewarded by comparison with their answer."""
+"""`prompts`: rows of a prompt file, rewarded by a grader."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+import inspect
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from pydantic import Field
 
 from services.rollout.environments.environment import (
     Environment,
+    Generate,
     Placement,
     Response,
     Reward,
@@ -16,83 +20,110 @@ from services.rollout.environments.environment import (
     TaskRequest,
     TextTokenizer,
 )
+from services.rollout.environments.graders.registry import (
+    create_grader,
+    is_function,
+    needs_text,
+    place_grader,
+)
+from services.rollout.environments.paths import load_function
 from services.rollout.environments.registry import required_row
 from sluice.config import Config
 
 
 class PromptsSettings(Config):
-    """`exact_match` compares stripped texts. `position_match` is the share of the answer's
-    tokens, end of sequence included, that stand at their place."""
+    """`reward` names a grader, or a user's function; `reward_settings` are its own."""
 
-    reward: Literal["exact_match", "position_match"] = "exact_match"
+    reward: str = "exact_match"
+    reward_settings: Mapping[str, Any] = Field(default_factory=dict)
+    generate: str = ""  # a user's coroutine function that makes the samples of an episode
     chat: bool = False  # a `prompt` becomes a user message; `messages` always are a chat
     system_prompt: str = ""
     prompt_key: str = "prompt"
     messages_key: str = "messages"
-    answer_key: str = "answer"
+    answer_key: str = "answer"  # a text, a number, or a list of several that are right
+    state_keys: tuple[str, ...] = ()  # of the row, for the reward and for readers
 
 
 class PromptsEnvironment(Environment):
-    """Cheap enough for the episode worker itself."""
+    """Runs where its grader does: most are cheap enough for the episode worker itself."""
 
     name = "prompts"
-    settings_type = PromptsSettings
+    settings_type: ClassVar[type[Config]] = PromptsSettings
     placement = Placement.INLINE
 
     def __init__(self, settings: PromptsSettings, tokenizer: TextTokenizer | None = None) -> None:
-        self._settings, self._tokenizer = settings, tokenizer
-        self.needs_text = settings.reward == "exact_match"
-        if not self.needs_text and (tokenizer is None or tokenizer.end_token_id is None):
-            raise SettingError("reward", "position_match needs an end-of-sequence token")
+        self._settings = settings
         if settings.system_prompt and not settings.chat:
             raise SettingError("system_prompt", "has no effect without chat")
+        self._grader = create_grader(settings.reward, settings.reward_settings, tokenizer)
+        self.needs_text = needs_text(settings.reward)
+
+    @classmethod
+    def place(cls, settings: PromptsSettings) -> Placement:
+        return place_grader(settings.reward)
+
+    @classmethod
+    def functions(cls, settings: PromptsSettings) -> Mapping[str, str]:
+        named = {"reward": settings.reward if is_function(settings.reward) else ""}
+        named["generate"] = settings.generate
+        return {key: path for key, path in named.items() if path}
+
+    @classmethod
+    def urls(cls, settings: PromptsSettings) -> Mapping[str, str]:
+        url = settings.reward_settings.get("url") if settings.reward == "remote" else None
+        return {"reward_settings.url": url} if isinstance(url, str) else {}
+
+    @classmethod
+    def generator(cls, settings: PromptsSettings) -> Generate | None:
+        if not settings.generate:
+            return None
+        function: Generate = load_function(settings.generate, "generate")
+        if not inspect.iscoroutinefunction(function):
+            raise SettingError("generate", f"{settings.generate} is no coroutine function")
+        return function
 
     @classmethod
     def check(cls, settings: PromptsSettings, request: TaskRequest) -> None:
-        _make_task(settings, request)
+        make_row_task(settings, request)
 
     def make_task(self, request: TaskRequest) -> Task:
-        return _make_task(self._settings, request)
+        return make_row_task(self._settings, request)
 
-    def reward(self, task: Task, responses: Sequence[Response]) -> list[Reward]:
-        if self.needs_text:
-            answer = task.answer.strip()
-            return [_exact(response.text.strip() == answer) for response in responses]
-        assert self._tokenizer is not None and self._tokenizer.end_token_id is not None
-        target = self._tokenizer.encode(task.answer, special=False)
-        target.append(self._tokenizer.end_token_id)
-        return [_position_match(response.token_ids, target) for response in responses]
+    def reward(
+        self, task: Task, responses: Sequence[Response]
+    ) -> list[Reward] | Awaitable[list[Reward]]:
+        return self._grader.grade(task, responses)
 
 
-def _make_task(settings: PromptsSettings, request: TaskRequest) -> Task:
+def make_row_task(settings: PromptsSettings, request: TaskRequest) -> Task:
+    """Raises TaskError for a row without prompt or answer."""
     row = required_row(request)
-    answer = _text(row, settings.answer_key)
+    answers = _answers(row, settings.answer_key)
+    state: dict[str, Any] = {key: row[key] for key in settings.state_keys if key in row}
+    if len(answers) > 1:
+        state["answers"] = answers
     messages = row.get(settings.messages_key)
     if messages:
-        return Task(messages=_checked_messages(messages), answer=answer)
-    prompt = _text(row, settings.prompt_key)
+        return Task(messages=_checked_messages(messages), answer=answers[0], state=state)
+    prompt = _text(row.get(settings.prompt_key), settings.prompt_key)
     if not prompt:
         raise TaskError(f"row.{settings.prompt_key}", "is empty")
     if not settings.chat:
-        return Task(prompt=prompt, answer=answer)
+        return Task(prompt=prompt, answer=answers[0], state=state)
     system = [{"role": "system", "content": settings.system_prompt}]
     turns = [*(system if settings.system_prompt else ()), {"role": "user", "content": prompt}]
-    return Task(messages=tuple(turns), answer=answer)
+    return Task(messages=tuple(turns), answer=answers[0], state=state)
 
 
-def _exact(is_right: bool) -> Reward:
-    return Reward(reward=float(is_right), raw_reward=float(is_right))
-
-
-def _position_match(token_ids: Sequence[int], target: Sequence[int]) -> Reward:
-    """Share of right positions; raw: 1 if the whole is right."""
-    right = sum(map(int.__eq__, token_ids, target))
-    whole = right == len(target) == len(token_ids)
-    return Reward(reward=right / len(target), raw_reward=float(whole))
-
-
-def _text(row: Mapping[str, Any], key: str) -> str:
+def _answers(row: Mapping[str, Any], key: str) -> list[str]:
     value = row.get(key)
+    if isinstance(value, list) and value:
+        return [_text(one, f"{key}[{index}]") for index, one in enumerate(value)]
+    return [_text(value, key)]
+
+
+def _text(value: Any, key: str) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -103,10 +134,11 @@ def _text(row: Mapping[str, Any], key: str) -> str:
 
 
 def _checked_messages(messages: Any) -> tuple[Mapping[str, Any], ...]:
+    """What a message holds is for those to judge who read it; a list may hold images."""
     if not isinstance(messages, list):
         raise TaskError("row.messages", "must be a list")
     for index, message in enumerate(messages):
         is_turn = isinstance(message, Mapping) and isinstance(message.get("role"), str)
-        if not is_turn or not isinstance(message.get("content"), str):
+        if not is_turn or not isinstance(message.get("content"), str | list):
             raise TaskError(f"row.messages[{index}]", "needs a role and a content")
     return tuple(messages)

@@ -22,6 +22,7 @@ from services.rollout.environments.environment import (
     TaskRequest,
     TextTokenizer,
 )
+from services.rollout.environments.graders.grader import last_tagged
 from services.rollout.environments.registry import required_index
 from sluice.config import Config
 
@@ -80,7 +81,8 @@ class ReasoningGymEnvironment(Environment):
         return [self._reward(response.text, entry) for response in responses]
 
     def _reward(self, text: str, entry: Mapping[str, Any]) -> Reward:
-        text = _tagged(text, self._settings.answer_tag).strip()
+        tag = self._settings.answer_tag
+        text = (last_tagged(text, tag) if tag else text).strip()
         if self._settings.partial_credit:
             score = float(self._dataset.score_answer(text, entry)) if text else 0.0
         elif entry["answer"] is not None:
@@ -111,11 +113,3 @@ def _create_dataset(settings: ReasoningGymSettings) -> Any:
         )
     except (AssertionError, TypeError, ValueError) as error:  # how the library refuses a config
         raise SettingError("config", str(error)) from None
-
-
-def _tagged(text: str, tag: str) -> str:
-    """What stands in the last <tag>...</tag>; all of it without a tag, nothing if it is missing."""
-    if not tag:
-        return text
-    before, found, _ = text.rpartition(f"</{tag}>")
-    return before.rpartition(f"<{tag}>")[2] if found and f"<{tag}>" in before else ""

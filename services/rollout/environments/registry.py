@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from pydantic import ValidationError
 
@@ -15,9 +14,11 @@ from services.rollout.environments.environment import (
     TaskRequest,
     TextTokenizer,
 )
+from services.rollout.environments.paths import load
 from sluice.config import Config
 
 ENVIRONMENTS = {
+    "tools": "services.rollout.environments.tools:ToolsEnvironment",
     "prompts": "services.rollout.environments.prompts:PromptsEnvironment",
     "reasoning_gym": "services.rollout.environments.reasoning_gym:ReasoningGymEnvironment",
 }
@@ -25,24 +26,26 @@ ENVIRONMENTS = {
 
 def load_environment(path: str) -> type[Environment]:
     """The class at `package.module:Class`. Raises ValueError where there is none."""
-    module, _, attribute = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), attribute, None)
-    except ImportError as error:
-        raise ValueError(f"{path}: {error}") from None
+    found = load(path)
     if not isinstance(found, type) or not issubclass(found, Environment):
         raise ValueError(f"{path} names no Environment")
     return found
 
 
-def parse_settings(environment: type[Environment], values: Mapping[str, Any]) -> Config:
+class Configured(Protocol):
+    """Has settings of a type of its own."""
+
+    settings_type: ClassVar[type[Config]]
+
+
+def parse_settings(found: type[Configured], values: Mapping[str, Any]) -> Config:
     """Raises SettingError naming the first unknown or wrong key."""
     try:
-        return environment.settings_type(**values)
+        return found.settings_type(**values)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        known = ", ".join(environment.settings_type.model_fields)
+        known = ", ".join(found.settings_type.model_fields)
         unknown = first["type"] == "extra_forbidden"
         message = f"unknown key; known: {known}" if unknown else first["msg"]
         raise SettingError(key, message) from None

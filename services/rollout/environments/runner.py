@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from services.rollout.config import GraderPoolConfig
 from services.rollout.environments.environment import (
     Environment,
+    Generate,
     Placement,
     Response,
     Reward,
+    Step,
     Task,
     TaskRequest,
     TextTokenizer,
+    UnknownEnvironmentError,
 )
-from services.rollout.environments.pool import EnvironmentFailedError, GraderPool
+from services.rollout.environments.failures import UserCode
+from services.rollout.environments.function_thread import FunctionThread
+from services.rollout.environments.paths import check_module, check_url
+from services.rollout.environments.pool import GraderPool
 from services.rollout.environments.registry import (
     ENVIRONMENTS,
     load_environment,
@@ -30,6 +37,8 @@ class Runner(ABC):
     """One environment with its settings."""
 
     needs_text: bool = True
+    has_steps: bool = False
+    generate: Generate | None = None
 
     @abstractmethod
     async def open(self) -> None:
@@ -44,6 +53,10 @@ class Runner(ABC):
         """Raises TaskError, and what ended the environment."""
 
     @abstractmethod
+    async def step(self, task: Task, state: Mapping[str, Any], response: Response) -> Step:
+        """What follows an answer. Raises what ended the environment."""
+
+    @abstractmethod
     async def reward(self, task: Task, responses: Sequence[Response]) -> list[Reward]:
         """One per response. Raises what ended the environment."""
 
@@ -51,21 +64,37 @@ class Runner(ABC):
 class InlineRunner(Runner):
     """In this process: for environments that answer in microseconds."""
 
-    def __init__(self, environment: Environment, settings: Config) -> None:
-        self._environment, self._settings = environment, settings
+    def __init__(self, name: str, environment: Environment, settings: Config) -> None:
+        self._name, self._environment, self._settings = name, environment, settings
         self.needs_text = environment.needs_text
+        self.has_steps = has_steps(type(environment))
+        self.generate = environment.generator(settings)
 
     async def open(self) -> None:
         """It was opened when it was built."""
 
     def check(self, request: TaskRequest) -> None:
-        self._environment.check(self._settings, request)
+        with UserCode(self._name):
+            self._environment.check(self._settings, request)
 
     async def make_task(self, request: TaskRequest) -> Task:
-        return self._environment.make_task(request)
+        return await self._call(Task, lambda: self._environment.make_task(request))
+
+    async def step(self, task: Task, state: Mapping[str, Any], response: Response) -> Step:
+        return await self._call(Step, lambda: self._environment.step(task, state, response))
 
     async def reward(self, task: Task, responses: Sequence[Response]) -> list[Reward]:
-        return self._environment.reward(task, responses)
+        return await self._call(Sequence, lambda: self._environment.reward(task, responses))
+
+    async def _call(self, kind: Any, method: Callable[[], Any]) -> Any:
+        """What the environment answered, or its coroutine did."""
+        with UserCode(self._name):
+            found = method()
+            if isinstance(found, Awaitable):
+                found = await found
+            if not isinstance(found, kind):
+                raise TypeError(f"gave {type(found).__name__}, no {kind.__name__}")
+            return found
 
 
 class PooledRunner(Runner):
@@ -74,39 +103,65 @@ class PooledRunner(Runner):
     def __init__(self, found: type[Environment], settings: Config, pool: GraderPool) -> None:
         self._found, self._settings, self._pool = found, settings, pool
         self._values = settings.model_dump(mode="json")
+        self.has_steps, self.generate = has_steps(found), found.generator(settings)
 
     async def open(self) -> None:
         await self._pool.call("open", self._values)
 
     def check(self, request: TaskRequest) -> None:
-        self._found.check(self._settings, request)
+        with UserCode(self._found.__name__):
+            self._found.check(self._settings, request)
 
     async def make_task(self, request: TaskRequest) -> Task:
         values = await self._pool.call("make_task", self._values, request=asdict(request))
         return Task(**values)
 
+    async def step(self, task: Task, state: Mapping[str, Any], response: Response) -> Step:
+        answer = _without_ids(response)
+        step = await self._pool.call(
+            "step", self._values, task=asdict(task), state=state, response=answer
+        )
+        return Step(**step)
+
     async def reward(self, task: Task, responses: Sequence[Response]) -> list[Reward]:
-        answers = [{"text": r.text, "finish_reason": r.finish_reason} for r in responses]
+        answers = [_without_ids(response) for response in responses]
         values = await self._pool.call("reward", self._values, task=asdict(task), responses=answers)
-        if len(values) != len(responses):
-            raise EnvironmentFailedError(
-                f"{self._found.name} gave {len(values)} rewards for {len(responses)} responses"
-            )
-        return [Reward(reward=reward, raw_reward=raw) for reward, raw in values]
+        return [Reward(**value) for value in values]
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What requests may name: modules of users, and addresses of reward services."""
+
+    modules: tuple[str, ...] = ()
+    urls: tuple[str, ...] = ()
+
+    def check(self, found: type[Environment], settings: Config) -> None:
+        """Raises SettingError."""
+        for key, path in found.functions(settings).items():
+            check_module(path, self.modules, key)
+        for key, url in found.urls(settings).items():
+            check_url(url, self.urls, key)
 
 
 class Environments:
-    """The environments of an episode worker; owns their pools."""
+    """The environments of an episode worker; owns their processes and threads."""
 
     def __init__(
-        self, extra: Mapping[str, str], config: GraderPoolConfig, tokenizer: TextTokenizer
+        self,
+        extra: Mapping[str, str],
+        config: GraderPoolConfig,
+        tokenizer: TextTokenizer,
+        allowed: Allowed = Allowed(),
     ) -> None:
         """`extra` are paths by name. Raises ValueError for one that names no environment."""
         self._paths = {**ENVIRONMENTS, **extra}
-        self._config, self._tokenizer = config, tokenizer
+        self._config, self._tokenizer, self._allowed = config, tokenizer, allowed
         for path in extra.values():
             load_environment(path)
         self._pools: dict[str, GraderPool] = {}
+        self._threads: dict[str, FunctionThread] = {}  # of generate functions
+        self._creating = threading.Lock()
 
     @property
     def names(self) -> list[str]:
@@ -118,17 +173,76 @@ class Environments:
         return load_environment(self._paths[name]).settings_type.model_json_schema()
 
     def create_runner(self, name: str, values: Mapping[str, Any]) -> Runner:
-        """Raises SettingError for a wrong setting; `name` is one of `names`."""
-        found = load_environment(self._paths[name])
+        """`name` is one of `names`, or the path of a class in a module of users. From any thread.
+
+        Raises UnknownEnvironmentError, SettingError for a wrong setting, and
+        EnvironmentFailedError for what the code of users raises.
+        """
+        with self._creating, UserCode(name):
+            return self._create_runner(name, values)
+
+    def _create_runner(self, name: str, values: Mapping[str, Any]) -> Runner:
+        found = load_environment(self._path(name))
         settings = parse_settings(found, values)
-        if found.placement is Placement.INLINE:
-            return InlineRunner(found(settings, self._tokenizer), settings)
-        pool = self._pools.get(name)
-        if pool is None:
-            pool = self._pools[name] = GraderPool(name, self._paths[name], self._config)
-        return PooledRunner(found, settings, pool)
+        self._allowed.check(found, settings)
+        runner: Runner
+        if found.place(settings) is Placement.INLINE:
+            runner = InlineRunner(name, found(settings, self._tokenizer), settings)
+        else:
+            pool = self._pools.get(name)
+            if pool is None:
+                pool = self._pools[name] = GraderPool(name, self._path(name), self._config)
+            runner = PooledRunner(found, settings, pool)
+        if runner.generate is not None:
+            function = found.functions(settings).get("generate", name)
+            runner.generate = self._threaded(function, runner.generate)
+        return runner
+
+    def _threaded(self, name: str, generate: Generate) -> Generate:
+        """The same, run where it stalls the calls of no other function."""
+        thread = self._threads.get(name)
+        if thread is None:
+            thread = self._threads[name] = FunctionThread(name)
+
+        async def run(episode: Any) -> Sequence[Any]:
+            async def call() -> Sequence[Any]:
+                return await generate(episode)
+
+            return await thread.run(call)
+
+        return run
+
+    def _path(self, name: str) -> str:
+        if ":" not in name:
+            if name not in self._paths:
+                known = ", ".join(self.names)
+                raise UnknownEnvironmentError(f"{name!r} is unknown; known: {known}")
+            return self._paths[name]
+        try:
+            check_module(name, self._allowed.modules, "name")
+            load_environment(name)
+        except ValueError as error:  # SettingError too
+            raise UnknownEnvironmentError(str(error)) from None
+        return name
 
     async def close(self) -> None:
-        """End all processes."""
+        """End all processes and threads."""
         for pool in self._pools.values():
             await pool.close()
+        for thread in self._threads.values():
+            await thread.close()
+
+
+def has_steps(found: type[Environment]) -> bool:
+    """Whether an environment takes its answers in turns."""
+    return found.step is not Environment.step
+
+
+def _without_ids(response: Response) -> dict[str, Any]:
+    """JSON values; a process of its own has no tokenizer and no use for ids."""
+    return {
+        "text": response.text,
+        "finish_reason": response.finish_reason,
+        "turns": [asdict(turn) for turn in response.turns],
+        "state": response.state,
+    }

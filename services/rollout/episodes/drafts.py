@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from services.rollout.engine import Delta, FinishReason, Generation, Sampling
-from services.rollout.wire import VersionBounds, join_deltas
+from services.rollout.episodes.leases import NO_HINTS, Hints
+from services.rollout.episodes.timeline import Timeline
+from services.rollout.wire import VersionBounds, join_deltas, join_experts
+from sluice.api.rollout.v1 import trace_pb2 as pb
 from sluice.client import new_request_id
 from sluice.samples.sample import VersionSpan
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """What is to be sampled: `sample_count` continuations, sample i by seeds[i] if given."""
+    """What is to be sampled: `sample_count` continuations, sample i by seeds[i] if given.
+
+    On the timeline they count from `first_episode` on.
+    """
 
     group_id: str
     token_ids: tuple[int, ...]
@@ -21,6 +27,20 @@ class Prompt:
     sampling: Sampling
     bounds: VersionBounds
     pool: str
+    timeline: Timeline | None = None
+    first_episode: int = 0
+    hints: Hints = NO_HINTS
+
+    def mark(self, kind: pb.SpanKind, place: str, indices: Sequence[int]) -> None:
+        """What these samples did until now."""
+        if self.timeline is not None:
+            self.timeline.mark(kind, place, [self.first_episode + index for index in indices])
+
+    def mark_sampled(self, place: str, deltas: Iterable[tuple[int, Delta]]) -> None:
+        """These samples came from an engine."""
+        if self.timeline is not None:
+            for index, delta in deltas:
+                self.timeline.sampled(place, self.first_episode + index, delta)
 
 
 class Drafts:
@@ -39,6 +59,11 @@ class Drafts:
     def missing(self) -> list[int]:
         """Samples that have not ended."""
         return [i for i in range(self._prompt.sample_count) if i not in self._done]
+
+    @property
+    def bounds(self) -> VersionBounds:
+        """Which weights may sample."""
+        return self._prompt.bounds
 
     @property
     def token_count(self) -> int:
@@ -100,6 +125,8 @@ def _append(so_far: Delta | None, more: Delta) -> Delta:
     """Spans of `more` count from the start of its own request."""
     if so_far is None:
         return more
+    if not more.token_ids:  # aborted before it sampled anything
+        return so_far
     offset = len(so_far.token_ids)
     spans = tuple(
         VersionSpan(
@@ -111,4 +138,5 @@ def _append(so_far: Delta | None, more: Delta) -> Delta:
         for span in more.spans
     )
     (joined,) = join_deltas([so_far, replace(more, spans=spans)])
-    return joined
+    experts = join_experts(so_far.routed_experts, more.routed_experts)
+    return replace(joined, routed_experts=experts)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncGenerator, Iterator, Sequence
 
-from services.rollout.engine import Delta, Generation
+from services.rollout.engine import Delta, Engine, Generation, Scores
+from services.rollout.generations import complete, score, stream
 from services.rollout.wire import (
     VersionBounds,
     bounds_to_proto,
     delta_from_proto,
     sampling_to_proto,
+    scores_from_proto,
 )
 from sluice.api.rollout.v1 import engine_service_pb2 as pb
 from sluice.client import EngineClient, error_from_status, typed_errors
 from sluice.runtime.errors import ServiceError
 from sluice.runtime.security import SecurityConfig
-
-Generate = Callable[[Generation, VersionBounds], Awaitable[list[Delta]]]
 
 
 class EngineAccess:
@@ -25,11 +26,11 @@ class EngineAccess:
     def __init__(self, security: SecurityConfig) -> None:
         self._security = security
         self._engines: dict[str, EngineClient] = {}
-        self._local: dict[str, Generate] = {}
+        self._local: dict[str, Engine] = {}
 
-    def add_local(self, address: str, generate: Generate) -> None:
+    def add_local(self, address: str, engine: Engine) -> None:
         """The engine at `address` is in this process."""
-        self._local[address] = generate
+        self._local[address] = engine
 
     async def generate(
         self, address: str, generation: Generation, bounds: VersionBounds
@@ -38,33 +39,83 @@ class EngineAccess:
 
         Raises RemoteError, wherever the engine is.
         """
+        local, temperature = self._local.get(address), generation.sampling.temperature
+        if local is None:
+            request = _request(generation, bounds)
+            with typed_errors():
+                response = await self._client(address).stub.Generate(request)
+            return [delta_from_proto(c, temperature=temperature) for c in response.completions]
+        with _as_remote():
+            return await complete(local, generation, bounds)
+
+    async def stream(
+        self, address: str, generation: Generation, bounds: VersionBounds
+    ) -> AsyncGenerator[Delta, None]:
+        """Deltas as they come; closing it aborts the request. Raises RemoteError."""
+        local, temperature = self._local.get(address), generation.sampling.temperature
+        if local is None:
+            request = pb.StreamGenerateRequest(generate=_request(generation, bounds))
+            with typed_errors():
+                async for response in self._client(address).stub.StreamGenerate(request):
+                    yield delta_from_proto(response.delta, temperature=temperature)
+            return
+        with _as_remote():
+            async with contextlib.aclosing(stream(local, generation, bounds)) as deltas:
+                async for delta in deltas:
+                    yield delta
+
+    async def score(
+        self,
+        address: str,
+        token_ids: Sequence[int],
+        prompt_length: int,
+        top_count: int,
+        bounds: VersionBounds,
+    ) -> Scores:
+        """Log-probabilities of token_ids[prompt_length:]. Raises RemoteError."""
         local = self._local.get(address)
         if local is None:
-            return await self._ask(address, generation, bounds)
-        try:
-            return await local(generation, bounds)
-        except ServiceError as error:
-            raise error_from_status(error.to_status()) from None
+            request = pb.ScoreRequest(
+                token_ids=token_ids,
+                prompt_length=prompt_length,
+                top_count=top_count,
+                versions=bounds_to_proto(bounds),
+            )
+            with typed_errors():
+                return scores_from_proto(await self._client(address).stub.Score(request))
+        with _as_remote():
+            bounds.check(local.status().version)
+            scores = await score(local, token_ids, prompt_length, top_count)
+            bounds.check(local.status().version)
+            return scores
 
     async def close(self) -> None:
         """Close all channels."""
         for engine in self._engines.values():
             await engine.close()
 
-    async def _ask(
-        self, address: str, generation: Generation, bounds: VersionBounds
-    ) -> list[Delta]:
+    def _client(self, address: str) -> EngineClient:
         engine = self._engines.get(address)
         if engine is None:
             engine = self._engines[address] = EngineClient(address, self._security)
-        request = pb.GenerateRequest(
-            request_id=generation.request_id,
-            prompt_token_ids=generation.prompt_token_ids,
-            sampling=sampling_to_proto(generation.sampling),
-            sample_count=generation.sample_count,
-            dp_rank=generation.dp_rank,
-            versions=bounds_to_proto(bounds),
-        )
-        with typed_errors():
-            response = await engine.stub.Generate(request)
-        return [delta_from_proto(completion) for completion in response.completions]
+        return engine
+
+
+@contextlib.contextmanager
+def _as_remote() -> Iterator[None]:
+    """What an engine in this process refuses, it refuses as others do."""
+    try:
+        yield
+    except ServiceError as error:
+        raise error_from_status(error.to_status()) from None
+
+
+def _request(generation: Generation, bounds: VersionBounds) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        request_id=generation.request_id,
+        prompt_token_ids=generation.prompt_token_ids,
+        sampling=sampling_to_proto(generation.sampling),
+        sample_count=generation.sample_count,
+        dp_rank=generation.dp_rank,
+        versions=bounds_to_proto(bounds),
+    )

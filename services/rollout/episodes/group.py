@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from services.rollout import metrics
+from services.rollout.concurrency import all_of
 from services.rollout.engine import Delta, Sampling
 from services.rollout.environments.environment import (
     Response,
@@ -20,21 +17,34 @@ from services.rollout.environments.environment import (
     TaskError,
     TaskRequest,
 )
-from services.rollout.environments.pool import EnvironmentFailedError
+from services.rollout.environments.failures import EnvironmentFailedError
+from services.rollout.environments.graders.answers import InvalidRewardError, rewards_from
 from services.rollout.environments.runner import Runner
 from services.rollout.episodes.drafts import Prompt
+from services.rollout.episodes.episode import Episode, Steps
+from services.rollout.episodes.leases import NO_HINTS, Hints
+from services.rollout.episodes.observations import THREAD_CHARACTERS, text_length
 from services.rollout.episodes.sampler import Sampler
 from services.rollout.episodes.spool import Spool
+from services.rollout.episodes.timeline import Timeline
+from services.rollout.episodes.trajectory import Trajectory
+from services.rollout.errors import MediaUnsupportedError
 from services.rollout.wire import VersionBounds
+from sluice.api.rollout.v1 import trace_pb2
 from sluice.runtime.errors import DeadlineError
 from sluice.runtime.waits import Waits
 from sluice.samples.blobs import BlobReference
 from sluice.samples.chat_template import ChatTemplateError
+from sluice.samples.columns import (
+    SCORE_PREFIX,
+    InvalidSampleError,
+    find_column,
+    validate_sample,
+)
 from sluice.samples.sample import Sample
 from sluice.samples.tokenizer import TextTokenizer
 
-THREAD_CHARACTERS = 20_000  # texts longer than this are tokenised off the event loop
-THREAD_TOKENS = 20_000
+THREAD_TOKENS = 4000
 
 
 class GroupTimeoutError(DeadlineError):
@@ -71,6 +81,19 @@ class GroupResult:
 
     samples: Sequence[Sample]
     blob: BlobReference
+    trace: trace_pb2.GroupTrace
+
+
+@dataclass(frozen=True)
+class Played:
+    """A trajectory that is to be a sample, and what the reward sees of it.
+
+    episode: its index where an episode may have several samples.
+    """
+
+    trajectory: Trajectory
+    response: Response
+    episode: int | None = None
 
 
 @dataclass(frozen=True)
@@ -95,10 +118,10 @@ class GroupRunner:
 
         Raises TaskError and the ServiceErrors of what it takes; DeadlineError after `timeout`.
         """
-        start = time.monotonic()
+        timeline = Timeline(settings.sample_count)
         try:
             async with asyncio.timeout(settings.timeout):
-                samples, task = await self._sample(group, settings)
+                samples, task = await self._sample(group, settings, timeline)
         except TimeoutError:
             raise GroupTimeoutError(
                 f"group {group.group_id} took longer than {settings.timeout:g} s",
@@ -108,10 +131,13 @@ class GroupRunner:
         if task.state:
             metadata["state"] = json.dumps(task.state)
         blob = await self._spool.put(settings.request_id, samples, metadata)
-        metrics.GROUP_SECONDS.observe(time.monotonic() - start)
-        return GroupResult(samples, blob)
+        timeline.mark(trace_pb2.SPAN_KIND_STORE, "store")
+        metrics.GROUP_SECONDS.observe(timeline.now())
+        return GroupResult(samples, blob, timeline.to_proto())
 
-    async def _sample(self, group: GroupSpec, settings: GroupSettings) -> tuple[list[Sample], Task]:
+    async def _sample(
+        self, group: GroupSpec, settings: GroupSettings, timeline: Timeline
+    ) -> tuple[list[Sample], Task]:
         with self._waits.waiting(f"task of group {group.group_id}", on=[settings.environment]):
             task = await self._runner.make_task(group.task)
         prompt = Prompt(
@@ -121,28 +147,114 @@ class GroupRunner:
             sampling=replace(settings.sampling, seeds=group.seeds),
             bounds=settings.bounds,
             pool=settings.pool,
+            timeline=timeline,
+            hints=self._hints(settings.sample_count),
         )
+        timeline.mark(trace_pb2.SPAN_KIND_TASK, settings.environment)
+        try:
+            drafts = await self._play(task, prompt, settings)
+        finally:
+            self._sampler.leave(prompt)
+        timeline.mark(trace_pb2.SPAN_KIND_SIBLINGS, settings.environment)
+        rewards = await self._reward(task, prompt.group_id, drafts, settings.environment)
+        timeline.mark(trace_pb2.SPAN_KIND_REWARD, settings.environment)
+        rows = zip(drafts, rewards, strict=True)
+        samples = [
+            draft.trajectory.to_sample(group.group_id, index, reward, draft.episode)
+            for index, (draft, reward) in enumerate(rows)
+        ]
+        if self._runner.has_steps or self._runner.generate is not None:
+            for sample in samples:
+                _check(sample)
+        return samples, task
+
+    def _hints(self, count: int) -> Hints:
+        return Hints.of_conversations(count) if self._runner.has_steps else NO_HINTS
+
+    async def _play(self, task: Task, prompt: Prompt, settings: GroupSettings) -> list[Played]:
+        """What is to be a sample, episode by episode."""
+        episodes = [
+            Episode(index, task, prompt, self._sampler, self._tokenizer, settings.environment)
+            for index in range(prompt.sample_count)
+        ]
         with metrics.GENERATE_SECONDS.time():
+            if self._runner.generate is not None:
+                name = settings.environment
+                parts = await all_of(self._generate(episode, name) for episode in episodes)
+                return [played for part in parts for played in part]
             deltas = await self._sampler.sample(prompt)
-        waiting = self._waits.waiting(
-            f"reward of group {group.group_id}", on=[settings.environment]
-        )
-        with metrics.REWARD_SECONDS.time(), waiting:
-            rewards = await self._runner.reward(task, await self._responses(deltas))
-        if not all(math.isfinite(r.reward) and math.isfinite(r.raw_reward) for r in rewards):
-            raise EnvironmentFailedError(f"{settings.environment} gave a reward that is no number")
-        return _samples(group.group_id, prompt.token_ids, deltas, rewards), task
+            first = [Trajectory.of(prompt.token_ids, delta) for delta in deltas]
+            if self._runner.has_steps:
+                steps = Steps(self._runner, self._waits, settings.environment)
+                pairs = zip(episodes, first, strict=True)
+                responses = await all_of(steps.take(*pair) for pair in pairs)
+            else:
+                responses = await self._responses(deltas)
+        return [
+            Played(trajectory, response)
+            for trajectory, response in zip(first, responses, strict=True)
+        ]
+
+    async def _generate(self, episode: Episode, environment: str) -> list[Played]:
+        """The samples that a generate function makes of an episode."""
+        assert self._runner.generate is not None
+        waiting = self._waits.waiting(f"generate function of {episode.group_id}", on=[environment])
+        with waiting:
+            trajectories = await self._runner.generate(episode)
+        episode.mark_step()
+        if not isinstance(trajectories, Sequence) or not all(
+            isinstance(trajectory, Trajectory) for trajectory in trajectories
+        ):
+            raise EnvironmentFailedError("the generate function gave no list of trajectories")
+        if not trajectories or not all(trajectory.answers for trajectory in trajectories):
+            raise EnvironmentFailedError(
+                f"the generate function sampled nothing in episode {episode.index}"
+            )
+        responses = await self._responses([trajectory.answers[-1] for trajectory in trajectories])
+        return [
+            Played(
+                trajectory, replace(response, finish_reason=trajectory.finish_reason), episode.index
+            )
+            for trajectory, response in zip(trajectories, responses, strict=True)
+        ]
+
+    async def _reward(
+        self, task: Task, group_id: str, drafts: Sequence[Played], environment: str
+    ) -> list[Reward]:
+        """One per draft; the environment sees those that have none yet, all at once."""
+        open_drafts = [draft for draft in drafts if draft.trajectory.reward is None]
+        waiting = self._waits.waiting(f"reward of group {group_id}", on=[environment])
+        given: list[Reward] = []
+        if open_drafts:
+            with metrics.REWARD_SECONDS.time(), waiting:
+                given = await self._runner.reward(task, [draft.response for draft in open_drafts])
+        try:
+            rest = iter(rewards_from(given, len(open_drafts)))
+            own = [draft.trajectory.reward or next(rest) for draft in drafts]
+            rewards = rewards_from(own, len(drafts))
+        except InvalidRewardError as error:
+            raise EnvironmentFailedError(f"{environment}: {error}") from None
+        for reward in rewards:
+            for name in reward.scores:
+                if find_column(f"{SCORE_PREFIX}{name}") is None:
+                    raise EnvironmentFailedError(f"{environment} gave a score named {name!r}")
+        return rewards
 
     async def _tokenise(self, task: Task) -> list[int]:
-        length = len(task.prompt) + sum(len(str(turn["content"])) for turn in task.messages)
-        if length > THREAD_CHARACTERS:
+        for index, message in enumerate(task.messages):
+            if not isinstance(message.get("content") or "", str):
+                raise MediaUnsupportedError(
+                    f"messages[{index}] of the task hold more than text, which this worker and "
+                    "its engines cannot read"
+                )
+        if text_length(task) > THREAD_CHARACTERS:
             return await asyncio.to_thread(self._encode, task)
         return self._encode(task)
 
     def _encode(self, task: Task) -> list[int]:
         if task.messages:
             try:
-                return self._tokenizer.encode_chat(task.messages)
+                return self._tokenizer.encode_chat(task.messages, task.tools)
             except ChatTemplateError as error:
                 raise TaskError("messages", str(error)) from None
         return self._tokenizer.encode(task.prompt, special=True)
@@ -161,27 +273,8 @@ class GroupRunner:
         ]
 
 
-def _samples(
-    group_id: str,
-    prompt: Sequence[int],
-    deltas: Sequence[Delta],
-    rewards: Sequence[Reward],
-) -> list[Sample]:
-    """The rows of a group; they hold the very ids the engine was given."""
-    return [
-        Sample(
-            sample_id=f"{group_id}/{index}",
-            group_id=group_id,
-            token_ids=np.array((*prompt, *delta.token_ids), dtype=np.int32),
-            prompt_length=len(prompt),
-            finish_reason=delta.finish_reason or "",
-            columns={
-                "rollout_logprobs": np.array(delta.logprobs, dtype=np.float32),
-                "rollout_logprobs_t1": np.array(delta.logprobs_t1, dtype=np.float32),
-                "reward": reward.reward,
-                "raw_reward": reward.raw_reward,
-            },
-            spans=delta.spans,
-        )
-        for index, (delta, reward) in enumerate(zip(deltas, rewards, strict=True))
-    ]
+def _check(sample: Sample) -> None:
+    try:
+        validate_sample(sample)
+    except InvalidSampleError as error:
+        raise EnvironmentFailedError(str(error)) from None

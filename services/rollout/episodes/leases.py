@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Protocol, Self
 
 import grpc
 
@@ -12,6 +14,39 @@ from services.rollout.wire import VersionBounds
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.client import typed_errors
 from sluice.router_client import Lease, LeaseClient, Wanted
+
+
+@dataclass(frozen=True)
+class Hints:
+    """What the router may know of samples that it is asked to place.
+
+    sessions: of the conversation that each belongs to, or none: its turns go to the same dp rank,
+    which has `cached_tokens` of the prompt in its cache. expected_tokens: sampled ones of each,
+    0 where nothing is known.
+    """
+
+    sessions: tuple[str, ...] = ()
+    cached_tokens: int = 0
+    expected_tokens: float = 0.0
+
+    @classmethod
+    def of_conversations(cls, count: int) -> Self:
+        """New ones, for their first turn."""
+        prefix = uuid.uuid4()
+        return cls(tuple(f"{prefix}/{index}" for index in range(count)))
+
+    def of(self, indices: Sequence[int]) -> Hints:
+        """Of some samples."""
+        if not self.sessions:
+            return self
+        return replace(self, sessions=tuple(self.sessions[index] for index in indices))
+
+    def with_cache(self, tokens: int) -> Hints:
+        """For a later turn."""
+        return replace(self, cached_tokens=tokens) if self.sessions else self
+
+
+NO_HINTS = Hints()
 
 
 @dataclass(frozen=True)
@@ -27,7 +62,31 @@ class _Batch:
     """What is asked for in one turn of the event loop."""
 
     groups: list[tuple[str, int]] = field(default_factory=list)
+    sessions: list[str] = field(default_factory=list)  # of each sample, "" for none
+    cached_tokens: list[int] = field(default_factory=list)
+    expected_tokens: list[float] = field(default_factory=list)
     answer: asyncio.Task[list[asyncio.Future[Lease]]] | None = None
+
+
+class Leases(Protocol):
+    """Whoever says which engine samples what."""
+
+    async def request(
+        self,
+        group_id: str,
+        count: int,
+        bounds: VersionBounds,
+        pool: str,
+        hints: Hints = NO_HINTS,
+    ) -> list[asyncio.Future[Lease]]: ...
+
+    def release(
+        self, pool: str, leases: Sequence[Lease], outcome: pb.Outcome, tokens: Sequence[int]
+    ) -> None: ...
+
+    def give_up(self, pool: str, futures: Iterable[asyncio.Future[Lease]]) -> None: ...
+
+    def end(self, pool: str, hints: Hints) -> None: ...
 
 
 class RouterLeases:
@@ -37,9 +96,15 @@ class RouterLeases:
         self._channel = channel
         self._clients: dict[str, LeaseClient] = {}
         self._batches: dict[_Kind, _Batch] = {}
+        self._ending: set[asyncio.Task[None]] = set()
 
     async def request(
-        self, group_id: str, count: int, bounds: VersionBounds, pool: str
+        self,
+        group_id: str,
+        count: int,
+        bounds: VersionBounds,
+        pool: str,
+        hints: Hints = NO_HINTS,
     ) -> list[asyncio.Future[Lease]]:
         """One future per sample, done when an engine has room for it; cancelling gives it up.
 
@@ -53,6 +118,9 @@ class RouterLeases:
         assert batch.answer is not None
         start = sum(size for _, size in batch.groups)
         batch.groups.append((group_id, count))
+        batch.sessions += hints.sessions or [""] * count
+        batch.cached_tokens += [hints.cached_tokens] * count
+        batch.expected_tokens += [hints.expected_tokens] * count
         cancelled = True
         try:
             futures = await asyncio.shield(batch.answer)
@@ -77,19 +145,32 @@ class RouterLeases:
                 bound.append(future.result())
         self.release(pool, bound, pb.OUTCOME_ABORTED, ())
 
+    def end(self, pool: str, hints: Hints) -> None:
+        """No further turn comes, so no rank is kept for one; does not wait."""
+        if hints.sessions:
+            ended = self._client(pool).end_sessions(hints.sessions)
+            task = asyncio.create_task(ended, name="end sessions")
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
     async def close(self) -> None:
         """Give everything back."""
+        await asyncio.gather(*self._ending)
         for client in self._clients.values():
             await client.close()
 
     async def _ask(self, kind: _Kind) -> list[asyncio.Future[Lease]]:
         """Runs in the next turn of the loop, when all who start together have joined."""
-        groups = self._batches.pop(kind).groups
+        batch = self._batches.pop(kind)
+        has_sessions = any(batch.sessions)
         wanted = Wanted(
-            count=sum(size for _, size in groups),
+            count=sum(size for _, size in batch.groups),
             min_version=kind.bounds.min_version,
             exact_version=kind.bounds.exact_version,
-            groups=groups,
+            groups=batch.groups,
+            sessions=batch.sessions if has_sessions else (),
+            cached_tokens=batch.cached_tokens if has_sessions else (),
+            expected_tokens=batch.expected_tokens if any(batch.expected_tokens) else (),
         )
         with typed_errors():
             return await self._client(kind.pool).request(wanted)

@@ -75,13 +75,16 @@ class Rollout:
     async def follow(self) -> AsyncIterator[pb.RolloutResponse]:
         """Every event from the first one; ends when all groups are settled.
 
-        Raises DrainingError when the rollout is stopped before.
+        Traces are told once: events stay in memory long after. Raises DrainingError when the
+        rollout is stopped before.
         """
         sent = 0
         while True:
             for event in self._events[sent:]:
                 sent += 1
                 yield event
+                if event.HasField("finished"):
+                    event.finished.ClearField("trace")
             if sent < len(self._events):
                 continue
             if self._is_stopped:
@@ -125,7 +128,9 @@ class Rollout:
             return
         if error is None:
             result = task.result()
-            self._close_group(group_id, finished_event(result.samples, result.blob), "finished")
+            self._close_group(
+                group_id, finished_event(result.samples, result.blob, result.trace), "finished"
+            )
         else:
             logger.info("group %s: %s", group_id, error)
             self._close_group(group_id, failed_event(group_id, _typed(group_id, error)), "failed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -12,7 +13,11 @@ from typing import Any
 import xxhash
 
 from services.rollout.config import EpisodesConfig
-from services.rollout.environments.environment import SettingError, TaskError
+from services.rollout.environments.environment import (
+    SettingError,
+    TaskError,
+    UnknownEnvironmentError,
+)
 from services.rollout.environments.runner import Environments, Runner
 from services.rollout.episodes.events import failed_event, finished_event
 from services.rollout.episodes.group import (
@@ -43,6 +48,20 @@ THREAD_GROUPS = 256  # more of them are decoded off the event loop
 
 
 @dataclass(frozen=True)
+class Lane:
+    """Which limit groups run under: that of rollouts, or that of evaluations.
+
+    limit: groups of this request that run at once; 0 is no limit of its own.
+    """
+
+    is_evaluation: bool = False
+    limit: int = 0
+
+
+ROLLOUTS = Lane()
+
+
+@dataclass(frozen=True)
 class _Entry:
     body: str
     opening: asyncio.Task[Rollout]
@@ -61,16 +80,19 @@ class Rollouts:
         self._config, self._environments = config, environments
         self._tools, self._spool, self._waits = tools, tools.spool, tools.waits
         self._running = asyncio.Semaphore(config.max_running_groups)
+        self._evaluating = asyncio.Semaphore(config.max_evaluated_groups)
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._orphans: dict[str, asyncio.TimerHandle] = {}
         self._chores: set[asyncio.Task[None]] = set()
 
-    async def follow(self, request: pb.RolloutRequest) -> AsyncIterator[pb.RolloutResponse]:
+    async def follow(
+        self, request: pb.RolloutRequest, lane: Lane = ROLLOUTS
+    ) -> AsyncIterator[pb.RolloutResponse]:
         """Events of a rollout, which begins with the first call of its request_id.
 
         Raises RequestIdReusedError, InvalidFieldError, QueueFullError and StoreFailedError.
         """
-        rollout = await self._open(request)
+        rollout = await self._open(request, lane)
         if (timer := self._orphans.pop(rollout.request_id, None)) is not None:
             timer.cancel()
         rollout.listener_count += 1
@@ -115,19 +137,19 @@ class Rollouts:
             await rollout.stop()
         await asyncio.gather(*self._chores, return_exceptions=True)
 
-    async def _open(self, request: pb.RolloutRequest) -> Rollout:
+    async def _open(self, request: pb.RolloutRequest, lane: Lane) -> Rollout:
         name = request.request_id
         body = xxhash.xxh3_128_hexdigest(request.SerializeToString(deterministic=True))
         entry = self._entries.get(name)
         if entry is None:
             self._check_room(len(request.groups))
-            opening = asyncio.create_task(self._begin(request, body), name=f"open {name}")
+            opening = asyncio.create_task(self._begin(request, body, lane), name=f"open {name}")
             entry = self._entries[name] = _Entry(body, opening, len(request.groups))
-            opening.add_done_callback(lambda done: self._forget_failure(name, done))
+            opening.add_done_callback(lambda done: self._opened(name, done))
         _check_body(name, body, entry.body)
         return await asyncio.shield(entry.opening)
 
-    async def _begin(self, request: pb.RolloutRequest, body: str) -> Rollout:
+    async def _begin(self, request: pb.RolloutRequest, body: str, lane: Lane) -> Rollout:
         settings = settings_from_proto(request)
         if len(request.groups) > THREAD_GROUPS:
             groups = await asyncio.to_thread(groups_from_proto, request)
@@ -147,19 +169,18 @@ class Rollouts:
             rollout.add_event(finished_event(samples, blob))
         settled = progress.cancelled | finished.keys()
         group_runner = GroupRunner(runner, self._tools)
+        slots = self._slots(lane)
         rollout.start(
-            (group.group_id, self._run(group_runner, group, settings))
+            (group.group_id, _run(group_runner, group, settings, slots))
             for group in groups
             if group.group_id not in settled
         )
         return rollout
 
     async def _create_runner(self, spec: pb.EnvironmentSpec, groups: list[GroupSpec]) -> Runner:
-        if spec.name not in self._environments.names:
-            known = ", ".join(self._environments.names)
-            raise InvalidFieldError("environment.name", f"{spec.name!r} is unknown; known: {known}")
         try:
-            runner = self._environments.create_runner(spec.name, values_from_proto(spec.settings))
+            create = self._environments.create_runner  # it imports modules of users
+            runner = await asyncio.to_thread(create, spec.name, values_from_proto(spec.settings))
             for index, group in enumerate(groups):
                 try:
                     runner.check(group.task)
@@ -167,15 +188,16 @@ class Rollouts:
                     raise InvalidFieldError(f"groups[{index}].{error.key}", str(error)) from None
             with self._waits.waiting("settings of an environment", on=[spec.name]):
                 await runner.open()
+        except UnknownEnvironmentError as error:
+            raise InvalidFieldError("environment.name", str(error)) from None
         except SettingError as error:
             raise InvalidFieldError(f"environment.settings.{error.key}", str(error)) from None
         return runner
 
-    async def _run(
-        self, runner: GroupRunner, group: GroupSpec, settings: GroupSettings
-    ) -> GroupResult:
-        async with self._running:
-            return await runner.run(group, settings)
+    def _slots(self, lane: Lane) -> tuple[asyncio.Semaphore, ...]:
+        """What a group of the lane has to hold; the request's own limit first."""
+        shared = self._evaluating if lane.is_evaluation else self._running
+        return (asyncio.Semaphore(lane.limit), shared) if lane.limit else (shared,)
 
     def _check_room(self, count: int) -> None:
         config = self._config
@@ -194,9 +216,12 @@ class Rollouts:
                 f"{open_groups} groups are open", limit=config.max_open_groups, kind="groups"
             )
 
-    def _forget_failure(self, name: str, opening: asyncio.Task[Rollout]) -> None:
+    def _opened(self, name: str, opening: asyncio.Task[Rollout]) -> None:
+        """A failure is forgotten. Whoever asked may have gone away since; else they follow now."""
         if opening.cancelled() or opening.exception() is not None:
             self._entries.pop(name, None)
+        elif opening.result().open_count:
+            self._watch_orphan(opening.result())
 
     def _on_settled(self, rollout: Rollout) -> None:
         self._start_chore(self._settle(rollout))
@@ -231,6 +256,18 @@ class Rollouts:
         task = asyncio.create_task(work)
         self._chores.add(task)
         task.add_done_callback(self._chores.discard)
+
+
+async def _run(
+    runner: GroupRunner,
+    group: GroupSpec,
+    settings: GroupSettings,
+    slots: Sequence[asyncio.Semaphore],
+) -> GroupResult:
+    async with contextlib.AsyncExitStack() as held:
+        for slot in slots:
+            await held.enter_async_context(slot)
+        return await runner.run(group, settings)
 
 
 def _check_body(request_id: str, body: str, known: str) -> None:

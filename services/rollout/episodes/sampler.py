@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import grpc
 
 from services.rollout import metrics
-from services.rollout.engine import Delta
+from services.rollout.engine import Delta, FinishReason, Generation
 from services.rollout.episodes.drafts import Drafts, Prompt
 from services.rollout.episodes.engines import EngineAccess
-from services.rollout.episodes.leases import RouterLeases
+from services.rollout.episodes.history import PromptHistory
+from services.rollout.episodes.leases import Leases
+from services.rollout.wire import join_deltas
+from sluice.api.rollout.v1 import trace_pb2
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.client import RemoteError
 from sluice.router_client import Lease, outcome_of
@@ -21,6 +25,8 @@ from sluice.runtime.errors import ServiceError
 from sluice.runtime.waits import Waits
 
 logger = logging.getLogger(__name__)
+
+Listener = Callable[[Delta], None]
 
 FIRST_BACKOFF_SECONDS = 0.05
 LINGER_SECONDS = 0.02  # for leases that come almost together
@@ -61,7 +67,7 @@ class Sampler:
 
     def __init__(
         self,
-        leases: RouterLeases,
+        leases: Leases,
         engines: EngineAccess,
         waits: Waits,
         *,
@@ -70,31 +76,45 @@ class Sampler:
     ) -> None:
         self._leases, self._engines, self._waits = leases, engines, waits
         self._attempts, self._chunk_tokens = attempts, chunk_tokens
+        self._history = PromptHistory()
 
-    async def sample(self, prompt: Prompt) -> list[Delta]:
+    async def sample(self, prompt: Prompt, listener: Listener | None = None) -> list[Delta]:
         """One whole delta per sample, by index; tokens that came are not drawn again.
+
+        `listener` gets them as they come, by index of the sample; of finish reasons the answer
+        is to be believed. What it raises ends the sampling.
 
         Raises EngineError when an engine refuses, or `attempts` in a row brought no token.
         """
+        if not prompt.hints.cached_tokens:  # no prompt of a later turn comes again
+            expected = self._history.expected(prompt.token_ids)
+            prompt = replace(prompt, hints=replace(prompt.hints, expected_tokens=expected))
         drafts, failures = Drafts(prompt, self._chunk_tokens), 0
         while missing := drafts.missing:
             before = drafts.token_count
             try:
-                error = await self._attempt(prompt, missing, drafts)
+                error = await self._attempt(prompt, missing, drafts, listener)
             except RemoteError as refusal:  # of the router, which is asked again for the others
                 raise EngineError(refusal, failures + 1) from None
             if error is None:
                 continue
             failures = 0 if drafts.token_count > before else failures + 1
-            if not _is_retried(error) or failures >= self._attempts:
+            if not is_retried(error) or failures >= self._attempts:
                 raise EngineError(error, failures)
             logger.info("group %s, failure %d: %s", prompt.group_id, failures, error)
             metrics.RETRIES.inc()
             await asyncio.sleep(FIRST_BACKOFF_SECONDS * 2 ** max(0, failures - 1))
-        return drafts.ended()
+        ended = drafts.ended()
+        if not prompt.hints.cached_tokens:
+            self._history.learn(prompt.token_ids, [len(delta.token_ids) for delta in ended])
+        return ended
+
+    def leave(self, prompt: Prompt) -> None:
+        """Its conversations have no further turn."""
+        self._leases.end(prompt.pool, prompt.hints)
 
     async def _attempt(
-        self, prompt: Prompt, missing: Sequence[int], drafts: Drafts
+        self, prompt: Prompt, missing: Sequence[int], drafts: Drafts, listener: Listener | None
     ) -> RemoteError | None:
         """Adds what was sampled to `drafts`; the worst error of its parts.
 
@@ -103,7 +123,11 @@ class Sampler:
         """
         with self._waits.waiting(f"leases for group {prompt.group_id}", on=["router"]):
             futures = await self._leases.request(
-                prompt.group_id, len(missing), prompt.bounds, prompt.pool
+                prompt.group_id,
+                len(missing),
+                prompt.bounds,
+                prompt.pool,
+                prompt.hints.of(missing),
             )
         waiting = dict(zip(futures, missing, strict=True))
         asking: set[asyncio.Task[RemoteError | None]] = set()
@@ -113,36 +137,62 @@ class Sampler:
                     with self._waits.waiting(f"room for group {prompt.group_id}", on=["router"]):
                         await _first_leases(waiting)
                 for part in _take_parts(waiting, drafts):
-                    asking.add(asyncio.create_task(self._ask(prompt, part, drafts)))
+                    asking.add(asyncio.create_task(self._ask(prompt, part, drafts, listener)))
             errors = await asyncio.gather(*asking)
         finally:
             for task in asking:
                 task.cancel()
             self._leases.give_up(prompt.pool, waiting)
-        return min((error for error in errors if error), key=_is_retried, default=None)
+        return min((error for error in errors if error), key=is_retried, default=None)
 
-    async def _ask(self, prompt: Prompt, part: _Part, drafts: Drafts) -> RemoteError | None:
+    async def _ask(
+        self, prompt: Prompt, part: _Part, drafts: Drafts, listener: Listener | None
+    ) -> RemoteError | None:
         outcome, lengths = router_pb.OUTCOME_ABORTED, list[int]()
         lease = part.leases[0]
+        prompt.mark(trace_pb2.SPAN_KIND_LEASE, lease.engine_id, part.indices)
         try:
             with self._waits.waiting(f"samples of group {prompt.group_id}", on=[lease.engine_id]):
                 generation = drafts.generation(part.indices, lease.dp_rank)
-                deltas = await self._engines.generate(lease.address, generation, prompt.bounds)
+                if listener is None:
+                    deltas = await self._engines.generate(lease.address, generation, prompt.bounds)
+                else:
+                    deltas = await self._listen(lease.address, generation, part, drafts, listener)
             outcome, lengths = router_pb.OUTCOME_OK, [len(d.token_ids) for d in deltas]
         except RemoteError as error:
             outcome = outcome_of(error.code)
+            prompt.mark(trace_pb2.SPAN_KIND_GENERATE, lease.engine_id, part.indices)
             if error.reason != "PROMPT_TOO_LONG" or not drafts.is_begun(part.indices[0]):
                 return error
             drafts.end(part.indices[0])
             return None
         finally:
             self._leases.release(prompt.pool, part.leases, outcome, lengths)
-        pairs = zip(part.indices, deltas, strict=True)
+        pairs = list(zip(part.indices, deltas, strict=True))
+        prompt.mark_sampled(lease.engine_id, pairs)
         if all([drafts.add(index, delta) for index, delta in pairs]):
             return None
         return RemoteError(
             grpc.StatusCode.ABORTED, "ENGINE_ABORTED", "the engine aborted the request", {}
         )
+
+    async def _listen(
+        self, address: str, generation: Generation, part: _Part, drafts: Drafts, listener: Listener
+    ) -> list[Delta]:
+        """`generate`, told token by token; what a lost engine told is added to `drafts`."""
+        told: list[Delta] = []
+        stream = self._engines.stream(address, replace(generation, stream=True), drafts.bounds)
+        try:
+            async with contextlib.aclosing(stream):
+                async for delta in stream:
+                    told.append(delta)
+                    listener(replace(delta, index=part.indices[delta.index]))
+        except RemoteError:
+            for delta in join_deltas(told):  # nobody is told other tokens later
+                reason = delta.finish_reason or FinishReason.ABORTED
+                drafts.add(part.indices[delta.index], replace(delta, finish_reason=reason))
+            raise
+        return join_deltas(told)
 
 
 async def _first_leases(waiting: Mapping[asyncio.Future[Lease], int]) -> None:
@@ -165,5 +215,5 @@ def _take_parts(waiting: dict[asyncio.Future[Lease], int], drafts: Drafts) -> li
     return list(parts.values())
 
 
-def _is_retried(error: RemoteError) -> bool:
+def is_retried(error: RemoteError) -> bool:
     return error.code in RETRIED or error.reason in RETRIED_REASONS

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from services.rollout.environments.runner import Environments
+from services.rollout.episodes.evaluation import Evaluations
 from services.rollout.episodes.rollouts import Rollouts
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.api.rollout.v1 import rollout_service_pb2_grpc as pb_grpc
@@ -17,11 +18,18 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
 
     def __init__(self, rollouts: Rollouts, environments: Environments) -> None:
         self._rollouts, self._environments = rollouts, environments
+        self._evaluations = Evaluations(rollouts)
 
     async def Rollout(
         self, request: pb.RolloutRequest, context: Any
     ) -> AsyncIterator[pb.RolloutResponse]:
         async for event in self._rollouts.follow(request):
+            yield event
+
+    async def Evaluate(
+        self, request: pb.EvaluateRequest, context: Any
+    ) -> AsyncIterator[pb.EvaluateResponse]:
+        async for event in self._evaluations.follow(request):
             yield event
 
     async def CancelRollout(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 
 from services.rollout.config import RolloutConfig
-from services.rollout.environments.runner import Environments
+from services.rollout.environments.runner import Allowed, Environments
 from services.rollout.episodes.engines import EngineAccess
 from services.rollout.episodes.group import GroupTools
 from services.rollout.episodes.journal import Journals
@@ -26,24 +26,29 @@ class EpisodeWorker:
     def __init__(self, config: RolloutConfig, router: grpc.aio.Channel, waits: Waits) -> None:
         """Raises ConfigError when the tokenizer cannot be loaded."""
         assert config.tokenizer_directory is not None
-        tokenizer = TextTokenizer(config.tokenizer_directory)
+        self.tokenizer = TextTokenizer(config.tokenizer_directory)
         blobs = BlobStore(config.store, sync=config.store_sync)
         self._spool = Spool(blobs, Journals(config.store, blobs, sync=config.store_sync))
         episodes = config.episodes
         try:
-            self._environments = Environments(episodes.environments, episodes.graders, tokenizer)
+            self._environments = Environments(
+                episodes.environments,
+                episodes.graders,
+                self.tokenizer,
+                Allowed(episodes.user_modules, episodes.reward_urls),
+            )
         except ValueError as error:
             raise ConfigError(f"episodes.environments: {error}") from None
         self.engines = EngineAccess(config.server.security)
-        self._leases = RouterLeases(router)
-        sampler = Sampler(
-            self._leases,
+        self.leases = RouterLeases(router)
+        self.sampler = Sampler(
+            self.leases,
             self.engines,
             waits,
             attempts=episodes.engine_attempts,
             chunk_tokens=episodes.chunk_tokens,
         )
-        tools = GroupTools(tokenizer, sampler, self._spool, waits)
+        tools = GroupTools(self.tokenizer, self.sampler, self._spool, waits)
         self._rollouts = Rollouts(episodes, self._environments, tools)
         self.servicer = RolloutServicer(self._rollouts, self._environments)
 
@@ -56,5 +61,5 @@ class EpisodeWorker:
         await self._rollouts.close()
         await self._spool.close()
         await self._environments.close()
-        await self._leases.close()
+        await self.leases.close()
         await self.engines.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,12 @@ def build_model(directory: Path, family: str, seed: int) -> Model:
         module = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
     module.eval().save_pretrained(directory)
     return Model(module, directory)
+
+
+def family_of(directory: Path) -> str:
+    """Of a model that `build_model` made."""
+    kind: str = json.loads((directory / "config.json").read_bytes())["model_type"]
+    return kind
 
 
 def request_of(name: str, prompt: list[int], count: int = 1, **settings: Any) -> Generation:

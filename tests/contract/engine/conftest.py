@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 
 from services.rollout.engine import Engine, create_engine
 from services.rollout.engine_config import EngineConfig
+from services.rollout.sglang_config import SglangConfig
 from sluice.weights.store import VersionRecord, WeightStore, import_checkpoint
-from tests.contract.engine.cases import Model, StartEngine, build_model
+from tests.contract.engine.cases import Model, StartEngine, build_model, family_of
+from tests.sglang_servers import PYTHON, SharedServers
 
 
 @pytest.fixture(scope="session", params=["qwen3", "llama"])
@@ -24,6 +27,16 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return build_model(tmp_path_factory.mktemp("qwen3"), "qwen3", seed=0)
 
 
+@pytest.fixture(scope="session")
+def family_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What a server is started with; an engine gives it its own weights."""
+    folder = tmp_path_factory.mktemp("families")
+    return {
+        family: build_model(folder / family, family, seed=2).directory
+        for family in ("qwen3", "llama")
+    }
+
+
 @pytest.fixture
 def versions(
     qwen3: Model, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
@@ -34,12 +47,47 @@ def versions(
     return [(import_checkpoint(store, m.directory, None, 0), m) for m in (qwen3, other)]
 
 
+@pytest.fixture(scope="session")
+def sglang_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServers]:
+    servers = SharedServers(tmp_path_factory.mktemp("sglang"))
+    yield servers
+    servers.close()
+
+
+@pytest.fixture(params=["reference", pytest.param("sglang", marks=pytest.mark.sglang)])
+async def start_engine(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> AsyncIterator[StartEngine]:
+    """Starts engines of one backend with the given settings, and closes them in the end.
+
+    An SGLang engine with a model gives it to a server that runs already.
+    """
+    async with starting(request, tmp_path) as start:
+        yield start
+
+
 @pytest.fixture(params=["reference"])
-async def start_engine(request: pytest.FixtureRequest) -> AsyncIterator[StartEngine]:
-    """Starts engines of one backend with the given settings, and closes them in the end."""
+async def start_seeded_engine(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> AsyncIterator[StartEngine]:
+    """The same, of backends that draw by seed: SGLang does on accelerators only."""
+    async with starting(request, tmp_path) as start:
+        yield start
+
+
+@asynccontextmanager
+async def starting(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[StartEngine]:
     started: list[Engine] = []
 
     async def start(**settings: Any) -> Engine:
+        if request.param == "sglang":
+            servers: SharedServers = request.getfixturevalue("sglang_servers")
+            sglang: dict[str, Any] = {"python": PYTHON, "staging": folder / "staging"}
+            if "model" in settings:
+                families = request.getfixturevalue("family_models")
+                model = families[family_of(Path(settings["model"]))]
+                sglang = {"url": servers.url(model), "staging": folder / "staging"}
+            settings["sglang"] = SglangConfig(**sglang)
         config = EngineConfig(backend=request.param, threads=1, **settings)
         engine = create_engine(request.param, config)
         started.append(engine)

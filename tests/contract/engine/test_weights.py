@@ -123,7 +123,7 @@ async def test_a_damaged_tensor_is_named_and_the_old_weights_go_on(
     versions: Versions, start_engine: StartEngine
 ) -> None:
     engine = await start_engine(model=str(versions[0][1].directory))
-    before = await complete(engine, request_of("a", [1], seeds=(1,)))
+    (before,) = await complete(engine, request_of("a", [1], temperature=0))
     record, _ = versions[1]
     name = "model.layers.1.mlp.up_proj.weight"
     _flip_a_bit(record.directory, name)
@@ -131,7 +131,8 @@ async def test_a_damaged_tensor_is_named_and_the_old_weights_go_on(
         await engine.prepare(record.version, record.digest, record.directory)
     assert raised.value.metadata["tensor"] == name
     assert engine.status().prepared_versions == ()
-    assert await complete(engine, request_of("b", [1], seeds=(1,))) == before
+    (after,) = await complete(engine, request_of("b", [1], temperature=0))
+    assert (after.token_ids, after.spans) == (before.token_ids, before.spans)
 
 
 async def test_another_digest_than_asked_for_is_refused(

@@ -29,8 +29,11 @@ async def test_an_aborting_commit_costs_no_token(store: Store, models: Models) -
         request.versions.min_version = store.first.version
         running = asyncio.create_task(episodes.finished(request))
         await decoded_at_least(episodes.engine, 30)
+        stub = episodes.engine.stub  # held, so that nothing ends while the weights are prepared
+        await stub.Pause(engine_pb.PauseRequest(mode=engine_pb.PAUSE_MODE_IN_PLACE))
         await episodes.engine.prepare_weights(named(store.second))
         await episodes.engine.commit_weights(named(store.second), engine_pb.PAUSE_MODE_ABORT)
+        await stub.Resume(engine_pb.ResumeRequest())
         finished = await running
         samples = [s for event in finished.values() for s in store.samples(event)]
         sampled = (await episodes.engine.get()).decoded_token_count

@@ -16,6 +16,7 @@ from sluice.client import RemoteError, RouterClient, error_from_status
 from sluice.samples.blobs import BlobStore
 from sluice.samples.columns import validate_sample
 from sluice.samples.tokenizer import TextTokenizer
+from tests.service.rollout import talk
 from tests.service.rollout.harness import (
     Episodes,
     Models,
@@ -163,6 +164,23 @@ async def test_cancelling_does_not_wait_for_a_judge(store: Store, models: Models
         async with asyncio.timeout(5):
             while await episodes.client.list_waits():
                 await asyncio.sleep(0.02)  # the judges are ended, too
+
+
+async def test_cancelling_does_not_wait_for_a_step(store: Store, models: Models) -> None:
+    environments = {"stalling": talk.STALLING}
+    async with running_episodes(store, models.first, environments=environments) as episodes:
+        request = rollout_request(copy_rows(2), environment="stalling", max_new_tokens=40)
+        stream = episodes.client.stub.Rollout(request)
+        async with asyncio.timeout(20):
+            while not any("step of" in wait.what for wait in await episodes.client.list_waits()):
+                await asyncio.sleep(0.02)
+        start = asyncio.get_running_loop().time()
+        assert await episodes.client.cancel(request.request_id) == ["g0", "g1"]
+        assert (await stream.read()).failed.group_id == "g0"
+        assert asyncio.get_running_loop().time() - start < 1.0
+        async with asyncio.timeout(5):
+            while await episodes.client.list_waits():
+                await asyncio.sleep(0.02)
 
 
 async def test_a_cancelled_group_leaves_engine_and_router(store: Store, models: Models) -> None:
@@ -317,6 +335,7 @@ async def test_environments_are_listed_with_their_settings(refusing: Any) -> Non
         "grim",
         "prompts",
         "reasoning_gym",
+        "tools",
     ]
     schema = json.loads(environments[2].settings_schema)
     assert {"dataset", "size", "partial_credit"} <= schema["properties"].keys()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -106,10 +108,11 @@ def test_requests_start_in_order_and_within_slots(qwen3: Model, create_core: Cre
     assert len(order) == 12
 
 
-def test_a_prompt_is_not_encoded_before_there_is_a_slot(
-    qwen3: Model, create_core: CreateCore
+@pytest.mark.parametrize("room", [{"max_running": 2}, {"max_cached_tokens": 45}])
+def test_a_prompt_is_not_encoded_before_there_is_room_for_a_sample(
+    qwen3: Model, create_core: CreateCore, room: dict
 ) -> None:
-    core = create_core(qwen3.directory, max_running=2)
+    core = create_core(qwen3.directory, **room)
     core.submit(1, request_of("a", [1], 2, max_new_tokens=10))
     core.step()
     core.submit(2, request_of("b", [1] * 30, max_new_tokens=10))
@@ -160,6 +163,19 @@ def test_a_swap_moves_pointers_whatever_the_size(tmp_path, create_core: CreateCo
         )
 
 
+def test_what_served_before_is_freed_by_whoever_takes_it(tmp_path, create_core: CreateCore) -> None:
+    """To free gigabytes takes milliseconds: not in the pause."""
+    directory = build_model(tmp_path, "qwen3", seed=0).directory
+    core = create_core(directory)
+    assert core.model is not None
+    served = [weakref.ref(parameter) for parameter in core.model.module.parameters()]
+    _, weights = open_model(directory, torch.float32, torch.device("cpu"))
+    retired = core.serve(core.model, weights)
+    assert all(reference() is not None for reference in served)
+    retired.clear()
+    assert not any(reference() is not None for reference in served)
+
+
 def test_samples_that_begin_after_a_swap_are_of_the_new_weights_alone(
     qwen3: Model, tmp_path, create_core: CreateCore
 ) -> None:
@@ -197,7 +213,7 @@ def test_a_scoring_across_a_swap_is_of_the_new_weights_alone(
     finish(core)
     ((key, scores),) = core.take_outbox()
     assert key == 1
-    assert scores == pytest.approx(other.logprobs(text[:2], tuple(text[2:])), abs=1e-4)
+    assert scores.logprobs == pytest.approx(other.logprobs(text[:2], tuple(text[2:])), abs=1e-4)
 
 
 def test_weights_that_overflow_fail_what_runs_and_better_ones_serve_again(
@@ -224,3 +240,24 @@ def test_weights_that_overflow_fail_what_runs_and_better_ones_serve_again(
     core.submit(3, request_of("c", [1], 2, max_new_tokens=3))
     finish(core)
     assert [o.finish_reason for _, o in core.take_outbox()] == [FinishReason.LENGTH] * 2
+
+
+def test_a_sample_says_where_its_time_went(qwen3: Model, create_core: CreateCore) -> None:
+    core = create_core(qwen3.directory, max_running=1, prefill_chunk_tokens=4)
+    began = time.monotonic()
+    core.submit(1, request_of("first", list(range(20)), max_new_tokens=6))
+    core.submit(2, request_of("second", [3], max_new_tokens=2))
+    finish(core)
+    wall = time.monotonic() - began
+    timings = {}
+    for key, outcome in core.take_outbox():
+        assert isinstance(outcome, Delta)
+        timings[key] = outcome.timing
+    first, second = timings[1], timings[2]
+    assert first is not None
+    assert second is not None
+    whole = first.queue + first.prefill + first.decode
+    assert first.prefill > 0
+    assert first.decode > 0
+    assert second.queue > 0.5 * whole  # there is one slot
+    assert whole < second.queue + second.prefill + second.decode <= wall

@@ -1,10 +1,15 @@
 """Samples cut off at any token, on any version, end as if they had come in one piece."""
 
+from dataclasses import replace
+
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.rollout.engine import Delta, FinishReason, Sampling
 from services.rollout.episodes.drafts import Drafts, Prompt
+from services.rollout.episodes.trajectory import Trajectory
 from services.rollout.wire import VersionBounds
 from sluice.samples.sample import VersionSpan
 
@@ -102,3 +107,44 @@ def test_an_engine_that_ends_before_the_chunk_is_full_has_no_more_room():
     made = drafts(budget=8, chunk=4)
     assert made.add(0, delta((7, 8), 1, FinishReason.LENGTH))
     assert made.ended()[0].finish_reason is FinishReason.LENGTH
+
+
+def with_experts(answer: Delta, context: int, mark: int) -> Delta:
+    """Of one layer and one choice, all `mark`."""
+    count = context + len(answer.token_ids) - 1
+    return replace(answer, routed_experts=np.full((count, 1, 1), mark, np.int16))
+
+
+@pytest.mark.parametrize(("second", "wanted"), [(2, [1] * 4 + [2] * 2), (None, None)])
+def test_tokens_keep_the_experts_that_they_were_sampled_by(second, wanted):
+    """A sample goes on elsewhere, where its beginning is read again with other experts."""
+    cut = drafts(budget=4)
+    cut.add(0, with_experts(delta((11, 12), 1, FinishReason.ABORTED), 3, 1))
+    last = delta((13, 14), 2, FinishReason.LENGTH)
+    cut.add(0, last if second is None else with_experts(last, 5, second))
+    (whole,) = cut.ended()
+    told = whole.routed_experts
+    assert (told if told is None else told[:, 0, 0].tolist()) == wanted
+
+
+def test_an_answer_without_tokens_takes_no_experts_away():
+    made = drafts(budget=4)
+    made.add(0, with_experts(delta((11, 12), 1, FinishReason.ABORTED), 3, 1))
+    made.add(0, delta((), 1, FinishReason.ABORTED))
+    made.end(0)
+    (whole,) = made.ended()
+    assert whole.routed_experts is not None and len(whole.routed_experts) == 4
+    assert whole.finish_reason is FinishReason.LENGTH
+
+
+def test_experts_of_several_turns_cover_observations_and_end_before_the_last_token():
+    trajectory = Trajectory(PROMPT_IDS)
+    trajectory.add_sampled(with_experts(delta((11, 12), 1, FinishReason.STOP), 3, 1))
+    trajectory.add_observation((21, 22, 23))
+    trajectory.add_sampled(with_experts(delta((13,), 1, FinishReason.STOP), 8, 2))
+    trajectory.add_observation((24,))
+    experts = trajectory._routed_experts()
+    assert experts is not None
+    assert experts[:, 0, 0].tolist() == [1] * 4 + [2] * 4 + [2]  # 10 tokens in all
+    trajectory.add_sampled(delta((14,), 1, FinishReason.STOP))
+    assert trajectory._routed_experts() is None

@@ -126,6 +126,50 @@ async def test_slow_graders_end_at_their_deadline_and_leave_the_others_alone(
     )
 
 
+async def test_more_slow_graders_than_places_hold_up_no_quick_one(tmp_path: Path) -> None:
+    config = GraderPoolConfig(size=1, timeout_seconds=60, slow_seconds=0.1, max_slow=2)
+    environments = Environments({"grim": grim.PATH}, config, tokenizer=None)  # type: ignore[arg-type]
+    runner = grader(environments, marks=str(tmp_path))
+    slow = [asyncio.create_task(runner.reward(deed("stall"), ANSWERS)) for _ in range(2)]
+    async with asyncio.timeout(30):
+        await runner.reward(deed("smile"), ANSWERS)
+    assert not any(task.done() for task in slow)
+    more = asyncio.create_task(runner.reward(deed("stall"), ANSWERS))
+    async with asyncio.timeout(30):
+        while len(pids(tmp_path)) < 4:
+            await asyncio.sleep(0.01)
+    waiting = asyncio.create_task(runner.reward(deed("smile"), ANSWERS))
+    _, pending = await asyncio.wait([waiting], timeout=0.3)
+    assert pending, "the number of slow ones is bounded"
+    for task in (*slow, more):
+        task.cancel()
+    await asyncio.gather(*slow, more, return_exceptions=True)
+    async with asyncio.timeout(30):
+        await waiting
+        await asyncio.gather(*(runner.reward(deed("smile"), ANSWERS) for _ in range(3)))
+    await environments.close()
+
+
+async def test_a_slow_call_gives_its_place_away_as_soon_as_it_may(tmp_path: Path) -> None:
+    config = GraderPoolConfig(size=1, timeout_seconds=60, slow_seconds=0.1, max_slow=1)
+    environments = Environments({"grim": grim.PATH}, config, tokenizer=None)  # type: ignore[arg-type]
+    runner = grader(environments, marks=str(tmp_path))
+    slow = [asyncio.create_task(runner.reward(deed("stall"), ANSWERS)) for _ in range(2)]
+    async with asyncio.timeout(30):
+        while len(pids(tmp_path)) < 2:
+            await asyncio.sleep(0.01)
+    quick = asyncio.create_task(runner.reward(deed("smile"), ANSWERS))
+    _, pending = await asyncio.wait([quick], timeout=0.3)  # the second is overdue by now
+    assert pending
+    slow[0].cancel()
+    async with asyncio.timeout(30):
+        await quick
+    assert not slow[1].done()
+    slow[1].cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
+    await environments.close()
+
+
 async def test_a_cancelled_call_ends_its_process_at_once(
     environments: Environments, tmp_path: Path
 ) -> None:

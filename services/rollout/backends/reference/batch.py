@@ -6,6 +6,7 @@ when they end.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 
 import torch
@@ -58,6 +59,12 @@ class DecodeBatch:
             blocks.append(PaddingBlock(padding))
         return tokens, positions, blocks
 
+    def note_experts(self, experts: torch.Tensor) -> None:
+        """Where the tokens of this pass were sent, int16[at least the lanes, layers, chosen]."""
+        assert self._columns is not None
+        columns = self._columns
+        self._outputs.write_experts(columns.slots, columns.counts - 1, experts[: len(self)])
+
     def advance(self, logits: torch.Tensor) -> bool:
         """Draw the next tokens from `logits` [width, V].
 
@@ -88,9 +95,11 @@ class DecodeBatch:
         positions = lengths.to(self._device).repeat_interleave(repeats)
         drawn = self._draw(logits.repeat_interleave(repeats, 0), settings, positions)
         slots = self._outputs.reserve(len(lanes), max(request.budget for request in requests))
+        now = time.monotonic()
         for lane, slot in zip(lanes, slots, strict=True):
-            lane.slot = slot
+            lane.slot, lane.began = slot, now
             lane.mark(0, version)
+            lane.prompt_experts = lane.request.prompt.experts
         fresh = Columns.of(requests, repeats, drawn.tokens, slots, settings)
         self._outputs.write(fresh.slots, fresh.counts - 1, drawn)
         self._columns = fresh if self._columns is None else self._columns.joined(fresh)

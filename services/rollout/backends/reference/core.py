@@ -17,14 +17,14 @@ from services.rollout.backends.reference.lanes import Lane, Prompt, Request, Sco
 from services.rollout.backends.reference.model import ServingModel
 from services.rollout.backends.reference.outputs import Written
 from services.rollout.backends.reference.passes import run_pass
-from services.rollout.backends.reference.requests import check_generation, check_score
 from services.rollout.backends.reference.weights import PreparedWeights
-from services.rollout.engine import Delta, FinishReason, Generation, PauseMode
+from services.rollout.engine import Delta, FinishReason, Generation, PauseMode, Scores
 from services.rollout.engine_config import EngineConfig
 from services.rollout.errors import NoWeightsError
+from services.rollout.requests import check_generation, check_score
 from sluice.runtime.errors import ServiceError
 
-Outcome = Delta | list[float] | ServiceError  # a list answers a scoring
+Outcome = Delta | Scores | ServiceError
 ROW_MULTIPLE = 16  # elementwise loops round otherwise in a vector register than in its remainder
 
 
@@ -91,8 +91,12 @@ class EngineCore:
         self.paused = None
 
     @torch.inference_mode()
-    def serve(self, model: ServingModel, weights: PreparedWeights) -> None:
+    def serve(
+        self, model: ServingModel, weights: PreparedWeights
+    ) -> list[torch.nn.Parameter | None]:
         """Serve `weights` of `model` from the next step on; running samples keep their cache.
+
+        Returns the parameters that served, for another thread to free.
 
         Prompts whose samples have not all begun are encoded anew, since their first token
         would otherwise be drawn from the old weights and reported under the new version.
@@ -102,10 +106,11 @@ class EngineCore:
             fixed = slots + -slots % ROW_MULTIPLE if self.config.deterministic else 0
             self.model = model
             self._batch = DecodeBatch(model.cache_shape, self.max_length, fixed)
-        model.swap(weights.parameters)
+        retired = model.swap(weights.parameters)
         self.version = (weights.version, weights.digest)
         self._batch.mark(self.version)
         self._intake.restart()
+        return retired
 
     def submit(self, key: int, generation: Generation) -> None:
         """Queue a request; its deltas come to the outbox. Raises typed errors."""
@@ -124,11 +129,15 @@ class EngineCore:
         self._intake.push(request)
         self._live[key] = request
 
-    def submit_score(self, key: int, token_ids: Sequence[int], prompt_length: int) -> None:
-        """Queue a scoring; its log-probabilities come to the outbox."""
+    def submit_score(
+        self, key: int, token_ids: Sequence[int], prompt_length: int, top_count: int = 0
+    ) -> None:
+        """Queue a scoring; its Scores come to the outbox."""
         model = self._serving()
         check_score(token_ids, prompt_length, model.vocabulary_size, self.max_length)
-        scoring = Scoring(key=key, prompt=Prompt.of(token_ids), first=prompt_length)
+        scoring = Scoring(
+            key=key, prompt=Prompt.of(token_ids), first=prompt_length, top_count=top_count
+        )
         self._intake.push(scoring)
         self._live[key] = scoring
 
@@ -169,7 +178,8 @@ class EngineCore:
         unsettled = logits is not None and self._batch.advance(logits)
         for scoring in self._intake.take(works):
             del self._live[scoring.key]
-            self.outbox.append((scoring.key, scoring.logprobs))
+            scores = Scores(logprobs=tuple(scoring.logprobs), top=tuple(scoring.top))
+            self.outbox.append((scoring.key, scores))
         if self._start_lanes() or unsettled:
             self._hand_out(self._batch.settle())
         if self._batch.streaming:

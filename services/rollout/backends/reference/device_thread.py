@@ -97,7 +97,8 @@ class DeviceThread:
         """End after the current step; raises TimeoutError when that takes CLOSE_SECONDS."""
         if self._failure is None:
             self._send(Command(self._set_closing))
-            await asyncio.wait_for(self._finished.wait(), CLOSE_SECONDS)
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._finished.wait()
 
     def _send(self, command: Command) -> None:
         """Commands of one turn of the event loop travel together, so that requests that come

@@ -19,6 +19,7 @@ from services.rollout.backends.reference.device_thread import DeviceThread, Outb
 from services.rollout.backends.reference.model import ServingModel
 from services.rollout.backends.reference.weights import (
     PreparedWeights,
+    fit_received,
     load_version,
     open_model,
     yield_to_others,
@@ -28,17 +29,22 @@ from services.rollout.engine import (
     Engine,
     EngineStatus,
     Generation,
+    IncomingWeights,
     PauseMode,
     RankLoad,
+    Scores,
 )
 from services.rollout.engine_config import EngineConfig
 from services.rollout.errors import (
     DuplicateRequestError,
     EngineFailedError,
+    UnfitWeightsError,
     VersionNotPreparedError,
 )
 from sluice import platform
 from sluice.runtime.errors import ServiceError
+from sluice.weights.transfer.plan import Membership
+from sluice.weights.transfer.receiver import Receiver
 
 T = TypeVar("T")
 PREPARED_LIMIT = 2  # versions that lie ready at once; the oldest gives way
@@ -56,6 +62,7 @@ class ReferenceEngine(Engine):
         self._loader = ThreadPoolExecutor(1, "engine-weights", initializer=yield_to_others)
         self._model: ServingModel | None = None
         self._prepared: dict[int, PreparedWeights] = {}
+        self._receiver: Receiver | None = None
         self._keys = itertools.count(1)
         self._streams: dict[int, asyncio.Queue[Outcome]] = {}
         self._names: set[str] = set()
@@ -71,7 +78,7 @@ class ReferenceEngine(Engine):
         if self._config.model:
             path = Path(self._config.model)
             model, weights = await self._load(partial(open_model, path, self._dtype, self._device))
-            self._model = model
+            self._model = self._watched(model)
             await self._thread.call(partial(self._core.serve, model, weights))
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
@@ -87,13 +94,18 @@ class ReferenceEngine(Engine):
                 yield outcome
 
     async def score(self, token_ids: Sequence[int], prompt_length: int) -> list[float]:
+        return list((await self.score_top(token_ids, prompt_length, 0)).logprobs)
+
+    async def score_top(
+        self, token_ids: Sequence[int], prompt_length: int, top_count: int
+    ) -> Scores:
         with self._stream("") as (key, outcomes):
-            submit = partial(self._core.submit_score, key, token_ids, prompt_length)
+            submit = partial(self._core.submit_score, key, token_ids, prompt_length, top_count)
             self._thread.post(submit, key)
             outcome = await outcomes.get()
             if isinstance(outcome, ServiceError):
                 raise outcome
-            assert isinstance(outcome, list)
+            assert isinstance(outcome, Scores)
             return outcome
 
     async def abort(self, request_ids: Sequence[str]) -> list[str]:
@@ -112,12 +124,45 @@ class ReferenceEngine(Engine):
             return
         read = partial(load_version, self._model, self._dtype, self._device)
         model, weights = await self._load(partial(read, version, digest, directory))
-        self._model = self._model or model
-        self._prepared.pop(version, None)
-        self._prepared[version] = weights
+        self._model = self._model or self._watched(model)
+        self._keep_prepared(weights, began)
+
+    def _watched(self, model: ServingModel) -> ServingModel:
+        if self._config.routed_experts:
+            model.watch_routers()
+        return model
+
+    def _keep_prepared(self, weights: PreparedWeights, began: float) -> None:
+        self._prepared.pop(weights.version, None)
+        self._prepared[weights.version] = weights
         for oldest in list(self._prepared)[:-PREPARED_LIMIT]:
             del self._prepared[oldest]
         self._prepare_seconds = time.monotonic() - began
+
+    async def join_transfer(self, groups: Sequence[Membership], seconds: float) -> None:
+        self._leave_transfer()
+        receiver = self._receiver = Receiver(yield_to_others)
+        await receiver.join(groups, seconds)
+
+    async def receive(self, incoming: IncomingWeights) -> None:
+        began = time.monotonic()
+        receiver, model = self._receiver, self._model
+        assert receiver is not None, "no group was joined"
+        try:
+            if model is None:
+                raise UnfitWeightsError("the engine has no model yet: it needs the store")
+            fit = partial(fit_received, model, incoming.manifest)
+            weights = await receiver.receive(incoming.buckets, incoming.seconds, fit)
+        except BaseException:
+            if self._receiver is receiver:
+                self._leave_transfer()
+            raise
+        self._keep_prepared(weights, began)
+
+    def _leave_transfer(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
 
     async def commit(self, version: int, mode: PauseMode) -> float:
         if version not in self._prepared:
@@ -127,7 +172,8 @@ class ReferenceEngine(Engine):
         assert self._model is not None
         swap = partial(self._swap, self._model, self._prepared[version], mode)
         wait = mode is PauseMode.WAIT
-        self._pause_seconds = await self._thread.call(swap, when_quiet=wait)
+        self._pause_seconds, retired = await self._thread.call(swap, when_quiet=wait)
+        self._loader.submit(retired.clear)
         for older in [number for number in self._prepared if number <= version]:
             del self._prepared[older]
         return self._pause_seconds
@@ -156,19 +202,23 @@ class ReferenceEngine(Engine):
             failure=self._failure,
             extra={"prefix_hit_tokens_total": core.prefix_hit_tokens},
             deterministic=self._config.deterministic,
+            transfer_ranks=1,
         )
 
     async def close(self) -> None:
+        self._leave_transfer()
         await self._thread.close()
         self._loader.shutdown(wait=False, cancel_futures=True)
 
-    def _swap(self, model: ServingModel, weights: PreparedWeights, mode: PauseMode) -> float:
-        """On the device thread: the whole pause."""
+    def _swap(
+        self, model: ServingModel, weights: PreparedWeights, mode: PauseMode
+    ) -> tuple[float, list[torch.nn.Parameter | None]]:
+        """On the device thread: the whole pause, and what served before."""
         began = time.monotonic()
         if mode is PauseMode.ABORT:
             self._core.abort_running()
-        self._core.serve(model, weights)
-        return time.monotonic() - began
+        retired = self._core.serve(model, weights)
+        return time.monotonic() - began, retired
 
     async def _load(self, read: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._loader, read)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Collection, Iterable
 
@@ -48,6 +49,8 @@ class Intake:
                 slots -= item.samples_to_start
                 tokens -= item.samples_to_start * item.reserved
             self.active.append(self.waiting.popleft())
+            if isinstance(item, Request):
+                item.admitted = time.monotonic()
 
     def next_chunks(self) -> list[PromptWork]:
         """Prompt work of one pass: prefill_chunk_tokens together at most."""
@@ -65,8 +68,10 @@ class Intake:
             chunk = min(prompt.length - prompt.done, room)
             if chunk > budget:
                 break
-            first = item.first if isinstance(item, Scoring) else None
-            works.append(PromptWork(prompt, chunk, first))
+            if isinstance(item, Scoring):
+                works.append(PromptWork(prompt, chunk, item.first, item.top_count))
+            else:
+                works.append(PromptWork(prompt, chunk))
             budget -= chunk
         return works
 
@@ -80,6 +85,7 @@ class Intake:
         for scoring in scorings:
             if done := by_prompt.get(id(scoring.prompt)):
                 scoring.logprobs += done.logprobs
+                scoring.top += done.top
         complete = [s for s in scorings if s.prompt.done == s.prompt.length]
         self.drop([scoring.key for scoring in complete])
         return complete
@@ -121,6 +127,7 @@ class Intake:
             item.prompt.restart()
             if isinstance(item, Scoring):
                 item.logprobs.clear()
+                item.top.clear()
 
     def _open(self, prompt: Prompt, openings: Collection[int]) -> bool:
         """Whether to encode now; False when one in work begins alike and will be cached."""

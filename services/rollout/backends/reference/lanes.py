@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from services.rollout.backends.reference.outputs import Written
-from services.rollout.engine import Delta, FinishReason, Generation, Sampling
+from services.rollout.engine import Delta, FinishReason, Generation, Sampling, Timing
 from sluice.samples.sample import VersionSpan
 
 Version = tuple[int, str]  # number and digest
+TopTokens = tuple[tuple[int, float], ...]  # likeliest first, with log-probabilities
 
 
 @dataclass(eq=False)
@@ -24,6 +27,7 @@ class Prompt:
     done: int = 0  # tokens whose keys and values are in `kv`
     kv: torch.Tensor | None = None  # [layers, 2, kv_heads, length, head_dim]
     logits: torch.Tensor | None = None  # float32[V] after the last token
+    experts: torch.Tensor | None = None  # int16[done, mixture layers, chosen], if watched
 
     @staticmethod
     def of(token_ids: Sequence[int]) -> Prompt:
@@ -31,7 +35,11 @@ class Prompt:
 
     def restart(self) -> None:
         """Forget what was made of it."""
-        self.done, self.kv, self.logits = 0, None, None
+        self.done, self.kv, self.logits, self.experts = 0, None, None, None
+
+    def add_experts(self, chosen: torch.Tensor) -> None:
+        """Those of the next chunk. Never in place: samples keep what they began with."""
+        self.experts = chosen if self.experts is None else torch.cat([self.experts, chosen])
 
 
 @dataclass(eq=False)
@@ -44,6 +52,8 @@ class Request:
     seeds: tuple[int, ...]
     stops: tuple[int, ...]
     budget: int  # tokens each sample may have
+    arrived: float = field(default_factory=time.monotonic)
+    admitted: float = 0.0
     started: int = 0
     ended: int = 0
 
@@ -77,7 +87,9 @@ class Scoring:
     key: int
     prompt: Prompt
     first: int
+    top_count: int = 0
     logprobs: list[float] = field(default_factory=list)
+    top: list[TopTokens] = field(default_factory=list)
     unstarted: int = 1  # it counts like a sample while it waits,
     samples_to_start: int = 0  # but takes no slot
     reserved: int = 0
@@ -91,6 +103,8 @@ class Lane:
     index: int
     slot: int = 0  # in the outputs
     sent: int = 0  # tokens already handed out
+    began: float = 0.0  # when its first token was drawn; 0: never
+    prompt_experts: torch.Tensor | None = None  # int16[prompt, mixture layers, chosen]
     versions: list[tuple[int, Version]] = field(default_factory=list)
 
     @property
@@ -113,6 +127,26 @@ class Lane:
             logprobs_t1=written.logprobs_t1,
             spans=self._spans(first, self.sent),
             finish_reason=finish_reason,
+            timing=self._timing() if finish_reason else None,
+            routed_experts=self._experts(written) if finish_reason else None,
+        )
+
+    def _experts(self, written: Written) -> np.ndarray | None:
+        """Of the prompt and of all drawn tokens but the last."""
+        if self.prompt_experts is None:
+            return None
+        told = [self.prompt_experts]
+        if written.experts is not None:  # None: nothing has been decoded yet
+            told.append(written.experts)
+        return torch.cat(told).cpu().numpy()
+
+    def _timing(self) -> Timing:
+        """Of a sample that ends now."""
+        now, request = time.monotonic(), self.request
+        admitted = request.admitted or now
+        began = self.began or now
+        return Timing(
+            queue=admitted - request.arrived, prefill=began - admitted, decode=now - began
         )
 
     def _spans(self, first: int, end: int) -> tuple[VersionSpan, ...]:

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from services.rollout.backends.reference.attention import IMPLEMENTATION, ForwardPlan
+from services.rollout.backends.reference.experts import ExpertTap
 from services.rollout.backends.reference.kv_cache import CacheShape
 from services.rollout.errors import UnfitWeightsError, UnsupportedModelError
 
@@ -46,6 +47,15 @@ class ServingModel:
         self._places = _places(model)
         self._shapes = {names: model.get_parameter(names[0]).shape for names in self._places}
         self._dtype, self._device = dtype, device
+        self._tap: ExpertTap | None = None
+
+    def watch_routers(self) -> None:
+        """From now on `take_experts` tells. Raises UnsupportedModelError without experts."""
+        self._tap = ExpertTap(self.module)
+
+    def take_experts(self) -> torch.Tensor | None:
+        """int16[T, mixture layers, chosen] of the last pass, where routers are watched."""
+        return None if self._tap is None else self._tap.take()
 
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, plan: ForwardPlan, keep: torch.Tensor
@@ -86,11 +96,18 @@ class ServingModel:
         """The parameters that serve now, as `swap` takes them."""
         return {names[0]: self.module.get_parameter(names[0]) for names in self._places}
 
-    def swap(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Serve `parameters` (from `fit`) from now on. Copies nothing."""
+    def swap(self, parameters: Mapping[str, torch.nn.Parameter]) -> list[torch.nn.Parameter | None]:
+        """Serve `parameters` (from `fit`) from now on. Copies nothing.
+
+        Returns those that served: to free them takes as long as they are large, so let another
+        thread drop the list.
+        """
+        retired = []
         for names, owners in self._places.items():
             for owner, leaf in owners:
+                retired.append(owner._parameters[leaf])
                 owner._parameters[leaf] = parameters[names[0]]
+        return retired
 
 
 Owner = tuple[torch.nn.Module, str]

@@ -13,11 +13,12 @@ from services.rollout.backends.reference.drawing import Drawn
 
 @dataclass(frozen=True)
 class Written:
-    """Tokens and log-probabilities of one sample."""
+    """Tokens and log-probabilities of one sample, and the experts of all it drew but the last."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     logprobs_t1: tuple[float, ...]
+    experts: torch.Tensor | None = None  # int16[drawn - 1, mixture layers, chosen], if watched
 
 
 class Outputs:
@@ -28,6 +29,7 @@ class Outputs:
         self._tokens = torch.zeros(0, 0, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(0, 0, device=device)
         self._logprobs_t1 = torch.zeros(0, 0, device=device)
+        self._experts: torch.Tensor | None = None  # int16[slots, width, mixture layers, chosen]
 
     def reserve(self, count: int, width: int) -> list[int]:
         """Slots for `count` samples of up to `width` tokens."""
@@ -39,6 +41,8 @@ class Outputs:
             self._tokens = pad(self._tokens, grow)
             self._logprobs = pad(self._logprobs, grow)
             self._logprobs_t1 = pad(self._logprobs_t1, grow)
+            if self._experts is not None:
+                self._experts = pad(self._experts, (0, 0, 0, 0, *grow))
             self._free += range(slots, slots + more_slots)
         taken, self._free = self._free[:count], self._free[count:]
         return taken
@@ -53,6 +57,17 @@ class Outputs:
         self._logprobs[place] = drawn.logprobs
         if drawn.logprobs_t1 is not drawn.logprobs:
             self._logprobs_t1[place] = drawn.logprobs_t1
+
+    def write_experts(
+        self, slots: torch.Tensor, counts: torch.Tensor, experts: torch.Tensor
+    ) -> None:
+        """Those that token number counts[i] (from 0) of slots[i] was sent to, int16[B, L, k]."""
+        if self._experts is None:
+            self._experts = experts.new_zeros(*self._tokens.shape, *experts.shape[1:])
+        self._experts[slots, counts] = experts
+
+    def _experts_of(self, slot: int, end: int) -> torch.Tensor | None:
+        return None if self._experts is None else self._experts[slot, : max(end - 1, 0)]
 
     def read(
         self, slots: Sequence[int], extents: Sequence[tuple[int, int]], tempered: Sequence[bool]
@@ -74,5 +89,6 @@ class Outputs:
         for row, (first, end) in enumerate(extents):
             drawn = tuple(logprobs[row][: end - first])
             both = tuple(plain[row][: end - first]) if tempered[row] else drawn
-            written.append(Written(tuple(tokens[row][: end - first]), drawn, both))
+            experts = self._experts_of(slots[row], end)
+            written.append(Written(tuple(tokens[row][: end - first]), drawn, both, experts))
         return written

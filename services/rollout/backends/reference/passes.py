@@ -9,7 +9,7 @@ import torch
 
 from services.rollout.backends.reference.attention import Block, ForwardPlan, PromptBlock
 from services.rollout.backends.reference.batch import DecodeBatch
-from services.rollout.backends.reference.lanes import Prompt
+from services.rollout.backends.reference.lanes import Prompt, TopTokens
 from services.rollout.backends.reference.model import ServingModel
 
 
@@ -20,7 +20,9 @@ class PromptWork:
     prompt: Prompt
     chunk: int
     score_from: int | None = None
+    top_count: int = 0  # likeliest tokens to name at each scored place
     logprobs: list[float] = field(default_factory=list)  # of the tokens scored in this pass
+    top: list[TopTokens] = field(default_factory=list)
 
     @property
     def end(self) -> int:
@@ -80,6 +82,14 @@ def _run(
     plan = ForwardPlan(tuple(blocks))
     rows = torch.tensor(keep, dtype=torch.int64, device=device)
     logits = model.forward(torch.cat(tokens), torch.cat(positions), plan, rows)
+    experts = model.take_experts()
+    if experts is not None:
+        if batch is not None and width:
+            batch.note_experts(experts)
+        for work, chosen in zip(
+            ordered, experts[width:].split([work.chunk for work in ordered]), strict=True
+        ):
+            work.prompt.add_experts(chosen)
     _take(logits[width:], ordered)
     return logits[:width] if width else None
 
@@ -113,6 +123,16 @@ def _take(logits: torch.Tensor, works: Sequence[PromptWork]) -> None:
         if work.score_from is not None:
             targets = work.prompt.token_ids[done + wanted.start + 1 : done + wanted.stop + 1]
             chosen = rows.gather(1, targets.to(rows.device)[:, None])[:, 0]
-            work.logprobs = (chosen - rows.logsumexp(-1)).tolist()
+            normalizer = rows.logsumexp(-1)
+            work.logprobs = (chosen - normalizer).tolist()
+            if work.top_count:
+                work.top = _likeliest(rows, normalizer, work.top_count)
         elif work.prompt.done == work.prompt.length:
             work.prompt.logits = rows[0]
+
+
+def _likeliest(logits: torch.Tensor, normalizer: torch.Tensor, count: int) -> list[TopTokens]:
+    """Per row of `logits` [N, V]; log-probabilities round as those of the scored tokens do."""
+    values, tokens = logits.topk(min(count, logits.shape[1]))
+    logprobs = (values - normalizer[:, None]).tolist()
+    return [tuple(zip(*row, strict=True)) for row in zip(tokens.tolist(), logprobs, strict=True)]

@@ -27,11 +27,12 @@ def block_chain(token_ids: torch.Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """kv: [layers, 2, kv_heads, length, head_dim] of token_ids int64[length]."""
+    """kv: [layers, 2, kv_heads, length, head_dim] of token_ids int64[length]; experts too."""
 
     token_ids: torch.Tensor
     chain: tuple[int, ...]
     kv: torch.Tensor
+    experts: torch.Tensor | None
 
 
 class PrefixCache:
@@ -41,7 +42,8 @@ class PrefixCache:
         self.hit_tokens = 0  # that were not encoded again, ever
         self._limit, self._used = limit, 0
         self._entries: OrderedDict[int, Entry] = OrderedDict()  # by last hash of the chain
-        self._owner: dict[int, int] = {}  # hash of any block -> the entry that has it
+        # Hash of any block -> the entry with it that was used last.
+        self._owner: dict[int, int] = {}
 
     def chain(self, token_ids: torch.Tensor) -> tuple[int, ...]:
         """Hashes of the blocks of a prompt; none when nothing is kept."""
@@ -56,11 +58,12 @@ class PrefixCache:
             entry, length = self._entries[owner], count * BLOCK
             if not torch.equal(entry.token_ids[:length], prompt.token_ids[:length]):
                 continue  # hashes met by chance
-            self._entries.move_to_end(owner)
+            self._touch(owner)
             layers, parts, heads, _, dim = entry.kv.shape
             prompt.kv = entry.kv.new_empty(layers, parts, heads, prompt.length, dim)
             prompt.kv[:, :, :, :length] = entry.kv[:, :, :, :length]
             prompt.done = length
+            prompt.experts = None if entry.experts is None else entry.experts[:length]
             self.hit_tokens += length
             return True
         return False
@@ -73,9 +76,8 @@ class PrefixCache:
             return
         # A view of prompts encoded together would keep all of them.
         kv = prompt.kv if prompt.kv.is_contiguous() else prompt.kv.clone()
-        self._entries[chain[-1]] = Entry(prompt.token_ids, chain, kv)
-        for block in chain:
-            self._owner.setdefault(block, chain[-1])
+        self._entries[chain[-1]] = Entry(prompt.token_ids, chain, kv, prompt.experts)
+        self._touch(chain[-1])
         self._used += prompt.length
         while self._used > self._limit:
             self._evict()
@@ -85,6 +87,10 @@ class PrefixCache:
         self._entries.clear()
         self._owner.clear()
         self._used = 0
+
+    def _touch(self, name: int) -> None:
+        self._entries.move_to_end(name)
+        self._owner.update(dict.fromkeys(self._entries[name].chain, name))
 
     def _evict(self) -> None:
         name, entry = self._entries.popitem(last=False)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from services.rollout.backends.reference.model import ServingModel
-from services.rollout.errors import DigestMismatchError, UnfitWeightsError
-from sluice.weights.checkpoint import describe_shard, shard_paths
-from sluice.weights.digest import digest_version
-from sluice.weights.errors import FileDigestError, TensorDigestError, WeightStoreError
-from sluice.weights.manifest import MANIFEST_NAME, read_manifest
+from services.rollout.errors import UnfitWeightsError
+from services.rollout.version_files import checked_manifest, directory_digest, reading
+from sluice.weights.errors import WeightStoreError
+from sluice.weights.manifest import Manifest
 from sluice.weights.shards import load_verified
 
 LOADER_NICENESS = 5
@@ -43,37 +43,31 @@ def load_version(
     Without a model the directory's config builds it. Raises DigestMismatchError,
     UnfitWeightsError or UnsupportedModelError.
     """
-    try:
-        manifest = read_manifest(directory)
-        if manifest.digest != digest:
-            raise DigestMismatchError(
-                f"version {version} has digest {manifest.digest}, not {digest}",
-                version=version,
-                expected=digest,
-                actual=manifest.digest,
-            )
-        if manifest.version != version:
-            raise UnfitWeightsError(
-                f"{directory.name!r} holds version {manifest.version}, not {version}",
-                version=version,
-            )
+    with reading(version):
+        manifest = checked_manifest(directory, version, digest)
         tensors = dict(load_verified(directory, manifest))
-    except TensorDigestError as error:
-        raise DigestMismatchError(
-            str(error), tensor=error.name, expected=error.expected, actual=error.actual
-        ) from error
-    except FileDigestError as error:
-        raise DigestMismatchError(
-            str(error), file=error.file_name, expected=error.expected, actual=error.actual
-        ) from error
-    except (WeightStoreError, OSError) as error:
-        raise UnfitWeightsError(f"version {version} cannot be read: {error}") from error
     model = model or ServingModel(directory, dtype, device)
     if model.names_match(tensors):
         return model, PreparedWeights(version, digest, model.fit(tensors))
     # Checkpoints of some architectures name or cut tensors in another way than the module.
     converted = ServingModel(directory, dtype, device)
     return model, PreparedWeights(version, digest, model.fit(converted.parameters()))
+
+
+def fit_received(
+    model: ServingModel, manifest: Manifest, tensors: Iterator[tuple[str, torch.Tensor]]
+) -> PreparedWeights:
+    """Take a version that comes tensor by tensor; all of it is read, whatever it fits.
+
+    Raises UnfitWeightsError and what the iterator raises.
+    """
+    received = dict(tensors)
+    if not model.names_match(received):
+        raise UnfitWeightsError(
+            "the checkpoint names tensors in another way than the model: it needs the store",
+            version=manifest.version,
+        )
+    return PreparedWeights(manifest.version, manifest.digest, model.fit(received))
 
 
 def open_model(
@@ -84,22 +78,11 @@ def open_model(
     Raises UnfitWeightsError or UnsupportedModelError.
     """
     try:
-        digest = _directory_digest(directory)
+        digest = directory_digest(directory)
     except (WeightStoreError, OSError) as error:
         raise UnfitWeightsError(f"{directory} cannot be read: {error}") from error
     model = ServingModel(directory, dtype, device)
     return model, PreparedWeights(0, digest, model.parameters())
-
-
-def _directory_digest(directory: Path) -> str:
-    if (directory / MANIFEST_NAME).is_file():
-        return read_manifest(directory).digest
-    shards = [describe_shard(path) for path in shard_paths(directory)]
-    return digest_version(
-        (name, tensor.dtype, tensor.shape, tensor.digest)
-        for shard in shards
-        for name, tensor in shard.tensors.items()
-    )
 
 
 def yield_to_others() -> None:

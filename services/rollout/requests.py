@@ -6,16 +6,24 @@ from collections.abc import Sequence
 
 from services.rollout.engine import Generation
 from services.rollout.engine_config import EngineConfig
-from services.rollout.errors import PromptTooLongError
+from services.rollout.errors import MediaUnsupportedError, PromptTooLongError
 from sluice.runtime.errors import InvalidFieldError
 
 
 def check_generation(
-    generation: Generation, vocabulary_size: int, max_length: int, config: EngineConfig
+    generation: Generation,
+    vocabulary_size: int,
+    max_length: int,
+    config: EngineConfig,
+    *,
+    dp_size: int = 1,
+    reads_media: bool = False,
 ) -> None:
-    """Raises InvalidFieldError naming the field, or PromptTooLongError."""
+    """Raises InvalidFieldError naming the field, MediaUnsupportedError or PromptTooLongError."""
     sampling = generation.sampling
     _check_tokens("prompt_token_ids", generation.prompt_token_ids, vocabulary_size)
+    if generation.media and not reads_media:
+        raise MediaUnsupportedError("the model that serves reads text only")
     if sampling.max_new_tokens < 1:
         raise InvalidFieldError("sampling.max_new_tokens", "must be at least 1")
     if not 0 <= sampling.temperature < float("inf"):
@@ -30,8 +38,8 @@ def check_generation(
         raise InvalidFieldError("sampling.seeds", "must be empty or one per sample")
     if any(not -(1 << 63) <= seed < 1 << 63 for seed in sampling.seeds):
         raise InvalidFieldError("sampling.seeds", "must be 64-bit integers")
-    if generation.dp_rank != 0:
-        raise InvalidFieldError("dp_rank", "this engine has the one rank 0")
+    if not 0 <= generation.dp_rank < dp_size:
+        raise InvalidFieldError("dp_rank", f"this engine has ranks 0..{dp_size - 1}")
     length = len(generation.prompt_token_ids)
     _check_length(length, min(max_length, config.cache_tokens) - 1)
     reserved = min(length + sampling.max_new_tokens, max_length)

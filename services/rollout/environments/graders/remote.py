@@ -1,0 +1,146 @@
+"""`remote`: a reward service over HTTP, asked once a group.
+
+POST {"prompt", "messages", "answer", "state", "responses": [{"text", "finish_reason", "turns"}]}
+-> {"rewards": [...]}: a number per response, or an object {"reward", "raw_reward"?, "scores"?,
+"trained"?}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import aiohttp
+import grpc
+from pydantic import Field
+
+from services.rollout.environments.environment import Response, Reward, Task
+from services.rollout.environments.graders.answers import InvalidRewardError, rewards_from
+from services.rollout.environments.graders.grader import Grader
+from sluice.config import Config
+from sluice.runtime.errors import DeadlineError, ServiceError
+
+_RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+class RemoteSettings(Config):
+    """`deadline_seconds` is for all attempts on a group, `attempt_seconds` for one."""
+
+    url: str = Field(pattern=r"^https?://")
+    deadline_seconds: float = Field(60.0, gt=0)
+    attempt_seconds: float = Field(20.0, gt=0)
+    first_backoff_seconds: float = Field(0.2, gt=0)
+    longest_backoff_seconds: float = Field(5.0, gt=0)
+
+
+class RewardServiceError(ServiceError):
+    """A reward service refused, or its answer makes no sense."""
+
+    code = grpc.StatusCode.INTERNAL
+    reason = "REWARD_SERVICE_FAILED"
+
+
+class RewardServiceTimeoutError(DeadlineError):
+    """A reward service gave no answer before the deadline; the message has the last failure."""
+
+    reason = "REWARD_SERVICE_TIMED_OUT"
+
+
+class _PassingError(Exception):
+    """Asking again may help, not before `after` seconds."""
+
+    def __init__(self, message: str, after: float = 0.0) -> None:
+        super().__init__(message)
+        self.after = after
+
+
+class Remote(Grader):
+    """Waits on the network only, so it runs in the episode worker and many groups at once."""
+
+    settings_type = RemoteSettings
+    _settings: RemoteSettings
+
+    async def grade(self, task: Task, responses: Sequence[Response]) -> list[Reward]:
+        """Raises RewardServiceError and RewardServiceTimeoutError."""
+        settings, last = self._settings, ""
+        body = _body(task, responses)
+        try:
+            async with (
+                asyncio.timeout(settings.deadline_seconds),
+                aiohttp.ClientSession() as session,
+            ):
+                for attempt in itertools.count():
+                    try:
+                        return await self._ask(session, body, len(responses))
+                    except _PassingError as failure:
+                        last = str(failure)
+                        await asyncio.sleep(max(failure.after, self._backoff(attempt)))
+        except TimeoutError:
+            pass
+        raise RewardServiceTimeoutError(
+            f"no rewards in {settings.deadline_seconds:g} s: {last or 'no answer'}",
+            url=settings.url,
+        )
+
+    def _backoff(self, attempt: int) -> float:
+        """Doubled each time, and spread so that groups do not come back together."""
+        settings = self._settings
+        longest = settings.longest_backoff_seconds
+        return random.uniform(0.5, 1.0) * min(
+            longest, settings.first_backoff_seconds * 2 ** min(attempt, 30)
+        )
+
+    async def _ask(
+        self, session: aiohttp.ClientSession, body: Mapping[str, Any], count: int
+    ) -> list[Reward]:
+        url = self._settings.url
+        try:
+            async with asyncio.timeout(self._settings.attempt_seconds):
+                async with session.post(url, json=body, allow_redirects=False) as answer:
+                    if answer.status in _RETRIED:
+                        raise _PassingError(f"HTTP {answer.status}", _retry_after(answer))
+                    if answer.status != 200:
+                        text = (await answer.text(errors="replace"))[:200]
+                        raise RewardServiceError(f"{url}: HTTP {answer.status}: {text}", url=url)
+                    values = await answer.json(content_type=None)
+        except aiohttp.ClientError as error:
+            raise _PassingError(f"{type(error).__name__}: {error}") from None
+        except TimeoutError:
+            raise _PassingError("an attempt took too long") from None
+        except ValueError as error:  # no JSON
+            raise RewardServiceError(f"{url}: {error}", url=url) from None
+        rewards = values.get("rewards") if isinstance(values, Mapping) else None
+        try:
+            return rewards_from(rewards, count)
+        except InvalidRewardError as error:
+            raise RewardServiceError(f"{url}: {error}", url=url) from None
+
+
+def _body(task: Task, responses: Sequence[Response]) -> dict[str, Any]:
+    return {
+        "prompt": task.prompt,
+        "messages": list(task.messages),
+        "answer": task.answer,
+        "state": task.state,
+        "responses": [
+            {
+                "text": response.text,
+                "finish_reason": response.finish_reason,
+                "turns": [asdict(turn) for turn in response.turns],
+            }
+            for response in responses
+        ],
+    }
+
+
+def _retry_after(answer: aiohttp.ClientResponse) -> float:
+    try:
+        seconds = float(answer.headers.get("Retry-After", "0"))
+    except ValueError:  # a date
+        return 0.0
+    return seconds if math.isfinite(seconds) and seconds > 0 else 0.0

@@ -1,0 +1,161 @@
+"""One episode: what may be asked of it by the environment's steps, or by a generate function."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import xxhash
+
+from services.rollout.engine import Delta
+from services.rollout.environments.environment import Response, Task, Turn
+from services.rollout.environments.function_thread import on_loop
+from services.rollout.environments.runner import Runner
+from services.rollout.episodes.drafts import Prompt
+from services.rollout.episodes.observations import (
+    THREAD_CHARACTERS,
+    Conversation,
+    observation_text,
+)
+from services.rollout.episodes.sampler import EngineError, Sampler
+from services.rollout.episodes.trajectory import Trajectory
+from sluice.api.rollout.v1 import trace_pb2
+from sluice.runtime.waits import Waits
+from sluice.samples.tokenizer import TextTokenizer
+
+
+class Episode:
+    """Episode `index` of a group. Every trajectory may sample `max_new_tokens` in all.
+
+    A generate function begins trajectories, has them sampled, adds observations, and returns
+    those that are to become samples of the group; each may have a reward of its own.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        task: Task,
+        prompt: Prompt,
+        sampler: Sampler,
+        tokenizer: TextTokenizer,
+        environment: str = "",
+    ) -> None:
+        """`prompt` is that of the group. `environment` is for the timeline.
+
+        Call it on the worker's event loop.
+        """
+        self._environment = environment
+        self._home = asyncio.get_running_loop()
+        self.index, self.task, self.tokenizer = index, task, tokenizer
+        self.group_id, self.prompt_token_ids = prompt.group_id, prompt.token_ids
+        self.max_new_tokens = prompt.sampling.max_new_tokens
+        seeds = prompt.sampling.seeds
+        self.seed = seeds[index] if seeds else None
+        self._prompt, self._sampler = prompt, sampler
+        self._begun = 0
+
+    def begin(self, prompt_token_ids: Sequence[int] | None = None) -> Trajectory:
+        """A trajectory from the group's prompt, or from another one; each draws its own way."""
+        ids = self.prompt_token_ids if prompt_token_ids is None else prompt_token_ids
+        self._begun += 1
+        return Trajectory(ids, number=self._begun - 1)
+
+    async def sample(self, trajectory: Trajectory, max_new_tokens: int | None = None) -> str:
+        """The engine's next answer, added to the trajectory; its text.
+
+        Empty, with the finish reason `length`, when tokens or the engine's room have run out.
+        May be called from the thread of a generate function. Raises EngineError.
+        """
+        return await on_loop(self._home, self._sample(trajectory, max_new_tokens))
+
+    async def _sample(self, trajectory: Trajectory, max_new_tokens: int | None) -> str:
+        self.mark_step()
+        left = self.max_new_tokens - trajectory.sampled_count
+        wanted = left if max_new_tokens is None else min(left, max_new_tokens)
+        if wanted <= 0:
+            trajectory.end_full()
+            return ""
+        seeds = () if self.seed is None else (_nth_seed(self.seed, trajectory.number),)
+        prompt = replace(
+            self._prompt,
+            token_ids=trajectory.token_ids,
+            sample_count=1,
+            first_episode=self.index,
+            hints=self._prompt.hints.of([self.index]).with_cache(len(trajectory.token_ids)),
+            sampling=replace(self._prompt.sampling, seeds=seeds, max_new_tokens=wanted),
+        )
+        try:
+            (delta,) = await self._sampler.sample(prompt)
+        except EngineError as error:
+            if error.reason != "PROMPT_TOO_LONG" or not trajectory.response:
+                raise
+            trajectory.end_full()
+            return ""
+        trajectory.add_sampled(delta)
+        return self.text_of(delta)
+
+    def mark_step(self) -> None:
+        """A step of the environment ended, or what a generate function did by itself."""
+        self._prompt.mark(trace_pb2.SPAN_KIND_TOOL, self._environment, [self.index])
+
+    def text_of(self, delta: Delta) -> str:
+        """An answer without special tokens."""
+        (text,) = self.tokenizer.decode([delta.token_ids])
+        return text
+
+
+def _nth_seed(seed: int, number: int) -> int:
+    """That of the episode for its first trajectory; others must not repeat it."""
+    return seed if not number else xxhash.xxh3_64_intdigest(f"{seed}/{number}".encode()) >> 1
+
+
+class Steps:
+    """Takes an episode from its first answer to its end by the environment's steps."""
+
+    def __init__(self, runner: Runner, waits: Waits, environment: str) -> None:
+        self._runner, self._waits, self._environment = runner, waits, environment
+
+    async def take(self, episode: Episode, trajectory: Trajectory) -> Response:
+        """What the reward is to see. An answer that was cut off ends the episode."""
+        conversation, turns = Conversation(episode.task), list[Turn]()
+        state: Mapping[str, Any] = episode.task.state
+        last = trajectory.answers[-1]
+        text = episode.text_of(last)
+        while trajectory.finish_reason == "stop":
+            response = _response(last, text, turns, state)
+            with self._waits.waiting(f"step of {episode.group_id}", on=[self._environment]):
+                step = await self._runner.step(episode.task, state, response)
+            episode.mark_step()
+            state = step.state
+            if step.done:
+                break
+            if trajectory.sampled_count >= episode.max_new_tokens:
+                trajectory.end_full()
+                break
+            conversation.check(step)
+            last_token = trajectory.response[-1] if trajectory.response else None
+            encode = partial(conversation.encode, episode.tokenizer, text, last_token, step)
+            is_long = conversation.length(step) > THREAD_CHARACTERS
+            trajectory.add_observation(await asyncio.to_thread(encode) if is_long else encode())
+            before = len(trajectory.answers)
+            answer = await episode.sample(trajectory)
+            if len(trajectory.answers) == before:
+                break
+            turns.append(Turn(text=text, observation=observation_text(step)))
+            last, text = trajectory.answers[-1], answer
+        reason = trajectory.finish_reason
+        return replace(_response(last, text, turns, state), finish_reason=reason)
+
+
+def _response(delta: Delta, text: str, turns: Sequence[Turn], state: Mapping[str, Any]) -> Response:
+    reason = "" if delta.finish_reason is None else delta.finish_reason.value
+    return Response(
+        token_ids=delta.token_ids,
+        text=text,
+        finish_reason=reason,
+        turns=tuple(turns),
+        state=state,
+    )

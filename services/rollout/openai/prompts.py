@@ -1,0 +1,130 @@
+"""Chat messages and texts as the tokens an engine is given."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.rollout.openai.errors import ApiError
+from services.rollout.openai.requests import ChatRequest
+from sluice.samples.chat_template import ChatTemplateError
+from sluice.samples.tokenizer import TextTokenizer
+
+THREAD_CHARACTERS = 20_000  # texts longer than this are tokenised off the event loop
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """token_ids are what the engine is given; text is what they stand for."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """A recorded conversation: a text that it may come back as, and its tokens."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+async def chat_prompt(
+    tokenizer: TextTokenizer,
+    request: ChatRequest,
+    messages: Sequence[Mapping[str, Any]],
+    earlier: Sequence[Earlier] = (),
+) -> Prompt:
+    """A conversation up to where the assistant begins; `messages` are those of the request.
+
+    Where it goes on from an earlier one, the tokens of that one are taken as they are: text
+    that was sampled is never tokenised again. Raises ApiError.
+    """
+    tools = request.tools if request.shows_tools else []
+    text = chat_text(tokenizer, messages, tools, request.chat_template_kwargs)
+    begun = _begun(text, earlier)
+    rest = await encode(tokenizer, text[len(begun.text) :], special=False)
+    return Prompt(text, (*begun.token_ids, *rest))
+
+
+def chat_text(
+    tokenizer: TextTokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    options: Mapping[str, Any] | None = None,
+) -> str:
+    """The conversation by the model's chat template. Raises ApiError."""
+    plain = [_message(message, index) for index, message in enumerate(messages)]
+    try:
+        return tokenizer.chat_template.render(plain, tools=tools or None, options=options)
+    except ChatTemplateError as error:
+        raise ApiError(400, "invalid_messages", str(error), "messages") from None
+
+
+async def plain_prompt(
+    tokenizer: TextTokenizer, prompt: str | list[int], earlier: Sequence[Earlier] = ()
+) -> Prompt:
+    """A text as the model expects it, or tokens as they are. Raises ApiError."""
+    if not isinstance(prompt, str):
+        (text,) = tokenizer.decode([prompt], special=True)
+        return Prompt(text, tuple(prompt))
+    begun = _begun(prompt, earlier)
+    rest = await encode(tokenizer, prompt[len(begun.text) :], special=not begun.token_ids)
+    token_ids = (*begun.token_ids, *rest)
+    if not token_ids:
+        raise ApiError(400, "invalid_value", "prompt: has no tokens", "prompt")
+    return Prompt(prompt, token_ids)
+
+
+def _begun(text: str, earlier: Sequence[Earlier]) -> Earlier:
+    """The longest earlier conversation that a text goes on from."""
+    fitting = [each for each in earlier if text.startswith(each.text)]
+    return max(fitting, key=lambda each: len(each.text), default=Earlier("", ()))
+
+
+async def encode(tokenizer: TextTokenizer, text: str, *, special: bool) -> list[int]:
+    """Token ids; long texts are tokenised in a thread."""
+    if len(text) > THREAD_CHARACTERS:
+        return await asyncio.to_thread(tokenizer.encode, text, special=special)
+    return tokenizer.encode(text, special=special)
+
+
+def _message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """As chat templates want it: content is text, arguments of tool calls are objects."""
+    field = f"messages.{index}"
+    if not isinstance(message.get("role"), str):
+        raise ApiError(400, "invalid_value", f"{field}.role: is required", f"{field}.role")
+    plain = {key: value for key, value in message.items() if value is not None}
+    plain["content"] = _content(message.get("content"), f"{field}.content")
+    if calls := plain.get("tool_calls"):
+        if not isinstance(calls, list):
+            field = f"{field}.tool_calls"
+            raise ApiError(400, "invalid_value", f"{field}: must be a list", field)
+        plain["tool_calls"] = [_tool_call(call, f"{field}.tool_calls") for call in calls]
+    return plain
+
+
+def _content(content: Any, field: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        if not isinstance(part, Mapping) or part.get("type") != "text":
+            raise ApiError(
+                400, "unsupported_content", f"{field}: only text can be read here", field
+            )
+        texts.append(str(part.get("text", "")))
+    return "".join(texts)
+
+
+def _tool_call(call: Any, field: str) -> dict[str, Any]:
+    try:
+        function = dict(call["function"])
+        if isinstance(function.get("arguments"), str):
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+        return {**call, "function": function}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ApiError(400, "invalid_value", f"{field}: {error}", field) from None

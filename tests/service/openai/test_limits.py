@@ -1,0 +1,167 @@
+"""Who may call, how much at once, how long, and what is left when a caller goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from pathlib import Path
+
+import httpx2
+import pytest
+from openai import (
+    APIStatusError,
+    AsyncOpenAI,
+    AuthenticationError,
+    DefaultAsyncHttpxClient,
+    InternalServerError,
+    RateLimitError,
+)
+
+from services.rollout.engine import PauseMode
+from services.rollout.process import RolloutProcess
+from sluice.config import ConfigError
+from tests.service.openai.conftest import client_of, running_face
+from tests.service.rollout.harness import SERVER, Store, running_rollout
+from tests.service.security.trust import create_trust
+
+LONG = {"model": "policy", "prompt": "1=", "max_tokens": 40}
+
+
+async def until_idle(process: RolloutProcess) -> None:
+    assert process.engine is not None
+    async with asyncio.timeout(10):
+        while any(
+            load.running_count or load.waiting_count for load in process.engine.status().rank_loads
+        ):
+            await asyncio.sleep(0.01)
+
+
+async def until_busy(process: RolloutProcess) -> None:
+    assert process.engine is not None
+    async with asyncio.timeout(10):
+        while not process.engine.status().rank_loads[0].waiting_count:
+            await asyncio.sleep(0.01)
+
+
+async def test_tls_and_the_key_of_the_server_guard_this_port_too(
+    store: Store, model: Path, tmp_path: Path
+) -> None:
+    trust = create_trust(tmp_path)
+    security = trust.right.model_dump(mode="json")
+    server = {**SERVER, "security": security}
+    async with running_face(store, model, server=server) as process:
+        tls = trust.right.tls
+        assert tls is not None
+        context = ssl.create_default_context(cafile=str(tls.ca))
+        context.load_cert_chain(str(tls.cert), str(tls.key))
+        for key, is_right in (("open sesame", True), ("wrong", False)):
+            http = DefaultAsyncHttpxClient(verify=context)
+            async with client_of(process, api_key=key, http_client=http) as client:
+                if is_right:
+                    assert (await client.completions.create(**LONG)).choices
+                else:
+                    with pytest.raises(AuthenticationError) as refused:
+                        await client.completions.create(**LONG)
+                    assert refused.value.code == "invalid_api_key"
+        stranger = ssl.create_default_context(cafile=str(tls.ca))
+        async with httpx2.AsyncClient(verify=stranger) as plain:
+            assert process.face is not None
+            with pytest.raises(httpx2.TransportError):
+                await plain.get(process.face.url + "/models")
+
+
+async def test_one_request_too_many_is_told_to_wait(store: Store, model: Path) -> None:
+    async with running_face(store, model, openai={"max_running": 2}) as process:
+        assert process.engine is not None
+        await process.engine.pause(PauseMode.IN_PLACE)
+        async with client_of(process) as client, asyncio.TaskGroup() as tasks:
+            held = [tasks.create_task(client.completions.create(**LONG)) for _ in range(2)]
+            await until_busy(process)
+            await asyncio.sleep(0.1)
+            with pytest.raises(RateLimitError) as refused:
+                await client.completions.create(**LONG)
+            assert refused.value.response.headers["Retry-After"] == "1"
+            await process.engine.resume()
+        assert all(task.result().choices for task in held)
+
+
+async def test_a_request_ends_in_time_and_leaves_nothing_running(store: Store, model: Path) -> None:
+    async with running_face(store, model, openai={"request_seconds": 0.3}) as process:
+        assert process.engine is not None
+        await process.engine.pause(PauseMode.IN_PLACE)
+        async with client_of(process) as client:
+            with pytest.raises(InternalServerError) as late:
+                await client.completions.create(**LONG)
+            assert (late.value.status_code, late.value.code) == (504, "request_timed_out")
+            with pytest.raises(InternalServerError):
+                await client.completions.create(**LONG, stream=True)
+        await process.engine.resume()
+        await until_idle(process)
+
+
+async def test_a_caller_that_leaves_ends_its_sampling(
+    process: RolloutProcess, client: AsyncOpenAI
+) -> None:
+    assert process.engine is not None
+    await process.engine.pause(PauseMode.IN_PLACE)
+    call = asyncio.create_task(client.completions.create(**LONG, n=4))
+    await until_busy(process)
+    call.cancel()
+    await until_idle(process)
+    await process.engine.resume()
+
+
+async def test_too_large_a_body_is_refused(store: Store, model: Path) -> None:
+    async with (
+        running_face(store, model, openai={"max_body_bytes": 2000}) as process,
+        client_of(process) as client,
+    ):
+        with pytest.raises(APIStatusError) as refused:
+            await client.completions.create(model="policy", prompt="1" * 5000)
+        assert refused.value.status_code == 413
+
+
+async def test_before_the_first_weights_a_client_is_told_to_come_again(
+    store: Store, model: Path
+) -> None:
+    settings = {"roles": ["engine"], "openai": {}, "tokenizer": str(model)}
+    settings["episodes"] = {"engine_attempts": 1}
+    async with running_rollout(store, **settings) as process, client_of(process) as client:
+        with pytest.raises(InternalServerError) as refused:
+            await client.completions.create(**LONG)
+        assert (refused.value.status_code, refused.value.code) == (503, "no_weights")
+        assert refused.value.response.headers["Retry-After"] == "1"
+
+
+async def test_other_paths_and_bodies_are_refused_in_the_same_form(
+    process: RolloutProcess,
+) -> None:
+    assert process.face is not None
+    async with httpx2.AsyncClient() as client:
+        missing = await client.get(process.face.url + "/embeddings")
+        broken = await client.post(process.face.url + "/completions", content=b"{")
+        health = await client.get(process.face.url.replace("/v1", "/health"))
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+    assert (broken.status_code, broken.json()["error"]["code"]) == (400, "invalid_json")
+    assert health.status_code == 200
+
+
+async def test_running_requests_end_before_the_process_does(store: Store, model: Path) -> None:
+    server = {"drain_seconds": 5.0}
+    async with running_face(store, model, server=server) as process, client_of(process) as client:
+        assert process.engine is not None
+        await process.engine.pause(PauseMode.IN_PLACE)
+        call = asyncio.create_task(client.completions.create(**LONG))
+        await until_busy(process)
+        stopping = asyncio.create_task(process.server.stop())
+        await asyncio.sleep(0.3)
+        await process.engine.resume()
+        assert (await call).choices
+        await stopping
+
+
+async def test_a_taken_port_is_named(process: RolloutProcess, store: Store, model: Path) -> None:
+    assert process.face is not None
+    with pytest.raises(ConfigError, match=r"openai\.port: .*in use"):
+        async with running_face(store, model, openai={"port": process.face.port}):
+            pass

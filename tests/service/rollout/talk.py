@@ -1,0 +1,60 @@
+"""An environment that answers every turn with another digit, until the tokens run out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from services.rollout.environments.environment import (
+    Environment,
+    Placement,
+    Response,
+    Reward,
+    Step,
+    Task,
+    TaskRequest,
+    TextTokenizer,
+)
+from sluice.config import Config
+
+PATH = "tests.service.rollout.talk:TalkEnvironment"
+STALLING = "tests.service.rollout.talk:StallingEnvironment"
+
+
+class TalkSettings(Config):
+    """None."""
+
+
+class TalkEnvironment(Environment):
+    name = "talk"
+    settings_type = TalkSettings
+    placement = Placement.INLINE
+
+    def __init__(self, settings: TalkSettings, tokenizer: TextTokenizer | None = None) -> None:
+        pass
+
+    @classmethod
+    def check(cls, settings: Any, request: TaskRequest) -> None:
+        pass
+
+    def make_task(self, request: TaskRequest) -> Task:
+        assert request.row is not None
+        return Task(prompt=str(request.row["prompt"]))
+
+    def step(self, task: Task, state: Mapping[str, Any], response: Response) -> Step:
+        return Step(text="7=", state=state)
+
+    def reward(self, task: Task, responses: Sequence[Response]) -> list[Reward]:
+        return [Reward(reward=float(len(response.turns))) for response in responses]
+
+
+class StallingEnvironment(TalkEnvironment):
+    """In a process of its own, whose first step does not end."""
+
+    name = "stalling"
+    placement = Placement.PROCESS
+
+    def step(self, task: Task, state: Mapping[str, Any], response: Response) -> Step:
+        threading.Event().wait(600)
+        return Step(done=True)

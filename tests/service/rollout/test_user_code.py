@@ -1,0 +1,302 @@
+"""Code of users that raises, blocks, or answers nonsense: typed errors, and nobody else waits."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.rollout.environments.environment import (
+    Environment,
+    Placement,
+    Response,
+    Reward,
+    Step,
+    Task,
+    TaskRequest,
+    TextTokenizer,
+)
+from services.rollout.episodes.episode import Episode
+from services.rollout.episodes.trajectory import Trajectory
+from sluice.client import RemoteError, error_from_status
+from sluice.config import Config
+from tests.service.rollout.harness import (
+    Episodes,
+    Models,
+    Store,
+    copy_rows,
+    rollout_request,
+    running_episodes,
+)
+
+HERE = "tests.service.rollout.test_user_code"
+ALLOWED = {"user_modules": ("tests.service",)}
+LONGEST_BLOCK = 20.0
+BROKEN = "module_with_a_syntax_error"
+
+_unblocked = threading.Event()
+
+
+@pytest.fixture
+def unblocked() -> Iterator[threading.Event]:
+    """Lets what blocks go on."""
+    _unblocked.clear()
+    yield _unblocked
+    _unblocked.set()
+
+
+async def one(episode: Episode) -> list[Trajectory]:
+    trajectory = episode.begin()
+    await episode.sample(trajectory)
+    return [trajectory]
+
+
+async def blocking(episode: Episode) -> list[Trajectory]:
+    _unblocked.wait(LONGEST_BLOCK)
+    return await one(episode)
+
+
+async def stubborn(episode: Episode) -> list[Trajectory]:
+    """Does not let itself be cancelled."""
+    while not _unblocked.is_set():
+        try:
+            await asyncio.sleep(LONGEST_BLOCK)
+        except asyncio.CancelledError:
+            continue
+    return []
+
+
+async def nothing(episode: Episode) -> list[Trajectory]:
+    return []
+
+
+async def unsampled(episode: Episode) -> list[Trajectory]:
+    return [episode.begin()]
+
+
+async def bare(episode: Episode) -> Any:
+    return (await one(episode))[0]
+
+
+async def broken(episode: Episode) -> list[Trajectory]:
+    raise ZeroDivisionError("no mercy")
+
+
+async def impatient(episode: Episode) -> list[Trajectory]:
+    raise TimeoutError("a tool of its own")
+
+
+async def leaving(episode: Episode) -> list[Trajectory]:
+    sys.exit(3)
+
+
+async def wordy(episode: Episode) -> list[Trajectory]:
+    (trajectory,) = await one(episode)
+    trajectory.reward = Reward(reward="a lot")  # type: ignore[arg-type]
+    return [trajectory]
+
+
+class OddSettings(Config):
+    flaw: str
+
+
+class Odd(Environment):
+    """In the worker itself, with one flaw."""
+
+    name = "odd"
+    settings_type = OddSettings
+    placement = Placement.INLINE
+
+    def __init__(self, settings: OddSettings, tokenizer: TextTokenizer | None = None) -> None:
+        self._flaw = settings.flaw
+        if self._flaw == "settings":
+            raise ValueError("two of them")
+
+    @classmethod
+    def check(cls, settings: Any, request: TaskRequest) -> None:
+        if settings.flaw == "check":
+            raise KeyError("row")
+
+    def make_task(self, request: TaskRequest) -> Task:
+        if self._flaw == "task":
+            raise KeyError("prompt")
+        return Task(prompt="1=") if self._flaw != "no task" else {"prompt": "1="}  # type: ignore
+
+    def step(self, task: Task, state: Mapping[str, Any], response: Response) -> Step:
+        if self._flaw == "step":
+            raise TimeoutError("its game server")
+        if self._flaw == "no step":
+            return "7="  # type: ignore[return-value]
+        return Step() if self._flaw == "silent" else Step(done=True)
+
+    def reward(self, task: Task, responses: Sequence[Response]) -> list[Reward]:
+        rewards: dict[str, Any] = {
+            "text": [Reward(reward="1")] * len(responses),  # type: ignore[arg-type]
+            "none": None,
+            "short": [Reward(reward=1.0)],
+            "nan": [float("nan")] * len(responses),
+        }
+        if self._flaw == "exit":
+            sys.exit(3)
+        return rewards[self._flaw]
+
+
+async def failures(episodes: Episodes, request: Any) -> dict[str, tuple[str, str]]:
+    """Reason and message by group; all must fail."""
+    async with asyncio.timeout(20):
+        failed = await episodes.failed(request)
+    errors = {name: error_from_status(group.error) for name, group in failed.items()}
+    return {name: (error.reason, str(error)) for name, error in errors.items()}
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("nothing", "sampled nothing"),
+        ("unsampled", "sampled nothing"),
+        ("bare", "no list of trajectories"),
+        ("broken", "ZeroDivisionError: no mercy"),
+        ("impatient", "TimeoutError: a tool of its own"),
+        ("leaving", "SystemExit: 3"),
+        ("wordy", "'a lot', not a number"),
+    ],
+)
+async def test_a_generate_function_that_fails_fails_its_groups(
+    store: Store, models: Models, function: str, message: str
+) -> None:
+    """All of them: the rollout ends with errors, it does not hang."""
+    async with running_episodes(store, models.first, **ALLOWED) as episodes:
+        request = rollout_request(copy_rows(3), settings={"generate": f"{HERE}:{function}"})
+        failed = await failures(episodes, request)
+    assert failed.keys() == {"g0", "g1", "g2"}
+    for reason, text in failed.values():
+        assert reason == "ENVIRONMENT_FAILED" and message in text
+
+
+@pytest.mark.parametrize(
+    ("flaw", "reason", "message"),
+    [
+        ("task", "ENVIRONMENT_FAILED", "KeyError: 'prompt'"),
+        ("no task", "ENVIRONMENT_FAILED", "gave dict, no Task"),
+        ("step", "ENVIRONMENT_FAILED", "TimeoutError: its game server"),
+        ("no step", "ENVIRONMENT_FAILED", "gave str, no Step"),
+        ("silent", "INVALID_FIELD", "never empty"),
+        ("text", "ENVIRONMENT_FAILED", "not a finite number"),
+        ("none", "ENVIRONMENT_FAILED", "gave NoneType"),
+        ("short", "ENVIRONMENT_FAILED", "1 rewards for 4 responses"),
+        ("nan", "ENVIRONMENT_FAILED", "not a finite number"),
+        ("exit", "ENVIRONMENT_FAILED", "SystemExit: 3"),
+    ],
+)
+async def test_an_environment_in_the_worker_fails_its_groups_by_name(
+    store: Store, models: Models, flaw: str, reason: str, message: str
+) -> None:
+    async with running_episodes(store, models.first, **ALLOWED) as episodes:
+        request = rollout_request(
+            [{"prompt": "1="}] * 2,
+            environment=f"{HERE}:Odd",
+            settings={"flaw": flaw},
+            max_new_tokens=50,
+        )
+        failed = await failures(episodes, request)
+        assert len(await episodes.finished(rollout_request(copy_rows(1)))) == 1
+    for found, text in failed.values():
+        assert found == reason and message in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"settings": {"generate": f"{BROKEN}:one"}}, "SyntaxError: "),
+        ({"environment": f"{BROKEN}:Odd"}, "SyntaxError: "),
+        ({"environment": f"{HERE}:Odd", "settings": {"flaw": "settings"}}, "ValueError: two of"),
+        ({"environment": f"{HERE}:Odd", "settings": {"flaw": "check"}}, "KeyError: 'row'"),
+    ],
+)
+async def test_code_that_breaks_before_anything_runs_is_named(
+    store: Store,
+    models: Models,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    message: str,
+) -> None:
+    (tmp_path / f"{BROKEN}.py").write_text("def one(episode:\n    pass pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    async with running_episodes(
+        store, models.first, user_modules=("tests.service", BROKEN)
+    ) as episodes:
+        with pytest.raises(RemoteError, match=message) as caught:
+            await episodes.finished(rollout_request(copy_rows(1), **changes))
+    assert caught.value.reason == "ENVIRONMENT_FAILED"
+
+
+async def test_a_generate_function_that_blocks_holds_up_itself_alone(
+    store: Store,
+    models: Models,
+    unblocked: threading.Event,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    async with running_episodes(store, models.first, **ALLOWED) as episodes:
+        request = rollout_request(copy_rows(2), settings={"generate": f"{HERE}:blocking"})
+        stream = episodes.client.stub.Rollout(request)
+        async with asyncio.timeout(LONGEST_BLOCK / 2):
+            while not [w for w in await episodes.client.list_waits() if "generate" in w.what]:
+                await asyncio.sleep(0.02)
+            other = {"generate": f"{HERE}:one"}
+            assert len(await episodes.finished(rollout_request(copy_rows(2), settings=other))) == 2
+            assert len(await episodes.finished(rollout_request(copy_rows(2)))) == 2
+            while not (told := [r.getMessage() for r in caplog.records if "blocks" in r.msg]):
+                await asyncio.sleep(0.05)
+            assert f"{HERE}:blocking" in told[0] and "in wait" in told[0]
+        began = time.monotonic()
+        assert await episodes.client.cancel(request.request_id) == ["g0", "g1"]
+        assert (await stream.read()).failed.group_id == "g0"
+        assert time.monotonic() - began < 1.0
+        unblocked.set()
+        assert len(await episodes.finished(rollout_request(copy_rows(1), settings=other))) == 1
+
+
+async def test_a_module_that_imports_slowly_holds_up_nobody_else(
+    store: Store, models: Models
+) -> None:
+    async with running_episodes(store, models.first, **ALLOWED) as episodes:
+        settings = {"generate": "tests.service.rollout.slow_import:one"}
+        request = rollout_request(copy_rows(1), settings=settings)
+        call, longest = asyncio.create_task(episodes.finished(request)), 0.0
+        async with asyncio.timeout(LONGEST_BLOCK):
+            while not call.done():
+                began = time.monotonic()
+                await episodes.client.list_waits()
+                longest = max(longest, time.monotonic() - began)
+                await asyncio.sleep(0.01)
+        assert len(await call) == 1
+    assert longest < slow_import_seconds() / 2
+
+
+def slow_import_seconds() -> float:
+    from tests.service.rollout.slow_import import IMPORT_SECONDS
+
+    return IMPORT_SECONDS
+
+
+async def test_a_function_that_will_not_be_cancelled_keeps_no_worker_from_stopping(
+    store: Store, models: Models, unblocked: threading.Event
+) -> None:
+    async with running_episodes(store, models.first, **ALLOWED) as episodes:
+        request = rollout_request(copy_rows(1), settings={"generate": f"{HERE}:stubborn"})
+        stream = episodes.client.stub.Rollout(request)
+        async with asyncio.timeout(LONGEST_BLOCK / 2):
+            while not [w for w in await episodes.client.list_waits() if "generate" in w.what]:
+                await asyncio.sleep(0.02)
+        began = time.monotonic()
+        stream.cancel()
+    assert time.monotonic() - began < LONGEST_BLOCK / 2

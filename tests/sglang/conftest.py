@@ -1,0 +1,86 @@
+"""Engines on real SGLang, and the models that they serve."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.rollout.backends.sglang.engine import SglangEngine
+from services.rollout.engine_config import EngineConfig
+from services.rollout.sglang_config import SglangConfig
+from sluice.weights.store import VersionRecord, WeightStore, import_checkpoint
+from tests.contract.engine.cases import Model, build_model
+from tests.sglang_servers import PYTHON, SharedServers
+
+Start = Callable[..., Awaitable[SglangEngine]]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.sglang)
+            item.add_marker(pytest.mark.timeout(900))  # some start four servers, a minute each
+
+
+@pytest.fixture(scope="session")
+def sglang_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServers]:
+    servers = SharedServers(tmp_path_factory.mktemp("sglang"))
+    yield servers
+    servers.close()
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Model]:
+    """Two models of one shape."""
+    folder = tmp_path_factory.mktemp("models")
+    old, new = (build_model(folder / name, "qwen3", seed) for seed, name in enumerate("ab"))
+    return old, new
+
+
+@pytest.fixture
+def versions(models: tuple[Model, Model], tmp_path: Path) -> list[VersionRecord]:
+    """Both models in a store."""
+    store = WeightStore(tmp_path / "weights", durable=False)
+    return [import_checkpoint(store, model.directory, None, 0) for model in models]
+
+
+@pytest.fixture
+async def attach(
+    models: tuple[Model, Model], sglang_servers: SharedServers, tmp_path: Path
+) -> AsyncIterator[Start]:
+    """An engine at a server that runs already, serving the first model."""
+    async with _starting({"staging": tmp_path / "staging"}) as start:
+
+        async def attached(**settings: Any) -> SglangEngine:
+            url = sglang_servers.url(models[0].directory)
+            return await start(model=str(models[0].directory), sglang={"url": url}, **settings)
+
+        yield attached
+
+
+@pytest.fixture
+async def launch(tmp_path: Path) -> AsyncIterator[Start]:
+    """An engine with a server of its own."""
+    shared = {"staging": tmp_path / "staging", "python": PYTHON, "stop_seconds": 0.5}
+    async with _starting(shared) as start:
+        yield start
+
+
+@asynccontextmanager
+async def _starting(shared: dict[str, Any]) -> AsyncIterator[Start]:
+    started: list[SglangEngine] = []
+
+    async def start(*, sglang: dict[str, Any] | None = None, **settings: Any) -> SglangEngine:
+        own = SglangConfig(**shared, **(sglang or {}))
+        engine = SglangEngine(EngineConfig(backend="sglang", threads=1, sglang=own, **settings))
+        started.append(engine)
+        await engine.start()
+        return engine
+
+    yield start
+    for engine in started:
+        await engine.close()

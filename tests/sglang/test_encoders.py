@@ -1,0 +1,117 @@
+"""Images: one server, and an encoder of its own beside a language server (EPD)."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from PIL import Image
+
+from services.rollout.backends.sglang.engine import SglangEngine
+from services.rollout.backends.sglang.prompts import PromptAlteredError
+from services.rollout.engine import Delta, Generation, Media, MediaKind, Sampling
+from services.rollout.errors import MediaUnsupportedError
+from tests.contract.engine.cases import Model, complete
+from tests.sglang.conftest import Start
+from tests.sglang_servers import PYTHON
+
+BUILDER = Path(__file__).with_name("build_vision_model.py")
+VISION_START, VISION_END, IMAGE = 2, 3, 4
+SECONDS = 240
+
+
+@pytest.fixture(scope="session")
+def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("vision")
+    environment = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1"}
+    command = [str(PYTHON), str(BUILDER), str(directory)]
+    subprocess.run(command, check=True, timeout=200, env=environment, capture_output=True)
+    return directory
+
+
+def picture(seed: int, side: int = 112) -> Media:
+    pixels = np.random.default_rng(seed).integers(0, 255, (side, side, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    data = file.getvalue()
+    return Media(MediaKind.IMAGE, xxhash.xxh3_128_hexdigest(data), memoryview(data))
+
+
+def request_for(name: str, images: Sequence[Media], count: int = 2) -> Generation:
+    prompt = [10, 50]
+    for _ in images:
+        prompt += [VISION_START, IMAGE, VISION_END]
+    return Generation(
+        request_id=name,
+        prompt_token_ids=[*prompt, 60, 70],
+        sampling=Sampling(max_new_tokens=12, temperature=0),
+        sample_count=count,
+        media=tuple(images),
+    )
+
+
+async def answers(engine: SglangEngine) -> list[list[Delta]]:
+    """Of one image, another, and two at once."""
+    pictures = [[picture(0)], [picture(1)], [picture(0), picture(2, 168)]]
+    requests = [request_for(str(number), images) for number, images in enumerate(pictures)]
+    return list(await asyncio.gather(*[complete(engine, request) for request in requests]))
+
+
+async def test_an_encoder_apart_gives_the_same_tokens_as_one_server(
+    vision_model: Path, launch: Start
+) -> None:
+    settings = {"model": str(vision_model), "max_model_length": 1024}
+    whole = await launch(**settings)
+    expected = await answers(whole)
+    await whole.close()
+    assert len({samples[0].token_ids for samples in expected}) == 3  # images matter
+    apart = await launch(**settings, sglang={"encoders": 1})
+    assert len(apart.pids) == 2
+    found = await answers(apart)
+    check_same(found, expected)
+
+    os.kill(apart.pids[1], signal.SIGKILL)  # it comes back at another port
+    before = apart._replica._servers._encoders[0].launch.url
+    async with asyncio.timeout(SECONDS):
+        while apart._replica._servers.published_count < 1:
+            await asyncio.sleep(0.2)
+    assert apart._replica._servers._encoders[0].launch.url != before
+    again = await asyncio.wait_for(complete(apart, request_for("new", [picture(5)])), 60)
+    assert len(again[0].token_ids) == 12
+    check_same(await answers(apart), expected)
+
+
+def check_same(found: list[list[Delta]], expected: list[list[Delta]]) -> None:
+    for samples, others in zip(found, expected, strict=True):
+        for sample, other in zip(samples, others, strict=True):
+            assert sample.token_ids == other.token_ids
+            assert sample.logprobs == pytest.approx(other.logprobs, abs=1e-3)
+
+
+async def test_a_prompt_that_sglang_reads_otherwise_is_refused(
+    vision_model: Path, launch: Start
+) -> None:
+    engine = await launch(model=str(vision_model), max_model_length=1024)
+    (good, _) = await complete(engine, request_for("good", [picture(0)]))
+    assert len(good.token_ids) == 12
+    request = request_for("bad", [picture(0)])
+    placeholder_elsewhere = [10, 50, IMAGE, 60, 70]  # not between start and end of an image
+    with pytest.raises(PromptAlteredError):
+        await complete(engine, replace(request, prompt_token_ids=placeholder_elsewhere))
+
+
+async def test_a_model_that_only_reads_refuses_images(
+    models: tuple[Model, Model], attach: Start
+) -> None:
+    engine = await attach()
+    with pytest.raises(MediaUnsupportedError):
+        await complete(engine, request_for("a", [picture(0)]))

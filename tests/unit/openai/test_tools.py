@@ -1,0 +1,65 @@
+"""Tool calls: found in what was sampled, streamed safely, and put back as they were sampled."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.rollout.openai.tools import CallFilter, ToolCalls
+
+CALL = '<tool_call>{"name":"add",  "arguments":{"a":1}}</tool_call>'
+
+
+def test_calls_are_found_with_what_was_said_before() -> None:
+    said, calls = ToolCalls().split(f"I add.\n{CALL}\n{CALL}")
+    assert said == "I add."
+    assert [call["function"]["name"] for call in calls] == ["add", "add"]
+    assert json.loads(calls[0]["function"]["arguments"]) == {"a": 1}
+    assert calls[0]["id"] != calls[1]["id"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no call",
+        '<tool_call>{"name":',
+        "<tool_call>[]</tool_call>",
+        f"{CALL}<tool_call>x</tool_call>",
+    ],
+)
+def test_what_is_no_whole_call_stays_text(text: str) -> None:
+    assert ToolCalls().split(text) == (text, [])
+
+
+def test_calls_that_come_back_are_the_text_as_it_was_sampled() -> None:
+    tools = ToolCalls()
+    text = f"I add.\n{CALL}"
+    said, calls = tools.split(text)
+    message = {"role": "assistant", "content": said, "tool_calls": calls}
+    assert tools.restore(message) == {"role": "assistant", "content": text}
+    foreign = {"role": "assistant", "tool_calls": [{"id": "call_of_another", "function": {}}]}
+    assert tools.restore(foreign) == foreign
+    mixed = {"role": "assistant", "tool_calls": [*calls, *foreign["tool_calls"]]}
+    assert tools.restore(mixed) == mixed
+
+
+parts = st.lists(
+    st.sampled_from(["say ", "<", "<tool", "_call>", "\n", CALL, '{"name":1}', "</tool_call>"]),
+    max_size=8,
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(parts, st.integers(1, 7))
+def test_a_stream_says_what_the_whole_answer_says(made: list[str], size: int) -> None:
+    text = "".join(made)
+    stream = CallFilter(ToolCalls())
+    shown = "".join(stream.add(text[i : i + size]) for i in range(0, len(text), size))
+    rest, calls = stream.finish()
+    said, expected = ToolCalls().split(text)
+    assert shown + rest == said
+    names = [call["function"] for call in calls]
+    assert names == [call["function"] for call in expected]

@@ -1,0 +1,186 @@
+"""What graders find right, and what they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.rollout.environments.environment import (
+    Placement,
+    Response,
+    Reward,
+    SettingError,
+    Task,
+    TaskError,
+)
+from services.rollout.environments.graders.answers import InvalidRewardError, rewards_from
+from services.rollout.environments.graders.grader import last_boxed
+from services.rollout.environments.graders.registry import GRADERS, create_grader, place_grader
+from services.rollout.environments.graders.texts import overlap, words
+
+HERE = "tests.unit.rollout.test_graders"
+
+
+def graded(name: str, task: Task | str, texts: Sequence[str], **values: Any) -> list[float]:
+    task = Task(answer=task) if isinstance(task, str) else task
+    rewards = create_grader(name, values).grade(task, [Response(text=text) for text in texts])
+    assert isinstance(rewards, list)
+    return [reward.reward for reward in rewards]
+
+
+def test_exact_match_takes_the_marked_answer_and_nothing_else() -> None:
+    assert graded("exact_match", " 2 ", ["2", "2\n", "It is 2.", "", "22"]) == [1, 1, 0, 0, 0]
+    tagged = ["<answer>1</answer> no, <answer> 2 </answer>", "2", "<answer>2", "2</answer>"]
+    assert graded("exact_match", "2", tagged, answer_tag="answer") == [1, 0, 0, 0]
+    assert graded("exact_match", "{2}", [r"so \boxed{{2}}", "{2}"], boxed=True) == [1, 0]
+    assert graded("exact_match", "Paris", ["paris", "PARIS "], ignore_case=True) == [1, 1]
+    assert graded("exact_match", "Paris", ["paris"]) == [0]
+    several = Task(answer="2", state={"answers": ["2", "two"]})
+    assert graded("exact_match", several, ["two", "2", "three"]) == [1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (r"\boxed{1} and \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{1} and \boxed{2", "1"),
+        (r"\boxed{", ""),
+        ("none", ""),
+        (r"\boxed{}", ""),
+    ],
+)
+def test_the_last_closed_box_counts(text: str, found: str) -> None:
+    assert last_boxed(text) == found
+
+
+def test_f1_is_word_overlap_with_the_best_answer() -> None:
+    texts = ["The Eiffel Tower!", "tower", "an apple", "", "the tower of London"]
+    found = graded("f1", "Eiffel tower", texts)
+    assert found == pytest.approx([1.0, 2 / 3, 0.0, 0.0, 2 * (1 / 3) * (1 / 2) / (5 / 6)])
+    several = Task(answer="x", state={"answers": ["x", "eiffel tower"]})
+    assert graded("f1", several, ["eiffel tower"]) == [1.0]
+    (partly,) = create_grader("f1", {}).grade(Task(answer="a b"), [Response(text="b c")])
+    assert partly.raw_reward == 0.0 and partly.reward > 0
+
+
+@given(st.text(alphabet="ab ,.", max_size=12), st.text(alphabet="ab ,.", max_size=12))
+@settings(max_examples=50, deadline=None)
+def test_overlap_is_symmetric_and_one_for_the_same_words(a: str, b: str) -> None:
+    first, second = words(a), words(b)
+    assert overlap(first, second) == pytest.approx(overlap(second, first))
+    assert 0 <= overlap(first, second) <= 1
+    assert overlap(first, first) == 1
+    assert (overlap(first, second) == pytest.approx(1)) == (sorted(first) == sorted(second))
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("B", "B"),
+        ("(B)", "B"),
+        ("B.", "B"),
+        ("The answer is B", "B"),
+        ("Answer: (b)", "B"),
+        ("**Answer:** B", "B"),
+        ("The correct answer is option C.", "C"),
+        ("A would be wrong, C too. Answer: D", "D"),
+        ("answer A? No. Final answer: C", "C"),
+        ("A or B", ""),
+        ("A beautiful mind", "A"),
+        ("I cannot say", ""),
+        ("E", ""),
+        ("Because", ""),
+        ("", ""),
+    ],
+)
+def test_choice_finds_the_letter(text: str, letter: str) -> None:
+    assert graded("choice", letter or "A", [text]) == [float(bool(letter))]
+
+
+def test_choice_knows_the_letters_of_the_task() -> None:
+    assert graded("choice", "(e)", ["E", "D"], letters="ABCDE") == [1, 0]
+
+
+def test_math_compares_values() -> None:
+    texts = [r"It is $\frac{2}{4}$.", "0.5", r"so \boxed{1/2}", "1/3", "no idea", ""]
+    assert graded("math", r"\frac{1}{2}", texts) == [1, 1, 1, 0, 0, 0]
+    assert graded("math", "1/2", texts[:3], boxed=True) == [0, 0, 1]
+    assert graded("math", "$x^2$", [r"$x \cdot x$", "$2x$"]) == [1, 0]
+    assert place_grader("math") is Placement.PROCESS
+    with pytest.raises(TaskError, match="cannot be read as mathematics"):
+        graded("math", "", ["1"])
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "key"),
+    [
+        ("exact", {}, "reward"),
+        ("exact_match", {"ignore": True}, "reward_settings.ignore"),
+        ("exact_match", {"answer_tag": "a", "boxed": True}, "reward_settings"),
+        ("choice", {"letters": "abc"}, "reward_settings.letters"),
+        ("position_match", {}, "reward"),
+        ("remote", {}, "reward_settings.url"),
+        ("remote", {"url": "ftp://x"}, "reward_settings.url"),
+        (f"{HERE}:nothing", {}, "reward"),
+        ("no.such:thing", {}, "reward"),
+        (f"{HERE}:longest", {"limit": 1}, "reward_settings"),
+    ],
+)
+def test_a_wrong_setting_is_named(name: str, values: dict[str, Any], key: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        create_grader(name, values)
+    assert caught.value.key == key
+
+
+def longest(task: Task, responses: Sequence[Response], *, bonus: float = 1.0) -> list[Any]:
+    """Sees the whole group: only the longest answer is rewarded."""
+    best = max(len(response.text) for response in responses)
+    return [bonus if len(response.text) == best else 0 for response in responses]
+
+
+def test_a_users_function_sees_the_whole_group() -> None:
+    assert place_grader(f"{HERE}:longest") is Placement.PROCESS
+    assert graded(f"{HERE}:longest", "", ["a", "abc", "ab"], bonus=2.0) == [0, 2, 0]
+
+
+def test_rewards_come_as_numbers_objects_or_rewards_each_with_what_it_has() -> None:
+    mixed = [
+        1,
+        {"reward": 0.5, "raw_reward": 1, "scores": {"format": 1}},
+        {"reward": 0.25},
+        Reward(reward=0.0, trained=False),
+    ]
+    found = rewards_from(mixed, 4)
+    assert [reward.raw_reward for reward in found] == [1.0, 1.0, None, None]
+    assert [dict(reward.scores) for reward in found] == [{}, {"format": 1.0}, {}, {}]
+    assert [reward.trained for reward in found] == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (None, "must be a list"),
+        ("11", "must be a list"),
+        ([1], "1 rewards for 2"),
+        ([1, "1"], r"rewards\[1\] is '1'"),
+        ([1, None], r"rewards\[1\] is None"),
+        ([1, float("nan")], "finite"),
+        ([1, {"raw_reward": 1}], "has no reward"),
+        ([1, {"reward": 1, "socre": 2}], "unknown keys: socre"),
+        ([1, {"reward": 1, "scores": [2]}], "scores must be an object"),
+        ([1, {"reward": 1, "scores": {"a": None}}], r"scores\.a is None"),
+    ],
+)
+def test_what_is_no_reward_is_refused(values: Any, message: str) -> None:
+    with pytest.raises(InvalidRewardError, match=message):
+        rewards_from(values, 2)
+
+
+def test_every_grader_named_is_there() -> None:
+    for name in GRADERS:
+        assert place_grader(name) in Placement

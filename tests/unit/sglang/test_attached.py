@@ -1,0 +1,197 @@
+"""An engine at a server that runs already. SGLang's answers are played back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.rollout.backends.sglang import replica
+from services.rollout.backends.sglang.engine import SglangEngine
+from services.rollout.engine import Generation, IncomingWeights, PauseMode, Sampling
+from services.rollout.engine_config import EngineConfig
+from services.rollout.errors import (
+    EngineFailedError,
+    NoSleepError,
+    NotQuietError,
+    NoWeightsError,
+    UnfitWeightsError,
+)
+from services.rollout.sglang_config import SglangConfig
+from sluice.weights.manifest import read_manifest
+from sluice.weights.store import VersionRecord, WeightStore, import_checkpoint
+from tests.unit.sglang.test_handshake import SERVER, openapi
+from tests.unit.sglang.test_weights import write_model
+
+
+class Recorded:
+    """Answers every POST with success, and keeps what was asked.
+
+    Of /generate it streams `messages`, and keeps the bodies.
+    """
+
+    def __init__(self, **server: Any) -> None:
+        self.asked: list[str] = []
+        self.bodies: list[dict[str, Any]] = []
+        self.messages: list[dict[str, Any]] = []
+        self._answers = {
+            "/server_info": {**SERVER, "dtype": "float32", **server},
+            "/openapi.json": openapi(),
+        }
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        method, path = head.split()[:2]
+        given = b""
+        for line in head.splitlines():
+            if line.lower().startswith("content-length:"):
+                given = await reader.readexactly(int(line.partition(":")[2]))
+        if method == "POST":
+            self.asked.append(path)
+        body = json.dumps(self._answers.get(path, {"success": True})).encode()
+        if path == "/generate":
+            self.bodies.append(json.loads(given))
+            events = [*map(json.dumps, self.messages), "[DONE]"]
+            body = "".join(f"data: {event}\n\n" for event in events).encode()
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nConnection: close\r\n"
+            + f"Content-Length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
+        await writer.drain()
+        writer.close()
+
+
+def engine_at(port: int, folder: Path, model: str, **settings: Any) -> SglangEngine:
+    sglang = SglangConfig(
+        url=f"http://127.0.0.1:{port}",
+        verify="off",
+        staging=folder / "staging",
+        backoff_seconds=0.05,
+    )
+    return SglangEngine(EngineConfig(backend="sglang", model=model, sglang=sglang, **settings))
+
+
+@asynccontextmanager
+async def attached(
+    folder: Path, recorded: Recorded, **settings: Any
+) -> AsyncIterator[SglangEngine]:
+    server = await asyncio.start_server(recorded.serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    engine = engine_at(port, folder, str(folder / "model"), **settings)
+    async with server:
+        try:
+            await engine.start()
+            yield engine
+        finally:
+            await engine.close()
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> VersionRecord:
+    store = WeightStore(tmp_path / "store", durable=False)
+    return import_checkpoint(store, write_model(tmp_path / "model"), None, 0)
+
+
+async def ask(engine: SglangEngine) -> None:
+    request = Generation(request_id="a", prompt_token_ids=[1], sampling=Sampling(max_new_tokens=1))
+    async for _ in engine.generate(request):
+        pass
+
+
+async def test_sleep_needs_a_pause_and_waking_needs_weights(
+    record: VersionRecord, tmp_path: Path
+) -> None:
+    recorded = Recorded(enable_memory_saver=True)
+    async with attached(tmp_path, recorded) as engine:
+        with pytest.raises(NotQuietError):
+            await engine.sleep()
+        await engine.pause(PauseMode.ABORT)
+        await engine.sleep()
+        await engine.sleep()
+        assert recorded.asked.count("/release_memory_occupation") == 1
+        assert engine.status().version is None
+        with pytest.raises(NoWeightsError):
+            await ask(engine)
+        await engine.prepare(record.version, record.digest, record.directory)
+        with pytest.raises(NotQuietError):
+            await engine.commit(record.version, PauseMode.IN_PLACE)
+        await engine.wake()
+        assert engine.status().version is None
+        await engine.commit(record.version, PauseMode.IN_PLACE)
+        assert engine.status().version == record.version
+        assert recorded.asked[-2:] == ["/resume_memory_occupation", "/update_weights_from_disk"]
+        assert engine.status().paused
+        await engine.resume()
+        assert recorded.asked[-1] == "/continue_generation"
+
+
+async def test_without_a_memory_saver_there_is_no_sleep(
+    record: VersionRecord, tmp_path: Path
+) -> None:
+    async with attached(tmp_path, Recorded()) as engine:
+        await engine.pause(PauseMode.WAIT)
+        with pytest.raises(NoSleepError):
+            await engine.sleep()
+        assert engine.status().version == 0
+
+
+async def test_an_attached_server_that_comes_back_before_any_weights_is_given_them(
+    record: VersionRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "WATCH_SECONDS", 0.02)
+    recorded = Recorded()
+    server = await asyncio.start_server(recorded.serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    engine = engine_at(port, tmp_path, "")
+    await engine.start()
+    manifest = read_manifest(record.directory)
+    with pytest.raises(UnfitWeightsError):
+        await engine.receive(IncomingWeights(manifest=manifest, buckets=[], seconds=1.0))
+    server.close()
+    await server.wait_closed()
+    await engine.prepare(record.version, record.digest, record.directory)
+    with pytest.raises(EngineFailedError):
+        await engine.commit(record.version, PauseMode.ABORT)
+    async with asyncio.timeout(10):
+        while engine._replica.is_up:
+            await asyncio.sleep(0.02)
+    async with await asyncio.start_server(recorded.serve, "127.0.0.1", port):
+        async with asyncio.timeout(10):
+            while not engine.status().extra["restarts_total"]:
+                await asyncio.sleep(0.02)
+        await engine.commit(record.version, PauseMode.ABORT)
+        assert (engine.status().version, engine.status().failure) == (record.version, "")
+        await engine.close()
+
+
+async def test_an_attached_server_that_comes_back_is_given_the_weights_it_had(
+    record: VersionRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "WATCH_SECONDS", 0.02)
+    recorded = Recorded()
+    server = await asyncio.start_server(recorded.serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    engine = engine_at(port, tmp_path, str(tmp_path / "model"))
+    await engine.start()
+    await engine.prepare(record.version, record.digest, record.directory)
+    await engine.commit(record.version, PauseMode.IN_PLACE)
+    server.close()
+    await server.wait_closed()
+    async with asyncio.timeout(10):
+        while engine.status().version is not None:
+            await asyncio.sleep(0.02)
+    recorded.asked.clear()
+    async with await asyncio.start_server(recorded.serve, "127.0.0.1", port):
+        async with asyncio.timeout(10):
+            while engine.status().version is None:
+                await asyncio.sleep(0.02)
+        assert (engine.status().version, engine.status().digest) == (record.version, record.digest)
+        assert "/update_weights_from_disk" in recorded.asked
+        await engine.close()
+    assert not [path for path in (tmp_path / "staging").iterdir() if path.is_dir()]

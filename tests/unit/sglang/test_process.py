@@ -1,0 +1,27 @@
+"""Ports for servers that take them long after they were chosen."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from services.rollout.backends.sglang import process
+from services.rollout.errors import EngineFailedError
+
+HANDED_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def test_ports_are_none_that_the_kernel_hands_out() -> None:
+    lowest = int(HANDED_OUT.read_text().split()[0])
+    assert all(process.free_port("127.0.0.1") < lowest for _ in range(20))
+
+
+def test_a_port_with_a_listener_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        port = first.getsockname()[1]
+        monkeypatch.setattr(process, "PORTS", range(port, port + 1))
+        with pytest.raises(EngineFailedError, match="no free port"):
+            process.free_port("127.0.0.1")
+    assert process.free_port("127.0.0.1") == port

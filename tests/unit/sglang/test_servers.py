@@ -1,0 +1,51 @@
+"""Servers that are started together are ended together."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.rollout.backends.sglang.servers import Servers
+from services.rollout.engine_config import EngineConfig
+from services.rollout.errors import EngineFailedError
+from sluice.config import parse_config
+
+# The first one that comes is healthy; the second ends once somebody has seen that.
+ENCODER = """\
+import http.server, os, pathlib, sys, time
+here, port = pathlib.Path(__file__).parent, int(sys.argv[sys.argv.index("--port") + 1])
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+        (here / "seen").touch()
+try:
+    os.close(os.open(here / "first", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+except FileExistsError:
+    deadline = time.monotonic() + 20
+    while not (here / "seen").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(1)  # more than it takes to hear the answer
+    sys.exit(3)
+(here / "first").write_text(str(os.getpid()))
+http.server.HTTPServer(("127.0.0.1", port), Healthy).serve_forever()
+"""
+
+
+async def test_an_encoder_that_runs_is_ended_when_another_never_does(tmp_path: Path) -> None:
+    program = tmp_path / "python"
+    program.write_text(f"#!{sys.executable}\n{ENCODER}")
+    program.chmod(0o755)
+    values = {"backend": "sglang", "sglang": {"python": str(program), "encoders": 2}}
+    servers = Servers(parse_config(EngineConfig, values))
+    async with asyncio.timeout(60):
+        with pytest.raises(EngineFailedError, match="encoder server ended"):
+            await servers.start(tmp_path, "1")
+    assert (tmp_path / "seen").exists()
+    assert not psutil.pid_exists(int((tmp_path / "first").read_text()))
+    assert not servers.pids

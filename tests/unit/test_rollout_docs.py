@@ -1,0 +1,95 @@
+"""Every snippet of docs/rollout.md runs."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from examples.models.tiny_qwen3 import build_tiny_qwen3
+from services.rollout.config import RolloutConfig
+from services.rollout.environments.registry import ENVIRONMENTS, create_environment
+from sluice.config import parse_config
+from sluice.loop.config import RunConfig
+from sluice.loop.filters import GroupFilters
+from sluice.samples.tokenizer import TextTokenizer
+from sluice.supervise import UpConfig
+
+PAGE = Path(__file__).parents[2] / "docs" / "rollout.md"
+SNIPPET = re.compile(r"```(\w+)\n# (\S+)\n(.*?)```", re.DOTALL)
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """The page's Python files, importable."""
+    for language, name, text in SNIPPET.findall(PAGE.read_text()):
+        if language == "python":
+            path = tmp_path / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] == "my_project"]:
+        del sys.modules[name]
+
+
+def test_every_snippet_says_which_file_it_is():
+    text = PAGE.read_text()
+    assert text.count("```") == 2 * len(SNIPPET.findall(text)) > 20
+
+
+def test_configurations_are_accepted(project):
+    names = []
+    for language, name, text in SNIPPET.findall(PAGE.read_text()):
+        if language != "yaml":
+            continue
+        values = yaml.safe_load(text)
+        names.append(name)
+        if name == "rollout.yaml":
+            base = {"store": "s", "router": "r:1", "tokenizer": "t"}
+            parse_config(RolloutConfig, {**base, **values})
+            continue
+        config = parse_config(RunConfig, {"run_dir": "r", "trainer": "t", "router": "r", **values})
+        GroupFilters(config.filters)
+        environments = [config.environment]
+        for data in config.evaluation.datasets.values() if config.evaluation else ():
+            environments.append(data.environment or config.environment)
+        for environment in environments:
+            create_environment(ENVIRONMENTS[environment.name], environment.settings)
+    assert sorted(set(names)) == ["rollout.yaml", "run.yaml"] and len(names) == 5
+
+
+def test_what_the_page_defines_passes_the_page_s_own_test(project):
+    source = (project / "tests" / "test_my_project.py").read_text()
+    page: dict = {}
+    exec(compile(source, "test_my_project.py", "exec"), page)
+    page["test_mine"](TextTokenizer(build_tiny_qwen3(project / "model", 0)))
+
+
+def test_the_guess_is_played_to_its_end(project):
+    games = importlib.import_module("my_project.games")
+    from services.rollout.environments.environment import Response, TaskRequest
+
+    guess = games.Guess(games.GuessSettings())
+    task = guess.make_task(TaskRequest(index=7))
+    state, told = task.state, []
+    for answer in ("3", "x", "9", "7"):
+        step = guess.step(task, state, Response(text=answer))
+        state = step.state
+        told.append(step.text)
+    assert told == ["higher=", "not a number=", "lower=", ""] and step.done
+    (reward,) = guess.reward(task, [Response(text="7", state=state)])
+    assert (reward.reward, reward.raw_reward) == (0.25, 1.0)
+
+
+def test_the_example_of_two_turns_is_accepted():
+    examples = Path(__file__).parents[2] / "examples"
+    run = yaml.safe_load((examples / "hidden_digits.yaml").read_text())
+    config = parse_config(RunConfig, run)
+    assert config.evaluation is not None and GroupFilters(config.filters)
+    up = yaml.safe_load((examples / "hidden_digits_services.yaml").read_text())
+    rollout = up["services"]["rollout"]["config"]
+    parse_config(RolloutConfig, {"store": "s", "router": "r:1", **rollout})
+    parse_config(UpConfig, up)
