@@ -6,12 +6,15 @@ from typing import get_args
 
 from services.trainer.config import Head
 from services.trainer.front.dry_run import BareRow, DryPlan, PlanOptions
+from services.trainer.front.publication import Publication
 from services.trainer.front.state import PassScalars
 from services.trainer.front.trainer import Trainer
 from sluice.algo.spec import AdvantageName, LossName
+from sluice.api.common.v1 import sample_pb2
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.balance.planner import OversizePolicy
 from sluice.runtime.errors import InvalidFieldError
+from sluice.runtime.remote import status_of
 
 LOSSES: dict[Head, tuple[str, ...]] = {
     "policy": tuple(name for name in get_args(LossName) if name != "value"),
@@ -33,6 +36,22 @@ def logprobs_to_proto(column: str, scalars: PassScalars) -> pb.ComputeLogprobsRe
     if "rollout_mismatch" in found:
         response.rollout_mismatch_mean = found["rollout_mismatch"]
         response.rollout_mismatch_max = found["rollout_mismatch_max"]
+    return response
+
+
+def publication_to_proto(publication: Publication) -> pb.PublishWeightsResponse:
+    record = publication.record
+    response = pb.PublishWeightsResponse(
+        weights=sample_pb2.WeightVersion(version=record.version, digest=record.digest),
+        step=record.step,
+        byte_count=publication.stored_bytes,
+        full_byte_count=publication.full_bytes,
+        engines=[
+            pb.TransferOutcome(engine_id=engine_id, error=error and status_of(error))
+            for engine_id, error in publication.outcomes.items()
+        ],
+    )
+    response.transfer.FromNanoseconds(int(publication.transfer_seconds * 1e9))
     return response
 
 
@@ -74,7 +93,6 @@ def plan_to_proto(dry: DryPlan) -> pb.PlanBatchResponse:
     response = pb.PlanBatchResponse(
         micro_batch_count=statistics.micro_batch_count,
         dummy_count=statistics.dummy_count,
-        token_count=statistics.token_count,
         imbalance=statistics.imbalance,
         lockstep_imbalance=statistics.lockstep_imbalance,
         fill=statistics.fill,
@@ -87,6 +105,7 @@ def plan_to_proto(dry: DryPlan) -> pb.PlanBatchResponse:
             tokens = dry.token_count(rows)
             planned.micro_batches.add(rows=rows, sample_ids=named(rows), token_count=tokens)
             planned.token_count += tokens
+        response.token_count += planned.token_count
     for row, length in sorted(plan.truncated.items()):
         response.truncated_rows.add(row=row, sample_id=ids[row], length=length)
     return response

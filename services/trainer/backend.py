@@ -13,6 +13,7 @@ import torch
 
 from sluice.algo.spec import LossSpec
 from sluice.weights.store import ShardFile
+from sluice.weights.writer import ShardWrite
 
 if TYPE_CHECKING:
     from services.trainer.config import TrainerConfig
@@ -129,10 +130,12 @@ class TrainingBackend(ABC):
         """Read what `save_checkpoint` wrote."""
 
     @abstractmethod
-    def write_shards(self, directory: Path) -> list[ShardFile]:
+    def write_shards(self, directory: Path, write: ShardWrite | None = None) -> list[ShardFile]:
         """Write the policy tensors this rank owns as HF safetensors files into `directory`.
 
-        Every tensor is written by exactly one rank; returns names, dtypes, shapes, digests.
+        Every tensor is written by exactly one rank; returns names, dtypes, shapes, digests. The
+        same tensors go into files of the same names each time. `write` makes the files; the
+        default is `write_shard`.
         """
 
     @abstractmethod

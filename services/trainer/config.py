@@ -28,12 +28,14 @@ class OptimConfig(Config):
     betas: tuple[float, float] = (0.9, 0.95)
     epsilon: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
-    max_grad_norm: float = Field(1.0, ge=0)  # 0 turns clipping off
+    max_grad_norm: float = Field(1.0, ge=0, description="0 turns clipping off.")
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)
-    decay_steps: int = Field(0, ge=0)  # needed by linear and cosine
+    decay_steps: int = Field(0, ge=0, description="Needed by linear and cosine.")
     minimum_ratio: float = Field(0.0, ge=0, le=1)
-    max_consecutive_skips: int = Field(10, ge=0)  # then no more gradients are taken; 0 = no limit
+    max_consecutive_skips: int = Field(
+        10, ge=0, description="Then no more gradients are taken; 0 = no limit."
+    )
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
@@ -56,12 +58,45 @@ class RanksConfig(Config):
     listen_host: str = "127.0.0.1"
     listen_port: int = 0
     heartbeat_seconds: float = Field(2.0, gt=0)
-    silent_seconds: float = Field(6.0, gt=0)  # ListWaits names a rank silent for longer
-    lost_seconds: float = Field(120.0, gt=0)  # a rank silent for longer is lost
-    start_timeout: float = Field(600.0, gt=0)  # seconds, from launch to a loaded model
-    command_timeout: float = Field(1800.0, gt=0)  # seconds, of any one command
-    max_restarts: int = Field(3, ge=0)  # in a row, without an optimizer step in between
-    restart_backoff: float = Field(1.0, ge=0)  # seconds, doubled with each restart in a row
+    silent_seconds: float = Field(
+        6.0, gt=0, description="ListWaits names a rank silent for longer."
+    )
+    lost_seconds: float = Field(120.0, gt=0, description="A rank silent for longer is lost.")
+    start_timeout: float = Field(600.0, gt=0, description="Seconds, from launch to a loaded model.")
+    command_timeout: float = Field(1800.0, gt=0, description="Seconds, of any one command.")
+    max_restarts: int = Field(
+        3, ge=0, description="In a row, without an optimizer step in between."
+    )
+    restart_backoff: float = Field(
+        1.0, ge=0, description="Seconds, doubled with each restart in a row."
+    )
+
+
+class PublishConfig(Config):
+    """How versions of weights are stored.
+
+    delta: ranks keep the bytes they published (in host memory, once) and write what changed.
+    chain: versions of deltas on a whole one, at most; then a whole one follows.
+    """
+
+    delta: bool = False
+    chain: int = Field(8, ge=1)
+
+
+class TransferConfig(Config):
+    """Weights that are broadcast to engines after they were published.
+
+    enabled: ranks keep the bytes they published (in host memory, once) to send them.
+    host: where engines reach the ranks; empty is this host's loopback for local ranks, and the
+    rank's own host name for others. What is sent there is neither encrypted nor authenticated.
+    timeout_seconds: of a whole transfer; attempts: with the engines that are left.
+    """
+
+    enabled: bool = False
+    host: str = ""
+    bucket_bytes: int = Field(256 << 20, ge=1)
+    timeout_seconds: float = Field(60.0, gt=0)
+    attempts: int = Field(2, ge=1)
 
 
 class TrainerConfig(ProcessConfig):
@@ -69,28 +104,44 @@ class TrainerConfig(ProcessConfig):
 
     model, reference_model: directories with a HF checkpoint; the reference defaults to the model.
     store: root of `weights/`, `blobs/` and `checkpoints/`, shared by all services and ranks.
+    weights: where versions of weights are in place of `<store>/weights`, e.g. s3://bucket/prefix.
     name: tells trainers apart that share a store. A critic keeps weights and checkpoints below
     `critics/<name>/` of the store, so that no engine takes them for a policy's.
     """
 
     model: str
     store: Path
+    weights: str = ""
     name: str = Field("trainer", min_length=1)
     reference_model: str | None = None
     backend: Literal["reference", "megatron"] = "reference"
-    head: Head = "policy"  # logits, or one value a token: a critic
+    head: Head = Field("policy", description="Logits, or one value a token: a critic.")
     seed: int = 0
     optim: OptimConfig = OptimConfig()
     ranks: RanksConfig = RanksConfig()
-    max_batches: int = Field(256, ge=1)  # held; then QUEUE_FULL
-    max_waiting_calls: int = Field(256, ge=1)  # for the ranks; then QUEUE_FULL
-    max_tokens_per_micro_batch: int = Field(16384, ge=2)  # of one context-parallel rank
-    oversize_policy: OversizePolicy = OversizePolicy.ERROR  # for rows above that
-    keep_versions: int = Field(4, ge=0)  # of weights, besides those pinned; 0 keeps all
-    publish_dtype: Literal["float32", "bfloat16"] = "float32"  # of the reference backend
-    autocast: bool = False  # bfloat16 in the matrix products of the reference backend
-    threads: int = Field(1, ge=1)  # of a rank on a CPU
-    durable: bool = True  # false: what a crash of the machine leaves in the store is undefined
+    max_batches: int = Field(256, ge=1, description="Held; then QUEUE_FULL.")
+    max_waiting_calls: int = Field(256, ge=1, description="For the ranks; then QUEUE_FULL.")
+    max_tokens_per_micro_batch: int = Field(
+        16384, ge=2, description="Of one context-parallel rank."
+    )
+    oversize_policy: OversizePolicy = Field(
+        OversizePolicy.ERROR, description="For rows above that."
+    )
+    keep_versions: int = Field(
+        4, ge=0, description="Of weights, besides those pinned; 0 keeps all."
+    )
+    publish_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Of the reference backend."
+    )
+    publish: PublishConfig = PublishConfig()
+    transfer: TransferConfig = TransferConfig()
+    autocast: bool = Field(
+        False, description="bfloat16 in the matrix products of the reference backend."
+    )
+    threads: int = Field(1, ge=1, description="Of a rank on a CPU.")
+    durable: bool = Field(
+        True, description="False: what a crash of the machine leaves in the store is undefined."
+    )
     log_level: str = "INFO"
     megatron: MegatronConfig = MegatronConfig()
     server: ServerConfig = ServerConfig()
@@ -102,6 +153,14 @@ class TrainerConfig(ProcessConfig):
         return host if is_loopback(self.ranks.listen_host) else ""
 
     @property
+    def weights_location(self) -> str:
+        """Directory or URL of the versions of weights."""
+        if not self.weights:
+            return str(self.kept / "weights")
+        own = "" if self.head == "policy" else f"/critics/{self.name}"
+        return self.weights.rstrip("/") + own
+
+    @property
     def kept(self) -> Path:
         """Where `weights/` and `checkpoints/` are."""
         return self.store if self.head == "policy" else self.store / "critics" / self.name
@@ -110,10 +169,18 @@ class TrainerConfig(ProcessConfig):
     def _check_head(self) -> Self:
         if self.head == "policy":
             return self
-        if self.backend != "reference":
-            raise ValueError(f"head value needs backend reference, {self.backend} has none")
         if self.reference_model is not None:
             raise ValueError("reference_model has no effect with head value; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _check_backend(self) -> Self:
+        if self.backend == "reference" and self.megatron != MegatronConfig():
+            raise ValueError("megatron has no effect with backend reference; leave it out")
+        if self.backend == "megatron" and self.autocast:
+            raise ValueError("autocast has no effect with backend megatron; set megatron.dtype")
+        if self.backend == "megatron" and self.publish_dtype != "float32":
+            raise ValueError("publish_dtype has no effect with backend megatron; leave it out")
         return self
 
     @model_validator(mode="after")

@@ -23,6 +23,20 @@ class ColumnMissingError(ServiceError):
         )
 
 
+class RoutingMissingError(ServiceError):
+    """A row has no routed experts to replay, or has them for other tokens or layers."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "ROUTING_MISSING"
+
+
+class TransferDisabledError(ServiceError):
+    """Engines were named to a trainer that keeps nothing to send."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "TRANSFER_DISABLED"
+
+
 class OversizeSampleError(ServiceError):
     """A row is longer than a micro-batch may be, and the policy does not admit it.
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from prometheus_client import Counter, Gauge, Histogram
 
 from sluice.runtime.metrics import with_values
+from sluice.weights.manifest import ShardFile
 
 MINUTES = (0.1, 0.5, 1, 5, 10, 30, 60, 300, 600, 1800)
 LAGS = (0, 1, 2, 4, 8, 16, 32)
@@ -24,7 +25,32 @@ STEP_SECONDS = Histogram(
 PUBLISH_SECONDS = Histogram(
     "sluice_trainer_publish_duration_seconds", "Publications of weights.", buckets=MINUTES
 )
-PUBLISHED_BYTES = Counter("sluice_trainer_published_bytes_total", "Bytes of published weights.")
+PUBLISHED_BYTES = Counter(
+    "sluice_trainer_published_bytes_total", "Bytes of published weights, as stored."
+)
+FULL_BYTES = Counter(
+    "sluice_trainer_published_full_bytes_total", "Bytes of published weights, had all been whole."
+)
+ENCODE_SECONDS = Histogram(
+    "sluice_trainer_delta_encode_duration_seconds",
+    "Differences of a version, on the slowest rank.",
+    buckets=MINUTES,
+)
+DELTA_DENSITY = Gauge(
+    "sluice_trainer_delta_density_ratio", "Elements that changed in the last version of deltas."
+)
+TRANSFER_SECONDS = Histogram(
+    "sluice_trainer_transfer_duration_seconds", "Weights sent to engines.", buckets=MINUTES
+)
+TRANSFERRED_BYTES = Counter(
+    "sluice_trainer_transferred_bytes_total", "Bytes that ranks broadcast to engines."
+)
+TRANSFER_RATE = Gauge(
+    "sluice_trainer_transfer_rate_bytes", "Bytes broadcast a second in the last transfer."
+)
+TRANSFER_FAILURES = Counter(
+    "sluice_trainer_transfer_failures_total", "Engines that a transfer left out."
+)
 CHECKPOINT_SECONDS = with_values(
     Histogram(
         "sluice_trainer_checkpoint_duration_seconds", "Checkpoints.", ["kind"], buckets=MINUTES
@@ -54,6 +80,17 @@ MISMATCH = Gauge(
 BATCHES = Gauge("sluice_trainer_batches_held", "Batches held.")
 WAITING_CALLS = Gauge("sluice_trainer_waiting_calls", "Calls that run or wait for their turn.")
 RESTARTS = Counter("sluice_trainer_rank_restarts_total", "Restarts of the ranks.")
+
+
+def note_publication(shards: Sequence[ShardFile], encode_seconds: float) -> None:
+    """Count what a version took in the store, and how much of it changed."""
+    deltas = [shard.delta for shard in shards if shard.delta]
+    FULL_BYTES.inc(sum(shard.size for shard in shards))
+    PUBLISHED_BYTES.inc(sum(shard.delta.size if shard.delta else shard.size for shard in shards))
+    if deltas:
+        ENCODE_SECONDS.observe(encode_seconds)
+        elements = sum(delta.elements for delta in deltas)
+        DELTA_DENSITY.set(sum(delta.changed for delta in deltas) / max(1, elements))
 
 
 def note_lags(oldest_versions: Iterable[int], latest: int) -> None:

@@ -30,4 +30,7 @@ def cut_sample(sample: Sample, length: int) -> Sample:
             for span in sample.spans
             if span.first_token < kept
         ),
+        routed_experts=None
+        if sample.routed_experts is None
+        else sample.routed_experts[: length - 1],
     )

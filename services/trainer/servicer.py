@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 
 import grpc
@@ -18,14 +19,15 @@ from services.trainer.answers import (
     logprobs_to_proto,
     plan_options_from_proto,
     plan_to_proto,
+    publication_to_proto,
 )
 from services.trainer.config import Head
 from services.trainer.errors import WrongHeadError
 from services.trainer.front.columns import ColumnUpdate
 from services.trainer.front.passes import COLUMN_OF_MODEL, GradientsRequest
 from services.trainer.front.trainer import Trainer
+from services.trainer.front.transfer import Target
 from sluice.algo.spec import LossSpec
-from sluice.api.common.v1 import sample_pb2
 from sluice.api.trainer.v1 import loss_pb2
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.api.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
@@ -77,11 +79,13 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             kind = message.WhichOneof("payload")
             if kind == "sample":
                 upload.add_sample(sample_from_proto(message.sample))
+                if upload.full:
+                    await asyncio.to_thread(upload.spool)
             elif kind == "blob":
-                upload.add_blob(blob_from_proto(message.blob))
+                await asyncio.to_thread(upload.add_blob, blob_from_proto(message.blob))
             else:
                 raise InvalidFieldError("payload", "must be a sample or a blob after the header")
-        references = upload.finish()
+        references = await asyncio.to_thread(upload.finish)
 
         async def run() -> pb.UploadBatchResponse:
             batch = await self._trainer.upload(header.batch_id, references, header.sample_count)
@@ -112,8 +116,10 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         if request.model not in COLUMN_OF_MODEL:
             raise InvalidFieldError("model", f"{request.model} is unknown")
         temperature = request.temperature if request.HasField("temperature") else 1.0
-        if not temperature > 0:
-            raise InvalidFieldError("temperature", f"must be positive, got {temperature}")
+        if not 0 < temperature < math.inf:
+            raise InvalidFieldError(
+                "temperature", f"must be positive and finite, got {temperature}"
+            )
 
         async def run() -> pb.ComputeLogprobsResponse:
             scalars = await self._trainer.compute_logprobs(
@@ -234,8 +240,8 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         self, request: pb.StepOptimizerRequest, context: grpc.aio.ServicerContext
     ) -> pb.StepOptimizerResponse:
         rate = request.learning_rate if request.HasField("learning_rate") else None
-        if rate is not None and not rate >= 0:
-            raise InvalidFieldError("learning_rate", f"must not be negative, got {rate}")
+        if rate is not None and not 0 <= rate < math.inf:
+            raise InvalidFieldError("learning_rate", f"must be finite and not negative, got {rate}")
 
         async def run() -> pb.StepOptimizerResponse:
             done = await self._trainer.step(request.expected_step, request.part_ids, rate)
@@ -290,16 +296,14 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         self, request: pb.PublishWeightsRequest, context: grpc.aio.ServicerContext
     ) -> operations_pb2.Operation:
         metadata = pb.PublishWeightsMetadata(create_time=_now())
+        targets = [Target(engine.engine_id, engine.address) for engine in request.engines]
 
         def note(version: int) -> None:
             metadata.version = version
 
         async def run() -> pb.PublishWeightsResponse:
-            record, size = await self._trainer.publish(note)
-            return pb.PublishWeightsResponse(
-                weights=sample_pb2.WeightVersion(version=record.version, digest=record.digest),
-                step=record.step,
-                byte_count=size,
+            return publication_to_proto(
+                await self._trainer.publish(note, targets, request.pause_mode)
             )
 
         return self._operations.start("publish", request, run, lambda: metadata)

@@ -31,7 +31,8 @@ class AdvantageRow:
     """One sample as an estimator sees it; per-token tensors cover the response.
 
     loss_mask: bool[response]. columns: float[response] by name. rewards: the per-sample columns
-    `reward`, `raw_reward`. What columns hold outside the mask is not read.
+    `reward`, `raw_reward`. What columns hold outside the mask is not read. episode: of which
+    rollout of the group this is a sample, where one may have several; None is one of its own.
     """
 
     sample_id: str
@@ -39,6 +40,7 @@ class AdvantageRow:
     loss_mask: torch.Tensor
     rewards: Mapping[str, float] = field(default_factory=dict)
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    episode: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,13 +201,32 @@ def _scores(
     if spec.name not in ("grpo", "rloo", "reinforce_plus_plus_baseline"):
         return rewards
     ids = [row.group_id for row in rows]
-    groups = group_moments(rewards, ids)
+    episodes = _episode_rewards(rows, rewards)
+    groups = group_moments(list(episodes.values()), [group for group, _ in episodes])
     if spec.name == "rloo":
-        return [leave_one_out(r, groups[g]) for r, g in zip(rewards, ids, strict=True)]
+        own = [episodes[_episode_of(row)] for row in rows]
+        return [
+            leave_one_out(e, groups[g]) + (r - e if groups[g].count > 1 else 0.0)
+            for r, e, g in zip(rewards, own, ids, strict=True)
+        ]
     scaled = spec.name == "grpo" and spec.scale_by_std is not False
     return [
         group_relative(r, groups[g], scale_by_std=scaled) for r, g in zip(rewards, ids, strict=True)
     ]
+
+
+def _episode_of(row: AdvantageRow) -> tuple[str, int | str]:
+    return row.group_id, row.sample_id if row.episode is None else row.episode
+
+
+def _episode_rewards(
+    rows: Sequence[AdvantageRow], rewards: FloatList
+) -> dict[tuple[str, int | str], float]:
+    """Mean reward by episode, so that one of many samples weighs no more in its group."""
+    found: dict[tuple[str, int | str], FloatList] = {}
+    for row, reward in zip(rows, rewards, strict=True):
+        found.setdefault(_episode_of(row), []).append(reward)
+    return {key: math.fsum(values) / len(values) for key, values in found.items()}
 
 
 def _estimate(

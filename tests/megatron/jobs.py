@@ -27,8 +27,9 @@ from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.backends.megatron.export import export_tensors
 from services.trainer.backends.megatron.loading import LocalTensor
 from services.trainer.backends.megatron.mesh import mesh_of
-from services.trainer.backends.megatron.replay import RoutingMissingError, RoutingReplay
+from services.trainer.backends.megatron.replay import RoutingReplay
 from services.trainer.config import TrainerConfig
+from services.trainer.errors import RoutingMissingError
 from sluice.algo.spec import LossSpec
 from sluice.weights.errors import WeightStoreError
 from tests.megatron import providers
@@ -268,6 +269,14 @@ def open_error(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, An
     return {}
 
 
+def schedule(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """How the pipeline's schedule was told to send and free what stages hand on."""
+    backend = open_backend(rank, world, arguments)
+    core = backend._policy.config
+    backend.close()
+    return {"batched": core.batch_p2p_comm, "freed": core.deallocate_pipeline_outputs}
+
+
 def provided(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """The parity job; which providers were called on the way, and where the classes are from."""
     providers.CALLS.clear()
@@ -307,6 +316,23 @@ def critic(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     save_export(backend, out / f"gradients-{rank}.safetensors", main_gradient)
     backend.close()
     return {"loss": loss}
+
+
+def new_critic(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Values before and after three steps of a head that is new on a language model."""
+    out = Path(arguments["out"])
+    backend = open_backend(rank, world, {**arguments, "trainer": {"head": "value"}})
+    mesh, spec = backend.mesh, LossSpec(name="value")
+    batches = micro_batches(make_rows(), mesh.data_rank, mesh.data_size)
+    before = backend.compute_values(batches)
+    for step in range(3):
+        gather_gradients(backend, step, spec)
+        backend.step(normalizer=NORMALIZER, learning_rate=None)
+    after = backend.compute_values(batches)
+    if mesh.reports:
+        save_file(after, out / f"values-{rank}.safetensors")
+    backend.close()
+    return {"before": max(float(values.abs().max()) for values in before.values())}
 
 
 def mutated_rules(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:

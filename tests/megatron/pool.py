@@ -6,7 +6,6 @@ import importlib
 import json
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,21 +13,11 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from sluice.weights.errors import WeightStoreError
+from torch.distributed import TCPStore
+
+from services.trainer.rank.failures import FAILURES
 
 Job = Callable[[int, int, dict[str, Any]], dict[str, Any]]
-ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    WeightStoreError,
-)
 START_SECONDS = 120.0
 JOB_SECONDS = 90.0
 JOBS_PER_LIFE = 20  # torch keeps the threads of every gloo group that ever was: start afresh
@@ -52,10 +41,11 @@ class Pool:
             self.close()
         self._jobs += 1
         self._grow(world)
+        meeting = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         task = {
             "job": job,
             "world": world,
-            "port": _free_port(),
+            "port": meeting.port,
             "arguments": arguments,
         }
         for connection in self._connections[:world]:
@@ -115,14 +105,14 @@ def _run(rank: int, task: dict[str, Any]) -> dict[str, Any]:
     try:
         dist.init_process_group(
             "gloo",
-            init_method=f"tcp://127.0.0.1:{task['port']}",
+            store=dist.TCPStore("127.0.0.1", task["port"]),
             rank=rank,
             world_size=task["world"],
             timeout=timedelta(seconds=30),
         )
         job: Job = getattr(importlib.import_module("tests.megatron.jobs"), task["job"])
         return {"result": job(rank, task["world"], task["arguments"])}
-    except ERRORS:
+    except FAILURES:
         return {"error": traceback.format_exc()}
     finally:
         parallel = importlib.import_module("services.trainer.backends.megatron.parallel")
@@ -130,10 +120,3 @@ def _run(rank: int, task: dict[str, Any]) -> dict[str, Any]:
             parallel.stop()
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

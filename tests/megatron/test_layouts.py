@@ -30,6 +30,14 @@ LAYOUTS = [
     pytest.param("qwen3", 2, {}, id="DP2"),
     pytest.param("qwen3", 4, {"tensor": 2, "context": 2}, id="TP2xCP2"),
     pytest.param("qwen3", 4, {"tensor": 2, "pipeline": 2}, id="TP2xPP2"),
+    pytest.param("qwen3", 4, {"context": 2, "pipeline": 2}, id="CP2xPP2"),
+    pytest.param("qwen3", 4, {"context": 2}, id="DP2xCP2"),
+    pytest.param(
+        "qwen3",
+        4,
+        {"tensor": 2, "sequence_parallel": True, "pipeline": 2, "virtual_pipeline": 2},
+        id="TP2+SPxPP2xVPP2",
+    ),
     pytest.param("qwen3_moe", 1, {}, id="MoE-single"),
     pytest.param("qwen3_moe", 2, {"expert": 2}, id="EP2", marks=fast),
     pytest.param("qwen3_moe", 2, {"pipeline": 2}, id="MoE-PP2"),
@@ -46,6 +54,13 @@ LAYOUTS = [
         id="EP2xETP2+SP",
     ),
     pytest.param("qwen3_moe", 4, {"context": 2, "expert": 4}, id="EP4xCP2"),
+    pytest.param("qwen3_moe", 2, {"tensor": 2, "sequence_parallel": True}, id="MoE-TP2+SP"),
+    pytest.param(
+        "qwen3_moe",
+        4,
+        {"expert": 2, "pipeline": 2, "virtual_pipeline": 2},
+        id="EP2xPP2xVPP2",
+    ),
     pytest.param("qwen3_tied", 1, {}, id="tied-single"),
     pytest.param("qwen3_tied", 4, {"tensor": 2, "pipeline": 2}, id="tied-TP2xPP2"),
     pytest.param("qwen2", 2, {"tensor": 2}, id="qwen2-TP2"),
@@ -91,6 +106,47 @@ def test_layout_equals_the_reference(
     assert logprob <= LOGPROB_TOLERANCE
     assert gradient <= GRADIENT_TOLERANCE
     _check_curve(answers, oracle, read_ranks(tmp_path, "weights"))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("family", "world", "layout", "text"),
+    [
+        ("qwen3", 2, {"expert": 2}, "without experts"),
+        ("qwen3", 1, {"routing_replay": "recorded"}, "without experts"),
+        ("qwen3", 2, {"pipeline": 2, "virtual_pipeline": 4}, "do not divide into 8"),
+        ("qwen3", 1, {"layer_spec": "transformer_engine"}, "is not installed"),
+        ("qwen3_moe", 2, {"tensor": 2}, "need sequence_parallel"),
+        ("qwen3_moe", 3, {"expert": 3}, "do not divide over 3"),
+    ],
+)
+def test_a_layout_that_the_model_does_not_fit_is_refused(
+    family: str,
+    world: int,
+    layout: dict[str, Any],
+    text: str,
+    pool: Pool,
+    expected: Any,
+    tmp_path: Path,
+) -> None:
+    model = str(expected(family).directory)
+    for answer in pool.run("open_error", world, model=model, layout=layout, out=str(tmp_path)):
+        assert text in answer["text"]
+
+
+@pytest.mark.fast
+def test_interleaved_stages_neither_batch_nor_free_what_they_send(
+    pool: Pool, expected: Any, tmp_path: Path
+) -> None:
+    """Batched, two stages take each other's tensors; freed, gloo may still be reading them. The
+    second is a race that parity seldom meets."""
+    model = str(expected("qwen3").directory)
+    for layout, wanted in (
+        ({"pipeline": 2, "virtual_pipeline": 2}, {"batched": False, "freed": False}),
+        ({"pipeline": 2}, {"batched": True, "freed": True}),
+    ):
+        answers = pool.run("schedule", 2, model=model, layout=layout, out=str(tmp_path))
+        assert answers == [wanted] * 2
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForTokenClassification
 
+from services.trainer.backend import Mesh
+from services.trainer.backends.reference.backend import ReferenceBackend
+from sluice.algo.spec import LossSpec
 from tests.megatron.comparison import (
     GRADIENT_TOLERANCE,
     LOGPROB_TOLERANCE,
@@ -17,7 +20,9 @@ from tests.megatron.comparison import (
     relative_difference,
 )
 from tests.megatron.models import build_checkpoint, make_rows
+from tests.megatron.oracle import reference_config
 from tests.megatron.pool import Pool
+from tests.megatron.settings import NORMALIZER, OPTIM
 
 fast = pytest.mark.fast
 HERE = "tests.megatron.providers"
@@ -92,6 +97,32 @@ def test_critic_has_the_values_of_transformers(
     named = model.named_parameters()
     gradients = {name: p.grad for name, p in named if p.grad is not None}
     assert relative_difference(read_ranks(tmp_path, "gradients"), gradients) < GRADIENT_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        pytest.param(1, {}, id="single", marks=fast),
+        pytest.param(4, {"tensor": 2, "sequence_parallel": True, "pipeline": 2}, id="TP2+SPxPP2"),
+        pytest.param(2, {"context": 2}, id="CP2"),
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_tied"])
+def test_a_new_head_on_a_language_model_learns_as_on_the_reference(
+    family: str, world: int, layout: dict[str, Any], pool: Pool, expected: Any, tmp_path: Path
+) -> None:
+    directory, spec = expected(family).directory, LossSpec(name="value")
+    answers = pool.run("new_critic", world, model=str(directory), layout=layout, out=str(tmp_path))
+    assert answers[0]["before"] == 0
+    config = reference_config(directory, OPTIM).model_copy(update={"head": "value"})
+    reference = ReferenceBackend(config, Mesh(rank=0, world_size=1))
+    for step in range(3):
+        reference.forward_backward([make_rows(step)], spec)
+        reference.step(normalizer=NORMALIZER, learning_rate=None)
+    wanted = reference.compute_values([make_rows()])
+    assert max(float(values.abs().max()) for values in wanted.values()) > 0.01
+    found = read_ranks(tmp_path, "values")
+    assert logprob_difference(found, wanted) < LOGPROB_TOLERANCE
 
 
 @pytest.mark.fast

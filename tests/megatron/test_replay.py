@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -13,6 +15,8 @@ from services.trainer.backend import Row
 from sluice.algo.inputs import pack_rows
 from sluice.algo.logprobs import token_logprobs
 from sluice.algo.losses import compute_loss
+from sluice.client import RemoteError, TrainerClient
+from sluice.samples.sample import Sample
 from tests.megatron.comparison import (
     GRADIENT_TOLERANCE,
     LOGPROB_TOLERANCE,
@@ -25,6 +29,7 @@ from tests.megatron.models import routed_rows
 from tests.megatron.oracle import split_experts
 from tests.megatron.pool import Pool
 from tests.megatron.settings import NORMALIZER, SPEC
+from tests.service.trainer.harness import ACTIVE, running_trainer, until
 
 LAYOUTS = [
     pytest.param(1, {"recompute": "full"}, id="recompute", marks=pytest.mark.fast),
@@ -112,3 +117,50 @@ def test_recorded_experts_outlive_the_weights(
         assert answer["brought"] == pytest.approx(answer["replayed"], abs=1e-6)
         assert "recorded for other tokens" in answer["missing"][0]
         assert "no experts were recorded" in answer["missing"][1]
+
+
+def sampled(row: Row) -> Sample:
+    """The row as a rollout gives it: experts of every token but the last."""
+    assert row.routed_experts is not None
+    experts = row.routed_experts[: len(row.token_ids) - 1].numpy().astype(np.int16)
+    return Sample(
+        sample_id=row.sample_id,
+        group_id=row.group_id,
+        token_ids=row.token_ids.numpy().astype(np.int32),
+        prompt_length=row.prompt_length,
+        columns={"reward": 0.0},
+        routed_experts=experts,
+    )
+
+
+@pytest.mark.fast
+async def test_experts_of_the_rollout_reach_the_ranks(expected: Any, tmp_path: Path) -> None:
+    """Through the API and the blob store; log-probs are those of the forced model."""
+    directory, rows = expected("qwen3_moe").directory, routed_rows()
+    settings = {"dtype": "float32", "routing_replay": "rollout"}
+    trainer = running_trainer(
+        tmp_path / "trainer", directory, backend="megatron", megatron=settings
+    )
+    with trainer as running:
+        async with running.client() as client:
+            await until(client, lambda now: now.state == ACTIVE, seconds=120.0)
+            samples = [sampled(row) for row in rows]
+            batch = (await client.upload_batch("all", len(samples), samples=samples)).batch
+            await client.compute_logprobs(batch)
+            found = await client.get_columns(batch, ["old_logprobs"])
+            refused = await refusal_without(client, samples)
+    forced = ForcedModel(directory)
+    wanted = {row.sample_id: forced.logprobs(row, 1.0)[0].detach() for row in rows}
+    told = {name: torch.from_numpy(columns["old_logprobs"]) for name, columns in found.items()}
+    assert logprob_difference(told, wanted) < LOGPROB_TOLERANCE
+    assert (refused.code.name, refused.reason) == ("FAILED_PRECONDITION", "ROUTING_MISSING")
+    assert rows[1].sample_id in str(refused)
+
+
+async def refusal_without(client: TrainerClient, samples: list[Sample]) -> RemoteError:
+    """How a batch is refused in which one sample lacks its experts."""
+    lacking = [samples[0], replace(samples[1], routed_experts=None)]
+    batch = (await client.upload_batch("lacking", 2, samples=lacking)).batch
+    with pytest.raises(RemoteError) as caught:
+        await client.compute_logprobs(batch)
+    return caught.value

@@ -89,6 +89,11 @@ class Batch:
         held = self.present.setdefault(column, np.zeros(self.row_count, dtype=np.bool_))
         held[slice(None) if rows is None else np.asarray(rows, dtype=np.int64)] = True
 
+    def unmark(self, *columns: str) -> None:
+        """No row counts as having them: a pass about to write them may end with a part of it."""
+        for column in columns:
+            self.present.pop(column, None)
+
     def select(self, sample_ids: Sequence[str]) -> np.ndarray:
         """Rows by id, ascending; all of them for no id. Raises for unknown and repeated ids."""
         if not sample_ids:

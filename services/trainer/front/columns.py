@@ -13,7 +13,7 @@ from sluice.runtime.errors import InvalidFieldError, NotFoundError
 from sluice.runtime.wire import blob_to_proto
 from sluice.samples.arrow import encode_group
 from sluice.samples.blobs import BlobReference, BlobStore
-from sluice.samples.columns import COLUMNS
+from sluice.samples.columns import COLUMNS, find_column
 from sluice.samples.sample import Sample
 
 ROWS_PER_BLOB = 4096
@@ -98,9 +98,9 @@ def set_columns(batch: Batch, blob: BlobReference, rows: Sequence[int]) -> Build
 def check_names(names: Sequence[str]) -> None:
     """Raise InvalidFieldError for a column that does not exist."""
     for index, name in enumerate(names):
-        if name not in COLUMNS:
+        if find_column(name) is None:
             raise InvalidFieldError(
-                f"columns[{index}]", f"{name!r} is unknown; known: {', '.join(COLUMNS)}"
+                f"columns[{index}]", f"{name!r} is unknown; known: {', '.join(COLUMNS)}, score/*"
             )
 
 

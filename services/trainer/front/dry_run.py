@@ -47,15 +47,18 @@ class DryPlan:
 
     facts: RowFacts
     plan: Plan
+    shares_prompts: bool
 
     def token_count(self, rows: Sequence[int]) -> int:
-        """Tokens of a micro-batch as run: what is cut does not count, a prompt counts once."""
+        """Tokens of a micro-batch as run, without padding: what is cut does not count, and a
+        shared prompt counts once."""
         facts, cut = self.facts, self.plan.truncated
-        prompts = {int(facts.prompts[row]): int(facts.prompt_lengths[row]) for row in rows}
-        responses = (
-            cut.get(row, int(facts.lengths[row])) - facts.prompt_lengths[row] for row in rows
-        )
-        return sum(prompts.values()) + int(sum(responses))
+        whole = sum(cut.get(row, int(facts.lengths[row])) for row in rows)
+        if not self.shares_prompts:
+            return whole
+        first = {int(facts.prompts[row]): row for row in rows}.values()
+        repeated = set(rows) - set(first)
+        return whole - sum(int(facts.prompt_lengths[row]) for row in repeated)
 
 
 def describe_bare(rows: Sequence[BareRow]) -> RowFacts:

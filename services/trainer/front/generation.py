@@ -233,6 +233,7 @@ class Generation:
                 explain=link.describe_silence,
             ):
                 try:
-                    await asyncio.wait_for(link.spoke.wait(), left)
+                    async with asyncio.timeout(left):
+                        await link.spoke.wait()
                 except TimeoutError:
                     self.fail(RankLostError(link.rank, f"was silent for {link.silence:.1f} s"))

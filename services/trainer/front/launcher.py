@@ -36,18 +36,20 @@ class LocalLauncher:
         """Start all ranks; `on_exit` hears of each one that ends before `end` is called."""
         file = Path(self._folder.name) / "config.json"
         file.write_text(json.dumps(self._config.model_dump(mode="json")))
-        port = _free_port()
-        for rank in range(self._config.ranks.count):
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-m", "services.trainer.rank"),
-                *("--config", str(file), "--front", front),
-                *("--generation", str(generation), "--parent", str(os.getpid())),
-                env=self._environment(rank, port),
-                stdin=asyncio.subprocess.DEVNULL,
-            )
-            self._processes.append(process)
-            self._watchers.append(asyncio.create_task(_watch(rank, process, on_exit)))
+        # Rank 0 is handed the socket, not a port that somebody else may have taken by then.
+        with socket.create_server(("127.0.0.1", 0)) as meeting:
+            for rank in range(self._config.ranks.count):
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    *("-m", "services.trainer.rank"),
+                    *("--config", str(file), "--front", front),
+                    *("--generation", str(generation), "--parent", str(os.getpid())),
+                    env=self._environment(rank, meeting),
+                    pass_fds=[meeting.fileno()] if rank == 0 else [],
+                    stdin=asyncio.subprocess.DEVNULL,
+                )
+                self._processes.append(process)
+                self._watchers.append(asyncio.create_task(_watch(rank, process, on_exit)))
 
     async def end(self) -> None:
         """Kill what still runs: ranks may hang in a collective and keep nothing of worth."""
@@ -65,7 +67,7 @@ class LocalLauncher:
         await self.end()
         self._folder.cleanup()
 
-    def _environment(self, rank: int, port: int) -> dict[str, str]:
+    def _environment(self, rank: int, meeting: socket.socket) -> dict[str, str]:
         """Each rank sees one device, its first; where there are none they are told apart too."""
         ranks, declared = self._config.ranks, platform.declared()
         masked = declared.visible_devices([rank])
@@ -81,7 +83,8 @@ class LocalLauncher:
             "LOCAL_RANK": "0" if masked else str(rank),
             "WORLD_SIZE": str(ranks.count),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(meeting.getsockname()[1]),
+            "MASTER_LISTEN_FD": str(meeting.fileno()),  # open in rank 0
         }
 
 
@@ -102,9 +105,3 @@ async def _watch(rank: int, process: asyncio.subprocess.Process, on_exit: OnExit
     code = await process.wait()
     ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
     on_exit(rank, ended)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from services.trainer.front.batches import Batch
 from services.trainer.front.generation import Build, Generation
 from services.trainer.front.gradients import Part
 from services.trainer.front.planning import (
+    PassPlan,
     Planner,
     find_missing,
     skips_silent_rows,
@@ -79,8 +81,9 @@ class Passes:
     async def compute_logprobs(self, batch: Batch, model: int, temperature: float) -> PassScalars:
         """Add a column of log-probabilities to all rows."""
         generation = self._ranks.generation
-        plan = self._planner.plan(batch, np.arange(batch.row_count))
+        plan = await self._plan(batch, np.arange(batch.row_count))
         builds = commands.compute_logprobs(batch, model, temperature, plan)
+        batch.unmark(COLUMN_OF_MODEL[model])  # type: ignore[index]
         with metrics.PASS_SECONDS.labels("logprobs").time():
             total = await self._sum(generation, builds)
         batch.mark(COLUMN_OF_MODEL[model])  # type: ignore[index]
@@ -91,7 +94,8 @@ class Passes:
     async def compute_values(self, batch: Batch) -> PassScalars:
         """Add the column `values` to all rows."""
         generation = self._ranks.generation
-        plan = self._planner.plan(batch, np.arange(batch.row_count))
+        plan = await self._plan(batch, np.arange(batch.row_count))
+        batch.unmark("values")
         with metrics.PASS_SECONDS.labels("values").time():
             total = await self._sum(generation, commands.compute_values(batch, plan))
         batch.mark("values")
@@ -107,12 +111,13 @@ class Passes:
             batch_id=batch.batch_id, advantage=advantage_to_proto(spec), moments_only=spec.whitens
         )
         with metrics.PASS_SECONDS.labels("advantages").time():
-            results = await self._advantages(generation, command)
             if spec.whitens:
-                merged = merge_moments([result.advantages.moments for result in results])
+                found = await self._advantages(generation, command)
+                merged = merge_moments([result.advantages.moments for result in found])
                 command.moments_only = False
                 command.moments.CopyFrom(merged)
-                results = await self._advantages(generation, command)
+            batch.unmark("advantages", "returns")
+            results = await self._advantages(generation, command)
         batch.mark("advantages")
         if any(result.advantages.has_returns for result in results):
             batch.mark("returns")
@@ -120,13 +125,13 @@ class Passes:
         for result in results:
             batch.silent[np.asarray(result.advantages.silent_rows, dtype=np.int64)] = True
         total = commands.add_sums([result.sums for result in results])
-        found = commands.means(total)
+        means = commands.means(total)
         return AdvantageScalars(
-            reward_mean=found.pop("reward", float("nan")),
-            advantage_abs_mean=found.pop("advantage_abs", 0.0),
+            reward_mean=means.pop("reward", float("nan")),
+            advantage_abs_mean=means.pop("advantage_abs", 0.0),
             silent_group_count=_count_silent_groups(batch),
             group_count=len(set(batch.facts.group_ids)),
-            metrics=found,
+            metrics=means,
         )
 
     async def forward_backward(self, batch: Batch, request: GradientsRequest) -> PassScalars:
@@ -154,7 +159,7 @@ class Passes:
         computed = selection
         if skips_silent_rows(loss):
             computed = selection[~batch.silent[selection]]
-        plan = self._planner.plan(batch, computed)
+        plan = await self._plan(batch, computed)
         weights = dict(zip(selection.tolist(), weighed.weights.tolist(), strict=True))
         builds = commands.forward_backward(batch, loss_to_proto(loss), plan, weights)
         try:
@@ -244,6 +249,10 @@ class Passes:
         metrics.STEP.set(state.step)
         metrics.GRAD_NORM.set(outcome.grad_norm)
         metrics.LEARNING_RATE.set(outcome.learning_rate)
+
+    async def _plan(self, batch: Batch, selection: np.ndarray) -> PassPlan:
+        """Off the event loop, which many rows would hold up."""
+        return await asyncio.to_thread(self._planner.plan, batch, selection)
 
     def _check_columns(
         self, batch: Batch, selection: np.ndarray, spec: LossSpec | AdvantageSpec

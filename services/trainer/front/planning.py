@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from services.trainer.config import TrainerConfig
 from services.trainer.errors import OversizeSampleError
 from services.trainer.front.batches import Batch, RowFacts
 from sluice.algo.aggregation import weigh_samples
 from sluice.algo.spec import LossSpec
+from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.balance.cost import TransformerShape, row_costs
 from sluice.balance.planner import (
     OversizeRowError,
@@ -41,11 +43,50 @@ class PassWeights:
     normalizer: float
 
 
+@dataclass(frozen=True)
+class Packing:
+    """How a backend lays the rows of a micro-batch side by side.
+
+    shares_prompts: a prompt of several rows stands there once. row_multiple: rows are padded to
+    a multiple of so many tokens.
+    """
+
+    shares_prompts: bool = True
+    row_multiple: int = 1
+
+    def lengths(self, lengths: np.ndarray, cap: int) -> np.ndarray:
+        """Tokens that rows take; what fits a micro-batch alone still does with its padding."""
+        padded = -(-lengths // self.row_multiple) * self.row_multiple
+        return np.where(lengths > cap, lengths, np.minimum(padded, cap))
+
+
+def packing_of(config: TrainerConfig, context_size: int) -> Packing:
+    """That of the configured backend on ranks of this context parallelism."""
+    if config.backend == "reference":
+        return Packing()
+    chunks = 2 * context_size if context_size > 1 and config.megatron.cp_layout == "zigzag" else 1
+    return Packing(shares_prompts=False, row_multiple=chunks)
+
+
+def limits_of(config: TrainerConfig, layout: trainer_pb.ParallelLayout) -> PlanLimits:
+    """What a plan for these ranks must keep; `layout` is empty before they are known."""
+    interleaved = layout.virtual_pipeline > 1
+    return PlanLimits(
+        token_cap=config.max_tokens_per_micro_batch,
+        context_size=max(1, layout.context),
+        data_size=max(1, layout.data),
+        micro_batch_multiple=layout.pipeline if interleaved else 1,
+        oversize=config.oversize_policy,
+    )
+
+
 class Planner:
     """Plans passes over batches for one model and one set of ranks."""
 
-    def __init__(self, shape: TransformerShape, limits: PlanLimits) -> None:
-        self._shape, self.limits = shape, limits
+    def __init__(
+        self, shape: TransformerShape, limits: PlanLimits, packing: Packing | None = None
+    ) -> None:
+        self._shape, self.limits, self.packing = shape, limits, packing or Packing()
 
     def own(self, facts: RowFacts) -> np.ndarray:
         """Data-parallel rank of each row, int64[N]: whole groups, balanced by cost."""
@@ -53,10 +94,13 @@ class Planner:
         group_of = [groups.setdefault(group, len(groups)) for group in facts.group_ids]
         costs, prompt_costs = self._costs(facts, np.arange(len(facts.lengths)))
         totals = np.zeros(len(groups))
-        np.add.at(totals, group_of, np.subtract(costs, prompt_costs))
-        _, first_rows = np.unique(facts.prompts, return_index=True)
-        for row in first_rows:
-            totals[group_of[row]] += prompt_costs[row]
+        np.add.at(totals, group_of, costs)
+        if self.packing.shares_prompts:
+            _, first_rows = np.unique(facts.prompts, return_index=True)
+            repeated = np.setdiff1d(np.arange(len(facts.prompts)), first_rows)
+            np.subtract.at(
+                totals, np.asarray(group_of)[repeated], np.asarray(prompt_costs)[repeated]
+            )
         owners = assign_owners(totals.tolist(), self.limits.data_size)
         return np.array([owners[group] for group in group_of], dtype=np.int64)
 
@@ -76,15 +120,17 @@ class Planner:
         """
         costs, prompt_costs = self._costs(facts, selection)
         rows = selection.tolist()
+        shares = self.packing.shares_prompts
+        lengths = self.packing.lengths(facts.lengths[selection], limits.cap)
         try:
             plan = plan_micro_batches(
                 PlanRows(
-                    lengths=facts.lengths[selection].tolist(),
+                    lengths=lengths.tolist(),
                     costs=costs,
                     owners=owners[selection].tolist(),
-                    groups=facts.prompts[selection].tolist(),
+                    groups=facts.prompts[selection].tolist() if shares else None,
                     prompt_lengths=facts.prompt_lengths[selection].tolist(),
-                    prompt_costs=prompt_costs,
+                    prompt_costs=prompt_costs if shares else None,
                 ),
                 limits,
             )

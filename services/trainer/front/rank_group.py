@@ -95,7 +95,8 @@ class RankGroup:
         Whoever launches ranks may be faster than the restart here: such ranks wait for it.
         """
         if hello.generation == 0 and self.state != trainer_pb.Trainer.STATE_FAILED:
-            await asyncio.wait_for(self._launched.wait(), self._config.start_timeout)
+            async with asyncio.timeout(self._config.start_timeout):
+                await self._launched.wait()
         generation = self._generation
         if (
             generation is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
@@ -26,16 +27,18 @@ from services.trainer.front.dry_run import BareRow, DryPlan, PlanOptions, descri
 from services.trainer.front.generation import Generation
 from services.trainer.front.launcher import ExternalLauncher, LocalLauncher
 from services.trainer.front.passes import AdvantageScalars, GradientsRequest, Passes, StepScalars
-from services.trainer.front.planning import Planner
-from services.trainer.front.publication import Publisher
+from services.trainer.front.planning import Planner, limits_of, packing_of
+from services.trainer.front.publication import Publication, Publisher
 from services.trainer.front.rank_group import RankGroup
 from services.trainer.front.state import PassScalars, TrainerState
+from services.trainer.front.transfer import Target
 from services.trainer.front.uploads import Upload, read_batch, read_samples
 from sluice.algo.spec import AdvantageSpec
+from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.balance.cost import shape_from_config
-from sluice.balance.planner import GroupTooLargeError, PlanLimits
+from sluice.balance.planner import GroupTooLargeError
 from sluice.runtime.errors import (
     InvalidFieldError,
     NotFoundError,
@@ -46,7 +49,7 @@ from sluice.runtime.waits import Waits
 from sluice.runtime.wire import blob_from_proto
 from sluice.samples.blobs import BlobNotFoundError, BlobReference, BlobStore
 from sluice.samples.sample import Sample
-from sluice.weights.store import VersionRecord, WeightStore
+from sluice.weights.open import open_store
 
 T = TypeVar("T")
 
@@ -70,10 +73,10 @@ class Trainer:
         self.limits = RowLimits(
             self._shape.vocabulary_size, config.max_tokens_per_micro_batch, config.oversize_policy
         )
-        self._planner = Planner(self._shape, self._plan_limits(trainer_pb.ParallelLayout()))
+        self._planner = Planner(self._shape, limits_of(config, trainer_pb.ParallelLayout()))
         self._passes = Passes(config.optim, self.state, self.ranks, self._planner)
-        weights = WeightStore(config.kept / "weights", durable=config.durable)
-        self._publisher = Publisher(config, weights, self.state, self.ranks)
+        weights = open_store(config.weights_location, durable=config.durable)
+        self._publisher = Publisher(config, weights, self.state, self.ranks, waits)
         self._waits = waits
         self._lock = asyncio.Lock()
         self._turn = ""  # what holds the lock
@@ -97,7 +100,8 @@ class Trainer:
         return await self._alone("upload", lambda: self._upload(batch_id, references, count))
 
     def begin_upload(self) -> Upload:
-        """Where rows are gathered before they become a batch."""
+        """Where rows are gathered before they become a batch. Raises while there are no ranks."""
+        assert self.ranks.generation  # before, the context ranks that share a row are not known
         return Upload(self.blobs, self.limits)
 
     async def delete(self, name: str) -> None:
@@ -154,7 +158,7 @@ class Trainer:
             plan = await asyncio.to_thread(solve, facts, owners, selection, limits)
         except GroupTooLargeError as error:
             raise InvalidFieldError("max_micro_batches", str(error)) from None
-        return DryPlan(facts, plan)
+        return DryPlan(facts, plan, self._planner.packing.shares_prompts)
 
     async def forward_backward(self, name: str, request: GradientsRequest) -> PassScalars:
         return await self._alone(
@@ -170,8 +174,15 @@ class Trainer:
     async def discard(self) -> list[str]:
         return await self._alone("discard", self._passes.discard)
 
-    async def publish(self, on_allocated: Callable[[int], None]) -> tuple[VersionRecord, int]:
-        return await self._alone("publish", lambda: self._publisher.publish(on_allocated))
+    async def publish(
+        self,
+        on_allocated: Callable[[int], None],
+        targets: Sequence[Target] = (),
+        pause_mode: engine_pb.PauseMode = engine_pb.PAUSE_MODE_UNSPECIFIED,
+    ) -> Publication:
+        return await self._alone(
+            "publish", lambda: self._publisher.publish(on_allocated, targets, pause_mode)
+        )
 
     async def save_checkpoint(self, checkpoint_id: str) -> int:
         """Write everything a resumed run needs; returns the step it holds."""
@@ -244,25 +255,56 @@ class Trainer:
         return batch
 
     async def _register(self, generation: Generation, batch: Batch) -> None:
-        for build in commands.add_rows(batch):
-            await self.ranks.run_on(generation, build)
+        """Give the ranks their rows. What some have is dropped again if others fail: a later
+        batch of that id would have it among its rows."""
+        try:
+            for build in commands.add_rows(batch):
+                await self.ranks.run_on(generation, build)
+        except ServiceError:
+            with contextlib.suppress(ServiceError):  # ranks that are lost hold nothing
+                await self._drop(generation, batch)
+            raise
+
+    async def _drop(self, generation: Generation, batch: Batch) -> None:
+        command = pb.FollowResponse(drop_batch=pb.DropBatch(batch_id=batch.batch_id))
+        await self.ranks.run_on(generation, commands.same_for_all(command))
 
     async def _delete(self, name: str) -> None:
         batch = self.state.batches.get(name)
-        command = pb.FollowResponse(drop_batch=pb.DropBatch(batch_id=batch.batch_id))
-        await self.ranks.run_on(self.ranks.generation, commands.same_for_all(command))
-        await self._unpin(self.state.batches.remove(batch))
+        await self._drop(self.ranks.generation, batch)
+        await self._forget(batch)
+
+    async def _forget(self, batch: Batch) -> None:
+        unnamed = self.state.batches.remove(batch)
         metrics.BATCHES.set(len(self.state.batches.all()))
+        await self._unpin(unnamed)
 
     async def _put_columns(
         self, update: ColumnUpdate, spooled: Sequence[tuple[BlobReference, list[int]]]
     ) -> int:
         if self.state.batches.get(update.batch.name) is not update.batch:
             raise NotFoundError("batch", update.batch.name)  # deleted meanwhile
-        for blob, rows in spooled:
-            build = set_columns(update.batch, blob, rows)
-            await self.ranks.run_on(self.ranks.generation, build)
+        generation = self.ranks.generation
+        try:
+            for blob, rows in spooled:
+                await self.ranks.run_on(generation, set_columns(update.batch, blob, rows))
+        except ServiceError:
+            await self._reset(generation, update.batch)
+            raise
         return update.apply()
+
+    async def _reset(self, generation: Generation, batch: Batch) -> None:
+        """Back to the columns of the upload: some ranks have taken others, which the front does
+        not know of, such as a mask that its divisors leave out. A batch that cannot is gone."""
+        if generation.lost.done():
+            return  # the next ranks get what was uploaded
+        batch.forget_derived()
+        try:
+            await self._drop(generation, batch)
+            await self._register(generation, batch)
+        except ServiceError:
+            if not generation.lost.done():
+                await self._forget(batch)
 
     async def _get_columns(self, name: str, columns: Sequence[str]) -> Iterator[Sample]:
         generation = self.ranks.generation
@@ -306,8 +348,7 @@ class Trainer:
         generation = self.ranks.generation
         self._checkpoints.read(name, self.config.backend)
         for batch in self.state.batches.all():
-            command = pb.FollowResponse(drop_batch=pb.DropBatch(batch_id=batch.batch_id))
-            await self.ranks.run_on(generation, commands.same_for_all(command))
+            await self._drop(generation, batch)
         await self._unpin(self.state.batches.clear())
         metrics.BATCHES.set(0)
         await self._load_into(generation, name)
@@ -328,7 +369,8 @@ class Trainer:
 
     async def _restore(self, generation: Generation) -> None:
         """Bring fresh ranks to where the lost ones were saved last."""
-        self._planner.limits = self._plan_limits(self.layout)
+        self._planner.limits = limits_of(self.config, self.layout)
+        self._planner.packing = packing_of(self.config, self._planner.limits.context_size)
         self.limits = replace(self.limits, max_tokens=self._planner.limits.cap)
         state = self.state
         if state.checkpoint:
@@ -341,13 +383,3 @@ class Trainer:
         for batch in state.batches.all():
             batch.forget_derived()
             await self._register(generation, batch)
-
-    def _plan_limits(self, layout: trainer_pb.ParallelLayout) -> PlanLimits:
-        interleaved = layout.virtual_pipeline > 1
-        return PlanLimits(
-            token_cap=self.config.max_tokens_per_micro_batch,
-            context_size=max(1, layout.context),
-            data_size=max(1, layout.data),
-            micro_batch_multiple=layout.pipeline if interleaved else 1,
-            oversize=self.config.oversize_policy,
-        )

@@ -17,7 +17,11 @@ SPOOL_ROWS = 4096  # rows of one spooled blob
 
 
 class Upload:
-    """The rows of one batch on their way in, in order."""
+    """The rows of one batch on their way in, in order.
+
+    `spool`, `add_blob` and `finish` write to the store, so they are for a thread of their own:
+    on a slow disk the front would hear nobody meanwhile.
+    """
 
     def __init__(self, blobs: BlobStore, limits: RowLimits) -> None:
         self._blobs, self._limits = blobs, limits
@@ -30,20 +34,24 @@ class Upload:
         check_sample(sample, self._limits)
         self._inline.append(sample)
         self._inline_tokens += len(sample.token_ids)
-        if self._inline_tokens >= SPOOL_TOKENS or len(self._inline) >= SPOOL_ROWS:
-            self._spool()
+
+    @property
+    def full(self) -> bool:
+        """Whether the rows in memory are enough for a blob: call `spool`."""
+        return self._inline_tokens >= SPOOL_TOKENS or len(self._inline) >= SPOOL_ROWS
 
     def add_blob(self, reference: BlobReference) -> None:
         """Take the rows of a blob, behind those that came before."""
-        self._spool()
+        self.spool()
         self._references.append(reference)
 
     def finish(self) -> list[BlobReference]:
         """The blobs that hold all rows, in order."""
-        self._spool()
+        self.spool()
         return list(self._references)
 
-    def _spool(self) -> None:
+    def spool(self) -> None:
+        """Write the rows that are in memory as one blob."""
         if self._inline:
             self._references.append(self._blobs.put(encode_group(self._inline)))
             self._inline, self._inline_tokens = [], 0

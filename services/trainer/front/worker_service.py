@@ -15,6 +15,7 @@ from sluice.api.trainer.v1 import worker_service_pb2_grpc as pb_grpc
 from sluice.runtime.errors import InvalidFieldError
 from sluice.runtime.interceptors import ServiceInterceptor
 from sluice.runtime.security import server_credentials
+from sluice.runtime.server import opening
 
 HELLO_SECONDS = 30.0
 CLOSE_SECONDS = 2.0  # in which ranks hear that they may end
@@ -31,7 +32,8 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         request_iterator: AsyncIterator[pb.FollowRequest],
         context: grpc.aio.ServicerContext,
     ) -> AsyncIterator[pb.FollowResponse]:
-        first = await asyncio.wait_for(anext(request_iterator, None), HELLO_SECONDS)
+        async with asyncio.timeout(HELLO_SECONDS):
+            first = await anext(request_iterator, None)
         if first is None or first.WhichOneof("event") != "hello":
             raise InvalidFieldError("hello", "must come first")
         generation, link = await self._group.admit(first.hello)
@@ -71,10 +73,11 @@ class WorkerServer:
         )
         pb_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(group), self._server)
         listen = f"{ranks.listen_host}:{ranks.listen_port}"
-        if security.tls is None:
-            self.port = self._server.add_insecure_port(listen)
-        else:
-            self.port = self._server.add_secure_port(listen, server_credentials(security.tls))
+        with opening("ranks.listen_port", listen):
+            if security.tls is None:
+                self.port = self._server.add_insecure_port(listen)
+            else:
+                self.port = self._server.add_secure_port(listen, server_credentials(security.tls))
         self.address = f"{ranks.listen_host}:{self.port}"
 
     async def start(self) -> None:

@@ -14,11 +14,12 @@ import sys
 from pathlib import Path
 
 from services.trainer.config import TrainerConfig
+from services.trainer.rank.failures import FAILURES
 from services.trainer.rank.stream import FrontStream
 from sluice import logs, platform
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.config import parse_config, read_yaml
-from sluice.runtime.errors import LoadingError, ServiceError
+from sluice.runtime.errors import LoadingError
 from sluice.runtime.parent import die_with
 
 logger = logging.getLogger(__name__)
@@ -54,11 +55,11 @@ def _follow(config: TrainerConfig, stream: FrontStream) -> int:
         print(f"trainer rank: {error}", file=sys.stderr)
         _refuse(stream, error)
         return 2
-    from services.trainer.rank.executor import Executor  # imports torch
-
     try:
+        from services.trainer.rank.executor import Executor  # imports torch
+
         executor = Executor.load(config)
-    except (ServiceError, OSError, ValueError, RuntimeError) as error:
+    except FAILURES as error:
         logger.error("the model cannot be loaded", exc_info=error)
         _refuse(stream, error)
         return 1

@@ -47,6 +47,7 @@ def _input(row: OwnedRow) -> AdvantageRow:
         loss_mask=row.loss_mask,
         rewards={name: row.scalars[name] for name in REWARDS if name in row.scalars},
         columns=row.columns,
+        episode=int(row.scalars["episode"]) if "episode" in row.scalars else None,
     )
 
 

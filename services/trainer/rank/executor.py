@@ -18,7 +18,9 @@ from services.trainer.backend import (
 from services.trainer.config import TrainerConfig
 from services.trainer.errors import CheckpointMismatchError
 from services.trainer.rank.advantages import add_advantages
+from services.trainer.rank.failures import FAILURES
 from services.trainer.rank.group import find_mesh, join_group, leave_group
+from services.trainer.rank.publishing import RankPublisher
 from services.trainer.rank.table import RowTable
 from sluice import faults
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
@@ -27,21 +29,9 @@ from sluice.balance.planner_inputs import OversizePolicy
 from sluice.runtime.errors import DataLossError, NotFoundError, ServiceError
 from sluice.runtime.wire import advantage_from_proto, blob_to_proto, loss_from_proto
 from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobStore
-from sluice.weights.manifest import ShardFile
 
 logger = logging.getLogger(__name__)
 
-# What may go wrong with one command and leave the rank fit for the next.
-COMMAND_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 MODELS: dict[int, tuple[ModelName, str]] = {
     trainer_pb.ComputeLogprobsRequest.MODEL_POLICY: ("policy", "old_logprobs"),
     trainer_pb.ComputeLogprobsRequest.MODEL_REFERENCE: ("reference", "reference_logprobs"),
@@ -51,8 +41,15 @@ MODELS: dict[int, tuple[ModelName, str]] = {
 class Executor:
     """One rank's backend and rows."""
 
-    def __init__(self, backend: TrainingBackend, blobs: BlobStore, table: RowTable) -> None:
+    def __init__(
+        self,
+        backend: TrainingBackend,
+        blobs: BlobStore,
+        table: RowTable,
+        publisher: RankPublisher,
+    ) -> None:
         self._backend, self._blobs, self._table = backend, blobs, table
+        self._publisher = publisher
 
     @classmethod
     def load(cls, config: TrainerConfig) -> Executor:
@@ -64,7 +61,8 @@ class Executor:
         blobs = BlobStore(config.store, sync=config.durable)
         cuts = config.oversize_policy is OversizePolicy.TRUNCATE
         cap = config.max_tokens_per_micro_batch * backend.mesh.context_size
-        return cls(backend, blobs, RowTable(blobs, max_tokens=cap if cuts else 0))
+        table = RowTable(blobs, max_tokens=cap if cuts else 0)
+        return cls(backend, blobs, table, RankPublisher(config, backend))
 
     def describe(self) -> pb.RankReady:
         mesh = self._backend.mesh
@@ -79,6 +77,7 @@ class Executor:
         return pb.RankReady(layout=layout, data_rank=mesh.data_rank, reports=mesh.reports)
 
     def close(self) -> None:
+        self._publisher.close()
         self._backend.close()
         leave_group()
 
@@ -95,7 +94,7 @@ class Executor:
             result.error.CopyFrom(NotFoundError("blob", error.digest).to_status())
         except BlobDigestError as error:
             result.error.CopyFrom(DataLossError(str(error), blob=error.expected).to_status())
-        except COMMAND_ERRORS as error:
+        except FAILURES as error:  # the rank is fit for the next command
             logger.error("%s failed", name, exc_info=error)
             message = f"{type(error).__name__} in {name}: {error}"
             result.error.CopyFrom(ServiceError(message).to_status())
@@ -177,8 +176,13 @@ class Executor:
             raise CheckpointMismatchError(str(error)) from error
 
     def _publish(self, command: pb.PublishCommand, result: pb.CommandResult) -> None:
-        shards = self._backend.write_shards(Path(command.directory))
-        result.shards.extend(_shard_to_proto(shard) for shard in shards)
+        self._publisher.publish(command, result)
+
+    def _open_transfer(self, command: pb.OpenTransferCommand, result: pb.CommandResult) -> None:
+        self._publisher.open_transfer(command, result)
+
+    def _send_weights(self, command: pb.SendWeightsCommand, result: pb.CommandResult) -> None:
+        self._publisher.send(command, result)
 
 
 def _sum_logprobs(
@@ -204,17 +208,5 @@ def _sums_to_proto(sums: PassSums) -> pb.PassSums:
         metrics={
             name: pb.WeightedSum(sum=total, weight=weight)
             for name, (total, weight) in sums.metrics.items()
-        },
-    )
-
-
-def _shard_to_proto(shard: ShardFile) -> pb.WrittenShard:
-    return pb.WrittenShard(
-        file_name=shard.file_name,
-        size_bytes=shard.size,
-        digest=shard.digest,
-        tensors={
-            name: pb.WrittenTensor(dtype=entry.dtype, shape=entry.shape, digest=entry.digest)
-            for name, entry in shard.tensors.items()
         },
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import socket
 
 import torch.distributed as dist
 
@@ -40,12 +39,11 @@ def join_group(config: TrainerConfig, mesh: Mesh) -> None:
 
 
 def _local_store(mesh: Mesh, timeout: datetime.timedelta) -> dist.Store:
-    """Where ranks of one host meet. Torch's own listens on all interfaces, and asks nobody."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    listener = socket.create_server((host, port)).detach() if mesh.rank == 0 else None
+    """Where ranks of one host meet: at a socket of the front's, for loopback alone."""
+    listener = int(os.environ["MASTER_LISTEN_FD"]) if mesh.rank == 0 else None
     return dist.TCPStore(
-        host,
-        port,
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
         mesh.world_size,
         is_master=mesh.rank == 0,
         timeout=timeout,

@@ -15,7 +15,6 @@ from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.runtime.wire import blob_from_proto
 from sluice.samples.arrow import decode_group, encode_group
 from sluice.samples.blobs import BlobStore
-from sluice.samples.columns import COLUMNS
 from sluice.samples.sample import Sample
 
 
@@ -34,6 +33,7 @@ class OwnedRow:
     loss_mask: torch.Tensor
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
     scalars: dict[str, float] = field(default_factory=dict)
+    routed_experts: torch.Tensor | None = None  # int16[length - 1, mixture layers, chosen]
 
     def to_row(self, loss_weight: float) -> Row:
         return Row(
@@ -44,6 +44,7 @@ class OwnedRow:
             loss_mask=self.loss_mask,
             columns=self.columns,
             loss_weight=loss_weight * self.scalars.get("weight", 1.0),
+            routed_experts=self.routed_experts,
         )
 
 
@@ -103,6 +104,8 @@ def _own(sample: Sample) -> OwnedRow:
         prompt_length=sample.prompt_length,
         loss_mask=_all_trained(sample.response_length),
     )
+    if sample.routed_experts is not None:
+        row.routed_experts = torch.from_numpy(sample.routed_experts.copy())
     _set_columns(row, sample)
     return row
 
@@ -128,7 +131,7 @@ def _bare_sample(row: OwnedRow, names: Sequence[str]) -> Sample:
     for name in names:
         if name == "loss_mask":
             columns[name] = row.loss_mask.numpy()
-        elif not COLUMNS[name].per_token and name in row.scalars:
+        elif name in row.scalars:
             columns[name] = row.scalars[name]
         elif name in row.columns:
             columns[name] = row.columns[name].numpy()

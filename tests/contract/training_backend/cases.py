@@ -26,6 +26,7 @@ from sluice.algo.spec import LossSpec
 StartBackend = Callable[..., TrainingBackend]
 
 VOCABULARY = 53
+PAD = 7  # drawn like any other token: it is trained like any other
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -37,7 +38,7 @@ SIZES = {
     "max_position_embeddings": 256,
     "bos_token_id": None,
     "eos_token_id": None,
-    "pad_token_id": None,
+    "pad_token_id": PAD,
     "initializer_range": 0.2,
 }
 OPTIM = OptimConfig(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5)
@@ -52,6 +53,7 @@ class Model:
 
     def load(self) -> PreTrainedModel:
         model: Any = AutoModelForCausalLM.from_pretrained(self.directory, dtype=torch.float32)
+        model.get_input_embeddings().padding_idx = None
         return model.eval()
 
 
@@ -64,6 +66,8 @@ def build_model(directory: Path, family: str, seed: int = 0) -> Model:
     else:
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         module = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts))
+    with torch.no_grad():  # transformers starts the padding token at zero
+        module.get_input_embeddings().weight[PAD].normal_(std=0.2)
     module.save_pretrained(directory)
     return Model(directory)
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from sluice import faults
 from sluice.algo.spec import AdvantageSpec, LossSpec
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.client import TrainerClient
@@ -66,7 +67,12 @@ def running_trainer(root: Path, model: Path, **settings: Any) -> Iterator[Runnin
     environment = {key: value for key, value in os.environ.items() if "SLUICE_" not in key}
     process = subprocess.Popen(
         [sys.executable, "-m", "services.trainer", "--config", str(file)],
-        env={**environment, "SLUICE_DEVICE": "cpu", "OMP_NUM_THREADS": "1"},
+        env={
+            **environment,
+            "SLUICE_DEVICE": "cpu",
+            "OMP_NUM_THREADS": "1",
+            faults.VARIABLE: str(root / "faults"),
+        },
     )
     try:
         address = _await_address(process, root / "address.json")

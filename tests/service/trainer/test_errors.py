@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import replace
 from typing import Any
@@ -198,9 +199,13 @@ async def test_settings_that_are_wrong_or_without_effect(client: TrainerClient) 
     error = await refusal(call(name="value"))
     assert_is(error, INVALID, "INVALID_FIELD", field="loss.name")
     assert "value" not in (await client.get()).losses
-    request = pb.ComputeLogprobsRequest(batch=batch, model=1, temperature=-1.0)
-    error = await refusal(client.stub.ComputeLogprobs(request))
-    assert_is(error, INVALID, "INVALID_FIELD", field="temperature")
+    for temperature in (-1.0, math.inf, math.nan):
+        request = pb.ComputeLogprobsRequest(batch=batch, model=1, temperature=temperature)
+        error = await refusal(client.stub.ComputeLogprobs(request))
+        assert_is(error, INVALID, "INVALID_FIELD", field="temperature")
+    for rate in (-1.0, math.inf, math.nan):
+        error = await refusal(client.step_optimizer(0, ["a"], learning_rate=rate))
+        assert_is(error, INVALID, "INVALID_FIELD", field="learning_rate")
     request = pb.ForwardBackwardRequest(batch=batch, loss=loss_pb2.LossSpec(name="sft"))
     error = await refusal(client.stub.ForwardBackward(request))
     assert_is(error, INVALID, "INVALID_FIELD", field="expected_step")

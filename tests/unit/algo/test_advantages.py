@@ -125,6 +125,70 @@ def test_gae_is_the_loop_over_trained_tokens(seed, length, gamma, lam):
     assert not columns.advantages[0][~mask].any()
 
 
+def test_gae_of_a_long_response_carries_over_many_chunks():
+    length = 700
+    row = make_row("a/0", "a", 1.0, length=length)
+    spec = AdvantageSpec(name="gae", gamma=0.999, gae_lambda=0.998)
+    rewards = [0.0] * (length - 1) + [1.0]
+    expected = loop_gae(rewards, row.columns["values"].tolist(), 0.999, 0.998)
+    found = compute_advantages([row], spec).advantages[0]
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_gae_discounts_nothing_unless_told_to():
+    row = make_row("a/0", "a", 2.5)
+    found = compute_advantages([row], AdvantageSpec(name="gae"))
+    torch.testing.assert_close(found.advantages[0], 2.5 - row.columns["values"])
+    torch.testing.assert_close(found.returns[0], torch.full((4,), 2.5))
+
+
+def test_reinforce_plus_plus_whitens_over_the_batch():
+    """Two samples of returns 1 and 4: no other batch gives these means and deviations."""
+    rows = [make_row("a/0", "a", 1.0, length=3), make_row("b/0", "b", 4.0, length=1)]
+    returns = torch.tensor([1.0, 1.0, 1.0, 4.0])
+    expected = (returns - returns.mean()) / returns.std()
+    found = compute_advantages(rows, AdvantageSpec(name="reinforce_plus_plus"))
+    torch.testing.assert_close(torch.cat(found.advantages), expected)
+    assert found.moments.mean == pytest.approx(1.75), "of what was whitened"
+    plain = compute_advantages(rows, AdvantageSpec(name="reinforce_plus_plus", whiten=False))
+    assert torch.equal(torch.cat(plain.advantages), returns)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "provided"])
+def test_untrained_tokens_have_no_advantage(name):
+    mask = torch.tensor([True, False, True, False])
+    rows = [make_row(f"a/{i}", "a", float(i), mask=mask, seed=i) for i in range(2)]
+    for column in compute_advantages(rows, AdvantageSpec(name=name)).advantages:
+        assert not column[~mask].any()
+        assert column[mask].all()
+
+
+@pytest.mark.parametrize("name", ["grpo", "reinforce_plus_plus"])
+def test_kl_in_reward_is_the_estimator_over_trained_tokens(name):
+    """k2 is never negative, k1 of these rows is; what stands on an observation is not counted."""
+    mask = torch.tensor([True, True, False, True])
+    rows = [make_row(f"a/{i}", "a", float(i), mask=mask, seed=i) for i in range(2)]
+    scaled = {"scale_by_std": False} if name == "grpo" else {"whiten": False}
+    spec = AdvantageSpec(name=name, kl_coefficient=0.5, kl_estimator="k2", **scaled)
+    found = compute_advantages(rows, spec)
+    gaps = [row.columns["rollout_logprobs"] - row.columns["reference_logprobs"] for row in rows]
+    penalties = [torch.where(mask, 0.25 * gap.square(), 0.0) for gap in gaps]
+    total, weight = found.metrics["kl_in_reward"]
+    assert total == pytest.approx(float(sum(p.sum() for p in penalties)))
+    assert weight == 6
+    shaped = [float(i - penalties[i].sum()) for i in range(2)]
+    for i, column in enumerate(found.advantages):
+        if name == "grpo":
+            assert column[0] == pytest.approx(shaped[i] - sum(shaped) / 2, abs=1e-6)
+        else:
+            assert column[0] == pytest.approx(shaped[i], abs=1e-6)
+
+
+def test_a_lone_episode_of_several_samples_has_no_rloo_baseline():
+    rows = [replace(make_row(f"g/{i}", "g", float(i)), episode=0) for i in range(2)]
+    assert scores(rows, AdvantageSpec(name="rloo")) == [0.0, 0.0]
+
+
 def test_terminal_reward_is_on_the_last_trained_token():
     """The trailing observation gets none of it; discounted backwards from the last action."""
     mask = torch.tensor([True, False, True, False])
@@ -264,3 +328,31 @@ def test_bad_rows_are_named():
         compute_advantages(
             [replace(row, columns={"values": torch.zeros(3)})], AdvantageSpec(name="gae")
         )
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+def test_an_episode_counts_once_however_many_samples_it_has(name):
+    """The good one gave three samples: counted by row, it would look like the average."""
+    single = [make_row("g/0", "g", 1.0), make_row("g/1", "g", 0.0), make_row("g/2", "g", 0.0)]
+    fan_out = [
+        *(replace(single[0], sample_id=f"g/{i}", episode=0) for i in range(3)),
+        replace(single[1], sample_id="g/3", episode=1),
+        replace(single[2], sample_id="g/4", episode=2),
+    ]
+    spec = AdvantageSpec(name=name)
+    one, several = scores(single, spec), scores(fan_out, spec)
+    assert several == pytest.approx([one[0]] * 3 + one[1:], abs=1e-6)
+    by_row = scores([replace(row, episode=None) for row in fan_out], spec)
+    assert by_row != pytest.approx(several, abs=1e-3)
+
+
+def test_samples_of_one_episode_may_be_rewarded_apart():
+    rows = [
+        replace(make_row("g/0", "g", 1.0), episode=0),
+        replace(make_row("g/1", "g", 3.0), episode=0),
+        replace(make_row("g/2", "g", 5.0), episode=1),
+    ]
+    centered = scores(rows, AdvantageSpec(name="grpo", scale_by_std=False))
+    assert centered == pytest.approx([1 - 3.5, 3 - 3.5, 5 - 3.5])
+    others = scores(rows, AdvantageSpec(name="rloo"))
+    assert others == pytest.approx([1 - 5, 3 - 5, 5 - 2])

@@ -8,43 +8,7 @@ import torch
 from sluice.algo.inputs import LossInputs, MissingColumnError
 from sluice.algo.losses import compute_loss
 from sluice.algo.spec import ImportanceSpec, LossSpec
-
-LENGTHS = (5, 1, 7, 3)  # the last sample is fully masked
-COLUMNS = (
-    "old_logprobs",
-    "rollout_logprobs",
-    "reference_logprobs",
-    "advantages",
-    "returns",
-    "values",
-)
-
-
-def make_inputs(seed=0, *, uniform_advantages=False):
-    generator = torch.Generator().manual_seed(seed)
-    total = sum(LENGTHS)
-
-    def normal(scale):
-        return scale * torch.randn(total, generator=generator, dtype=torch.float64)
-
-    index = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
-    logprobs = -2 + normal(0.4)
-    columns = {name: logprobs + normal(0.4) for name in COLUMNS}
-    columns["advantages"] = normal(1.0)
-    if uniform_advantages:
-        columns["advantages"] = torch.tensor([1.3, -0.7, -1.1, 0.4], dtype=torch.float64)[index]
-    mask = torch.rand(total, generator=generator) > 0.3
-    mask[:5] = torch.tensor([True, True, False, True, True])
-    mask[5] = True
-    mask[-3:] = False
-    return LossInputs(
-        outputs=logprobs.requires_grad_(),
-        mask=mask,
-        sample_index=index,
-        sample_weights=torch.tensor([0.5, 1.0, 0.25, 2.0], dtype=torch.float64),
-        columns=columns,
-        entropy=normal(1.0).abs().requires_grad_(),
-    )
+from tests.unit.algo.loss_inputs import COLUMNS, make_inputs
 
 
 def by_hand(inputs, per_token):
@@ -145,6 +109,10 @@ FORMULAS = {
         {"name": "cispo", "clip_high": 0.2, "clip_low": 0.3},
         lambda x, i, t: -old_ratio(x, t).detach().clamp(0.7, 1.2) * advantage(x, t) * x.outputs[t],
     ),
+    "cispo_without_low": (
+        {"name": "cispo", "clip_high": 0.2},
+        lambda x, i, t: -old_ratio(x, t).detach().clamp(max=1.2) * advantage(x, t) * x.outputs[t],
+    ),
     "reinforce": ({"name": "reinforce"}, lambda x, i, t: -advantage(x, t) * x.outputs[t]),
     "reinforce_tis": (
         {"name": "reinforce", "importance": {"high": 1.2}},
@@ -195,6 +163,15 @@ FORMULAS = {
         lambda x, i, t: (
             ppo(old_ratio(x, t), advantage(x, t), 0.2, 0.2)
             + 0.1 * old_ratio(x, t) * k3(x.outputs[t], column(x, "reference_logprobs", t))
+        ),
+    ),
+    "kl_unbiased_on_policy": (  # the ratio is 1, its gradient is not 0
+        {"name": "reinforce", "kl_coefficient": 0.1, "kl_unbiased": True},
+        lambda x, i, t: (
+            -advantage(x, t) * x.outputs[t]
+            + 0.1
+            * (x.outputs[t] - x.outputs[t].detach()).exp()
+            * k3(x.outputs[t], column(x, "reference_logprobs", t))
         ),
     ),
     "tis": (

@@ -37,7 +37,8 @@ def long_sample() -> Sample:
     spans = (VersionSpan(version=1, digest="a", first_token=0, last_token=1),)
     spans += (VersionSpan(version=2, digest="b", first_token=2, last_token=4),)
     spans += (VersionSpan(version=3, digest="c", first_token=5, last_token=5),)
-    return Sample(**{**vars(sample), "spans": spans})
+    experts = np.arange(7 * 4, dtype=np.int16).reshape(7, 2, 2)
+    return Sample(**{**vars(sample), "spans": spans, "routed_experts": experts})
 
 
 def test_a_cut_sample_is_well_formed() -> None:
@@ -50,6 +51,7 @@ def test_a_cut_sample_is_well_formed() -> None:
         (1, 0, 1),
         (2, 2, 3),
     ]
+    assert sample.routed_experts is not None and len(sample.routed_experts) == 5
     assert cut_sample(long_sample(), 8).token_ids.tolist() == long_sample().token_ids.tolist()
 
 

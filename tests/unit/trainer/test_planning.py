@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.trainer.backends.megatron.config import MegatronConfig
+from services.trainer.config import TrainerConfig
 from services.trainer.front import commands
 from services.trainer.front.planning import (
+    Packing,
     Planner,
     find_missing,
+    limits_of,
+    packing_of,
     skips_silent_rows,
     weigh_pass,
 )
+from sluice.algo.layout import SequenceLayout
 from sluice.algo.spec import LossSpec
+from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.balance.cost import TransformerShape
-from sluice.balance.planner import PlanLimits
+from sluice.balance.planner import OversizePolicy, PlanLimits
 from tests.unit.trainer.rows import make_batch, make_samples
 
 SHAPE = TransformerShape(
@@ -65,6 +74,37 @@ def test_groups_stay_whole_and_every_selected_row_runs_once(
             assert tokens <= 24
     ran = sorted(row for rank in plan.ranks for part in rank for row in part)
     assert ran == selection.tolist()
+
+
+@pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
+@settings(max_examples=40, deadline=None)
+@given(groups=GROUPS, context=st.sampled_from([1, 2, 4]))
+def test_what_megatron_packs_is_under_the_cap(
+    kind: Any, groups: list[list[int]], context: int
+) -> None:
+    """It repeats the prompt of every row and pads rows to the chunks of zig-zag."""
+    megatron = {"cp_layout": kind} if context > 1 else {}
+    config = TrainerConfig.model_construct(
+        backend="megatron",
+        megatron=MegatronConfig(context=context, **megatron),
+        max_tokens_per_micro_batch=14,
+        oversize_policy=OversizePolicy.ERROR,
+    )
+    limits = limits_of(config, trainer_pb.ParallelLayout(context=context, data=2))
+    planner = Planner(SHAPE, limits, packing_of(config, context))
+    batch = make_batch(make_samples(groups))
+    batch.owners = planner.own(batch.facts)
+    plan = planner.plan(batch, np.arange(batch.row_count))
+    for micro_batch in (part for rank in plan.ranks for part in rank):
+        lengths = tuple(int(batch.facts.lengths[row]) for row in micro_batch)
+        layout = SequenceLayout(kind=kind if context > 1 else "none", lengths=lengths, size=context)
+        assert layout.local_length <= 14
+    ran = sorted(row for rank in plan.ranks for part in rank for row in part)
+    assert ran == list(range(batch.row_count))
+
+
+def test_the_reference_backend_packs_a_prompt_once() -> None:
+    assert packing_of(TrainerConfig.model_construct(backend="reference"), 1) == Packing()
 
 
 def test_an_empty_selection_is_one_dummy_on_every_rank() -> None:

@@ -13,6 +13,8 @@ from services.trainer.config import OptimConfig, TrainerConfig
 from services.trainer.schedule import learning_rate
 from sluice.config import ConfigError, parse_config
 
+MEGATRON: dict[str, Any] = {"backend": "megatron"}
+
 
 def rates(steps: list[int], **optim: Any) -> list[float]:
     config = OptimConfig(learning_rate=1.0, **optim)
@@ -57,6 +59,16 @@ def test_linear_and_cosine_fall_to_the_minimum_and_stay() -> None:
         ({"modle": "x"}, "modle"),
         ({"model": "/no/such/model"}, "model"),
         ({"server": {"host": "0.0.0.0"}}, "server"),
+        ({"megatron": {"tensor": 2}}, "megatron has no effect"),
+        ({**MEGATRON, "autocast": True}, "autocast"),
+        ({**MEGATRON, "publish_dtype": "bfloat16"}, "publish_dtype"),
+        ({**MEGATRON, "megatron": {"sequence_parallel": True}}, "sequence_parallel"),
+        ({**MEGATRON, "megatron": {"virtual_pipeline": 2}}, "virtual_pipeline"),
+        ({**MEGATRON, "megatron": {"cp_layout": "contiguous"}}, "cp_layout"),
+        ({**MEGATRON, "megatron": {"recompute_layers": 2}}, "recompute_layers"),
+        ({**MEGATRON, "megatron": {"tensor": 4, "expert": 2, "expert_tensor": 2}}, "expert_tensor"),
+        # Gradients of experts would silently miss what the other tensor ranks have seen.
+        ({**MEGATRON, "megatron": {"tensor": 2, "expert_tensor": 1}}, "expert_tensor"),
     ],
 )
 def test_wrong_settings_are_named(tmp_path: Path, settings: dict[str, Any], key: str) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
-from services.trainer.config import TrainerConfig
 from services.trainer.errors import (
     CheckpointMismatchError,
     GradientsIncompleteError,
@@ -17,87 +18,18 @@ from services.trainer.errors import (
     RankLostError,
     SkippedTooOftenError,
 )
-from services.trainer.front.passes import GradientsRequest
-from services.trainer.front.trainer import Trainer
-from services.trainer.front.worker_service import WorkerServer
-from sluice.algo.spec import LossSpec
+from services.trainer.servicer import TrainerServicer
 from sluice.api.common.v1 import wait_service_pb2
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
-from sluice.config import parse_config
+from sluice.balance.planner import Plan, PlanLimits, PlanRows, plan_micro_batches
 from sluice.runtime.errors import LoadingError, NotFoundError, QueueFullError
-from sluice.runtime.waits import Waits
-from tests.unit.trainer.ranks import ScriptedRank, ranks_config, until
+from sluice.runtime.operations import Operations
+from sluice.runtime.wire import sample_to_proto
+from sluice.samples.blobs import BlobReference, BlobStore
+from tests.unit.trainer.ranks import until
 from tests.unit.trainer.rows import make_samples
-
-MODEL = {
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "vocab_size": 50,
-    "intermediate_size": 32,
-}
-SFT = LossSpec(name="sft")
-Script = Callable[[str], Awaitable[pb.CommandResult]]
-
-
-class Stage:
-    """A trainer of one scripted rank. `script` answers by the name of the command."""
-
-    def __init__(self, path: Path) -> None:
-        (path / "config.json").write_text(json.dumps(MODEL))
-        values = {
-            "model": str(path),
-            "store": str(path / "store"),
-            "durable": False,
-            "optim": {"max_consecutive_skips": 2},
-            "max_batches": 2,
-            "max_waiting_calls": 3,
-            "ranks": ranks_config(count=1, max_restarts=3),
-        }
-        self.config = parse_config(TrainerConfig, values)
-        self.waits = Waits()
-        self.trainer = Trainer(self.config, self.waits)
-        self.server = WorkerServer(self.config, self.trainer.ranks)
-        self.commands: list[str] = []
-        self.script: Script = self.succeed
-        self.rank: ScriptedRank | None = None
-
-    async def succeed(self, name: str) -> pb.CommandResult:
-        return pb.CommandResult()
-
-    async def connect(self) -> None:
-        self.rank = ScriptedRank(self.server.address, 0, 1, answer=self._answer)
-        await until(lambda: self.trainer.ranks.state == trainer_pb.Trainer.STATE_ACTIVE)
-
-    async def upload(self, batch_id: str = "b") -> str:
-        upload = self.trainer.begin_upload()
-        for sample in make_samples([[3, 4], [5]]):
-            upload.add_sample(sample)
-        return (await self.trainer.upload(batch_id, upload.finish(), 3)).name
-
-    def request(self, part_id: str, step: int = 0) -> GradientsRequest:
-        return GradientsRequest(part_id, f"body of {part_id}", step, SFT, ())
-
-    async def _answer(self, command: pb.FollowResponse) -> pb.CommandResult:
-        name = command.WhichOneof("command") or ""
-        self.commands.append(name)
-        return await self.script(name)
-
-
-@pytest.fixture
-async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
-    stage = Stage(tmp_path)
-    await stage.server.start()
-    starting = asyncio.create_task(stage.trainer.start(stage.server.address))
-    await until(lambda: stage.trainer.ranks._generation is not None)
-    await stage.connect()
-    await starting
-    yield stage
-    assert stage.rank is not None
-    await stage.rank.leave()
-    await stage.trainer.close()
-    await stage.server.close()
+from tests.unit.trainer.stage import Stage
 
 
 async def test_a_pass_that_fails_poisons_the_gradients(stage: Stage) -> None:
@@ -301,6 +233,61 @@ async def test_pins_of_a_former_life_are_dropped_at_the_start(tmp_path: Path) ->
     await asyncio.gather(starting, return_exceptions=True)
     await stage.trainer.close()
     await stage.server.close()
+
+
+async def test_rows_are_not_judged_before_the_ranks_are_known(tmp_path: Path) -> None:
+    """How long a row may be depends on them: it would be refused as too long, for good."""
+    with pytest.raises(LoadingError):
+        Stage(tmp_path).trainer.begin_upload()
+
+
+class NotingStore(BlobStore):
+    """Notes which threads wrote."""
+
+    writers: ClassVar[set[int]] = set()
+
+    def put(self, data: bytes) -> BlobReference:
+        self.writers.add(threading.get_ident())
+        return super().put(data)
+
+
+async def test_uploads_are_written_off_the_event_loop(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a slow disk takes them, heartbeats are heard and health is answered."""
+    monkeypatch.setattr("services.trainer.front.uploads.SPOOL_ROWS", 2)
+    stage.trainer.blobs = NotingStore(stage.config.store, sync=False)
+
+    async def messages() -> AsyncIterator[trainer_pb.UploadBatchRequest]:
+        header = trainer_pb.BatchHeader(batch_id="b", sample_count=3)
+        yield trainer_pb.UploadBatchRequest(header=header)
+        for sample in make_samples([[3, 4], [5]]):
+            yield trainer_pb.UploadBatchRequest(sample=sample_to_proto(sample))
+
+    servicer = TrainerServicer(stage.trainer, Operations())
+    answer = await servicer.UploadBatch(messages(), None)
+    assert answer.sample_count == 3
+    assert len(stage.trainer.state.batches.get("batches/b").stored) == 2
+    assert stage.trainer.blobs.writers
+    assert threading.get_ident() not in stage.trainer.blobs.writers
+
+
+async def test_passes_are_planned_off_the_event_loop(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planners: set[int] = set()
+
+    def noting(rows: PlanRows, limits: PlanLimits) -> Plan:
+        planners.add(threading.get_ident())
+        return plan_micro_batches(rows, limits)
+
+    monkeypatch.setattr("services.trainer.front.planning.plan_micro_batches", noting)
+    batch = await stage.upload()
+    await stage.trainer.compute_logprobs(batch, 1, 1.0)
+    await stage.trainer.compute_values(batch)
+    await stage.trainer.forward_backward(batch, stage.request("a"))
+    assert planners
+    assert threading.get_ident() not in planners
 
 
 async def test_batches_beyond_the_limit_are_refused_until_one_is_deleted(stage: Stage) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -16,12 +16,12 @@ upstream.load()  # before anything below imports Megatron
 from megatron.core import parallel_state  # noqa: E402
 
 from services.trainer.backend import (  # noqa: E402
+    CriticBackend,
     Mesh,
     MicroBatch,
     ModelName,
     PassSums,
     StepOutcome,
-    TrainingBackend,
 )
 from services.trainer.backends.megatron import parallel  # noqa: E402
 from services.trainer.backends.megatron.batch import PackedBatch, check_tokens, pack_batch  # noqa: E402
@@ -38,12 +38,14 @@ from services.trainer.backends.megatron.stepping import Stepper  # noqa: E402
 from services.trainer.config import TrainerConfig  # noqa: E402
 from sluice import platform  # noqa: E402
 from sluice.algo.spec import LossSpec  # noqa: E402
+from sluice.weights.shards import write_shard  # noqa: E402
 from sluice.weights.store import ShardFile  # noqa: E402
+from sluice.weights.writer import ShardWrite  # noqa: E402
 
 SAVE_SECONDS = 1800.0  # that the files of a checkpoint may take
 
 
-class MegatronBackend(TrainingBackend):
+class MegatronBackend(CriticBackend):
     """One rank. The default process group must exist; every method is collective."""
 
     def __init__(self, config: TrainerConfig, mesh: Mesh) -> None:
@@ -53,7 +55,9 @@ class MegatronBackend(TrainingBackend):
         platform.current().set_device(int(os.environ.get("LOCAL_RANK", "0")))
         self._device = current_device()
         parallel.start(self._layout, seed=config.seed)
-        self._policy = create_policy(Path(config.model), self._layout, device=self._device)
+        self._policy = create_policy(
+            Path(config.model), self._layout, device=self._device, head=config.head
+        )
         self._stepper = Stepper(self._policy, self._layout, config.optim)
         self._replay = _create_replay(self._policy, self._layout)
         self._passes = Passes(
@@ -66,6 +70,11 @@ class MegatronBackend(TrainingBackend):
         batches = self._pack(micro_batches)
         passes = self._passes if model == "policy" else self._reference
         scored = passes.score(batches, temperature=temperature)
+        return share_responses(batches, scored, self._device)
+
+    def compute_values(self, micro_batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
+        batches = self._pack(micro_batches)
+        scored = self._passes.score(batches, temperature=1.0)  # values have none
         return share_responses(batches, scored, self._device)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: LossSpec) -> PassSums:
@@ -107,13 +116,13 @@ class MegatronBackend(TrainingBackend):
         load(self._policy, self._stepper, self._layout, directory)
         self._stepper.clear()
 
-    def write_shards(self, directory: Path) -> list[ShardFile]:
+    def write_shards(self, directory: Path, write: ShardWrite | None = None) -> list[ShardFile]:
         return write_shards(
             self._policy.tensors,
             directory,
             rank=self.mesh.rank,
             max_bytes=self._layout.max_shard_bytes,
-            sync=self._config.durable,
+            write=write or partial(write_shard, sync=self._config.durable),
         )
 
     def close(self) -> None:

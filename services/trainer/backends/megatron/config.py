@@ -13,7 +13,7 @@ class MegatronConfig(BaseModel):
     tensor, pipeline, context: as in Megatron; what the product leaves over of the world is data
     parallelism. virtual_pipeline: model chunks per pipeline stage. expert: ranks over which the
     experts of a layer are spread, taken from the context and data ranks; expert_tensor: tensor
-    parallelism inside an expert (0 = as `tensor`).
+    parallelism inside an expert (0 = as `tensor`; 1 needs more than one expert rank).
     cp_layout: zigzag gives rank r chunks r and 2*size-1-r of every sequence, which evens out
     causal attention; contiguous cuts the whole pack into equal runs, as sparse attention needs.
     """
@@ -56,8 +56,14 @@ class MegatronConfig(BaseModel):
             raise ValueError("sequence_parallel has no effect with tensor 1; leave it out")
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise ValueError("virtual_pipeline has no effect with pipeline 1; leave it out")
+        if self.cp_layout != "zigzag" and self.context == 1:
+            raise ValueError("cp_layout has no effect with context 1; leave it out")
         if self.recompute != "full" and self.recompute_layers != 1:
             raise ValueError("recompute_layers has no effect unless recompute is full")
         if self.expert_tensor and self.expert_tensor not in (1, self.tensor):
             raise ValueError("expert_tensor must be 1 or as tensor")
+        if self.expert == 1 and self.expert_tensor_size != self.tensor:
+            # Megatron then reduces experts like dense weights: over data, not over tensor ranks,
+            # though each of these has sent other tokens through its copy.
+            raise ValueError("expert_tensor 1 with tensor > 1 needs expert > 1")
         return self

@@ -12,8 +12,8 @@ from megatron.core import parallel_state
 from services.trainer.backends.megatron import parallel
 from services.trainer.backends.megatron.loading import LocalTensor
 from sluice.weights.rules import Cut, unpack
-from sluice.weights.shards import write_shard
 from sluice.weights.store import ShardFile
+from sluice.weights.writer import ShardWrite
 
 Reader = Callable[[LocalTensor], torch.Tensor]
 
@@ -44,7 +44,12 @@ def export_tensors(
 
 
 def write_shards(
-    tensors: Sequence[LocalTensor], directory: Path, *, rank: int, max_bytes: int, sync: bool
+    tensors: Sequence[LocalTensor],
+    directory: Path,
+    *,
+    rank: int,
+    max_bytes: int,
+    write: ShardWrite,
 ) -> list[ShardFile]:
     """Write what this rank owns as safetensors files of about `max_bytes` below `directory`."""
     files: list[ShardFile] = []
@@ -52,7 +57,7 @@ def write_shards(
 
     def flush() -> None:
         name = f"model-{rank:05d}-{len(files):05d}.safetensors"
-        files.append(write_shard(directory, name, waiting, sync=sync))
+        files.append(write(directory, name, waiting))
         waiting.clear()
 
     for made in export_tensors(tensors):

@@ -21,6 +21,9 @@ from sluice.weights.checkpoint import shard_paths
 from sluice.weights.errors import DuplicateTensorError
 from sluice.weights.rules import Binding, Cut, Slice, pack, rule_name, source_slices
 
+NEW_HEAD = {"score.weight", "score.bias"}  # zero where a checkpoint is a language model's
+LANGUAGE_HEAD = "lm_head.weight"
+
 
 class TiedTensorError(ValueError):
     """A checkpoint holds two different values for one tied tensor."""
@@ -102,9 +105,13 @@ def load_hf(
     """
     with HfCheckpoint(directory) as checkpoint:
         available = checkpoint.shapes()
-        source.weights.check_hf(available)
+        new_head = source.value_head and not NEW_HEAD & available.keys()
+        source.weights.check_hf(_as_critic(source, available) if new_head else available)
         for tensor in tensors:
             binding = tensor.binding
+            if new_head and {part.name for part in binding.sources} <= NEW_HEAD:
+                tensor.parameter.zero_()
+                continue
             partition = parallel.partition(
                 expert=binding.expert is not None, padded_vocab=padded_vocab
             )
@@ -115,6 +122,14 @@ def load_hf(
                     _check_copy(checkpoint, slices[0], copy.name, parts[0])
             tensor.parameter.copy_(pack(binding, parts, partition))
         return checkpoint.bytes_read
+
+
+def _as_critic(
+    source: ModelSource, available: dict[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """A language model's tensors, with a value head in place of its output."""
+    head = {name: shape for name, shape in source.weights.hf_tensors().items() if name in NEW_HEAD}
+    return {name: shape for name, shape in available.items() if name != LANGUAGE_HEAD} | head
 
 
 def _check_copy(checkpoint: HfCheckpoint, part: Slice, name: str, expected: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from services.trainer.backends.megatron import upstream
 from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.backends.megatron.device import on_cpu
 from services.trainer.backends.megatron.layout import LayoutError
+from services.trainer.config import Head
 from sluice.weights.rules import ModelShape, WeightMap, family_of, padded_rows, read_shape
 
 DTYPES = {
@@ -23,6 +24,7 @@ DTYPES = {
     "float16": torch.float16,
 }
 CRITIC = "ForTokenClassification"
+FAMILIES = {"llama", "qwen2", "qwen3", "qwen3_moe"}  # whose layers this backend builds
 
 
 class UnsupportedModelError(ValueError):
@@ -55,22 +57,24 @@ class ModelSource:
         return padded_rows(self.shape.vocab, multiple=config.vocab_multiple, size=config.tensor)
 
 
-def read_model(directory: Path) -> ModelSource:
-    """Read `config.json` below `directory`; a token classifier of one label is a critic.
+def read_model(directory: Path, head: Head = "policy") -> ModelSource:
+    """Read `config.json` below `directory`; a token classifier of one label is a critic anyway.
 
     Raises UnknownArchitectureError, InvalidCheckpointError or UnsupportedModelError.
     """
     config = json.loads((directory / "config.json").read_bytes())
     family = family_of(config)
+    if family.name not in FAMILIES:
+        raise UnsupportedModelError(f"models of family {family.name!r} are converted, not trained")
     hf_config = AutoConfig.from_pretrained(directory)
     if hf_config.hidden_act != "silu":
         raise UnsupportedModelError(f"hidden_act {hf_config.hidden_act!r} is not silu")
     if getattr(hf_config, "use_sliding_window", False):
         raise UnsupportedModelError("sliding-window attention is not supported")
-    value_head = config["architectures"][0].endswith(CRITIC)
-    if value_head and hf_config.num_labels != 1:
+    is_critic = config["architectures"][0].endswith(CRITIC)
+    if is_critic and hf_config.num_labels != 1:
         raise UnsupportedModelError(f"a critic has 1 label, not {hf_config.num_labels}")
-    shape = read_shape(family, config, value_head=value_head)
+    shape = read_shape(family, config, value_head=is_critic or head == "value")
     return ModelSource(directory=directory, hf_config=hf_config, weights=WeightMap(family, shape))
 
 

@@ -25,6 +25,7 @@ from services.trainer.backends.megatron.model_config import (
 )
 from services.trainer.backends.megatron.provider import ModelRequest, build_model
 from services.trainer.backends.megatron.rotary import PositionRotary
+from services.trainer.config import Head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +47,15 @@ def create_policy(
     config: MegatronConfig,
     *,
     device: torch.device,
+    head: Head = "policy",
     trained: bool = True,
 ) -> Policy:
     """Build this rank's chunks and load the HF checkpoint in `directory` into them.
 
+    `head` value: a critic, also of a language model's checkpoint, whose head then starts at zero.
     `trained`: wrap them for gradients. Collective over the model-parallel groups.
     """
-    source = read_model(directory)
+    source = read_model(directory, head)
     rotary = PositionRotary(source.hf_config, device)
     scale = rotary.attention_scaling**2 * source.shape.head_dim**-0.5
     core = transformer_config(source, config, softmax_scale=scale)
@@ -61,7 +64,7 @@ def create_policy(
     tensors = tuple(local_tensors(models, source, core))
     bytes_read = load_hf(tensors, source, directory, padded_vocab=padded)
     last = models[-1] if parallel_state.is_pipeline_last_stage() else None
-    head = OutputHead(last, vocab=source.shape.vocab) if last is not None else None
+    output = OutputHead(last, vocab=source.shape.vocab) if last is not None else None
     chunks: list[Any] = list(models)
     if core.bf16 or core.fp16:
         chunks = [Float16Module(core, chunk) for chunk in chunks]
@@ -73,7 +76,7 @@ def create_policy(
         chunks=chunks,
         models=models,
         tensors=tensors,
-        head=head,
+        head=output,
         padded_vocab=padded,
         bytes_read=bytes_read,
     )

@@ -24,13 +24,10 @@ from services.trainer.backends.megatron.batch import PackedBatch
 from services.trainer.backends.megatron.device import any_rank
 from services.trainer.backends.megatron.model_config import ModelSource
 from services.trainer.backends.megatron.value_head import find_decoder
+from services.trainer.errors import RoutingMissingError
 
 Mode = Literal["recorded", "rollout"]
 Purpose = Literal["score", "train"]
-
-
-class RoutingMissingError(ValueError):
-    """A row has no routed experts, or has them for other tokens or layers."""
 
 
 @dataclass(frozen=True)

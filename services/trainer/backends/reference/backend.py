@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +28,9 @@ from sluice.algo.inputs import pack_rows
 from sluice.algo.logprobs import EntropyMode
 from sluice.algo.losses import compute_loss
 from sluice.algo.spec import LossSpec
+from sluice.weights.shards import write_shard
 from sluice.weights.store import ShardFile
+from sluice.weights.writer import ShardWrite
 
 
 class ReferenceBackend(CriticBackend):
@@ -104,11 +107,10 @@ class ReferenceBackend(CriticBackend):
     def load_checkpoint(self, directory: Path) -> None:
         storage.load(directory, self._policy.model, self._optimizer, self.mesh)
 
-    def write_shards(self, directory: Path) -> list[ShardFile]:
+    def write_shards(self, directory: Path, write: ShardWrite | None = None) -> list[ShardFile]:
         dtype = getattr(torch, self._config.publish_dtype)
-        return storage.write_shards(
-            directory, self._policy.model, self.mesh, dtype=dtype, sync=self._config.durable
-        )
+        write = write or partial(write_shard, sync=self._config.durable)
+        return storage.write_shards(directory, self._policy.model, self.mesh, dtype, write)
 
     def close(self) -> None:
         self._reference = None

@@ -61,6 +61,9 @@ class ScoredModel:
             if "score.weight" in loading["missing_keys"]:
                 for parameter in model.score.parameters():
                     torch.nn.init.zeros_(parameter)
+        # transformers gives this token's embedding no gradient; here nothing is padded, so it is
+        # part of a sample, or even the token that ends one
+        model.get_input_embeddings().padding_idx = None
         return cls(model.to(device).eval(), device)
 
     def value(self, rows: MicroBatch) -> torch.Tensor:

@@ -13,8 +13,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from services.trainer.backend import Mesh
 from services.trainer.backends.reference.optimizer import FlatOptimizer
-from sluice.weights.shards import write_shard
 from sluice.weights.store import ShardFile
+from sluice.weights.writer import ShardWrite
 
 MODEL_FILE, OPTIMIZER_FILE = "policy.safetensors", "optimizer.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -56,7 +56,7 @@ def load(directory: Path, model: torch.nn.Module, optimizer: FlatOptimizer, mesh
 
 
 def write_shards(
-    directory: Path, model: PreTrainedModel, mesh: Mesh, *, dtype: torch.dtype, sync: bool
+    directory: Path, model: PreTrainedModel, mesh: Mesh, dtype: torch.dtype, write: ShardWrite
 ) -> list[ShardFile]:
     """This rank's share of the tensors, as HF names them, in one file."""
     tensors = published_tensors(model)
@@ -68,7 +68,7 @@ def write_shards(
         for name, tensor in share.items()
     }
     file_name = f"model-{mesh.data_rank + 1:05d}-of-{mesh.data_size:05d}.safetensors"
-    return [write_shard(directory, file_name, cast, sync=sync)]
+    return [write(directory, file_name, cast)]
 
 
 def published_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -1,0 +1,46 @@
+"""Why a model cannot be loaded reaches the clients, whatever library says it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.service.trainer.harness import FAILED, running_trainer, until
+
+MEGATRON = {"backend": "megatron", "megatron": {"dtype": "float32"}}
+REPLAY = {"backend": "megatron", "megatron": {"routing_replay": "rollout"}}  # of no experts
+
+
+def damage(model: Path) -> None:
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def rename_architecture(model: Path) -> None:
+    config = model / "config.json"
+    document = json.loads(config.read_text())
+    config.write_text(json.dumps({**document, "architectures": ["Qwen9ForCausalLM"]}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "settings", "reason"),
+    [
+        pytest.param(damage, {}, "SafetensorError", id="damaged"),
+        pytest.param(lambda model: None, REPLAY, "LayoutError", id="replay-without-experts"),
+        pytest.param(rename_architecture, MEGATRON, "UnknownArchitectureError", id="unknown"),
+    ],
+)
+async def test_a_model_that_no_rank_can_load_says_why(
+    spoil: Any, settings: dict[str, Any], reason: str, model: Path, tmp_path: Path
+) -> None:
+    spoiled = Path(shutil.copytree(model, tmp_path / "model"))
+    spoil(spoiled)
+    with running_trainer(tmp_path / "trainer", spoiled, **settings) as running:
+        async with running.client() as client:
+            failed = await until(client, lambda now: now.state == FAILED)
+            assert failed.failure.startswith(f"rank 0: {reason}: ")
+            assert failed.restart_count == 0
