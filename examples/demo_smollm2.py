@@ -11,16 +11,16 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
-from examples.measured import Cost, measured_run
+from examples.measured import Cost, empty_directory, measured_run
 from examples.models.smollm2 import ensure_smollm2
 from sluice import logs
 from sluice.cli import exit_code
 from sluice.config import parse_config
+from sluice.durable import DirectoryError
 from sluice.loop.config import RunConfig
 from sluice.supervise import UpConfig
 
@@ -53,11 +53,15 @@ def compare_task(run_dir: Path, seed: int) -> dict[str, Any]:
         "environment": {"name": "prompts", "settings": {"reward": "exact_match"}},
         "sampling": {"max_new_tokens": 6},
         "evaluation": {
-            "prompts": {
-                "file": write_rows(run_dir / "held_out.jsonl", 999, HELD_OUT),
-                "shuffle": False,
-            },
-            "groups": HELD_OUT,
+            "datasets": {
+                "held_out": {
+                    "prompts": {
+                        "file": write_rows(run_dir / "held_out.jsonl", 999, HELD_OUT),
+                        "shuffle": False,
+                    },
+                    "groups": HELD_OUT,
+                }
+            }
         },
     }
 
@@ -84,9 +88,13 @@ def chain_sum_task(run_dir: Path, seed: int) -> dict[str, Any]:
         "environment": environment(seed),
         "sampling": {"max_new_tokens": 5},
         "evaluation": {
-            "prompts": {"index_count": HELD_OUT, "shuffle": False},
-            "environment": environment(10**6 + 7),
-            "groups": HELD_OUT,
+            "datasets": {
+                "held_out": {
+                    "prompts": {"index_count": HELD_OUT, "shuffle": False},
+                    "environment": environment(10**6 + 7),
+                    "groups": HELD_OUT,
+                }
+            }
         },
     }
 
@@ -141,9 +149,10 @@ def main() -> int:
     parser.add_argument("--target", type=float, default=0.8, help="exit 1 below this score")
     flags = parser.parse_args()
     logs.configure("WARNING")
-    run_dir = (flags.run_dir or Path(f"runs/smollm2-{flags.task}")).absolute()
-    shutil.rmtree(run_dir, ignore_errors=True)
-    run_dir.mkdir(parents=True)
+    try:
+        run_dir = empty_directory(flags.run_dir or Path(f"runs/smollm2-{flags.task}"))
+    except DirectoryError as error:
+        parser.error(str(error))
     model = ensure_smollm2()
     cost = Cost()
     if code := exit_code(

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-import asyncio
+import argparse
 import sys
 from pathlib import Path
 
 from sluice.api.router.v1 import router_service_pb2 as router_pb
+from sluice.cli import exit_code
 from sluice.client import EngineClient, RouterClient
 from sluice.supervise import read_services
 
@@ -31,4 +32,8 @@ async def main(services: Path, text: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), sys.argv[2]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("services", type=Path, help="services.json of `sluice up`")
+    parser.add_argument("text", help='the prompt, as "1234="')
+    flags = parser.parse_args()
+    sys.exit(exit_code(main(flags.services, flags.text)))

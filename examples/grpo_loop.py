@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import argparse
 import json
 import random
 import sys
@@ -18,6 +18,7 @@ from google.protobuf.struct_pb2 import Struct
 from sluice.algo.spec import AdvantageSpec, LossSpec
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2 as router_pb
+from sluice.cli import exit_code
 from sluice.client import (
     EngineClient,
     RolloutClient,
@@ -78,7 +79,8 @@ async def one_step(
     return sum(rewards) / len(rewards)
 
 
-async def main(addresses: dict[str, str], rows: list[dict[str, str]], steps: int) -> None:
+async def main(services: Path, rows: list[dict[str, str]], steps: int) -> None:
+    addresses = read_services(services)
     async with RouterClient(addresses["router"]) as router:
         (engine_entry,) = await router.list_engines(router_pb.ROLE_ENGINE)
         (worker_entry,) = await router.list_engines(router_pb.ROLE_EPISODES)
@@ -95,7 +97,10 @@ async def main(addresses: dict[str, str], rows: list[dict[str, str]], steps: int
 
 
 if __name__ == "__main__":
-    count = int(sys.argv[3]) if len(sys.argv) > 3 else 100
-    lines = Path(sys.argv[2]).read_text().splitlines()
-    addresses = read_services(Path(sys.argv[1]))
-    asyncio.run(main(addresses, [json.loads(line) for line in lines], count))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("services", type=Path, help="services.json of `sluice up`")
+    parser.add_argument("rows", type=argparse.FileType(), help="JSONL of `prompt` and `answer`")
+    parser.add_argument("steps", type=int, nargs="?", default=100)
+    flags = parser.parse_args()
+    lines = [json.loads(line) for line in flags.rows]
+    sys.exit(exit_code(main(flags.services, lines, flags.steps)))

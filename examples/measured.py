@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from sluice.cli import run_training, supervised
+from sluice.durable import DirectoryError, owned
 from sluice.loop.config import RunConfig
 from sluice.loop.report import read_metrics
 from sluice.loop.run import Run
 from sluice.supervise import Supervisor, UpConfig
+
+
+def empty_directory(run_dir: Path) -> Path:
+    """`run_dir`, absolute and emptied of an earlier run.
+
+    Raises DirectoryError for one that holds anything else, or whose services still run.
+    """
+    run_dir = run_dir.absolute()
+    mark = run_dir / "services"  # every run with services of its own has it
+    if run_dir.exists() and not mark.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        raise DirectoryError(f"--run-dir: {run_dir} holds no earlier run; it would be emptied")
+    with owned(run_dir, "up"):
+        shutil.rmtree(run_dir)
+        mark.mkdir(parents=True)
+    return run_dir
 
 
 @dataclass

@@ -10,9 +10,11 @@ import resource
 import signal
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import psutil
 import yaml
@@ -20,18 +22,19 @@ from pydantic import Field, model_validator
 
 from sluice import faults, platform
 from sluice.config import RESERVED_ENV, Config, ConfigError, ProcessConfig
+from sluice.durable import owned
 from sluice.readiness import TRAINER_SERVICE, is_serving, registered_addresses
 from sluice.runtime.security import SecurityConfig
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["router", "trainer", "rollout"]
-START_ORDER: tuple[Kind, ...] = ("router", "trainer", "rollout")
+Kind = Literal["router", "converter", "trainer", "rollout"]
+START_ORDER: tuple[Kind, ...] = ("router", "converter", "trainer", "rollout")
 LASTING_SECONDS = 30.0  # a process that served for so long is not failing in a row
 
 
 class ServiceEntry(Config):
-    """One process. `config` is the service's own; ports, store and router are filled in.
+    """One process. `config` is the service's own; name, ports, store and router are filled in.
 
     `devices`: accelerators of this machine that it sees, shared out evenly among replicas; empty
     is all of them.
@@ -61,10 +64,12 @@ class UpConfig(ProcessConfig):
 
     run_dir: Path
     services: dict[str, ServiceEntry]
-    security: SecurityConfig = SecurityConfig()  # of every service that names none of its own
+    security: SecurityConfig = Field(
+        SecurityConfig(), description="Of every service that names none of its own."
+    )
     start_timeout_seconds: float = Field(180, gt=0)
     stop_timeout_seconds: float = Field(40, gt=0)
-    restarts: int = Field(20, ge=0)  # of one process in a row, before it is given up
+    restarts: int = Field(20, ge=0, description="Of one process in a row, before it is given up.")
 
 
 class ServiceDiedError(Exception):
@@ -90,8 +95,6 @@ class Supervisor:
     def __init__(self, config: UpConfig) -> None:
         self.config = config
         self.run_dir = config.run_dir.absolute()
-        (self.run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        (self.run_dir / "services").mkdir(exist_ok=True)
         self._services = [
             self._service(name, entry, replica)
             for kind in START_ORDER
@@ -99,6 +102,7 @@ class Supervisor:
             if entry.kind == kind
             for replica in range(entry.replicas)
         ]
+        self._claim = ExitStack()  # of the directory, from start to stop
         self._ended_before = _ended_children_seconds()
 
     @property
@@ -117,7 +121,14 @@ class Supervisor:
         )
 
     async def start(self) -> None:
-        """Start all, the router first. Raises ServiceDiedError; then all are stopped again."""
+        """Start all, the router first. Raises ServiceDiedError; then all are stopped again.
+
+        Raises DirectoryError where another supervisor has the directory.
+        """
+        self._claim.enter_context(owned(self.run_dir, "up"))
+        (self.run_dir / "logs").mkdir(exist_ok=True)
+        (self.run_dir / "services").mkdir(exist_ok=True)
+        self.services_file.unlink(missing_ok=True)  # of a supervisor that was killed
         try:
             for kind in START_ORDER:
                 starting = [service for service in self._services if service.kind == kind]
@@ -141,6 +152,7 @@ class Supervisor:
         for service in reversed(self._services):
             await self._end(service)
         self.services_file.unlink(missing_ok=True)
+        self._claim.close()
 
     def cpu_seconds(self) -> float:
         """Processor time of this process and of all services with their children, so far."""
@@ -188,13 +200,28 @@ class Supervisor:
         if service.addresses:  # a restart keeps the ports that others know
             server["port"] = int(service.addresses["address"].rpartition(":")[2])
             server["metrics_port"] = int(service.addresses["metrics_address"].rpartition(":")[2])
+        if url := service.addresses.get("openai_url"):
+            config["openai"] = {**config["openai"], "port": urlsplit(url).port}
         config["server"] = server
-        if service.kind != "router":
+        if service.kind in ("trainer", "rollout"):
             config.setdefault("store", str(self.run_dir / "store"))
+        if service.kind == "converter":
+            config.setdefault("roots", [str(self.run_dir)])
+        if service.kind == "trainer":
+            config.setdefault("name", service.name)
         if service.kind == "rollout":
             config.setdefault("router", self._router_address())
+            if weights := self._policy_weights():
+                config.setdefault("weights", weights)
             config.setdefault("engine_id", service.name)
         return config
+
+    def _policy_weights(self) -> str:
+        """Where the trainer of the policy puts versions of weights, if not in the store."""
+        for service in self._services:
+            if service.kind == "trainer" and service.config.get("head", "policy") == "policy":
+                return str(service.config.get("weights", ""))
+        return ""
 
     def _router_address(self) -> str:
         for service in self._services:
@@ -220,7 +247,7 @@ class Supervisor:
     async def _ready(self) -> None:
         """Wait until every trainer is ready and the router knows every rollout process."""
         deadline = time.monotonic() + self.config.start_timeout_seconds
-        waiting = [service for service in self._services if service.kind != "router"]
+        waiting = [s for s in self._services if s.kind in ("trainer", "rollout")]
         while waiting:
             for service in waiting:
                 assert service.process is not None
@@ -290,6 +317,7 @@ class Supervisor:
             service.name: {
                 "kind": service.kind,
                 "store": str(service.config.get("store", self.run_dir / "store")),
+                **({"weights": self._policy_weights()} if service.kind == "trainer" else {}),
                 **service.addresses,
             }
             for service in self._services
@@ -299,23 +327,48 @@ class Supervisor:
         partial.rename(self.services_file)
 
 
+def address_of(path: Path, name: str) -> str:
+    """Address in a services.json of a service, or of the only one of a kind."""
+    addresses = read_services(path)
+    if name not in addresses:
+        raise ConfigError(
+            f"services: {path} has no {name}, or several; known: {', '.join(sorted(addresses))}"
+        )
+    return addresses[name]
+
+
 def read_services(path: Path) -> dict[str, str]:
-    """Addresses of the trainer and the router in a services.json."""
-    return {entry["kind"]: entry["address"] for entry in _read_entries(path)}
+    """Addresses in a services.json by name, and by kind where one entry is of it."""
+    entries = _read_entries(path)
+    kinds = [entry["kind"] for entry in entries.values()]
+    single = {e["kind"]: e["address"] for e in entries.values() if kinds.count(e["kind"]) == 1}
+    return single | {name: entry["address"] for name, entry in entries.items()}
 
 
 def read_store(path: Path) -> Path:
     """The shared store of the trainer in a services.json."""
-    (store,) = {entry["store"] for entry in _read_entries(path) if entry["kind"] == "trainer"}
-    return Path(store)
+    stores = {
+        entry["store"] for entry in _read_entries(path).values() if entry["kind"] == "trainer"
+    }
+    if len(stores) != 1:
+        raise ConfigError(f"store: the trainers of {path} have {len(stores)}; name one")
+    return Path(stores.pop())
 
 
-def _read_entries(path: Path) -> list[dict[str, Any]]:
+def read_weights(path: Path) -> str:
+    """Where versions of weights are by a services.json; empty: in the store."""
+    entries = _read_entries(path).values()
+    return next((str(e.get("weights", "")) for e in entries if e["kind"] == "trainer"), "")
+
+
+def _read_entries(path: Path) -> dict[str, dict[str, Any]]:
     try:
         services: dict[str, dict[str, Any]] = json.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"services: {path} does not exist; is `sluice up` running?") from None
-    return list(services.values())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"services: {path} is not a services.json: {error}") from None
+    return services
 
 
 def _ended_children_seconds() -> float:

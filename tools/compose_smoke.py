@@ -34,9 +34,12 @@ INSTANCES = {
     "trainer": ["trainer:9100"],
     "rollout": ["rollout-0:9100", "rollout-1:9100"],
     "router": ["router:9100"],
+    "converter": ["converter:9100"],
 }
 INSTANCES[""] = [instance for service in INSTANCES.values() for instance in service]
-KILLS = ["trainer", "loop", "rollout-1", "router", "rollout-0", "prometheus"]  # the loop early
+SERVERS = ["trainer", "rollout-0", "rollout-1", "router", "converter"]
+# the loop early
+KILLS = ["trainer", "loop", "rollout-1", "router", "rollout-0", "converter", "prometheus"]
 MOVED = [  # a run leaves none of these at 0
     "sluice_rpc_duration_seconds_count",
     "sluice_trainer_step_number",
@@ -83,7 +86,7 @@ def free_port() -> int:
 def create_project() -> Project:
     environment = {key: value for key, value in os.environ.items() if "SLUICE" not in key}
     environment.pop("TOKEN_FILE", None)
-    for name in ("ROUTER_PORT", "TRAINER_PORT", "PROMETHEUS_PORT"):
+    for name in ("ROUTER_PORT", "TRAINER_PORT", "CONVERTER_PORT", "PROMETHEUS_PORT"):
         environment[name] = str(free_port())
     wheels = environment.get("WHEELS_DIR") or wheels_directory()
     if wheels is not None:
@@ -95,7 +98,7 @@ def create_project() -> Project:
 def check_images(project: Project) -> None:
     """The router's image has no torch, and nobody is root or stays down."""
     run(["docker", "run", "--rm", "--network=none", ROUTER_IMAGE, "python", "-c", NO_TORCH])
-    for service in ("router", "trainer", "rollout-0", "rollout-1", "prometheus"):
+    for service in (*SERVERS, "prometheus"):
         container = project.container(service)
         if container.user in ("", "0", "root") or container.restart_policy == "no":
             raise ComposeError(f"{service} runs as {container.user!r} and stays down once ended")
@@ -184,9 +187,9 @@ def check_metrics(project: Project) -> int:
 
 def secure(project: Project, directory: Path) -> SecurityConfig:
     """Certificates and a token for the overlay; the credentials of a client on this host."""
-    authority, names = Authority(), ["router", "trainer", "rollout-0", "rollout-1", "loop"]
+    authority = Authority()
     ca = authority.write(directory / "ca.pem")
-    for name in [*names, "prometheus", "host"]:
+    for name in [*SERVERS, "loop", "prometheus", "host"]:
         _, key = authority.issue(directory, name)
         key.chmod(0o644)  # the users of the containers are not ours
     token = directory / "token"
@@ -254,7 +257,7 @@ def main() -> int:
     try:
         line = smoke(project)
     except ComposeError as error:
-        for service in ("router", "trainer", "rollout-0", "rollout-1", "loop", "prometheus"):
+        for service in (*SERVERS, "loop", "prometheus"):
             print(f"--- {service}\n{project.logs(service)}", file=sys.stderr)
         print(f"compose-smoke: {error}", file=sys.stderr)
         return 1

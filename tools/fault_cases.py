@@ -6,7 +6,16 @@ done and its answer unsent, or `reply.<Method>`: only the answer is lost.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+# Settings of a run, by schedule. Only the first one's weights can be compared.
+SCHEDULES: Mapping[str, Mapping[str, Any]] = {
+    "sync": {},
+    "asynchronous": {"deterministic": False, "max_staleness": 3},
+    "over-sampled": {"deterministic": False, "over_sampling": 1.5},
+}
 
 
 @dataclass(frozen=True)
@@ -16,6 +25,7 @@ class Fault:
     process: str
     name: str
     passing: int = 1
+    schedule: str = "sync"
 
     @property
     def is_kill(self) -> bool:
@@ -69,6 +79,15 @@ KILLS = (
     Fault("router", "done.AcquireLeases", 3),
     Fault("router", "done.RegisterEngine", 4),
 )
+SCHEDULED = (
+    Fault("loop", "generated", 14, "asynchronous"),
+    Fault("loop", "consumed", 4, "asynchronous"),
+    Fault("trainer", "rank0.step", 3, "asynchronous"),
+    Fault("engine-0", "engine.swapped", 3, "asynchronous"),
+    Fault("episodes", "journal.recorded", 4, "asynchronous"),
+    Fault("loop", "surplus", 3, "over-sampled"),
+    Fault("episodes", "journal.settled", 3, "over-sampled"),
+)
 LOST_REPLIES = (
     Fault("trainer", "reply.UploadBatch", 2),
     Fault("trainer", "reply.ForwardBackward", 2),
@@ -76,6 +95,9 @@ LOST_REPLIES = (
     Fault("trainer", "reply.PublishWeights", 3),
     Fault("trainer", "reply.SaveCheckpoint", 2),
     Fault("trainer", "reply.DeleteBatch", 2),
+    Fault("trainer", "reply.ComputeAdvantages", 2),
+    Fault("trainer", "reply.LoadCheckpoint", 1),
+    Fault("trainer", "reply.WaitOperation", 4),
     Fault("episodes", "reply.Rollout", 6),
     Fault("engine-0", "reply.Generate", 2),
     Fault("router", "reply.AcquireLeases", 3),
@@ -89,4 +111,8 @@ SHORT = (
     Fault("rollout", "journal.recorded", 3),
     Fault("router", "done.AcquireLeases", 3),
     Fault("trainer", "reply.ForwardBackward", 2),
+)
+SHORT_SCHEDULED = (
+    Fault("loop", "consumed", 4, "asynchronous"),
+    Fault("loop", "surplus", 3, "over-sampled"),
 )

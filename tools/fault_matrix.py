@@ -2,9 +2,10 @@
 
 `python -m tools.fault_matrix [--directory DIR] [--only TEXT] [--seconds 240]`
 
-Each case is a short deterministic run on one stack of real services: one router, a trainer of two
-ranks, two engines, an episode worker, and the loop. It must end, have consumed every group once,
-and have the weights of an undisturbed run to the bit after every step.
+Each case is a short run on one stack of real services: one router, a trainer of two ranks, two
+engines, an episode worker, and the loop. It must end and have consumed every group once; a
+synchronous one, which is deterministic, must have the weights of an undisturbed run to the bit
+after every step, another one must keep its bound on staleness.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tools.fault_cases import KILLS, LOST_REPLIES, Fault
+from tools.fault_cases import KILLS, LOST_REPLIES, SCHEDULED, SCHEDULES, Fault
 from tools.fault_stack import FaultRun, Outcome, Stack, save_first_checkpoint, wide_services
 
 ALL_AT_CUT = 2
@@ -73,9 +74,10 @@ def running_stack(
 
 
 def inject(stack: Stack, fault: Fault, reference: Outcome, seconds: float) -> Outcome:
-    """One case, judged against the undisturbed run."""
-    name = f"{fault.process}-{fault.name}-{fault.passing}"
-    return against(reference, FaultRun(stack, name, seconds).run(fault))
+    """One case, judged against the undisturbed run where that has one outcome."""
+    name = f"{fault.process}-{fault.name}-{fault.passing}-{fault.schedule}"
+    outcome = FaultRun(stack, name, seconds, SCHEDULES[fault.schedule]).run(fault)
+    return against(reference, outcome) if fault.schedule == "sync" else outcome
 
 
 def kill_all(stack: Stack, reference: Outcome, seconds: float) -> Outcome:
@@ -102,7 +104,7 @@ def _print_row(process: str, fault: str, outcome: Outcome) -> None:
     elif outcome.lost or outcome.doubled:
         result = f"FAILED lost={outcome.lost} doubled={outcome.doubled}"
     print(
-        f"{process:<10} {fault:<24} {outcome.starts:>6} {outcome.returns:>7} "
+        f"{process:<10} {fault:<32} {outcome.starts:>6} {outcome.returns:>7} "
         f"{outcome.seconds:>7.1f}  {result}",
         flush=True,
     )
@@ -113,16 +115,17 @@ def _print_row(process: str, fault: str, outcome: Outcome) -> None:
 def _matrix(flags: argparse.Namespace, directory: Path) -> Totals:
     totals = Totals()
     print(
-        f"{'process':<10} {'killed after':<24} {'starts':>6} {'returns':>7} {'seconds':>7}  result"
+        f"{'process':<10} {'killed after':<32} {'starts':>6} {'returns':>7} {'seconds':>7}  result"
     )
     with running_stack(directory, wide_services, flags.seconds) as (stack, reference):
         _print_row("-", "undisturbed", reference)
-        for fault in (*KILLS, *LOST_REPLIES):
-            if flags.only not in f"{fault.process}/{fault.name}":
+        for fault in (*KILLS, *SCHEDULED, *LOST_REPLIES):
+            if flags.only not in f"{fault.process}/{fault.name} {fault.schedule}":
                 continue
             outcome = inject(stack, fault, reference, flags.seconds)
             totals.add(outcome)
-            _print_row(fault.process, f"{fault.name} #{fault.passing}", outcome)
+            schedule = "" if fault.schedule == "sync" else f" {fault.schedule}"
+            _print_row(fault.process, f"{fault.name} #{fault.passing}{schedule}", outcome)
         if flags.only in "everything":
             outcome = kill_all(stack, reference, flags.seconds)
             totals.add(outcome)

@@ -299,21 +299,34 @@ class FaultRun:
         }
 
     def _judge(self, seconds: float) -> Outcome:
-        """Every group has to be consumed once, GROUPS of them by each step."""
+        """Every group has to be consumed once, GROUPS of them by each step, none too old.
+
+        With over-sampling those that finish first are; the others have to be waiting.
+        """
+        steps = int(self.changes.get("steps", STEPS))
         ledger = Ledger(self.directory / "ledger.sqlite")
         try:
             consumed = ledger.groups("consumed")
-            steps = int(self.changes.get("steps", STEPS))
+            waiting = [*ledger.groups("issued"), *ledger.groups("generated")]
             digests = tuple(ledger.digest_of_step(step) for step in range(1, steps + 1))
         finally:
             ledger.close()
-        expected = {f"g{position:07}" for position in range(steps * GROUPS)}
-        found = {group.group_id for group in consumed}
+        found = {group.position for group in consumed}
+        expected = set(range(steps * GROUPS))
+        if self.changes.get("over_sampling", 1) > 1:
+            known = found | {group.position for group in waiting}
+            lost = len(set(range(max(found) + 1)) - known) + max(0, len(expected) - len(found))
+            doubled = 0
+        else:
+            lost, doubled = len(expected - found), len(found - expected)
         by_step = Counter(group.consumed_step for group in consumed)
-        doubled = sum(max(0, count - GROUPS) for count in by_step.values())
-        doubled += len(found - expected)
+        doubled += sum(max(0, count - GROUPS) for count in by_step.values())
+        failure, bound = "", int(self.changes.get("max_staleness", 0))
+        age = max((group.consumed_step or 0) - 1 - group.oldest_step for group in consumed)
+        if age > bound:
+            lost, failure = lost + 1, f"a group of {age} steps, the bound is {bound}"
         return Outcome(
-            seconds, self.starts, self.returns, len(expected - found), doubled, digests=digests
+            seconds, self.starts, self.returns, lost, doubled, failure=failure, digests=digests
         )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from prometheus_client.metrics import MetricWrapperBase
 
-from sluice.runtime.metrics import Reading
+from sluice.runtime.metrics import Reading, closed_sets
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "metrics.md"
@@ -56,18 +56,12 @@ def _in_module(module: str) -> Iterator[Declared]:
             yield Declared(value.name, value.kind, value.text, value.labels, {})
         elif isinstance(value, MetricWrapperBase):
             suffix = "_total" if value._type == "counter" else ""
-            labels = tuple(value._labelnames)
-            children = list(value._metrics) if labels else []
             yield Declared(
                 value._name + suffix,
                 str(value._type),
                 value._documentation,
-                labels,
-                {
-                    label: tuple(dict.fromkeys(child[index] for child in children))
-                    for index, label in enumerate(labels)
-                    if children
-                },
+                tuple(value._labelnames),
+                closed_sets(value),
             )
 
 

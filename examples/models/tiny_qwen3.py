@@ -32,7 +32,7 @@ def build_tiny_qwen3(
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=11,
-        pad_token_id=12,
+        pad_token_id=None,  # transformers would start its embedding at zero
     )
     directory.mkdir(parents=True, exist_ok=True)
     Qwen3ForCausalLM(config).save_pretrained(directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,7 +49,7 @@ class AlgorithmConfig(Config):
 
     advantage: AdvantageSpec = AdvantageSpec(name="grpo")
     loss: LossSpec = LossSpec(name="ppo_clip", clip_low=0.2)
-    mini_batches: int = Field(1, gt=0)  # optimizer steps per rollout batch
+    mini_batches: int = Field(1, gt=0, description="Optimizer steps per rollout batch.")
 
     @property
     def columns(self) -> frozenset[str]:
@@ -56,53 +57,153 @@ class AlgorithmConfig(Config):
         return required_columns(self.advantage) | required_columns(self.loss)
 
 
-class EvaluationConfig(Config):
-    """Greedy score on held-out prompts, before, after and every so many steps."""
+class FilterConfig(Config):
+    """A rule of `sluice.loop.filters`, or a user's function `package.module:name`."""
+
+    name: str
+    settings: dict[str, Any] = Field(default_factory=dict)
+
+
+class EvaluationSetConfig(Config):
+    """A data set of held-out tasks: the first `groups` of its prompts, `samples` of each.
+
+    Without `sampling` one greedy answer of training's length. A sample passes from a raw reward
+    of `pass_threshold` on; `pass_at` names the k of the pass@k to estimate.
+    """
 
     prompts: PromptsConfig
-    environment: EnvironmentConfig | None = None  # None is the training environment
+    environment: EnvironmentConfig | None = Field(
+        None, description="None is the training environment."
+    )
+    sampling: SamplingConfig | None = None
     groups: int = Field(64, gt=0)
-    every_steps: int = Field(0, ge=0)  # 0 is before and after only
-    stop_at_score: float | None = None
+    samples: int = Field(1, gt=0)
+    pass_at: tuple[int, ...] = ()
+    pass_threshold: float = 1.0
+    stop_at_score: float | None = Field(
+        None, description="The run ends when every set that has one reached it."
+    )
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> EvaluationSetConfig:
+        if self.samples > 1 and (self.sampling is None or self.sampling.temperature == 0):
+            raise ValueError("samples: greedy answers are all the same; give a temperature")
+        if any(not 1 <= k <= self.samples for k in self.pass_at):
+            raise ValueError(f"pass_at: must be within 1..{self.samples}, the samples of a task")
+        return self
+
+
+class EvaluationConfig(Config):
+    """Scores on held-out data sets, by name: before, after and every so many steps.
+
+    Beside training they take what the engines have left, and weights may change under them;
+    otherwise training waits, and one version is measured. `deterministic` runs wait.
+    """
+
+    datasets: dict[str, EvaluationSetConfig] = Field(min_length=1)
+    every_steps: int = Field(0, ge=0, description="0 is before and after only.")
+    beside_training: bool = True
+    max_running_groups: int = Field(32, gt=0, description="Per episode worker.")
+
+    @model_validator(mode="after")
+    def _names_are_plain(self) -> EvaluationConfig:
+        for name in self.datasets:
+            if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
+                raise ValueError(f"datasets.{name}: a name has letters, digits, '_', '.' and '-'")
+        return self
+
+
+class CriticConfig(Config):
+    """A second trainer, with `head: value`, whose values the advantage `gae` is computed from."""
+
+    service: str = Field("critic", description="Its entry of `services`.")
+    address: str = Field("", description="host:port, instead.")
+    loss: LossSpec = LossSpec(name="value", value_clip=0.2)
+    warmup_steps: int = Field(
+        0, ge=0, description="First steps of the run in which it alone is trained."
+    )
+
+    @model_validator(mode="after")
+    def _learns_returns(self) -> CriticConfig:
+        if self.loss.name != "value":
+            raise ValueError(f"loss.name: must be value, is {self.loss.name}")
+        return self
 
 
 class RetentionConfig(Config):
     """What a run leaves in the shared store while it goes on."""
 
-    cuts: int = Field(2, ge=1)  # kept with their checkpoints; a run resumes from the last
-    blob_grace_seconds: float = Field(900, gt=0)  # blobs that nobody pins stay for so long
+    cuts: int = Field(
+        2, ge=1, description="Kept with their checkpoints; a run resumes from the last."
+    )
+    blob_grace_seconds: float = Field(
+        900, gt=0, description="Blobs that nobody pins stay for so long."
+    )
+
+
+class TraceConfig(Config):
+    """What a run keeps in run_dir/traces: a span takes about 15 bytes on the disk."""
+
+    steps: int = Field(200, ge=0, description="The latest ones; 0 keeps no trace.")
+    spans_per_step: int = Field(
+        20_000, ge=0, description="Of samples; groups beyond are only counted."
+    )
 
 
 class RunConfig(ProcessConfig):
     """A training run. Flags override the file, e.g. `--steps 10`."""
 
     run_dir: Path
-    services: Path | None = None  # services.json of `sluice up`
-    trainer: str = ""  # host:port, instead of `services`
+    services: Path | None = Field(None, description="services.json of `sluice up`.")
+    trainer: str = Field("", description="host:port, instead of `services`.")
     router: str = ""
-    store: Path | None = None  # shared store; None is that of `services`, or run_dir/store
+    weights: str = Field(
+        "", description="Versions of weights, e.g. s3://bucket/prefix; empty is <store>/weights."
+    )
+    store: Path | None = Field(
+        None, description="Shared store; None is that of `services`, or run_dir/store."
+    )
     security: SecurityConfig = SecurityConfig()
 
     prompts: PromptsConfig
     environment: EnvironmentConfig
     sampling: SamplingConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig | None = None
     groups_per_step: int = Field(8, gt=0)
     samples_per_group: int = Field(8, gt=1)
+    filters: tuple[FilterConfig, ...] = Field(
+        (), description="A group that one rejects is replaced by another."
+    )
+    max_filtered_in_a_row: int = Field(
+        512, gt=0, description="Then the run ends: nothing is learned."
+    )
+    over_sampling: float = Field(
+        1.0, ge=1, le=16, description="Groups in flight for each that is wanted."
+    )
+    surplus: Literal["again", "drop"] = Field("again", description="What cancelled groups become.")
     steps: int = Field(100, gt=0)
-    stop_at_reward: float | None = None  # mean of the last `stop_window` steps
+    stop_at_reward: float | None = Field(None, description="Mean of the last `stop_window` steps.")
     stop_window: int = Field(10, gt=0)
     seed: int = 0
-    deterministic: bool = False  # the same weights to the bit, however often it was resumed
-    initial_checkpoint: str = ""  # checkpoints/<id> to begin with; "" is what the trainer holds
-    max_staleness: int = Field(0, ge=0)  # steps; 0 is synchronous
+    deterministic: bool = Field(
+        False, description="The same weights to the bit, however often it was resumed."
+    )
+    initial_checkpoint: str = Field(
+        "", description="checkpoints/<id> to begin with; empty is what the trainer holds."
+    )
+    max_staleness: int = Field(0, ge=0, description="Steps; 0 is synchronous.")
     pause_mode: Literal["wait", "abort", "in_place"] = "in_place"
-    checkpoint_every: int = Field(50, ge=0)  # steps; 0 is never
-    resume: bool = False  # go on with what run_dir holds
+    # collective: the trainer's ranks also broadcast each version to the engines at hand, which
+    # its transfer.enabled allows; who does not receive it reads it from the store, as all else do
+    weight_transport: Literal["store", "collective"] = "store"
+    checkpoint_every: int = Field(50, ge=0, description="Steps; 0 is never.")
+    resume: bool = Field(False, description="Go on with what run_dir holds.")
     retention: RetentionConfig = RetentionConfig()
+    trace: TraceConfig = TraceConfig()
     group_timeout_seconds: float = Field(600, gt=0)
-    group_attempts: int = Field(3, gt=0)  # issues of a group before it is dropped
-    service_timeout_seconds: float = Field(300, gt=0)  # for services to be ready
+    group_attempts: int = Field(3, gt=0, description="Issues of a group before it is dropped.")
+    service_timeout_seconds: float = Field(300, gt=0, description="For services to be ready.")
     evaluation: EvaluationConfig | None = None
 
     @model_validator(mode="after")
@@ -112,12 +213,33 @@ class RunConfig(ProcessConfig):
         return self
 
     @model_validator(mode="after")
+    def _gae_has_a_critic(self) -> RunConfig:
+        needs = "values" in self.algorithm.columns
+        if needs and self.critic is None:
+            raise ValueError("critic: the advantage gae needs one")
+        if self.critic is not None and not needs:
+            raise ValueError(
+                f"critic: has no effect for the advantage {self.algorithm.advantage.name}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _deterministic_is_synchronous(self) -> RunConfig:
         if self.deterministic and self.max_staleness:
             raise ValueError(
                 "deterministic needs max_staleness 0: which weights an asynchronous sample "
                 "comes from is a matter of time"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _deterministic_takes_all(self) -> RunConfig:
+        if self.deterministic and self.over_sampling > 1:
+            raise ValueError(
+                "deterministic needs over_sampling 1: which groups finish first is a matter of time"
+            )
+        if self.surplus == "drop" and self.over_sampling == 1:
+            raise ValueError("surplus: has no effect without over_sampling")
         return self
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from sluice.durable import replace_file
@@ -13,7 +13,8 @@ from sluice.durable import replace_file
 class Cut:
     """`step` is the loop's, `optimizer_step` the trainer's; `position` the ledger's next row.
 
-    The weights were published last before the cut: 0 and empty where none were yet.
+    The weights were published last before the cut: 0 and empty where none were yet. `settings`
+    are digests of those that shaped the run so far.
     """
 
     step: int
@@ -23,6 +24,13 @@ class Cut:
     weight_digest: str
     position: int
     seed: int
+    critic_checkpoint: str = ""  # empty where the run has no critic
+    settings: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def checkpoints(self) -> tuple[str, ...]:
+        """Of every trainer."""
+        return tuple(name for name in (self.checkpoint, self.critic_checkpoint) if name)
 
 
 def write_cut(directory: Path, cut: Cut) -> None:

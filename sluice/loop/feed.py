@@ -1,49 +1,36 @@
 """Keeps groups in flight and hands finished ones to the training step.
 
-At most `groups_per_step * (steps done + 1 + max_staleness)` groups are ever issued (dropped ones
-aside), and a group that would become too old waits for no one, so that no group is trained on
-with weights more than `max_staleness` steps older than the policy (the rule of AReaL,
+At most `groups_per_step * (1 + max_staleness)` groups more than steps have taken are ever issued
+(dropped ones aside), and a group that would become too old waits for no one, so that no group is
+trained on with weights more than `max_staleness` steps older than the policy (the rule of AReaL,
 arXiv 2505.24298, made exact). Within the bound no more is issued than keeps training busy: groups
 that would only lie and age are issued later, under newer weights.
+
+With over-sampling more are in flight than a step wants, and a step takes those that finish first.
+What it leaves and the next step could not use any more is cancelled, and asked for again (at most
+once cancelled: then the step waits, so that long answers are late, not missing) or dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import grpc
-
 from sluice import faults
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
+from sluice.client import RemoteError
+from sluice.loop.filters import GroupFilters
+from sluice.loop.group_call import GroupCall, GroupRequests
 from sluice.loop.ledger import Ledger, LedgerGroup
+from sluice.loop.outage import RolloutFailedError, told
 from sluice.loop.workers import EpisodeWorkers, WorkerLostError
 from sluice.runtime import wire
 from sluice.samples.blobs import BlobReference
 
 logger = logging.getLogger(__name__)
-
-# The task itself is at fault: issuing it again would fail again.
-_HOPELESS = {grpc.StatusCode.INVALID_ARGUMENT.value[0], grpc.StatusCode.NOT_FOUND.value[0]}
-# Engines or the store are at fault, not the group: it loses no attempt.
-_PASSING = {
-    code.value[0]
-    for code in (
-        grpc.StatusCode.UNAVAILABLE,
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-        grpc.StatusCode.ABORTED,
-        grpc.StatusCode.CANCELLED,
-    )
-}
-_LONGEST_PAUSE = 2.0  # seconds between two tries while something is down
-_FEWEST_FAILURES = 5  # of long calls two may fail for two reasons
-
-
-class RolloutFailedError(Exception):
-    """Rollouts cannot go on; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,32 +45,19 @@ class FeedConfig:
     attempts: int
     patience_seconds: float = 300.0
     dropped_in_a_row: int = 64
-
-
-GroupRequests = Callable[[Sequence[LedgerGroup], int], pb.RolloutRequest]
+    filtered_in_a_row: int = 512
+    over_sampling: float = 1.0
+    drops_surplus: bool = False
 
 
 @dataclass
-class _Outage:
-    """Failures in a row that are nobody's fault but of what is down."""
+class FeedCounts:
+    """What became of groups since the last step; rewards of all that finished."""
 
-    patience_seconds: float
-    count: int = 0
-    since: float = 0.0
-
-    def end(self) -> None:
-        self.count = 0
-
-    async def endure(self, error: str, retry_seconds: float = 0.0) -> None:
-        """Wait a moment. Raises RolloutFailedError when it has lasted too long."""
-        now = time.monotonic()
-        if not self.count:
-            self.since = now
-        if self.count >= _FEWEST_FAILURES and now - self.since > self.patience_seconds:
-            raise RolloutFailedError(f"nothing went on for {now - self.since:.0f} s: {error}")
-        self.count += 1
-        longest = min(_LONGEST_PAUSE, self.patience_seconds / _FEWEST_FAILURES)
-        await asyncio.sleep(max(retry_seconds, min(longest, 0.1 * 2 ** min(self.count, 5))))
+    finished: int = 0
+    filtered: int = 0
+    surplus: int = 0
+    reward_sum: float = 0.0
 
 
 class GroupFeed:
@@ -99,16 +73,24 @@ class GroupFeed:
         workers: EpisodeWorkers,
         build_request: GroupRequests,
         hold: Callable[[BlobReference], None] = lambda _: None,
+        filters: GroupFilters | None = None,
     ) -> None:
         self._config, self._ledger, self._workers = config, ledger, workers
         self._build_request, self._hold = build_request, hold
+        self._filters = filters or GroupFilters()
+        self._counts = FeedCounts()
+        self._calls: set[GroupCall] = set()
+        self._cancelling: set[asyncio.Task[None]] = set()
+        self._spared: set[str] = set()  # cancelled once; a step waits for them
         self._ready = {g.group_id: g for g in ledger.groups("generated")}
         self._pending: dict[str, LedgerGroup] = {}
         self._unsent = ledger.groups("issued")  # by a run that ended
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
+        self._recorded = asyncio.Event()  # a further version of weights; replaced when set
         self._failure: BaseException | None = None
-        self._dropped_in_a_row = 0
+        self._dropped_in_a_row = self._filtered_in_a_row = 0
+        self._step, self._consumed = -1, 0  # groups that the steps before `_step` took
         self._depth = 1 + config.max_staleness  # steps' worth of groups in flight or ready
 
     @property
@@ -121,13 +103,16 @@ class GroupFeed:
 
     async def fill(self, step: int) -> None:
         """Issue what the schedule allows when `step` steps are done."""
+        if step != self._step:
+            self._step, self._consumed = step, self._ledger.consumed_count()
         self._drop_stale(step)
-        limit = self._limit(step)
+        limit = self._limit()
         again = [replace(g, issue_step=step) for g in self._unsent if g.position < limit]
         self._unsent = [group for group in self._unsent if group.position >= limit]
-        held = len(self._pending) + len(again) + len(self._usable(step))
+        held = len(self._pending) + len(again) + len(self._usable())
         first = self._ledger.next_position()
-        last = min(limit, first + self._depth * self._config.groups_per_step - held)
+        wanted = self._depth * self._config.groups_per_step * self._config.over_sampling
+        last = min(limit, first + math.ceil(wanted) - held)
         fresh = [
             LedgerGroup(
                 position=position, group_id=f"g{position:07}", state="issued", issue_step=step
@@ -143,18 +128,20 @@ class GroupFeed:
         for share in self._workers.split([*again, *fresh]):
             self._start(share)
 
-    def _limit(self, step: int) -> int:
-        """The first position that may not be in flight when `step` steps are done."""
-        steps = step + 1 + self._config.max_staleness
-        return self._config.groups_per_step * steps + self._ledger.dropped_count()
+    def _limit(self) -> int:
+        """The first position that may not be in flight now."""
+        config = self._config
+        ahead = (1 + config.max_staleness) * config.groups_per_step
+        spare = math.ceil((config.over_sampling - 1) * ahead)
+        return self._consumed + ahead + spare + self._ledger.dropped_count()
 
     async def take(self, step: int) -> list[LedgerGroup]:
         """The groups of a step, by position; waits for them. Raises RolloutFailedError."""
         waited = False
         while (chosen := self._choose(step)) is None:
             if self._failure is not None:
-                raise RolloutFailedError(str(self._failure)) from self._failure
-            if not self._tasks and not self._pending:
+                raise RolloutFailedError(told(self._failure)) from self._failure
+            if not self._tasks:
                 raise RolloutFailedError("no rollout is in flight and too few groups are ready")
             waited = True
             await self._changed.wait()
@@ -162,14 +149,22 @@ class GroupFeed:
             await self.fill(step)  # replaces dropped groups
         for group in chosen:
             del self._ready[group.group_id]
+            self._spared.discard(group.group_id)
         self._adapt(step, waited)
+        if self._config.over_sampling > 1:
+            self._settle_surplus(step + 1 - self._config.max_staleness)
         return chosen
+
+    def take_counts(self) -> FeedCounts:
+        """Counts since the last call."""
+        counts, self._counts = self._counts, FeedCounts()
+        return counts
 
     def _adapt(self, step: int, waited: bool) -> None:
         """Training that waits wants more in flight; a step's worth left over is one too many."""
         if waited:
             self._depth = min(self._depth + 1, 1 + self._config.max_staleness)
-        elif len(self._usable(step)) >= self._config.groups_per_step:
+        elif len(self._usable()) >= self._config.groups_per_step:
             self._depth = max(self._depth - 1, min(2, 1 + self._config.max_staleness))
 
     def put_back(self, groups: Sequence[LedgerGroup]) -> None:
@@ -188,31 +183,68 @@ class GroupFeed:
 
     async def close(self) -> None:
         """Cancel what is in flight and wait for its end."""
-        for task in self._tasks:
+        tasks = (*self._tasks, *self._cancelling)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _choose(self, step: int) -> list[LedgerGroup] | None:
         """Groups that must not wait longer first, then those that finished, oldest first."""
         oldest_allowed = step - self._config.max_staleness
-        if any(group.issue_step <= oldest_allowed for group in self._pending.values()):
-            return None
-        ready = self._usable(step)
+        takes_first = self._config.over_sampling > 1
+        for group in self._pending.values():
+            is_waited_for = not takes_first or group.group_id in self._spared
+            if is_waited_for and group.issue_step <= oldest_allowed:
+                return None
+        ready = self._usable()
         ready.sort(key=lambda group: (group.oldest_step, group.position))
         if len(ready) < self._config.groups_per_step:
             return None
         return sorted(ready[: self._config.groups_per_step], key=lambda group: group.position)
 
-    def _usable(self, step: int) -> list[LedgerGroup]:
+    def _usable(self) -> list[LedgerGroup]:
         """Ready groups; a run that went back to a cut holds some of later steps besides."""
-        limit = self._limit(step)
+        limit = self._limit()
         return [group for group in self._ready.values() if group.position < limit]
 
     def _drop_stale(self, step: int) -> None:
-        oldest_allowed = step - self._config.max_staleness
-        for group in [g for g in self._ready.values() if g.oldest_step < oldest_allowed]:
-            self._ledger.drop(group.group_id, "stale")
-            del self._ready[group.group_id]
+        for group in self._stale(step - self._config.max_staleness):
+            self._settle(group)
+
+    def _stale(self, oldest_allowed: int) -> list[LedgerGroup]:
+        return [g for g in self._ready.values() if g.oldest_step < oldest_allowed]
+
+    def _settle_surplus(self, oldest_allowed: int) -> None:
+        """Cancel or put back what the next step could not use."""
+        late = [g for g in self._pending.values() if g.issue_step < oldest_allowed]
+        for group in (*late, *self._stale(oldest_allowed)):
+            self._settle(group)
+            faults.point("surplus")
+        self._unsent.sort(key=lambda group: group.position)
+        for call in self._calls:
+            if named := call.release(group.group_id for group in late):
+                task = asyncio.create_task(self._cancel(call.request_id, named))
+                self._cancelling.add(task)
+                task.add_done_callback(self._cancelling.discard)
+
+    def _settle(self, group: LedgerGroup) -> None:
+        """Drop what came too late, or ask for it again."""
+        self._counts.surplus += (is_surplus := self._config.over_sampling > 1)
+        if self._config.drops_surplus or not is_surplus:
+            self._ledger.drop(group.group_id, "surplus" if is_surplus else "stale")
+        else:
+            self._ledger.put_back(group.group_id)
+            self._unsent.append(replace(group, state="issued", blob=None))
+            self._spared.add(group.group_id)
+        self._pending.pop(group.group_id, None)
+        self._ready.pop(group.group_id, None)
+
+    async def _cancel(self, request_id: str, group_ids: Sequence[str]) -> None:
+        """What cannot be told to a worker costs it some work and nothing else."""
+        try:
+            await self._workers.cancel(request_id, group_ids)
+        except (WorkerLostError, RemoteError) as error:
+            logger.warning("%d groups were not cancelled: %s", len(group_ids), error)
 
     def _start(self, groups: Sequence[LedgerGroup]) -> None:
         task = asyncio.create_task(self._roll_out(groups))
@@ -227,86 +259,83 @@ class GroupFeed:
 
     async def _roll_out(self, groups: Sequence[LedgerGroup]) -> None:
         waiting = {group.group_id: group for group in groups}
-        outage, trial = _Outage(self._config.patience_seconds), 0
-        while waiting:
-            request = self._build_request(list(waiting.values()), trial)
-            failed = await self._follow(request, waiting, outage)
-            passing = {name: why for name, (code, why) in failed.items() if code in _PASSING}
-            for group_id in [name for name in waiting if name not in passing]:
-                self._count_attempt(waiting, group_id)
-            if waiting and len(passing) == len(waiting):
-                await outage.endure(next(iter(passing.values())))
-            trial += 1
+        patience = self._config.patience_seconds
+        call = GroupCall(self._workers, self._build_request, self, waiting, patience)
+        self._calls.add(call)
+        try:
+            await call.see_through()
+        finally:
+            self._calls.discard(call)
 
-    async def _follow(
-        self, request: pb.RolloutRequest, waiting: dict[str, LedgerGroup], outage: _Outage
-    ) -> dict[str, tuple[int, str]]:
-        """A Rollout to its end, on one worker after another; (code, message) of failed groups.
+    async def version_known(self, version: int) -> None:
+        """Wait until the ledger knows a version.
 
-        A worker that goes on with the same request tells again what is finished already.
+        An engine that cannot hold two serves a version before its publication has ended. Raises
+        RolloutFailedError for one that is not of this run.
         """
-        while True:
-            failed: dict[str, tuple[int, str]] = {}
-            try:
-                async for response in self._workers.rollout(request):
-                    if response.WhichOneof("event") == "finished":
-                        outage.end()
-                        self._record_finished(response.finished, waiting)
-                    else:
-                        self._record_failed(response.failed, waiting, failed)
-                return failed
-            except WorkerLostError as error:
-                logger.warning("%s; %d groups go to another", error, len(waiting))
-                await outage.endure(str(error), error.retry_seconds)
+        try:
+            async with asyncio.timeout(self._config.patience_seconds):
+                while not self._ledger.knows_version(version):
+                    await self._recorded.wait()
+        except TimeoutError:
+            raise RolloutFailedError(
+                f"weight version {version}, which an engine serves, is not of this run"
+            ) from None
 
-    def _record_failed(
-        self,
-        failure: pb.FailedGroup,
-        waiting: dict[str, LedgerGroup],
-        failed: dict[str, tuple[int, str]],
-    ) -> None:
-        if failure.group_id not in waiting:
-            return
-        code, message = failure.error.code, failure.error.message
-        if code in _HOPELESS:
-            del waiting[failure.group_id]
-            self._drop(failure.group_id, message)
-        else:
-            logger.warning("group %s failed: %s", failure.group_id, message)
-            failed[failure.group_id] = (code, message)
+    def version_recorded(self) -> None:
+        """The ledger knows another version."""
+        self._recorded.set()
+        self._recorded = asyncio.Event()
 
-    def _record_finished(self, finished: pb.FinishedGroup, waiting: dict[str, LedgerGroup]) -> None:
-        group = waiting.pop(finished.group_id, None)
-        if group is None:
-            return  # announced twice
+    def finished(self, group: LedgerGroup, told: pb.FinishedGroup) -> None:
+        """Record a group whose blob is durable."""
         group = replace(
             group,
             state="generated",
-            blob=wire.blob_from_proto(finished.blob),
-            sample_count=len(finished.rewards),
-            reward_mean=sum(finished.rewards) / max(1, len(finished.rewards)),
-            response_tokens=sum(finished.response_lengths),
-            oldest_step=self._ledger.step_of_version(finished.min_version),
-            newest_step=self._ledger.step_of_version(finished.max_version),
+            blob=wire.blob_from_proto(told.blob),
+            sample_count=len(told.rewards),
+            reward_mean=sum(told.rewards) / max(1, len(told.rewards)),
+            response_tokens=sum(told.response_lengths),
+            oldest_step=self._ledger.step_of_version(told.min_version),
+            newest_step=self._ledger.step_of_version(told.max_version),
         )
-        if self._ledger.generated(group):
+        rejected = self._filters.rejected_by(told)
+        if self._ledger.generated(group, f"filtered: {rejected}" if rejected else None):
             assert group.blob is not None
-            self._ready[group.group_id] = group
-            self._hold(group.blob)
+            self._count_finished(group, rejected)
+            if not rejected:
+                self._ready[group.group_id] = group
+                self._hold(group.blob)
         faults.point("generated")
         self._pending.pop(group.group_id, None)
         self._dropped_in_a_row = 0
         self._changed.set()
 
-    def _count_attempt(self, waiting: dict[str, LedgerGroup], group_id: str) -> None:
-        group = waiting[group_id]
+    def _count_finished(self, group: LedgerGroup, rejected: str) -> None:
+        counts = self._counts
+        counts.finished += 1
+        counts.reward_sum += group.reward_mean
+        self._filtered_in_a_row = self._filtered_in_a_row + 1 if rejected else 0
+        counts.filtered += bool(rejected)
+        if self._filtered_in_a_row >= self._config.filtered_in_a_row:
+            raise RolloutFailedError(
+                f"{self._filtered_in_a_row} groups in a row were filtered, the last one by "
+                f"{rejected}: too hard, too easy, or learned (max_filtered_in_a_row)"
+            )
+
+    def failed(self, group: LedgerGroup, why: str) -> LedgerGroup | None:
+        """Count an attempt; the group as it is asked for again, None if it is dropped."""
         if group.attempts >= self._config.attempts:
-            del waiting[group_id]
-            self._drop(group_id, f"failed {group.attempts} times")
-            return
+            self._drop(group.group_id, f"failed {group.attempts} times: {why}")
+            return None
         group = replace(group, attempts=group.attempts + 1)
-        self._ledger.reissue(group_id, group.issue_step, group.attempts)
-        waiting[group_id] = self._pending[group_id] = group
+        self._ledger.reissue(group.group_id, group.issue_step, group.attempts)
+        self._pending[group.group_id] = group
+        return group
+
+    def hopeless(self, group: LedgerGroup, why: str) -> None:
+        """Drop a group that would fail again."""
+        self._drop(group.group_id, why)
 
     def _drop(self, group_id: str, reason: str) -> None:
         logger.warning("group %s is dropped: %s", group_id, reason)

@@ -11,8 +11,10 @@ import grpc
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.router.v1 import router_service_pb2 as router_pb
+from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.client import EngineClient, RemoteError, RouterClient
 from sluice.config import ConfigError
+from sluice.loop import trace
 from sluice.runtime.security import SecurityConfig
 
 logger = logging.getLogger(__name__)
@@ -93,6 +95,13 @@ class EngineFleet:
                     f"{causes or 'the router knows no engine'}"
                 ) from None
 
+    async def targets(self) -> list[trainer_pb.TransferTarget]:
+        """The engines that the router knows, for a trainer to send weights to."""
+        return [
+            trainer_pb.TransferTarget(engine_id=engine.engine_id, address=engine.address)
+            for engine in await self._list_alive({})
+        ]
+
     async def keep_up(self) -> None:
         """Bring engines that come late, or come back, to the current weights; until cancelled."""
         while True:
@@ -165,9 +174,12 @@ class EngineFleet:
                 return "it is not deterministic, and the run is"
             if known.HasField("weights") and known.weights == self._weights:
                 return 0.0, 0.0  # the router has not heard of it yet
-            prepare = await client.prepare_weights(self._weights)
+            version = f"version {self._weights.version}"
+            with trace.span(engine.engine_id, "prepare", version):
+                prepare = await client.prepare_weights(self._weights)
             mode = PAUSE_MODES[self._config.pause_mode]
-            return prepare, await client.commit_weights(self._weights, mode)
+            with trace.span(engine.engine_id, "commit", version):
+                return prepare, await client.commit_weights(self._weights, mode)
         except RemoteError as error:
             return str(error)
 

@@ -85,14 +85,19 @@ class Ledger:
             (attempts, step, group_id),
         )
 
-    def generated(self, group: LedgerGroup) -> bool:
-        """Record a group whose blob is durable; false if it was recorded before."""
+    def generated(self, group: LedgerGroup, drop_reason: str | None = None) -> bool:
+        """Record a group whose blob is durable; false if it was recorded before.
+
+        With a reason it is dropped in the same breath: no run that resumes would train on it.
+        """
         assert group.blob is not None
         cursor = self._db.execute(
-            "UPDATE groups SET state = 'generated', blob_digest = ?, blob_size = ?,"
+            "UPDATE groups SET state = ?, reason = ?, blob_digest = ?, blob_size = ?,"
             " sample_count = ?, reward_mean = ?, response_tokens = ?, oldest_step = ?,"
             " newest_step = ? WHERE group_id = ? AND state = 'issued'",
             (
+                "generated" if drop_reason is None else "dropped",
+                drop_reason,
                 group.blob.digest,
                 group.blob.size,
                 group.sample_count,
@@ -124,6 +129,19 @@ class Ledger:
             (digest,),
         ).fetchone()
         return None if row is None else str(row[0])
+
+    def put_back(self, group_id: str) -> None:
+        """A generated group is to be generated anew, by newer weights."""
+        self._db.execute(
+            "UPDATE groups SET state = 'issued', blob_digest = NULL, blob_size = NULL"
+            " WHERE group_id = ? AND state = 'generated'",
+            (group_id,),
+        )
+
+    def drop_counts(self) -> dict[str, int]:
+        """Dropped groups by reason."""
+        query = "SELECT reason, COUNT(*) FROM groups WHERE state = 'dropped' GROUP BY reason"
+        return {reason: int(count) for reason, count in self._db.execute(query)}
 
     def drop(self, group_id: str, reason: str) -> None:
         self._db.execute(
@@ -165,6 +183,15 @@ class Ledger:
         (last,) = self._db.execute("SELECT MAX(position) FROM groups").fetchone()
         return 0 if last is None else last + 1
 
+    def last_consumed_step(self) -> int:
+        """The last step that consumed groups, 0 before the first."""
+        query = "SELECT MAX(consumed_step) FROM groups WHERE state = 'consumed'"
+        return int(self._db.execute(query).fetchone()[0] or 0)
+
+    def consumed_count(self) -> int:
+        query = "SELECT COUNT(*) FROM groups WHERE state = 'consumed'"
+        return int(self._db.execute(query).fetchone()[0])
+
     def dropped_count(self) -> int:
         query = "SELECT COUNT(*) FROM groups WHERE state = 'dropped'"
         return int(self._db.execute(query).fetchone()[0])
@@ -175,6 +202,10 @@ class Ledger:
             "INSERT OR REPLACE INTO versions (version, digest, step) VALUES (?, ?, ?)",
             (version, digest, step),
         )
+
+    def knows_version(self, version: int) -> bool:
+        query = "SELECT 1 FROM versions WHERE version = ?"
+        return self._db.execute(query, (version,)).fetchone() is not None
 
     def step_of_version(self, version: int) -> int:
         row = self._db.execute("SELECT step FROM versions WHERE version = ?", (version,)).fetchone()
@@ -210,7 +241,10 @@ class _Transaction:
         self._db.execute("BEGIN IMMEDIATE")
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._db.execute("ROLLBACK" if kind else "COMMIT")
+        if not kind:
+            self._db.execute("COMMIT")
+        elif self._db.in_transaction:  # a full disk has rolled back already
+            self._db.execute("ROLLBACK")
 
 
 def _group_from_row(row: tuple) -> LedgerGroup:

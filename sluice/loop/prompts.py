@@ -10,6 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from sluice.config import ConfigError
 from sluice.loop.config import PromptsConfig
 
@@ -23,8 +25,10 @@ class PromptFileError(ConfigError):
 class PromptSource(ABC):
     """An endless sequence of tasks, reshuffled every epoch from the seed."""
 
-    def __init__(self, count: int, shuffle: bool, seed: int) -> None:
+    def __init__(self, count: int, shuffle: bool, seed: int, content: str = "") -> None:
+        """`content` is a digest of what the indices stand for."""
         self.count, self._shuffle, self._seed = count, shuffle, seed
+        self.digest = xxhash.xxh3_64_hexdigest(f"{count}/{shuffle}/{seed}/{content}".encode())
         self._order = lru_cache(maxsize=2)(self._epoch_order)
 
     def task(self, position: int) -> Task:
@@ -52,8 +56,8 @@ class IndexSource(PromptSource):
 class FileSource(PromptSource):
     """Rows of a JSONL or Parquet file."""
 
-    def __init__(self, rows: list[dict[str, Any]], shuffle: bool, seed: int) -> None:
-        super().__init__(len(rows), shuffle, seed)
+    def __init__(self, rows: list[dict[str, Any]], shuffle: bool, seed: int, content: str) -> None:
+        super().__init__(len(rows), shuffle, seed, content)
         self._rows = rows
 
     def _row(self, index: int) -> Task:
@@ -70,7 +74,8 @@ def load_prompts(config: PromptsConfig, seed: int) -> PromptSource:
         if not row.get("prompt") and not row.get("messages"):
             raise PromptFileError(f"{where}: a row needs `prompt` or `messages`")
         rows.append(row)
-    return FileSource(rows, config.shuffle, seed)
+    content = xxhash.xxh3_128_hexdigest(config.file.read_bytes())
+    return FileSource(rows, config.shuffle, seed, content)
 
 
 def read_rows(path: Path, key: str) -> list[tuple[str, dict[str, Any]]]:
@@ -78,8 +83,8 @@ def read_rows(path: Path, key: str) -> list[tuple[str, dict[str, Any]]]:
 
     Raises ConfigError for a missing, PromptFileError for a malformed or empty file.
     """
-    if not path.exists():
-        raise ConfigError(f"{key}: {path} does not exist")
+    if not path.is_file():
+        raise ConfigError(f"{key}: {path} {'is no file' if path.exists() else 'does not exist'}")
     rows = _read_parquet(path) if path.suffix == ".parquet" else _read_jsonl(path)
     if not rows:
         raise PromptFileError(f"{key}: {path} has no rows")
@@ -91,13 +96,13 @@ def read_rows(path: Path, key: str) -> list[tuple[str, dict[str, Any]]]:
 
 def _read_jsonl(path: Path) -> list[tuple[str, Any]]:
     rows = []
-    with path.open() as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
                 rows.append((f"{path}:{number}", json.loads(line)))
-            except json.JSONDecodeError as error:
+            except ValueError as error:  # neither JSON nor UTF-8
                 raise PromptFileError(f"{path}:{number}: not JSON: {error}") from None
     return rows
 

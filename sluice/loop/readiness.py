@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 
 import grpc
 
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.client import RemoteError, TrainerClient
 
+logger = logging.getLogger(__name__)
+
 POLL_SECONDS = 0.2
+PATIENCE_SECONDS = 3.0
 
 # What a trainer answers whose ranks or front went away and came back at an earlier state.
 _LOST = {
@@ -34,6 +39,15 @@ class TrainerLostError(Exception):
     """The trainer is not where this run left it."""
 
 
+def check_step(step: int, expected: int, what: str) -> None:
+    """A front that came back has forgotten the steps since its start, and answers.
+
+    Raises TrainerLostError.
+    """
+    if step != expected:
+        raise TrainerLostError(f"{what} of step {step}, this run is at {expected}")
+
+
 def is_lost(error: RemoteError) -> bool:
     """Whether going back to a cut helps."""
     return error.reason in _LOST or error.code is grpc.StatusCode.UNAVAILABLE
@@ -46,9 +60,23 @@ def lost_blob(error: RemoteError) -> str | None:
     return error.metadata.get("blob") or error.metadata.get("name")
 
 
+class Patience:
+    """Says once what is waited for and why, when that takes longer than people expect."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._begin, self._said = what, time.monotonic(), False
+
+    def waited(self, cause: str) -> None:
+        """To be called between tries."""
+        if not self._said and time.monotonic() - self._begin > PATIENCE_SECONDS:
+            self._said = True
+            logger.warning("waiting for %s: %s", self._what, cause)
+
+
 async def wait_for_trainer(client: TrainerClient, seconds: float) -> pb.Trainer:
     """The trainer, once it takes work. Raises TrainerFailedError with its own reason."""
     state = "no answer"
+    patience = Patience(f"trainer {client.address}")
     try:
         async with asyncio.timeout(seconds):
             while True:
@@ -67,6 +95,7 @@ async def wait_for_trainer(client: TrainerClient, seconds: float) -> pb.Trainer:
                         return trainer
                     if trainer.state == pb.Trainer.STATE_FAILED:
                         raise TrainerFailedError(f"trainer failed: {trainer.failure}")
+                patience.waited(state)
                 await asyncio.sleep(POLL_SECONDS)
     except TimeoutError:
         raise TrainerFailedError(

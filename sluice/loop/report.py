@@ -26,6 +26,7 @@ class Report:
         self._run_dir = run_dir
         self._path = run_dir / "metrics.jsonl"
         self._line = line
+        self._evaluated: set[tuple[str, str, int]] = set()
         self._console = console or Console(stderr=True)
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -57,9 +58,22 @@ class Report:
         for reason in row["skipped"]:
             self.note(f"step {row['step']}: optimizer step skipped: {reason}")
 
-    def evaluation(self, when: str, step: int, score: float) -> None:
-        self._append({"evaluation": when, "step": step, "score": score})
-        self.note(f"greedy score on held-out prompts, {when} (step {step}): {score:.3f}")
+    def evaluation(self, row: dict[str, Any]) -> None:
+        """Scores of one data set: a line of metrics.jsonl and of the terminal."""
+        self._append(row)
+        self._evaluated.add((row["evaluation"], row["dataset"], row["step"]))
+        passes = "".join(f", {k} {v:.3f}" for k, v in row.items() if k.startswith("pass@"))
+        error = row["score_error"]
+        spread = "" if error is None else f" ± {error:.3f}"
+        failed = f", {row['failed_groups']} tasks failed" if row["failed_groups"] else ""
+        self.note(
+            f"{row['dataset']}, {row['evaluation']} (step {row['step']}, weights "
+            f"{_versions(row)}): {row['score']:.3f}{spread}{passes}{failed}"
+        )
+
+    def has_evaluation(self, when: str, dataset: str, step: int) -> bool:
+        """Whether these scores were reported before."""
+        return (when, dataset, step) in self._evaluated
 
     def note(self, text: str) -> None:
         self._console.print(text, highlight=False)
@@ -69,16 +83,26 @@ class Report:
         kept = [row for row in read_metrics(self._run_dir) if row["step"] <= step]
         text = "".join(json.dumps(row) + "\n" for row in kept)
         replace_file(self._path, text.encode(), temporary=self._run_dir)
+        self._evaluated = {
+            (row["evaluation"], row["dataset"], row["step"]) for row in kept if "dataset" in row
+        }
         return [row["reward_mean"] for row in kept if "reward_mean" in row]
 
     def plot(self) -> Path | None:
         """Reward, response length and log-prob mismatch over steps, as reward.png."""
-        rows = [row for row in read_metrics(self._run_dir) if "reward_mean" in row]
-        return draw(rows, self._run_dir / "reward.png") if rows else None
+        rows = read_metrics(self._run_dir)
+        steps = [row for row in rows if "reward_mean" in row]
+        scores = [row for row in rows if "score" in row]
+        return draw(steps, self._run_dir / "reward.png", scores) if steps else None
 
     def _append(self, row: dict[str, Any]) -> None:
         with self._path.open("a") as file:
             file.write(json.dumps(row) + "\n")
+
+
+def _versions(row: dict[str, Any]) -> str:
+    first, last = row["version_min"], row["version_max"]
+    return str(first) if first == last else f"{first}..{last}"
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -95,8 +119,8 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> Path:
-    """Three panels that share the step axis."""
+def draw(rows: list[dict[str, Any]], path: Path, scores: list[dict[str, Any]]) -> Path:
+    """Three panels that share the step axis; scores on held-out tasks are in the first."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -107,6 +131,10 @@ def draw(rows: list[dict[str, Any]], path: Path) -> Path:
     rewards = [row["reward_mean"] for row in rows]
     axes[0].plot(steps, rewards, color="0.75", linewidth=1, label="step")
     axes[0].plot(steps, _moving_mean(rewards, 10), color="C0", label="mean of 10 steps")
+    for index, name in enumerate(dict.fromkeys(row["dataset"] for row in scores)):
+        own = [(row["step"], row["score"]) for row in scores if row["dataset"] == name]
+        style = {"marker": "o", "linestyle": "--", "markersize": 4, "color": f"C{3 + index}"}
+        axes[0].plot(*zip(*own, strict=True), label=f"{name} (held out)", **style)
     axes[0].set(ylabel="mean reward", ylim=(0, max(1.0, *rewards) * 1.05))
     axes[0].legend(loc="lower right", frameon=False)
     axes[1].plot(steps, [row["response_length_mean"] for row in rows], color="C1")

@@ -9,7 +9,12 @@ from google.protobuf.struct_pb2 import Struct
 
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
-from sluice.loop.config import EnvironmentConfig, RunConfig, SamplingConfig
+from sluice.loop.config import (
+    EnvironmentConfig,
+    EvaluationSetConfig,
+    RunConfig,
+    SamplingConfig,
+)
 from sluice.loop.prompts import Task
 from sluice.loop.seeds import sample_seed
 
@@ -34,18 +39,32 @@ def build_request(
 
 
 def build_evaluation(
-    config: RunConfig, tasks: Sequence[tuple[str, Task]], version: int, trial: int
-) -> pb.RolloutRequest:
-    """Held-out groups: one greedy sample each. `trial` as for `build_request`."""
+    config: RunConfig,
+    data: EvaluationSetConfig,
+    tasks: Sequence[tuple[str, Task]],
+    versions: engine_pb.VersionBounds,
+    trial: int,
+) -> pb.EvaluateRequest:
+    """Held-out groups of one data set. `trial` as for `build_request`.
+
+    Seeds come from the task, not from the step: scores of two steps differ by the weights.
+    """
     assert config.evaluation is not None
-    environment = config.evaluation.environment or config.environment
-    sampling = config.sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0})
-    request = _request(config, environment, sampling, 1)
-    request.versions.exact_version = version
+    greedy = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
+    sampling = data.sampling or config.sampling.model_copy(update=greedy)
+    rollout = _request(config, data.environment or config.environment, sampling, data.samples)
+    rollout.versions.CopyFrom(versions)
     for group_id, task in tasks:
-        request.groups.append(_group(group_id, task, [0]))
-    request.request_id = _content_id(request, trial)
-    return request
+        name = group_id.split("-", 2)[2]  # without the step
+        seeds = [sample_seed(config.seed, f"eval-{name}", i) for i in range(data.samples)]
+        rollout.groups.append(_group(group_id, task, seeds))
+    rollout.request_id = _content_id(rollout, trial)
+    return pb.EvaluateRequest(
+        rollout=rollout,
+        pass_at=data.pass_at,
+        pass_threshold=data.pass_threshold,
+        max_running_groups=config.evaluation.max_running_groups,
+    )
 
 
 def _request(

@@ -22,18 +22,28 @@ from sluice.loop.cut import list_cuts, remove_cut
 from sluice.loop.ledger import Ledger
 from sluice.samples.blobs import BlobNotFoundError, BlobReference, BlobStore
 from sluice.weights.errors import VersionNotFoundError
-from sluice.weights.store import WeightStore
+from sluice.weights.open import open_store
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, CRITICS = "checkpoints", "critics"  # where trainers keep them in the store
 
 
 class Retention:
     """Pins and removals of one run, in threads. Failures of the store are logged: work goes on."""
 
-    def __init__(self, config: RetentionConfig, store: Path, run_dir: Path, ledger: Ledger) -> None:
-        """Raises ConfigError when `store` is no directory."""
+    def __init__(
+        self,
+        config: RetentionConfig,
+        store: Path,
+        run_dir: Path,
+        ledger: Ledger,
+        weights: str = "",
+    ) -> None:
+        """`weights` is where versions are, if not in `store`.
+
+        Raises ConfigError when `store` is no directory.
+        """
         if not store.is_dir():
             raise ConfigError(f"store: {store} does not exist; name the store of the services")
         self._config, self._store, self._ledger = config, store, ledger
@@ -42,7 +52,7 @@ class Retention:
         readable = re.sub(r"[^A-Za-z0-9_-]+", "-", run_dir.name).strip("-_")[:40] or "run"
         self._prefix = f"{readable}-{ledger.run_id}-"
         self._blobs = BlobStore(store)
-        self._weights = WeightStore(store / "weights")
+        self._weights = open_store(weights or store / "weights")
         self._version: int | None = None
         self._held: set[str] = set()
         self._unheld: list[str] = []
@@ -85,8 +95,8 @@ class Retention:
             await asyncio.to_thread(self._weights.pin, version, self._owner)
         except VersionNotFoundError:
             raise ConfigError(
-                f"store: {self._store} has no weight version {version}, which the trainer "
-                "published; name the store of the services"
+                f"{self._weights.location} has no weight version {version}, which the trainer "
+                "published; name the `store`, or the `weights`, of the services"
             ) from None
 
     async def release_weights(self, version: int) -> None:
@@ -105,7 +115,7 @@ class Retention:
         needed = self._ledger.needed_blobs(kept[0].step)
         spare = self._held - needed
         self._held -= spare
-        checkpoints = {cut.checkpoint.removeprefix(f"{CHECKPOINTS}/") for cut in kept}
+        checkpoints = {Path(name).name for cut in kept for name in cut.checkpoints}
         versions = {cut.weight_version for cut in kept}
         if self._version is not None:
             versions.add(self._version)
@@ -126,12 +136,13 @@ class Retention:
 
     def _remove_checkpoints(self, kept: Collection[str]) -> None:
         """This run's other checkpoints, and what crashes left of some."""
-        directory = self._store / CHECKPOINTS
-        for path in directory.iterdir() if directory.is_dir() else ():
+        owners = [self._store, *self._store.glob(f"{CRITICS}/*")]
+        directories = [owner / CHECKPOINTS for owner in owners]
+        for path in [path for each in directories if each.is_dir() for path in each.iterdir()]:
             name = path.name.lstrip(".").removeprefix("removed-")
             if not name.startswith(self._prefix) or path.name in kept:
                 continue
-            gone = directory / f".removed-{name}"
+            gone = path.with_name(f".removed-{name}")
             if path != gone:
                 path.rename(gone)  # a checkpoint is whole, or not there
             shutil.rmtree(gone)

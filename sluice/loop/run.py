@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,17 +15,27 @@ from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.rollout.v1 import rollout_service_pb2 as rollout_pb
 from sluice.client import RemoteError, RouterClient, TrainerClient
 from sluice.config import ConfigError
+from sluice.loop import trace
 from sluice.loop.config import RunConfig
+from sluice.loop.critic import Critic
 from sluice.loop.cut import Cut, latest_cut, write_cut
-from sluice.loop.evaluation import evaluate
+from sluice.loop.evaluation import EvaluationLane
 from sluice.loop.feed import FeedConfig, GroupFeed
-from sluice.loop.fleet import CommitReport, EngineFleet, FleetConfig
+from sluice.loop.filters import GroupFilters
+from sluice.loop.fleet import PAUSE_MODES, CommitReport, EngineFleet, FleetConfig
 from sluice.loop.ledger import Ledger, LedgerGroup
 from sluice.loop.prompts import load_prompts
-from sluice.loop.readiness import TrainerLostError, lost_blob, wait_for_trainer
+from sluice.loop.readiness import check_step, lost_blob, wait_for_trainer
 from sluice.loop.report import Report
 from sluice.loop.requests import build_request
 from sluice.loop.retention import Retention
+from sluice.loop.run_directory import (
+    CUTS,
+    LEDGER,
+    check_ledger,
+    check_resumed,
+    settings_digests,
+)
 from sluice.loop.survival import Survival
 from sluice.loop.training import StepReport, train_step
 from sluice.loop.workers import EpisodeWorkers
@@ -35,11 +46,21 @@ logger = logging.getLogger(__name__)
 class Run:
     """One training run over running services. `start`, `train`, then `close`."""
 
-    def __init__(self, config: RunConfig, trainer: str, router: str, report: Report) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        trainer: str,
+        router: str,
+        report: Report,
+        critic: Critic | None = None,
+    ) -> None:
         self.config, self.report = config, report
         self._prompts = load_prompts(config.prompts, config.seed)
-        self._check_directory()
+        self._filters = GroupFilters(config.filters)
+        self._settings = settings_digests(config, self._prompts.digest)
+        check_resumed(config, self._settings, report.note)
         self.trainer = TrainerClient(trainer, config.security)
+        self.critic = critic
         self.router = RouterClient(router, config.security)
         self.fleet = EngineFleet(
             self.router,
@@ -47,8 +68,10 @@ class Run:
             FleetConfig(pause_mode=config.pause_mode, deterministic=config.deterministic),
         )
         self.workers = EpisodeWorkers(self.router, config.security, config.service_timeout_seconds)
-        self.ledger = Ledger(config.run_dir / "ledger.sqlite")
-        self._cuts = config.run_dir / "cuts"
+        self._evaluations = EvaluationLane(config, self.workers, report)
+        self.ledger = Ledger(config.run_dir / LEDGER)
+        self._trace = trace.RunTrace(config.run_dir, config.trace)
+        self._cuts = config.run_dir / CUTS
         self._retention: Retention | None = None
         self._feed: GroupFeed | None = None
         self._keeping_up: asyncio.Task[None] | None = None
@@ -58,47 +81,49 @@ class Run:
         self._survival = Survival(self.trainer, self._begin, config.service_timeout_seconds)
         self._weights: sample_pb2.WeightVersion | None = None  # published last
 
-    def _check_directory(self) -> None:
-        ledger = self.config.run_dir / "ledger.sqlite"
-        if ledger.exists() and not self.config.resume:
-            raise ConfigError(
-                f"run_dir: {self.config.run_dir} holds a run; give resume: true or another run_dir"
-            )
-        if self.config.resume and not ledger.exists():
-            self.report.note(f"{self.config.run_dir} holds no run yet: this one begins")
-        cut = latest_cut(self.config.run_dir / "cuts")
-        if cut is not None and cut.seed != self.config.seed:
-            raise ConfigError(f"seed: is {self.config.seed}, the run to resume has {cut.seed}")
-
     async def start(self) -> None:
         """Bring trainer and engines to the first weights, or to those of the last cut.
 
         Raises ConfigError for services that cannot do what the run is to do.
         """
+        check_ledger(self.ledger, latest_cut(self._cuts))
         seconds = self.config.service_timeout_seconds
+        trace.use(self._trace)
         await wait_for_trainer(self.trainer, seconds)
         await self.workers.refresh()
         if self.config.deterministic:
             await self.fleet.check_deterministic(seconds)
         self._retention = Retention(
-            self.config.retention, self.config.store_dir, self.config.run_dir, self.ledger
+            self.config.retention,
+            self.config.store_dir,
+            self.config.run_dir,
+            self.ledger,
+            self.config.weights,
         )
         await self._survival.run(self._begin)
         self._keeping_up = asyncio.create_task(self.fleet.keep_up(), name="keep engines up")
 
     async def train(self) -> None:
         """Steps until the end the config names; a lost trainer is restored from the last cut."""
+        if self._is_done():
+            self.report.note(f"the run is at its end already (step {self.step})")
         if self.step == 0:
-            await self._evaluate("before")
+            await self._evaluations.measure("before", 0, self.fleet.version)
         while not (self._is_done() and self._has_last_cut()):
-            await self._survival.run(self._cut if self._is_done() else self._one_step)
-        await self._evaluate("after")
+            before = self.step
+            with trace.span(trace.LOOP, trace.STEP, f"step {before + 1}"):
+                await self._survival.run(self._cut if self._is_done() else self._one_step)
+            if self.step > before:
+                self._trace.flush(self.step)
+        await self._evaluations.measure("after", self.step, self.fleet.version)
 
     async def close(self) -> None:
         """End what runs in the background and close every connection."""
         if self._keeping_up is not None:
             self._keeping_up.cancel()
             await asyncio.gather(self._keeping_up, return_exceptions=True)
+        await self._evaluations.close()
+        self._trace.flush(self.step + 1)  # what came after the last step
         if self._feed is not None:
             await self._feed.close()
         if self._retention is not None:
@@ -106,7 +131,13 @@ class Run:
         await asyncio.gather(
             self.fleet.close(), self.workers.close(), self.trainer.close(), self.router.close()
         )
+        if self.critic is not None:
+            await self.critic.close()
         self.ledger.close()
+
+    @property
+    def _warmup_steps(self) -> int:
+        return 0 if self.config.critic is None else self.config.critic.warmup_steps
 
     def _is_done(self) -> bool:
         config = self.config
@@ -116,7 +147,7 @@ class Run:
             and len(recent) == config.stop_window
             and sum(recent) / len(recent) >= config.stop_at_reward
         )
-        return reached or self.step >= config.steps
+        return reached or self._evaluations.has_reached or self.step >= config.steps
 
     async def _begin(self) -> None:
         """The first weights and the first cut, or what the last cut names."""
@@ -131,6 +162,10 @@ class Run:
             self.optimizer_step = (await self.trainer.get()).step
             if self.optimizer_step:
                 self._begin_late(self.optimizer_step)
+        if self.critic is not None:
+            await self.critic.begin()
+            if self.critic.optimizer_step:
+                self._begin_late(self.critic.optimizer_step)
         await self._publish()
         await self._cut()
 
@@ -149,8 +184,9 @@ class Run:
         if self._keeping_up is not None and self._keeping_up.done():
             self._keeping_up.result()  # a bug in there is one of this run
         feed = self._open_feed()
-        await feed.fill(self.step)
-        groups = await feed.take(self.step)
+        with trace.span(trace.LOOP, "wait for groups"):
+            await feed.fill(self.step)
+            groups = await feed.take(self.step)
         rolled_out = time.monotonic()
         trained = await self._train(feed, groups)
         if trained is None:
@@ -167,6 +203,12 @@ class Run:
             "publish_seconds": time.monotonic() - stepped,
             "step_seconds": time.monotonic() - start,
         }
+        counts = feed.take_counts()
+        if self._filters or self.config.over_sampling > 1:
+            trained.metrics["filtered_groups"] = float(counts.filtered)
+            trained.metrics["surplus_groups"] = float(counts.surplus)
+            mean = counts.reward_sum / counts.finished if counts.finished else math.nan
+            trained.metrics["reward_mean_unfiltered"] = mean
         self._report_step(groups, trained, committed, seconds)
         every = self.config.checkpoint_every
         if every and self.step % every == 0:
@@ -182,6 +224,8 @@ class Run:
                 groups,
                 optimizer_step=self.optimizer_step,
                 name=f"step-{self.step}",
+                critic=self.critic,
+                critic_alone=self.step < self._warmup_steps,
             )
         except RemoteError as error:
             feed.put_back(groups)
@@ -201,6 +245,9 @@ class Run:
                 attempts=self.config.group_attempts,
                 patience_seconds=self.config.service_timeout_seconds,
                 dropped_in_a_row=max(8, min(64, 4 * self.config.groups_per_step)),
+                filtered_in_a_row=self.config.max_filtered_in_a_row,
+                over_sampling=self.config.over_sampling,
+                drops_surplus=self.config.surplus == "drop",
             )
             assert self._retention is not None
             self._feed = GroupFeed(
@@ -209,6 +256,7 @@ class Run:
                 self.workers,
                 self._rollout_request,
                 self._retention.hold,
+                self._filters,
             )
         return self._feed
 
@@ -227,12 +275,23 @@ class Run:
     async def _publish(self) -> CommitReport:
         """Publish the trainer's weights and bring the engines to them."""
         assert self._retention is not None
-        published = await self.trainer.publish_weights()
+        targets = []
+        if self.config.weight_transport == "collective":
+            targets = await self.fleet.targets()
+        mode = PAUSE_MODES[self.config.pause_mode]
+        with trace.span(trace.TRAINER, "publish"):
+            published = await self.trainer.publish_weights(targets, mode)
+        for outcome in published.engines:
+            if outcome.HasField("error"):  # it is brought up to date from the store below
+                cause = outcome.error.message
+                logger.warning("engine %s received no weights: %s", outcome.engine_id, cause)
         weights = published.weights
         faults.point("published")
-        self._check_step(published.step, "published weights")
+        check_step(published.step, self.optimizer_step, "published weights")
         await self._retention.hold_weights(weights.version)
         self.ledger.record_version(weights.version, weights.digest, self.step)
+        if self._feed is not None:
+            self._feed.version_recorded()
         faults.point("version")
         committed = await self.fleet.commit(weights, self.config.service_timeout_seconds)
         faults.point("committed")
@@ -245,8 +304,11 @@ class Run:
         assert self._retention is not None
         assert self._weights is not None
         await self._retention.settle()
-        saved = await self.trainer.save_checkpoint(self._retention.new_checkpoint_id(self.step))
-        self._check_step(saved.step, "checkpoint")
+        name = self._retention.new_checkpoint_id(self.step)
+        with trace.span(trace.TRAINER, "checkpoint"):
+            saved = await self.trainer.save_checkpoint(name)
+        check_step(saved.step, self.optimizer_step, "checkpoint")
+        of_critic = "" if self.critic is None else await self.critic.save(name)
         faults.point("checkpoint")
         cut = Cut(
             step=self.step,
@@ -256,6 +318,8 @@ class Run:
             weight_digest=self._weights.digest,
             position=self.ledger.next_position(),
             seed=self.config.seed,
+            critic_checkpoint=of_critic,
+            settings=self._settings,
         )
         write_cut(self._cuts, cut)
         faults.point("cut")
@@ -266,36 +330,31 @@ class Run:
         cut = latest_cut(self._cuts)
         return not self.config.checkpoint_every or (cut is not None and cut.step == self.step)
 
-    def _check_step(self, step: int, what: str) -> None:
-        """A front that came back has forgotten the steps since its start, and answers."""
-        if step != self.optimizer_step:
-            raise TrainerLostError(f"{what} of step {step}, this run is at {self.optimizer_step}")
-
     async def _restore(self, cut: Cut) -> None:
         """Go back to a cut: groups consumed since are generated again, none is lost."""
         assert self._retention is not None
+        await self._evaluations.close()
         if self._feed is not None:
             await self._feed.close()
             self._feed = None
         loaded = await self.trainer.load_checkpoint(cut.checkpoint)
+        if self.critic is not None:
+            await self.critic.load(cut.critic_checkpoint)
         returned = self.ledger.roll_back(cut.step)
         await self._retention.resume()
         self.step, self.optimizer_step = cut.step, loaded.step
         self._rewards = self.report.truncate(cut.step)
         logger.info("restored step %d; %d groups wait to be trained on again", cut.step, returned)
         await self._publish()
-
-    async def _evaluate(self, when: str) -> None:
-        if self.config.evaluation is not None:
-            score = await evaluate(self.config, self.workers, self.fleet.version, self.step)
-            self.report.evaluation(when, self.step, score)
+        await self._evaluate_in_between()  # if it was not finished
 
     async def _evaluate_in_between(self) -> None:
-        evaluation = self.config.evaluation
-        if evaluation is None or not evaluation.every_steps:
+        if not self._evaluations.is_due(self.step) or self._is_done():
             return
-        if self.step % evaluation.every_steps == 0:
-            await self._evaluate("during")
+        if self._evaluations.is_beside:
+            self._evaluations.begin(self.step, self.fleet.version)
+        else:
+            await self._evaluations.measure("during", self.step, self.fleet.version)
 
     def _report_step(
         self,

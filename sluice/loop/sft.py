@@ -12,9 +12,10 @@ from sluice.config import ConfigError
 from sluice.loop.config import AlgorithmConfig
 from sluice.loop.cut import Cut, latest_cut, write_cut
 from sluice.loop.ledger import Ledger, LedgerGroup
-from sluice.loop.readiness import TrainerLostError, wait_for_trainer
+from sluice.loop.readiness import check_step, wait_for_trainer
 from sluice.loop.report import Report
 from sluice.loop.retention import Retention
+from sluice.loop.run_directory import CUTS, LEDGER, check_ledger, last_cut
 from sluice.loop.sft_config import SftConfig
 from sluice.loop.sft_rows import ConversationRows, StepRows
 from sluice.loop.survival import Survival
@@ -36,14 +37,14 @@ class SftRun:
     def __init__(
         self, config: SftConfig, trainer: str, rows: ConversationRows, report: Report
     ) -> None:
-        """Raises ConfigError for a run_dir that does not fit."""
+        """Raises ConfigError and RunDirectoryError for a run_dir that does not fit."""
         self.config, self.report, self._rows = config, report, rows
-        self._check_directory()
+        last_cut(config.run_dir, resume=config.resume, seed=config.seed)
         self.steps = step_count(config, rows)
         self.trainer = TrainerClient(trainer, config.security)
-        self.ledger = Ledger(config.run_dir / "ledger.sqlite")
+        self.ledger = Ledger(config.run_dir / LEDGER)
         self._blobs = BlobStore(config.store_dir)
-        self._cuts = config.run_dir / "cuts"
+        self._cuts = config.run_dir / CUTS
         self._algorithm = AlgorithmConfig(loss=config.loss)
         self._survival = Survival(self.trainer, self._begin, config.service_timeout_seconds)
         self._retention: Retention | None = None
@@ -51,19 +52,10 @@ class SftRun:
         self.step = 0  # of the loop
         self.optimizer_step = 0  # of the trainer
 
-    def _check_directory(self) -> None:
-        config = self.config
-        if (config.run_dir / "ledger.sqlite").exists() and not config.resume:
-            raise ConfigError(
-                f"run_dir: {config.run_dir} holds a run; give resume: true or another run_dir"
-            )
-        cut = latest_cut(config.run_dir / "cuts")
-        if cut is not None and cut.seed != config.seed:
-            raise ConfigError(f"seed: is {config.seed}, the run to resume has {cut.seed}")
-
     async def start(self) -> None:
         """Bring the trainer to its first state, or to that of the last cut."""
         config = self.config
+        check_ledger(self.ledger, latest_cut(self._cuts))
         await wait_for_trainer(self.trainer, config.service_timeout_seconds)
         self._retention = Retention(config.retention, config.store_dir, config.run_dir, self.ledger)
         await self._survival.run(self._begin)
@@ -162,7 +154,7 @@ class SftRun:
         assert self._retention is not None
         await self._retention.settle()
         saved = await self.trainer.save_checkpoint(self._retention.new_checkpoint_id(self.step))
-        self._check_step(saved.step, "checkpoint")
+        check_step(saved.step, self.optimizer_step, "checkpoint")
         cut = Cut(
             step=self.step,
             optimizer_step=saved.step,
@@ -179,18 +171,13 @@ class SftRun:
     async def _publish(self) -> None:
         assert self._retention is not None
         published = await self.trainer.publish_weights()
-        self._check_step(published.step, "published weights")
+        check_step(published.step, self.optimizer_step, "published weights")
         weights = published.weights
         await self._retention.hold_weights(weights.version)
         self.ledger.record_version(weights.version, weights.digest, self.step)
         await self._retention.release_weights(weights.version)
         self._published = True
         self.report.note(f"published weight version {weights.version} ({weights.digest})")
-
-    def _check_step(self, step: int, what: str) -> None:
-        """A front that came back has forgotten the steps since its start, and answers."""
-        if step != self.optimizer_step:
-            raise TrainerLostError(f"{what} of step {step}, this run is at {self.optimizer_step}")
 
     def _report_step(
         self, trained: StepReport, row_count: int, spool_seconds: float, start: float

@@ -16,30 +16,34 @@ class RowsConfig(Config):
     """A JSONL or Parquet file. A row has `messages` (and `tools`), or `prompt` and `answer`."""
 
     file: Path
-    shuffle: bool = True  # anew every epoch, from the seed
+    shuffle: bool = Field(True, description="Anew every epoch, from the seed.")
 
 
 class SftConfig(ProcessConfig):
     """Supervised training on conversations. Flags override the file, e.g. `--epochs 3`."""
 
     run_dir: Path
-    services: Path | None = None  # services.json of `sluice up`
-    trainer: str = ""  # host:port, instead of `services`
-    store: Path | None = None  # shared store; None is that of `services`, or run_dir/store
+    services: Path | None = Field(None, description="services.json of `sluice up`.")
+    trainer: str = Field("", description="host:port, instead of `services`.")
+    store: Path | None = Field(
+        None, description="Shared store; None is that of `services`, or run_dir/store."
+    )
     security: SecurityConfig = SecurityConfig()
 
-    tokenizer: Path  # model directory with tokenizer and chat template
+    tokenizer: Path = Field(description="Model directory with tokenizer and chat template.")
     rows: RowsConfig
     rows_per_step: int = Field(32, gt=0)
-    epochs: int = Field(1, gt=0)  # every row once in each
-    steps: int | None = Field(None, gt=0)  # end here instead, if that is earlier
+    epochs: int = Field(1, gt=0, description="Every row once in each.")
+    steps: int | None = Field(None, gt=0, description="End here instead, if that is earlier.")
     loss: LossSpec = LossSpec(name="sft")
     seed: int = 0
-    initial_checkpoint: str = ""  # checkpoints/<id> to begin with; "" is what the trainer holds
-    checkpoint_every: int = Field(50, ge=0)  # steps; 0 is never
-    resume: bool = False  # go on with what run_dir holds
+    initial_checkpoint: str = Field(
+        "", description="checkpoints/<id> to begin with; empty is what the trainer holds."
+    )
+    checkpoint_every: int = Field(50, ge=0, description="Steps; 0 is never.")
+    resume: bool = Field(False, description="Go on with what run_dir holds.")
     retention: RetentionConfig = RetentionConfig()
-    service_timeout_seconds: float = Field(300, gt=0)  # for the trainer to be ready
+    service_timeout_seconds: float = Field(300, gt=0, description="For the trainer to be ready.")
 
     @field_validator("loss")
     @classmethod

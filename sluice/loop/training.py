@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 from sluice import faults
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.client import TrainerClient, new_request_id
+from sluice.loop import trace
 from sluice.loop.config import AlgorithmConfig
+from sluice.loop.critic import Critic, CriticPart
 from sluice.loop.ledger import LedgerGroup
 
 
@@ -22,6 +25,14 @@ class StepReport:
     skipped_reasons: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """The rows of a step, on the actor and on the critic."""
+
+    name: str
+    critic_name: str = ""
+
+
 async def train_step(
     trainer: TrainerClient,
     algorithm: AlgorithmConfig,
@@ -29,49 +40,83 @@ async def train_step(
     *,
     optimizer_step: int,
     name: str,
+    critic: Critic | None = None,
+    critic_alone: bool = False,
 ) -> StepReport:
     """Train on finished groups: `mini_batches` optimizer steps over references alone.
 
-    Raises RemoteError; then nothing is known of gradients, and the caller restores a cut.
+    With critic_alone the actor learns nothing. Raises RemoteError; then nothing is known of
+    gradients, and the caller restores a cut.
     """
-    blobs = [group.blob for group in groups if group.blob is not None]
-    sample_count = sum(group.sample_count for group in groups)
     batch_id = f"{name}-{new_request_id()[:8]}"  # a step tried again is another batch
-    upload = await trainer.upload_batch(batch_id, sample_count, blobs=blobs)
-    batch = upload.batch
+    batch = await _upload(trainer, critic, groups, batch_id)
     faults.point("uploaded")
-    metrics = await _add_columns(trainer, algorithm, batch)
+    metrics = await _add_columns(trainer, algorithm, batch, critic)
     reports = []
+    lessons: list[CriticPart] = []
     for part, share in enumerate(_mini_batches(groups, algorithm.mini_batches)):
         sample_ids = [] if len(share) == len(groups) else _sample_ids(share)
         part_id = f"{batch_id}-{part}"
-        gradients = await trainer.forward_backward(
-            batch,
-            algorithm.loss,
-            expected_step=optimizer_step,
-            part_id=part_id,
-            sample_ids=sample_ids,
-        )
-        faults.point("gradients")
-        step = await trainer.step_optimizer(optimizer_step, [part_id])
-        faults.point("stepped")
-        optimizer_step = step.step
-        reports.append((gradients, step))
-    await trainer.delete_batch(batch)
+        async with AsyncExitStack() as stack:
+            if critic is not None:
+                learning = critic.learning(batch.critic_name, part_id, sample_ids)
+                task = await stack.enter_async_context(learning)
+            if not critic_alone:
+                with trace.span(trace.TRAINER, "forward_backward"):
+                    gradients = await trainer.forward_backward(
+                        batch.name,
+                        algorithm.loss,
+                        expected_step=optimizer_step,
+                        part_id=part_id,
+                        sample_ids=sample_ids,
+                    )
+                faults.point("gradients")
+                with trace.span(trace.TRAINER, "optimizer"):
+                    step = await trainer.step_optimizer(optimizer_step, [part_id])
+                faults.point("stepped")
+                optimizer_step = step.step
+                reports.append((gradients, step))
+        if critic is not None:
+            lessons.append(task.result())
+    await trainer.delete_batch(batch.name)
+    if critic is not None:
+        await critic.delete_batch(batch.critic_name)
+        metrics |= _of_critic(lessons)
     return _report(optimizer_step, metrics, reports)
 
 
+async def _upload(
+    trainer: TrainerClient, critic: Critic | None, groups: Sequence[LedgerGroup], batch_id: str
+) -> _Batch:
+    blobs = [group.blob for group in groups if group.blob is not None]
+    sample_count = sum(group.sample_count for group in groups)
+    with trace.span(trace.TRAINER, "upload"):
+        name = (await trainer.upload_batch(batch_id, sample_count, blobs=blobs)).batch
+    if critic is None:
+        return _Batch(name=name)
+    return _Batch(name=name, critic_name=await critic.upload(batch_id, sample_count, blobs))
+
+
 async def _add_columns(
-    trainer: TrainerClient, algorithm: AlgorithmConfig, batch: str
+    trainer: TrainerClient, algorithm: AlgorithmConfig, batch: _Batch, critic: Critic | None
 ) -> dict[str, float]:
     temperature, needed = algorithm.loss.temperature, algorithm.columns
     if "old_logprobs" in needed:
-        await trainer.compute_logprobs(batch, temperature=temperature)
+        with trace.span(trace.TRAINER, "old_logprobs"):
+            await trainer.compute_logprobs(batch.name, temperature=temperature)
     if "reference_logprobs" in needed:
-        await trainer.compute_logprobs(batch, reference=True, temperature=temperature)
+        with trace.span(trace.TRAINER, "reference_logprobs"):
+            await trainer.compute_logprobs(batch.name, reference=True, temperature=temperature)
     if algorithm.loss.name == "sft":
         return {}
-    advantages = await trainer.compute_advantages(batch, algorithm.advantage)
+    if critic is not None:
+        with trace.span(trace.CRITIC, "values"):
+            await critic.lend_values(batch.critic_name, trainer, batch.name)
+    with trace.span(trace.TRAINER, "advantages"):
+        advantages = await trainer.compute_advantages(batch.name, algorithm.advantage)
+    if critic is not None:
+        with trace.span(trace.CRITIC, "returns"):
+            await critic.take_returns(batch.critic_name, trainer, batch.name)
     return {
         "reward_mean": advantages.reward_mean,
         "advantage_abs_mean": advantages.advantage_abs_mean,
@@ -94,13 +139,28 @@ def _report(
     metrics: dict[str, float],
     reports: list[tuple[pb.ForwardBackwardResponse, pb.StepOptimizerResponse]],
 ) -> StepReport:
-    tokens = sum(gradients.token_count for gradients, _ in reports)
-    for gradients, _ in reports:
-        share = gradients.token_count / max(1, tokens)
-        for name, value in {"loss": gradients.loss, **gradients.metrics}.items():
-            metrics[name] = metrics.get(name, 0.0) + value * share
-    metrics["tokens"] = float(tokens)
+    if not reports:  # the critic alone has learned
+        return StepReport(optimizer_step=optimizer_step, metrics=metrics)
+    metrics |= _weighted([gradients for gradients, _ in reports])
+    metrics["tokens"] = float(sum(gradients.token_count for gradients, _ in reports))
     metrics["grad_norm"] = sum(step.grad_norm for _, step in reports) / len(reports)
     metrics["learning_rate"] = reports[-1][1].learning_rate
     skipped = tuple(step.skipped_reason for _, step in reports if step.skipped_reason)
     return StepReport(optimizer_step=optimizer_step, metrics=metrics, skipped_reasons=skipped)
+
+
+def _of_critic(lessons: Sequence[CriticPart]) -> dict[str, float]:
+    metrics = _weighted([lesson.gradients for lesson in lessons])
+    norms = [lesson.step.grad_norm for lesson in lessons]
+    found = {f"critic_{name.removeprefix('value_')}": value for name, value in metrics.items()}
+    return {**found, "critic_grad_norm": sum(norms) / len(norms)}
+
+
+def _weighted(passes: Sequence[pb.ForwardBackwardResponse]) -> dict[str, float]:
+    """Means over the tokens of all passes."""
+    tokens = max(1, sum(each.token_count for each in passes))
+    metrics: dict[str, float] = {}
+    for each in passes:
+        for name, value in {"loss": each.loss, **each.metrics}.items():
+            metrics[name] = metrics.get(name, 0.0) + value * each.token_count / tokens
+    return metrics

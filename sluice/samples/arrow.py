@@ -6,13 +6,13 @@ one has null there. https://arrow.apache.org/docs/format/Columnar.html#ipc-file-
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from sluice.samples.columns import COLUMNS, Column, UnknownColumnError
+from sluice.samples.columns import COLUMNS, Column, UnknownColumnError, find_column
 from sluice.samples.sample import Sample, VersionSpan
 
 FORMAT_KEY, FORMAT = b"sluice.format", b"1"
@@ -33,6 +33,8 @@ FIXED = (
     pa.field("finish_reason", pa.string(), nullable=False),
     pa.field("spans", pa.list_(SPAN_TYPE), nullable=False),
 )
+EXPERTS = "routed_experts"  # list of tokens, each layers x choices of fixed size
+_FIXED_NAMES = frozenset([*(field.name for field in FIXED), EXPERTS])
 
 
 class InvalidGroupError(ValueError):
@@ -45,9 +47,11 @@ def encode_group(samples: Sequence[Sample], metadata: Mapping[str, str] | None =
     Samples are expected to be valid (`validate_sample`).
     """
     names = {name: sample.sample_id for sample in samples for name in sample.columns}
-    if unknown := set(names) - set(COLUMNS):
-        raise UnknownColumnError(names[min(unknown)], min(unknown))
-    used = [column for name, column in COLUMNS.items() if name in names]
+    used = []
+    for name in _in_order(names):
+        if (column := find_column(name)) is None:
+            raise UnknownColumnError(names[name], name)
+        used.append(column)
     fields = [*FIXED, *(pa.field(column.name, _arrow_type(column)) for column in used)]
     arrays = [
         pa.array([sample.sample_id for sample in samples], pa.string()),
@@ -58,6 +62,9 @@ def encode_group(samples: Sequence[Sample], metadata: Mapping[str, str] | None =
         _encode_spans(samples),
         *(_encode_column(samples, column) for column in used),
     ]
+    if any(sample.routed_experts is not None for sample in samples):
+        arrays.append(_encode_experts(samples))
+        fields.append(pa.field(EXPERTS, arrays[-1].type))
     texts = {key.encode(): value.encode() for key, value in (metadata or {}).items()}
     if FORMAT_KEY in texts:
         raise ValueError(f"metadata key {FORMAT_KEY.decode()!r} is reserved")
@@ -80,12 +87,13 @@ def decode_group(data: bytes | memoryview, rows: Sequence[int] | None = None) ->
     for row in rows:
         if not 0 <= row < count:
             raise IndexError(f"row {row} of a group of {count}")
-    if unknown := set(batch.schema.names) - set(COLUMNS) - {field.name for field in FIXED}:
+    names = [name for name in batch.schema.names if name not in _FIXED_NAMES]
+    if unknown := {name for name in names if find_column(name) is None}:
         raise InvalidGroupError(f"unknown columns: {', '.join(sorted(unknown))}")
     columns = [
         (column.name, _decode_column(batch, column, rows))
-        for column in COLUMNS.values()
-        if column.name in batch.schema.names
+        for name in _in_order(names)
+        if (column := find_column(name)) is not None
     ]
     fixed = zip(
         _scalars(batch, "sample_id", rows),
@@ -94,22 +102,27 @@ def decode_group(data: bytes | memoryview, rows: Sequence[int] | None = None) ->
         _scalars(batch, "prompt_length", rows),
         _scalars(batch, "finish_reason", rows),
         _scalars(batch, "spans", rows),
+        _decode_experts(batch, rows),
         strict=True,
     )
     return [
-        Sample(
-            sample_id=sample_id,
-            group_id=group_id,
-            token_ids=tokens,
-            prompt_length=prompt_length,
-            finish_reason=finish_reason,
-            columns={name: value for name, values in columns if (value := values[i]) is not None},
-            spans=tuple(VersionSpan(**span) for span in spans),
-        )
-        for i, (sample_id, group_id, tokens, prompt_length, finish_reason, spans) in enumerate(
-            fixed
-        )
+        _sample(values, {name: found for name, each in columns if (found := each[i]) is not None})
+        for i, values in enumerate(fixed)
     ]
+
+
+def _sample(fixed: tuple[Any, ...], columns: Mapping[str, np.ndarray | float]) -> Sample:
+    sample_id, group_id, tokens, prompt_length, finish_reason, spans, experts = fixed
+    return Sample(
+        sample_id=sample_id,
+        group_id=group_id,
+        token_ids=tokens,
+        prompt_length=prompt_length,
+        finish_reason=finish_reason,
+        columns=columns,
+        spans=tuple(VersionSpan(**span) for span in spans),
+        routed_experts=experts,
+    )
 
 
 def read_metadata(data: bytes | memoryview) -> dict[str, str]:
@@ -136,23 +149,33 @@ def _open(data: bytes | memoryview) -> pa.ipc.RecordBatchFileReader:
     return reader
 
 
+def _in_order(names: Iterable[str]) -> list[str]:
+    """Known columns as COLUMNS has them, then scores by name."""
+    found = set(names)
+    known = [name for name in COLUMNS if name in found]
+    return known + sorted(found - set(known))
+
+
 def _arrow_type(column: Column) -> pa.DataType:
     kind = pa.from_numpy_dtype(column.dtype)
     return pa.list_(kind) if column.per_token else kind
 
 
 def _lists(values: Sequence[np.ndarray | None], dtype: np.dtype) -> pa.Array:
+    present = [value for value in values if value is not None]
+    flat = np.concatenate(present).astype(dtype, copy=False) if present else np.empty(0, dtype)
+    return _list_array(values, pa.array(flat))
+
+
+def _list_array(values: Sequence[np.ndarray | None], flat: pa.Array) -> pa.ListArray:
+    """The entries of `flat`, as many for each value as it is long."""
     offsets = np.zeros(len(values) + 1, np.int64)
     np.cumsum([0 if value is None else len(value) for value in values], out=offsets[1:])
     if offsets[-1] > np.iinfo(np.int32).max:
         raise InvalidGroupError(f"a group of {offsets[-1]} tokens; 2^31 - 1 fit")
-    present = [value for value in values if value is not None]
-    flat = np.concatenate(present).astype(dtype, copy=False) if present else np.empty(0, dtype)
     absent = [value is None for value in values]
     return pa.ListArray.from_arrays(
-        pa.array(offsets.astype(np.int32)),
-        pa.array(flat),
-        mask=pa.array(absent) if any(absent) else None,
+        pa.array(offsets.astype(np.int32)), flat, mask=pa.array(absent) if any(absent) else None
     )
 
 
@@ -175,6 +198,28 @@ def _encode_spans(samples: Sequence[Sample]) -> pa.Array:
         for sample in samples
     ]
     return pa.array(spans, pa.list_(SPAN_TYPE))
+
+
+def _encode_experts(samples: Sequence[Sample]) -> pa.ListArray:
+    """Raises InvalidGroupError when samples differ in layers or choices."""
+    values = [sample.routed_experts for sample in samples]
+    shapes = {value.shape[1:] for value in values if value is not None}
+    if len(shapes) > 1:
+        raise InvalidGroupError(f"routed_experts of several shapes: {sorted(shapes)}")
+    ((layers, choices),) = shapes
+    flat = np.concatenate([value for value in values if value is not None]).reshape(-1)
+    chosen = pa.FixedSizeListArray.from_arrays(pa.array(flat), choices)
+    return _list_array(values, pa.FixedSizeListArray.from_arrays(chosen, layers))
+
+
+def _decode_experts(batch: pa.RecordBatch, rows: Sequence[int]) -> list[np.ndarray | None]:
+    if EXPERTS not in batch.schema.names:
+        return [None] * len(rows)
+    array = batch.column(EXPERTS)
+    layers, choices = array.values.type.list_size, array.values.values.type.list_size
+    flat = array.values.values.values.to_numpy().reshape(-1, layers, choices)
+    offsets, valid = array.offsets.to_numpy(), array.is_valid().to_numpy(zero_copy_only=False)
+    return [flat[offsets[row] : offsets[row + 1]] if valid[row] else None for row in rows]
 
 
 def _scalars(batch: pa.RecordBatch, name: str, rows: Sequence[int]) -> list[Any]:

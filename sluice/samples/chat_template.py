@@ -13,6 +13,9 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+# What the operators and methods that a template uses raise for values of the wrong kind.
+_OF_VALUES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
 
 class ChatTemplateError(ValueError):
     """The template refuses these messages."""
@@ -45,6 +48,7 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _strftime_now
+        self.source = source
         self._template = environment.from_string(source)
         self._special_tokens = dict(special_tokens)
 
@@ -54,20 +58,23 @@ class ChatTemplate:
         *,
         opening: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> str:
         """The conversation and, if `opening`, how the assistant's turn begins.
 
-        Raises ChatTemplateError.
+        `options` are variables of the template's own. Raises ChatTemplateError.
         """
         try:
-            return self._template.render(
-                messages=list(messages),
-                tools=tools,
-                documents=None,
-                add_generation_prompt=opening,
+            variables = {
+                **(options or {}),
                 **self._special_tokens,
-            )
-        except jinja2.TemplateError as error:
+                "messages": list(messages),
+                "tools": tools,
+                "documents": None,
+                "add_generation_prompt": opening,
+            }
+            return self._template.render(variables)
+        except (jinja2.TemplateError, *_OF_VALUES) as error:
             raise ChatTemplateError(f"chat template: {error}") from None
 
 

@@ -1,7 +1,11 @@
-"""The columns a sample may have, and what makes a sample well formed."""
+"""The columns a sample may have, and what makes a sample well formed.
+
+Besides the known ones, an environment may give numbers of its own as `score/<name>`.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,12 +23,12 @@ class InvalidSampleError(ValueError):
 
 
 class UnknownColumnError(InvalidSampleError):
-    """A column name that COLUMNS does not know."""
+    """A column name that is neither known nor a score."""
 
     def __init__(self, sample_id: str, name: str) -> None:
         self.name = name
         super().__init__(
-            sample_id, f"columns[{name!r}]", f"is unknown; known: {', '.join(COLUMNS)}"
+            sample_id, f"columns[{name!r}]", f"is unknown; known: {', '.join(COLUMNS)}, score/*"
         )
 
 
@@ -71,8 +75,18 @@ COLUMNS: Mapping[str, Column] = {
         _sample("reward", "what the estimator sees"),
         _sample("raw_reward", "what the environment gave, before shaping"),
         _sample("weight", "factor of the sample's loss"),
+        _sample("episode", "index of its episode in the group; several samples may share one"),
     )
 }
+SCORE_PREFIX = "score/"
+_SCORE = re.compile(r"score/[A-Za-z0-9_.-]{1,64}")
+
+
+def find_column(name: str) -> Column | None:
+    """A known column, or a score that an environment named; None for anything else."""
+    if _SCORE.fullmatch(name):
+        return _sample(name, "a number of the environment's own")
+    return COLUMNS.get(name)
 
 
 def validate_sample(sample: Sample) -> None:
@@ -93,10 +107,11 @@ def validate_sample(sample: Sample) -> None:
     for name, values in sample.columns.items():
         _validate_column(sample, name, values)
     _validate_spans(sample)
+    _validate_experts(sample)
 
 
 def _validate_column(sample: Sample, name: str, values: np.ndarray | float) -> None:
-    column = COLUMNS.get(name)
+    column = find_column(name)
     if column is None:
         raise UnknownColumnError(sample.sample_id, name)
     where = f"columns[{name!r}]"
@@ -123,3 +138,19 @@ def _validate_spans(sample: Sample) -> None:
                 f"of {sample.response_length}",
             )
         covered = span.last_token
+
+
+def _validate_experts(sample: Sample) -> None:
+    experts = sample.routed_experts
+    if experts is None:
+        return
+    if experts.dtype != np.int16 or experts.ndim != 3:
+        raise InvalidSampleError(
+            sample.sample_id, "routed_experts", "is not an int16 array of three dimensions"
+        )
+    if len(experts) != len(sample.token_ids) - 1:
+        raise InvalidSampleError(
+            sample.sample_id,
+            "routed_experts",
+            f"are of {len(experts)} tokens, not of {len(sample.token_ids) - 1}",
+        )

@@ -23,7 +23,9 @@ class Sample:
     """A row of a batch. Per-token columns have the length of the response.
 
     `columns` maps a known column name (see columns.py) to an array (per token) or a float
-    (per sample); an absent name is an absent value, never a zero.
+    (per sample); an absent name is an absent value, never a zero. `routed_experts`, where a
+    mixture of experts sampled: int16[length - 1, mixture layers, chosen], for every token but
+    the last.
     """
 
     sample_id: str
@@ -33,6 +35,7 @@ class Sample:
     finish_reason: str = ""
     columns: Mapping[str, np.ndarray | float] = field(default_factory=dict)
     spans: tuple[VersionSpan, ...] = ()
+    routed_experts: np.ndarray | None = None
 
     @property
     def response_length(self) -> int:

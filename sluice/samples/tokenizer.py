@@ -6,11 +6,13 @@ Importing transformers costs seconds of processor time; episode workers and loop
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from sluice.config import ConfigError
 from sluice.samples.chat_template import ChatTemplate, NoChatTemplateError
@@ -35,17 +37,27 @@ class TextTokenizer:
         self._template = _chat_template(directory, settings, self._special)
         self.end_token_id = self._id("eos_token")
 
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """By name, e.g. `eos_token`."""
+        return self._special
+
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Token ids; `special` adds what the model expects around a text."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
         return ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
         """Ids of a conversation up to where the assistant begins.
 
         Raises NoChatTemplateError, or ChatTemplateError for messages the template refuses.
         """
-        return self.encode(self.chat_template.render(messages), special=False)
+        text = self.chat_template.render(messages, tools=tools or None)
+        return self.encode(text, special=False)
 
     @property
     def chat_template(self) -> ChatTemplate:
@@ -59,12 +71,17 @@ class TextTokenizer:
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return encoding.ids, [first for first, _ in encoding.offsets]
 
-    def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        """Texts without special tokens."""
+    def decode(self, sequences: Sequence[Sequence[int]], *, special: bool = False) -> list[str]:
+        """Texts; `special` leaves special tokens in."""
         texts: list[str] = self._tokenizer.decode_batch(
-            [list(sequence) for sequence in sequences], skip_special_tokens=True
+            [list(sequence) for sequence in sequences], skip_special_tokens=not special
         )
         return texts
+
+    def decoder(self, *, special: bool) -> Callable[[int], str | None]:
+        """Takes tokens one by one; answers text as soon as its bytes are whole."""
+        stream = DecodeStream(skip_special_tokens=not special)
+        return partial(stream.step, self._tokenizer)
 
     def _id(self, name: str) -> int | None:
         token = self._special.get(name)

@@ -21,7 +21,12 @@ from sluice.loop.ledger import Ledger, LedgerGroup
 from sluice.loop.report import read_metrics
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-GRIM = {"episodes": {"environments": {"grim": "tests.unit.rollout.grim:GrimEnvironment"}}}
+GRIM = {
+    "episodes": {
+        "environments": {"grim": "tests.unit.rollout.grim:GrimEnvironment"},
+        "user_modules": ["examples", "tests"],
+    }
+}
 
 
 def wait_until(condition, seconds: float = 120.0, what: str = "") -> Any:
@@ -112,22 +117,26 @@ class Stack:
 
 
 def start_stack(
-    run_dir: Path, up: dict[str, Any] | None = None, **services: dict[str, Any]
+    run_dir: Path, up: dict[str, Any] | None = None, **services: dict[str, Any] | None
 ) -> Stack:
-    """`sluice up` of a router, a trainer and a rollout, changed by `services` and `up`."""
+    """`sluice up` of a router, a trainer and a rollout, changed by `services` and `up`.
+
+    A service that is None is left out.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
     model = str(build_tiny_qwen3(run_dir / "model", 0))
     write_prompts(run_dir / "prompts.jsonl", 0)
     trainer = {"model": model, "optim": {"learning_rate": 2e-3}}
     engine = {"max_running": 64, "max_model_length": 16, "threads": 1, "deterministic": True}
-    entries: dict[str, dict[str, Any]] = {
+    entries: dict[str, dict[str, Any] | None] = {
         "router": {"kind": "router"},
         "trainer": {"kind": "trainer", "config": trainer},
         "rollout": {"kind": "rollout", "config": {"tokenizer": model, "engine": engine, **GRIM}},
     }
     entries.update(services)
     path = run_dir / "services.yaml"
-    path.write_text(yaml.safe_dump({"run_dir": str(run_dir), "services": entries, **(up or {})}))
+    chosen = {name: entry for name, entry in entries.items() if entry is not None}
+    path.write_text(yaml.safe_dump({"run_dir": str(run_dir), "services": chosen, **(up or {})}))
     with (run_dir / "up.log").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "sluice.cli", "up", str(path)],

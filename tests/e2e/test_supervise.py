@@ -1,6 +1,7 @@
 """What `sluice up` does with services that die, and what is left when it dies itself."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -10,8 +11,11 @@ import sys
 import psutil
 import pytest
 import yaml
+from openai import APIError, AsyncOpenAI
 
+from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice.config import parse_config
+from sluice.durable import DirectoryError
 from sluice.supervise import ServiceDiedError, Supervisor, UpConfig
 from tests.e2e.conftest import ENVIRONMENT, wait_until
 
@@ -21,13 +25,13 @@ def config(run_dir, **changes) -> UpConfig:
     return parse_config(UpConfig, {"run_dir": run_dir, "services": services, **changes})
 
 
-def known(run_dir) -> dict:
-    return json.loads((run_dir / "services.json").read_text())["router"]
+def known(run_dir, name="router") -> dict:
+    return json.loads((run_dir / "services.json").read_text())[name]
 
 
-async def pid_after(run_dir, old: int) -> int:
+async def pid_after(run_dir, old: int, name="router") -> int:
     async with asyncio.timeout(60):
-        while (pid := known(run_dir)["pid"]) == old:
+        while (pid := known(run_dir, name)["pid"]) == old:
             await asyncio.sleep(0.02)
     return pid
 
@@ -43,6 +47,45 @@ async def test_a_killed_service_comes_back_at_its_address(tmp_path):
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
     await supervisor.stop()
+
+
+async def test_a_killed_rollout_comes_back_at_the_address_its_clients_know(tmp_path):
+    model = str(build_tiny_qwen3(tmp_path / "model", 0))
+    rollout = {"tokenizer": model, "engine": {"model": model, "threads": 1}, "openai": {}}
+    services = {
+        "router": {"kind": "router"},
+        "rollout": {"kind": "rollout", "config": rollout},
+    }
+    supervisor = Supervisor(config(tmp_path, services=services))
+    await supervisor.start()
+    watching = asyncio.create_task(supervisor.watch())
+    before = known(tmp_path, "rollout")
+    os.kill(before["pid"], signal.SIGKILL)
+    await pid_after(tmp_path, before["pid"], "rollout")
+    assert known(tmp_path, "rollout")["openai_url"] == before["openai_url"]
+    async with AsyncOpenAI(base_url=before["openai_url"], api_key="none") as client:
+        async with asyncio.timeout(60):
+            while True:
+                with contextlib.suppress(APIError):  # it loads its model
+                    await client.completions.create(model="policy", prompt="1=", max_tokens=1)
+                    break
+                await asyncio.sleep(0.1)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    await supervisor.stop()
+
+
+async def test_a_second_supervisor_of_a_directory_is_refused_and_the_first_goes_on(tmp_path):
+    supervisor = Supervisor(config(tmp_path))
+    await supervisor.start()
+    before = known(tmp_path)
+    with pytest.raises(DirectoryError, match=f"process {os.getpid()} "):
+        await Supervisor(config(tmp_path)).start()
+    assert known(tmp_path) == before
+    assert psutil.pid_exists(before["pid"])
+    await supervisor.stop()
+    await (again := Supervisor(config(tmp_path))).start()
+    await again.stop()
 
 
 async def test_a_service_that_dies_while_it_restarts_is_tried_again_and_given_up_at_last(tmp_path):

@@ -279,3 +279,38 @@ async def test_groups_too_old_are_dropped_and_replaced(world):
     assert await step(world, feed, 3) == [f"g{i:07}" for i in range(4, 8)]
     assert world.ledger.dropped_count() == 4
     await feed.close()
+
+
+@pytest.mark.parametrize("fewer", [1, 2, 3])
+async def test_a_run_can_go_on_with_smaller_steps(world, fewer):
+    feed = world.feed(max_staleness=1)
+    for number in range(3):
+        await step(world, feed, number)
+    await feed.close()
+    again = world.feed(groups_per_step=fewer)
+    taken = [*await step(world, again, 3), *await step(world, again, 4)]
+    assert len(set(taken)) == 2 * fewer
+    consumed = world.ledger.groups("consumed")
+    assert len(consumed) == 12 + 2 * fewer
+    await again.close()
+
+
+async def test_a_version_that_serves_before_it_is_published_is_waited_for(world):
+    feed = world.feed()
+    world.episodes.version = 2  # engines that cannot hold two versions swap on receipt
+    taking = asyncio.create_task(step(world, feed, 0))
+    done, _ = await asyncio.wait([taking], timeout=0.3)
+    assert not done
+    assert not world.ledger.groups("generated")
+    world.ledger.record_version(2, "d", 0)
+    feed.version_recorded()
+    assert await taking == [f"g{i:07}" for i in range(4)]
+    await feed.close()
+
+
+async def test_weights_of_another_run_end_this_one_with_the_reason(world):
+    feed = world.feed(patience_seconds=0.2)
+    world.episodes.version = 7
+    with pytest.raises(RolloutFailedError, match=r"weight version 7.* is not of this run"):
+        await step(world, feed, 0)
+    await feed.close()

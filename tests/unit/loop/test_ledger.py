@@ -136,3 +136,31 @@ def test_what_was_committed_survives_kill_9(tmp_path):
     ledger.close()
     assert len(issued) >= 2 * (confirmed + 1)
     assert len(issued) % 2 == 0  # a transaction is whole
+
+
+FULL = """
+import resource, sqlite3, sys
+from pathlib import Path
+from sluice.loop.ledger import Ledger
+ledger = Ledger(Path(sys.argv[1]))
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+try:
+    ledger.issue([(i, f"g{i}") for i in range(50_000)], step=0)
+except sqlite3.OperationalError as error:
+    print(error)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+ledger.issue([(0, "g0")], step=0)
+ledger.close()
+"""
+
+
+def test_a_full_disk_is_named_and_leaves_nothing_half_done(tmp_path):
+    path = tmp_path / "ledger.sqlite"
+    command = [sys.executable, "-c", FULL, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "rollback" not in done.stdout
+    assert "disk" in done.stdout
+    ledger = Ledger(path)
+    assert ids(ledger.groups("issued")) == ["g0"]
+    ledger.close()

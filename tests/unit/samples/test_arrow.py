@@ -35,8 +35,11 @@ def same(one: Sample, other: Sample) -> bool:
         a.dtype != b.dtype or a.shape != b.shape or a.tobytes() != b.tobytes() for a, b in pairs
     ):
         return False
-    none = np.zeros(0, np.int32)
-    return replace(one, token_ids=none, columns={}) == replace(other, token_ids=none, columns={})
+    experts = [one.routed_experts, other.routed_experts]
+    if not np.array_equal(*(-1 if value is None else value for value in experts)):
+        return False
+    bare = {"token_ids": np.zeros(0, np.int32), "columns": {}, "routed_experts": None}
+    return replace(one, **bare) == replace(other, **bare)
 
 
 @st.composite
@@ -60,6 +63,7 @@ def samples(draw: st.DrawFn) -> Sample:
         VersionSpan(version=draw(st.integers(0, 2**40)), digest="d", first_token=i, last_token=i)
         for i in range(draw(st.integers(0, response)))
     )
+    experts = draw(st.none() | st.integers(0, 2**15 - 1))
     return Sample(
         sample_id=f"{group}/{draw(st.integers(0, 99))}",
         group_id=group,
@@ -68,6 +72,9 @@ def samples(draw: st.DrawFn) -> Sample:
         finish_reason=draw(st.sampled_from(["", "stop", "length"])),
         columns=columns,
         spans=spans,
+        routed_experts=None
+        if experts is None
+        else np.arange((prompt + response - 1) * 6, dtype=np.int16).reshape(-1, 3, 2) + experts,
     )
 
 
@@ -183,3 +190,12 @@ def test_faults_of_the_caller_are_named() -> None:
     for row in (1, -1):
         with pytest.raises(IndexError, match="of a group of 1"):
             decode_group(encoded, [row])
+
+
+def test_routed_experts_of_one_group_have_one_shape() -> None:
+    several = [
+        replace(sample(index), routed_experts=np.zeros((4, 2, 1 + index), np.int16))
+        for index in range(2)
+    ]
+    with pytest.raises(InvalidGroupError, match="several shapes"):
+        encode_group(several)

@@ -1,0 +1,158 @@
+"""Which finished groups are worth training on: built-in rules, and functions of users.
+
+A filter is `keep(group: GeneratedGroup, **settings) -> bool`. It runs in the loop, so it must be
+quick, and it sees numbers only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from sluice.api.rollout.v1 import rollout_service_pb2 as pb
+from sluice.config import ConfigError
+from sluice.loop.config import FilterConfig
+from sluice.runtime import wire
+
+
+class FilterError(Exception):
+    """A filter answered something else than yes or no."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratedGroup:
+    """A finished group as filters see it; one entry a sample, of which an episode may have several.
+
+    scores: further numbers of the environment, by name; not every sample has the same.
+    finish_reasons: `stop` or `length`.
+    """
+
+    group_id: str
+    rewards: tuple[float, ...]
+    raw_rewards: tuple[float, ...]
+    response_lengths: tuple[int, ...]
+    finish_reasons: tuple[str, ...]
+    scores: tuple[Mapping[str, float], ...]
+    episodes: tuple[int, ...]
+    prompt_length: int
+    min_version: int
+    max_version: int
+
+
+Keep = Callable[[GeneratedGroup], bool]
+
+
+def reward_std(group: GeneratedGroup, *, above: float = 0.0) -> bool:
+    """The rewards differ (DAPO, arXiv 2503.14476): else every advantage is zero."""
+    return statistics.pstdev(group.rewards) > above
+
+
+def raw_reward_mean(group: GeneratedGroup, *, low: float = 0.0, high: float = 1.0) -> bool:
+    """Neither too hard nor too easy: the mean raw reward is within [low, high]."""
+    return low <= statistics.fmean(group.raw_rewards) <= high
+
+
+def finished(group: GeneratedGroup, *, share: float = 1.0) -> bool:
+    """At least this share of the samples ended by itself, not for want of tokens."""
+    ended = sum(reason == "stop" for reason in group.finish_reasons)
+    return ended >= share * len(group.finish_reasons)
+
+
+FILTERS: Mapping[str, Callable[..., bool]] = {
+    "reward_std": reward_std,
+    "raw_reward_mean": raw_reward_mean,
+    "finished": finished,
+}
+
+
+class GroupFilters:
+    """All filters of a run, asked in order."""
+
+    def __init__(self, configs: Sequence[FilterConfig] = ()) -> None:
+        """Raises ConfigError for a name that is none, or settings that it does not take."""
+        self._keeps = [
+            (config.name, _load(config, f"filters.{index}")) for index, config in enumerate(configs)
+        ]
+
+    def __bool__(self) -> bool:
+        return bool(self._keeps)
+
+    def rejected_by(self, finished: pb.FinishedGroup) -> str:
+        """Name of the first filter that does not keep the group; empty if all do.
+
+        Raises FilterError, and what a filter raises.
+        """
+        if not self._keeps:
+            return ""
+        group = generated_group(finished)
+        for name, keep in self._keeps:
+            verdict = keep(group)
+            if not isinstance(verdict, bool):
+                raise FilterError(f"filter {name} answered {verdict!r}, not True or False")
+            if not verdict:
+                return name
+        return ""
+
+
+def generated_group(finished: pb.FinishedGroup) -> GeneratedGroup:
+    """The group without where its samples lie."""
+    count = len(finished.rewards)
+    details = finished.details or [pb.SampleDetails(episode=index) for index in range(count)]
+    return GeneratedGroup(
+        group_id=finished.group_id,
+        rewards=tuple(finished.rewards),
+        raw_rewards=tuple(finished.raw_rewards),
+        response_lengths=tuple(finished.response_lengths),
+        finish_reasons=tuple(wire.finish_reason_name(r) for r in finished.finish_reasons),
+        scores=tuple(dict(detail.scores) for detail in details),
+        episodes=tuple(detail.episode for detail in details),
+        prompt_length=finished.prompt_length,
+        min_version=finished.min_version,
+        max_version=finished.max_version,
+    )
+
+
+def group_to_proto(group: GeneratedGroup) -> pb.FinishedGroup:
+    """The other way round, for tests of filters."""
+    details = zip(group.scores, group.episodes, strict=True)
+    return pb.FinishedGroup(
+        group_id=group.group_id,
+        rewards=group.rewards,
+        raw_rewards=group.raw_rewards,
+        response_lengths=group.response_lengths,
+        finish_reasons=[wire.FINISH_REASONS[reason] for reason in group.finish_reasons],
+        details=[pb.SampleDetails(scores=s, episode=e) for s, e in details],
+        prompt_length=group.prompt_length,
+        min_version=group.min_version,
+        max_version=group.max_version,
+    )
+
+
+def _load(config: FilterConfig, key: str) -> Keep:
+    keep = FILTERS.get(config.name)
+    if keep is None:
+        keep = _load_function(config.name, f"{key}.name")
+    try:
+        inspect.signature(keep).bind(None, **config.settings)
+    except TypeError as error:
+        raise ConfigError(f"{key}.settings: {config.name}: {error}") from None
+    return partial(keep, **config.settings)
+
+
+def _load_function(path: str, key: str) -> Callable[..., bool]:
+    module, _, name = path.partition(":")
+    if not name:
+        known = ", ".join(FILTERS)
+        raise ConfigError(f"{key}: {path!r} is unknown; known: {known}, or package.module:function")
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ImportError as error:
+        raise ConfigError(f"{key}: {path}: {error}") from None
+    if not callable(found):
+        raise ConfigError(f"{key}: {path} names no function")
+    function: Callable[..., bool] = found
+    return function

@@ -1,0 +1,210 @@
+"""Where the time of a run went: spans of the loop, the trainer, the engines and every sample.
+
+<run_dir>/traces/<step>.arrow holds the spans that ended up to that step; the oldest files go.
+Times are of the clock of whoever measured: the loop's for its calls, the episode worker's for
+samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from sluice.api.rollout.v1 import rollout_service_pb2 as pb
+from sluice.api.rollout.v1 import trace_pb2
+from sluice.durable import replace_file
+from sluice.loop.config import TraceConfig
+
+logger = logging.getLogger(__name__)
+
+LOOP, TRAINER, CRITIC = "loop", "trainer", "critic"
+STEP = "step"
+KINDS = {
+    number: name.removeprefix("SPAN_KIND_").lower() for name, number in trace_pb2.SpanKind.items()
+}
+_NAMES = pa.dictionary(pa.int32(), pa.string())
+SCHEMA = pa.schema(
+    [
+        pa.field("lane", _NAMES),  # loop, trainer, critic, an engine or an environment
+        pa.field("name", _NAMES),  # what was done there
+        pa.field("start", pa.float64()),  # seconds since 1970
+        pa.field("duration", pa.float32()),  # seconds
+        pa.field("group", _NAMES),  # null: no group's
+        pa.field("episode", pa.int32()),  # null: no single one's
+        pa.field("detail", _NAMES),  # for people
+    ]
+)
+_current: ContextVar[RunTrace | None] = ContextVar("trace", default=None)
+
+
+@dataclass
+class _Rows:
+    """Spans of no sample."""
+
+    lanes: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    starts: list[float] = field(default_factory=list)
+    durations: list[float] = field(default_factory=list)
+    details: list[str] = field(default_factory=list)
+
+
+class RunTrace:
+    """Gathers spans and writes them, step by step; what it cannot write is left out."""
+
+    def __init__(self, run_dir: Path, config: TraceConfig) -> None:
+        self._root, self._config = run_dir / "traces", config
+        self._rows, self._groups = _Rows(), list[pb.FinishedGroup]()
+        self._sample_spans = self._left_out = 0
+
+    def add(self, lane: str, name: str, start: float, end: float, detail: str = "") -> None:
+        """A span in seconds since 1970."""
+        rows = self._rows
+        rows.lanes.append(lane)
+        rows.names.append(name)
+        rows.starts.append(start)
+        rows.durations.append(end - start)
+        rows.details.append(detail)
+
+    def add_group(self, group: pb.FinishedGroup) -> None:
+        """The spans of a group's samples; groups beyond the limit of a step are only counted."""
+        trace = group.trace
+        count = len(trace.kinds)
+        if not count:
+            return
+        if self._sample_spans + count > self._config.spans_per_step:
+            self._left_out += count
+            return
+        self._sample_spans += count
+        self._groups.append(group)
+
+    def flush(self, step: int) -> None:
+        """Write what was gathered as the spans of a step."""
+        rows, groups, left_out = self._rows, self._groups, self._left_out
+        self._rows, self._groups = _Rows(), []
+        self._sample_spans = self._left_out = 0
+        if not self._config.steps or not (rows.lanes or groups):
+            return
+        metadata = {b"step": str(step).encode(), b"left_out": str(left_out).encode()}
+        table = _table(rows, groups).replace_schema_metadata(metadata)
+        sink = pa.BufferOutputStream()
+        options = pa.ipc.IpcWriteOptions(compression="lz4")
+        with pa.ipc.new_file(sink, table.schema, options=options) as writer:
+            writer.write_table(table)
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            path = self._root / f"{step:07}.arrow"
+            replace_file(path, sink.getvalue(), temporary=self._root, sync=False)
+            for old in trace_files(self._root)[: -self._config.steps]:
+                old.unlink(missing_ok=True)
+        except OSError as error:  # a run goes on without its trace
+            logger.warning("trace of step %d: %s", step, error)
+
+
+def use(trace: RunTrace) -> None:
+    """Spans of this task, and of tasks it starts, go to `trace`."""
+    _current.set(trace)
+
+
+@contextlib.contextmanager
+def span(lane: str, name: str, detail: str = "") -> Iterator[None]:
+    """The block as a span of the trace in use, if there is one."""
+    trace = _current.get()
+    start = time.time()
+    try:
+        yield
+    finally:
+        if trace is not None:
+            trace.add(lane, name, start, time.time(), detail)
+
+
+def add_group(group: pb.FinishedGroup) -> None:
+    """The spans of a group, to the trace in use."""
+    if (trace := _current.get()) is not None:
+        trace.add_group(group)
+
+
+def trace_files(root: Path) -> list[Path]:
+    """By step; later ones last."""
+    return sorted(root.glob("*.arrow"))
+
+
+class _Names:
+    """Texts by number, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def number(self, text: str) -> int:
+        return self._numbers.setdefault(text, len(self._numbers))
+
+    def numbers(self, texts: Iterable[str]) -> np.ndarray:
+        return np.array([self.number(text) for text in texts], dtype=np.int32)
+
+    def column(self, numbers: np.ndarray, mask: np.ndarray | None = None) -> pa.DictionaryArray:
+        indices = pa.array(numbers, mask=mask)
+        return pa.DictionaryArray.from_arrays(indices, pa.array(self._numbers, pa.string()))
+
+
+def _table(rows: _Rows, groups: Sequence[pb.FinishedGroup]) -> pa.Table:
+    """All spans; those of no group come first."""
+    lanes, names, ids, details = _Names(), _Names(), _Names(), _Names()
+    kinds = names.numbers(KINDS.get(number, "other") for number in range(max(KINDS) + 2))
+    count = len(rows.lanes)
+    columns: list[list[np.ndarray]] = [
+        [lanes.numbers(rows.lanes)],
+        [names.numbers(rows.names)],
+        [np.array(rows.starts, dtype=np.float64)],
+        [np.array(rows.durations, dtype=np.float32)],
+        [np.full(count, -1, dtype=np.int32)],
+        [np.full(count, -1, dtype=np.int32)],
+        [details.numbers(rows.details)],
+    ]
+    for group in groups:
+        trace = group.trace
+        episodes = np.array(trace.episodes, dtype=np.int32)
+        begin = trace.start_time.ToNanoseconds() / 1e9
+        texts = details.numbers([*_details(group), ""])
+        known = (episodes >= 0) & (episodes < len(texts) - 1)
+        found: tuple[np.ndarray, ...] = (
+            lanes.numbers(trace.place_names)[np.array(trace.places, dtype=np.int32)],
+            kinds[np.minimum(np.array(trace.kinds, dtype=np.int32), len(kinds) - 1)],
+            begin + np.array(trace.starts, dtype=np.float64),
+            np.array(trace.durations, dtype=np.float32),
+            np.full(len(episodes), ids.number(group.group_id), dtype=np.int32),
+            episodes,
+            texts[np.where(known, episodes, -1)],
+        )
+        for column, values in zip(columns, found, strict=True):
+            column.append(values)
+    lane, name, start, duration, of, episode, detail = map(np.concatenate, columns)
+    return pa.table(
+        [
+            lanes.column(lane),
+            names.column(name),
+            pa.array(start),
+            pa.array(duration),
+            ids.column(np.maximum(of, 0), mask=of < 0),
+            pa.array(episode, mask=episode < 0),
+            details.column(detail),
+        ],
+        schema=SCHEMA,
+    )
+
+
+def _details(group: pb.FinishedGroup) -> list[str]:
+    """By episode: what came of it. Of several samples of an episode the last one counts."""
+    texts: dict[int, str] = {}
+    for index, (reward, length) in enumerate(
+        zip(group.rewards, group.response_lengths, strict=True)
+    ):
+        episode = group.details[index].episode if index < len(group.details) else index
+        texts[episode] = f"reward {reward:g}, {length} tokens"
+    return [texts.get(episode, "") for episode in range(max(texts, default=-1) + 1)]

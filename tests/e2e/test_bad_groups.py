@@ -1,0 +1,43 @@
+"""Prompts that nothing can be made of, and graders that always fail, in a real run."""
+
+import json
+import sqlite3
+
+from tests.e2e.conftest import Stack
+
+
+def test_bad_prompts_are_dropped_with_their_reason_and_the_others_trained_on(stack: Stack) -> None:
+    rows = [{"prompt": f"{i:04d}=", "answer": f"{i:04d}"} for i in range(10)]
+    rows[3] = {"prompt": "1" * 80, "answer": "1"}
+    image = [{"type": "image", "image": "x.png"}]
+    rows[5] = {"messages": [{"role": "user", "content": image}], "answer": "1"}
+    file = stack.run_dir / "some_bad.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    training = stack.train("bad-prompts", steps=2, prompts={"file": str(file), "shuffle": False})
+    training.finish()
+    assert [g.position for g in training.groups("consumed")] == [0, 1, 2, 4, 6, 7, 8, 9]
+    assert [g.position for g in training.groups("dropped")] == [3, 5]
+    assert not training.groups("issued")
+    ledger = sqlite3.connect(training.run_dir / "ledger.sqlite")
+    query = "SELECT position, reason FROM groups WHERE state = 'dropped'"
+    reasons = dict(ledger.execute(query).fetchall())
+    ledger.close()
+    assert "does not fit" in reasons[3] or "tokens" in reasons[3]
+    assert "more than text" in reasons[5]
+
+
+def test_graders_that_all_crash_end_the_run_with_their_error(stack: Stack) -> None:
+    file = stack.run_dir / "grim.jsonl"
+    file.write_text(json.dumps({"prompt": "12=", "answer": "1", "deed": "raise"}) + "\n")
+    training = stack.train(
+        "grim",
+        prompts={"file": str(file)},
+        environment={"name": "grim"},
+        group_attempts=1,
+        groups_per_step=2,
+    )
+    output, _ = training.process.communicate(timeout=120)
+    assert training.process.returncode == 2
+    assert "8 groups in a row were dropped" in output
+    assert "ZeroDivisionError: no mercy" in output.replace("\n", " ")
+    assert not training.groups("consumed")

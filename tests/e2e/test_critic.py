@@ -1,0 +1,71 @@
+"""PPO with a critic: two trainers, one run."""
+
+import os
+import signal
+
+import psutil
+import pytest
+
+from sluice.loop.cut import latest_cut
+from tests.e2e.conftest import start_stack, stop_stack
+
+PPO = {
+    "algorithm": {"advantage": {"name": "gae", "gae_lambda": 0.95}},
+    "critic": {"warmup_steps": 2},
+    "retention": {"cuts": 1},
+    "steps": 6,
+}
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory):
+    run_dir = tmp_path_factory.mktemp("critic")
+    config = {"model": str(run_dir / "model"), "head": "value"}
+    stack = start_stack(run_dir, critic={"kind": "trainer", "config": config})
+    yield stack
+    stop_stack(stack)
+
+
+def test_a_run_with_a_critic_survives_the_death_of_each(stack):
+    training = stack.train("ppo", **PPO)
+    training.wait_for_step(3)
+    (rank,) = psutil.Process(stack.pid("critic")).children()
+    os.kill(rank.pid, signal.SIGKILL)
+    training.wait_for_step(5)
+    training.process.send_signal(signal.SIGKILL)
+    training.process.wait(timeout=10)
+    stack.train("ppo", resume=True, **PPO).finish()
+    rows = training.rows()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    # the actor waits for the critic, which learns from the first step on
+    assert [row["optimizer_step"] for row in rows] == [0, 0, 1, 2, 3, 4]
+    assert all(row["critic_grad_norm"] > 0 for row in rows)
+    assert rows[0]["critic_value"] == 0  # a new head
+    assert rows[-1]["critic_value"] != 0
+    consumed = {group.group_id: group.consumed_step for group in training.groups("consumed")}
+    assert consumed == {f"g{i:07}": i // 4 + 1 for i in range(24)}
+
+
+def test_checkpoints_of_both_are_those_of_the_cut(stack):
+    """Follows the run above."""
+    cut = latest_cut(stack.run_dir / "runs" / "ppo" / "cuts")
+    assert cut.step == 6
+    store = stack.run_dir / "store"
+    kept = [store / cut.checkpoint, store / "critics" / "critic" / cut.critic_checkpoint]
+    assert all(path.is_dir() for path in kept)
+    assert [len(list(path.parent.iterdir())) for path in kept] == [1, 1]
+
+
+def test_a_critic_that_is_missing_or_idle_is_refused(stack):
+    for changes, message in (
+        ({"algorithm": PPO["algorithm"]}, "the advantage gae needs one"),
+        ({"critic": {}}, "has no effect for the advantage grpo"),
+        ({**PPO, "critic": {"service": "judge"}}, "no service is called judge"),
+        ({**PPO, "critic": {"service": "trainer"}}, "has no head: value"),
+    ):
+        training = stack.train(f"refused-{abs(hash(message))}", **changes)
+        output, _ = training.process.communicate(timeout=60)
+        assert training.process.returncode == 2, output
+        assert message in output
+    output, _ = stack.train("ppo", resume=True).process.communicate(timeout=60)
+    assert "critic: the run to resume had one" in output

@@ -1,0 +1,70 @@
+"""Run directories that two loops want, that cannot be written, that a signal leaves behind."""
+
+import contextlib
+import signal
+import subprocess
+
+import psutil
+import pytest
+
+from tests.e2e.conftest import Stack, Training
+
+
+def refusal(training: Training) -> str:
+    """The one line it ends with."""
+    output, _ = training.process.communicate(timeout=120)
+    assert training.process.returncode == 2, output
+    assert "Traceback" not in output
+    (line,) = [line for line in output.splitlines() if line.startswith("sluice: ")]
+    return line
+
+
+def goes_on(stack: Stack, name: str, steps: int) -> None:
+    """The run comes to its end, with every group consumed once and in order."""
+    training = stack.train(name, steps=steps, resume=True)
+    training.finish()
+    consumed = {group.group_id: group.consumed_step for group in training.groups("consumed")}
+    assert consumed == {f"g{i:07}": i // 4 + 1 for i in range(4 * steps)}
+
+
+def test_a_second_loop_is_refused_and_the_first_goes_on(stack):
+    first = stack.train("contested", steps=40)
+    first.wait_for_step(1)
+    line = refusal(stack.train("contested", steps=5, resume=True))
+    assert f"process {first.process.pid} (sluice loop) works in" in line
+    output = first.finish()
+    assert "going back to the last cut" not in output
+    assert [row["step"] for row in first.rows()] == list(range(1, 41))
+
+
+def test_a_full_disk_ends_the_run_in_one_line_and_costs_nothing(stack):
+    training = stack.train("full", steps=200)
+    training.wait_for_step(2)
+    psutil.Process(training.process.pid).rlimit(psutil.RLIMIT_FSIZE, (4096, 4096))
+    line = refusal(training)
+    assert any(word in line for word in ("File too large", "disk I/O error", "disk is full")), line
+    done = training.rows()[-1]["step"]
+    goes_on(stack, "full", done + 3)
+
+
+def ended_by(training, number: int) -> str:
+    """The output of a run that was asked to end, again where it did not at once."""
+    try:
+        for _ in range(3):
+            training.process.send_signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return training.process.communicate(timeout=20)[0]
+    finally:
+        training.process.kill()  # services are shared: no second run may go on beside others
+    raise AssertionError(f"three times signal {number} ended nothing")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
+def test_a_signal_ends_a_run_in_order(stack, number):
+    training = stack.train(f"ended-{number}", steps=500)
+    training.wait_for_step(1)
+    output = ended_by(training, number)
+    assert training.process.returncode == 128 + number, output
+    assert "Traceback" not in output
+    assert not (training.run_dir / "ledger.sqlite-wal").exists()  # it was closed
+    goes_on(stack, f"ended-{number}", training.rows()[-1]["step"] + 2)

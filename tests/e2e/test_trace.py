@@ -1,0 +1,53 @@
+"""The trace of a real run, and the page that `sluice trace` makes of it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from sluice.loop.timeline.spans import load
+from sluice.loop.timeline.summary import summarise
+from sluice.loop.trace import LOOP, STEP
+from tests.e2e.conftest import ENVIRONMENT
+
+
+def test_a_run_leaves_a_trace_that_adds_up(stack):
+    training = stack.train("traced", steps=3)
+    training.finish()
+    trace = load(training.run_dir)
+    assert trace.steps == (1, 3)
+    rows = training.rows()
+    steps = [span for span in trace.of(LOOP) if span.name == STEP]
+    for row, step in zip(rows, steps, strict=True):
+        assert step.duration >= row["step_seconds"]
+    summary = summarise(trace)
+    assert summary.sample_count == 3 * 16
+    assert sum(summary.steps.values()) == pytest.approx(sum(s.duration for s in steps), rel=0.05)
+    waited = sum(row["rollout_seconds"] for row in rows)
+    assert summary.steps["wait for groups"] == pytest.approx(waited, rel=0.05)
+    assert summary.steps["publish"] > 0
+    assert summary.steps["other"] < 0.5 * sum(summary.steps.values())
+    # every sample is traced from the begin of its group, inside the wait of its step
+    for wait in (span for span in trace.of(LOOP) if span.name == "wait for groups"):
+        inside = [span for span in trace.samples if wait.start <= span.start < wait.end]
+        assert max(span.end for span in inside) <= wait.end + 0.05
+    samples = {(s.group, s.episode) for s in trace.samples if s.episode >= 0}
+    for group, episode in samples:
+        spans = [s for s in trace.samples if s.group == group and s.episode in (-1, episode)]
+        wall = max(s.end for s in spans) - min(s.start for s in spans)
+        assert sum(s.duration for s in spans) == pytest.approx(wall, rel=0.01)
+
+
+def test_the_page_is_written_beside_the_run(stack):
+    run_dir = stack.run_dir / "runs" / "traced"  # of the test before
+    command = [sys.executable, "-m", "sluice.cli", "trace", str(run_dir)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "decode" in done.stdout
+    page = (run_dir / "trace.html").read_text()
+    assert "http" not in page
+    wrong = subprocess.run(
+        [*command, "--steps", "x"], env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+    )
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("sluice: --steps")

@@ -1,0 +1,259 @@
+"""The evaluation lane over a real server whose scores follow a script."""
+
+import asyncio
+import json
+from collections import Counter
+
+import grpc
+import pytest
+
+from sluice.api.rollout.v1 import rollout_service_pb2 as pb
+from sluice.api.rollout.v1 import rollout_service_pb2_grpc as pb_grpc
+from sluice.api.router.v1 import router_service_pb2 as router_pb
+from sluice.api.router.v1 import router_service_pb2_grpc as router_grpc
+from sluice.client import RouterClient
+from sluice.config import ConfigError, parse_config
+from sluice.loop.config import RunConfig
+from sluice.loop.evaluation import EvaluationError, EvaluationLane
+from sluice.loop.report import Report
+from sluice.loop.workers import EpisodeWorkers
+from sluice.runtime.errors import InvalidFieldError
+from sluice.runtime.security import SecurityConfig
+from sluice.runtime.server import Server, ServerConfig
+
+INVALID = grpc.StatusCode.INVALID_ARGUMENT.value[0]
+INTERNAL = grpc.StatusCode.INTERNAL.value[0]
+DATASETS = {
+    "greedy": {"prompts": {"index_count": 3, "shuffle": False}, "groups": 3},
+    "sampled": {
+        "prompts": {"index_count": 4, "shuffle": False},
+        "environment": {"name": "other"},
+        "sampling": {"max_new_tokens": 9, "temperature": 0.7},
+        "groups": 4,
+        "samples": 4,
+        "pass_at": [1, 4],
+    },
+}
+
+
+class Episodes(pb_grpc.RolloutServiceServicer, router_grpc.RouterServiceServicer):
+    def __init__(self) -> None:
+        self.address = ""
+        self.requests: list[pb.EvaluateRequest] = []
+        self.failing: dict[str, int] = {}  # group -> times it fails yet
+        self.failure = INTERNAL
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.breaks = 0
+        self.refuses = False
+
+    async def ListEngines(self, request, context):
+        worker = router_pb.Engine(
+            engine_id="e",
+            address=self.address,
+            role=router_pb.ROLE_EPISODES,
+            state=router_pb.ENGINE_STATE_ACTIVE,
+        )
+        return router_pb.ListEnginesResponse(engines=[worker])
+
+    async def Evaluate(self, request, context):
+        self.requests.append(request)
+        if self.refuses:
+            raise InvalidFieldError("environment.name", "is unknown")
+        await self.gate.wait()
+        rollout = request.rollout
+        for group in rollout.groups:
+            if self.breaks:
+                self.breaks -= 1
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "worker dies")
+            if self.failing.get(group.group_id, 0):
+                self.failing[group.group_id] -= 1
+                failed = pb.FailedGroup(group_id=group.group_id)
+                failed.error.code, failed.error.message = self.failure, "grader broke"
+                yield pb.EvaluateResponse(failed=failed)
+                continue
+            passes = [float(i == group.index) for i in range(rollout.sample_count)]
+            yield pb.EvaluateResponse(
+                finished=pb.FinishedGroup(
+                    group_id=group.group_id,
+                    rewards=passes,
+                    raw_rewards=passes,
+                    response_lengths=[2] * rollout.sample_count,
+                    min_version=3,
+                    max_version=3 + (rollout.versions.HasField("min_version")),
+                )
+            )
+
+
+class World:
+    def __init__(self, tmp_path, episodes, workers) -> None:
+        self.path, self.episodes, self.workers = tmp_path, episodes, workers
+
+    def lane(self, datasets=DATASETS, deterministic=False, **evaluation) -> EvaluationLane:
+        self.report = Report(self.path, 10)
+        config = parse_config(
+            RunConfig,
+            {
+                "run_dir": self.path,
+                "trainer": "t",
+                "router": "r",
+                "prompts": {"index_count": 1},
+                "environment": {"name": "train"},
+                "sampling": {"max_new_tokens": 5},
+                "deterministic": deterministic,
+                "evaluation": {"datasets": datasets, **evaluation},
+            },
+        )
+        return EvaluationLane(config, self.workers, self.report)
+
+    def rows(self):
+        path = self.path / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.fixture
+async def world(tmp_path):
+    server = Server(ServerConfig(drain_seconds=0.1))
+    episodes = Episodes()
+    server.add(pb_grpc.add_RolloutServiceServicer_to_server, episodes, "rollout")
+    server.add(router_grpc.add_RouterServiceServicer_to_server, episodes, "router")
+    await server.start()
+    episodes.address = server.address
+    router = RouterClient(server.address)
+    workers = EpisodeWorkers(router, SecurityConfig(), 5)
+    yield World(tmp_path, episodes, workers)
+    episodes.gate.set()
+    await workers.close()
+    await router.close()
+    await server.stop()
+
+
+async def test_every_data_set_has_its_own_sampling_and_its_row(world) -> None:
+    async with asyncio.timeout(20):
+        await world.lane().measure("before", 0, 3)
+    greedy, sampled = world.episodes.requests
+    assert greedy.rollout.environment.name == "train"
+    assert greedy.rollout.sampling.temperature == 0 and greedy.rollout.sample_count == 1
+    assert greedy.rollout.sampling.max_new_tokens == 5
+    assert sampled.rollout.environment.name == "other"
+    assert sampled.rollout.sampling.temperature == pytest.approx(0.7)
+    assert sampled.rollout.versions.exact_version == 3
+    assert list(sampled.pass_at) == [1, 4]
+    rows = world.rows()
+    assert [(row["dataset"], row["groups"], row["failed_groups"]) for row in rows] == [
+        ("greedy", 3, 0),
+        ("sampled", 4, 0),
+    ]
+    assert rows[0]["score"] == pytest.approx(1 / 3), "one of three tasks passes"
+    assert rows[1]["score"] == pytest.approx(1 / 4)
+    assert (rows[1]["pass@1"], rows[1]["pass@4"]) == (pytest.approx(0.25), 1.0)
+    assert (rows[1]["weight_version"], rows[1]["version_min"], rows[1]["version_max"]) == (3, 3, 3)
+
+
+async def test_seeds_are_those_of_the_task_at_every_step(world) -> None:
+    lane = world.lane()
+    async with asyncio.timeout(20):
+        await lane.measure("before", 0, 3)
+        await lane.measure("after", 7, 4)
+    first, later = (world.episodes.requests[i].rollout for i in (1, 3))
+    assert [list(g.seeds) for g in first.groups] == [list(g.seeds) for g in later.groups]
+    assert len({seed for group in first.groups for seed in group.seeds}) == 16
+    assert {g.group_id for g in first.groups}.isdisjoint(g.group_id for g in later.groups)
+
+
+async def test_it_runs_beside_training_and_at_most_once_at_a_time(world) -> None:
+    lane = world.lane(every_steps=2)
+    assert [step for step in range(7) if lane.is_due(step)] == [2, 4, 6]
+    assert lane.is_beside
+    world.episodes.gate.clear()
+    lane.begin(2, 3)
+    async with asyncio.timeout(5):
+        while not world.episodes.requests:
+            await asyncio.sleep(0.01)
+    lane.begin(4, 4)  # returns at once: training does not wait
+    assert world.rows() == []
+    world.episodes.gate.set()
+    async with asyncio.timeout(10):
+        await lane.settle()
+    rows = world.rows()
+    assert [(row["step"], row["evaluation"]) for row in rows] == [(2, "during")] * 2
+    assert (rows[0]["weight_version"], rows[0]["version_min"], rows[0]["version_max"]) == (3, 3, 4)
+    assert world.episodes.requests[0].rollout.versions.min_version == 3
+
+
+async def test_deterministic_runs_and_those_that_say_so_wait(world) -> None:
+    assert not world.lane(beside_training=False).is_beside
+    assert not world.lane(deterministic=True).is_beside
+
+
+async def test_failures_are_tried_again_and_hopeless_tasks_counted(world) -> None:
+    episodes = world.episodes
+    episodes.failing = {"eval-0-greedy-1": 2}
+    async with asyncio.timeout(20):
+        await world.lane({"greedy": DATASETS["greedy"]}).measure("before", 0, 3)
+    asked = Counter(g.group_id for r in episodes.requests for g in r.rollout.groups)
+    assert asked == {"eval-0-greedy-0": 1, "eval-0-greedy-1": 3, "eval-0-greedy-2": 1}
+    assert len({r.rollout.request_id for r in episodes.requests}) == 3, "a failure is not repeated"
+    episodes.failing, episodes.failure = {"eval-1-greedy-0": 99}, INVALID
+    async with asyncio.timeout(20):
+        await world.lane({"greedy": DATASETS["greedy"]}).measure("after", 1, 3)
+    row = world.rows()[-1]
+    assert (row["groups"], row["failed_groups"], row["score"]) == (2, 1, 0.0)
+
+
+async def test_a_lost_worker_is_asked_again_for_the_same(world) -> None:
+    world.episodes.breaks = 5  # the channel itself tries four times
+    async with asyncio.timeout(20):
+        await world.lane({"greedy": DATASETS["greedy"]}).measure("before", 0, 3)
+    assert len({r.rollout.request_id for r in world.episodes.requests}) == 1
+    assert world.rows()[0]["groups"] == 3
+
+
+async def test_nothing_scored_is_an_error_and_beside_training_a_note(world, capsys) -> None:
+    world.episodes.refuses = True
+    lane = world.lane(every_steps=1)
+    with pytest.raises(EvaluationError, match=r"greedy: all 3 tasks failed.*is unknown"):
+        await lane.measure("before", 0, 3)
+    lane.begin(1, 3)
+    async with asyncio.timeout(10):
+        await lane.settle()
+    assert world.rows() == []
+    assert "evaluation failed" in capsys.readouterr().err
+
+
+async def test_what_was_reported_is_not_measured_again_but_what_was_undone_is(world) -> None:
+    lane = world.lane()
+    async with asyncio.timeout(20):
+        await lane.measure("during", 4, 3)
+        await lane.measure("during", 4, 3)
+        assert len(world.rows()) == 2
+        world.report.truncate(3)
+        assert world.rows() == []
+        await lane.measure("during", 4, 5)
+    assert [row["weight_version"] for row in world.rows()] == [5, 5]
+
+
+async def test_a_score_that_is_good_enough_ends_the_run(world) -> None:
+    data = {**DATASETS["greedy"], "stop_at_score": 0.3}
+    lane = world.lane({"greedy": data})
+    assert not lane.has_reached
+    async with asyncio.timeout(20):
+        await lane.measure("before", 0, 3)
+    assert lane.has_reached
+    higher = world.lane({"greedy": {**data, "stop_at_score": 0.4}})
+    async with asyncio.timeout(20):
+        await higher.measure("after", 0, 3)
+    assert not higher.has_reached
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"samples": 2, "sampling": None, "pass_at": []}, "greedy"),
+        ({"pass_at": [5]}, "1..4"),
+        ({"samples": 0}, "samples"),
+    ],
+)
+def test_settings_without_effect_are_refused(world, changes, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        world.lane({"x": {**DATASETS["sampled"], **changes}})

@@ -1,0 +1,200 @@
+"""What a run directory must be for a run to begin or go on in it."""
+
+import errno
+import json
+import os
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sluice.config import ConfigError, parse_config
+from sluice.durable import DirectoryError
+from sluice.loop.config import RunConfig
+from sluice.loop.cut import Cut, write_cut
+from sluice.loop.ledger import Ledger, LedgerGroup
+from sluice.loop.prompts import load_prompts
+from sluice.loop.run_directory import (
+    RunDirectoryError,
+    check_ledger,
+    check_resumed,
+    owned,
+    settings_digests,
+)
+from sluice.samples.blobs import BlobReference
+
+CUT = Cut(
+    step=2,
+    optimizer_step=2,
+    checkpoint="checkpoints/x",
+    weight_version=3,
+    weight_digest="d",
+    position=4,
+    seed=0,
+)
+
+
+def config(folder: Path, **changes) -> RunConfig:
+    prompts = folder / "prompts.jsonl"
+    if not prompts.exists():
+        prompts.write_text(json.dumps({"prompt": "1="}) + "\n")
+    values = {
+        "run_dir": str(folder / "run"),
+        "trainer": "a:1",
+        "router": "a:2",
+        "prompts": {"file": str(prompts)},
+        "environment": {"name": "prompts"},
+        "sampling": {"max_new_tokens": 5},
+        "resume": True,
+        **changes,
+    }
+    return parse_config(RunConfig, values)
+
+
+def digests(settings: RunConfig) -> dict[str, str]:
+    return settings_digests(settings, load_prompts(settings.prompts, settings.seed).digest)
+
+
+def train(ledger: Ledger, steps: int) -> None:
+    """Two groups a step."""
+    for step in range(steps):
+        numbers = [2 * step, 2 * step + 1]
+        ledger.issue([(number, f"g{number}") for number in numbers], step)
+        for number in numbers:
+            group = LedgerGroup(
+                position=number,
+                group_id=f"g{number}",
+                state="generated",
+                issue_step=step,
+                blob=BlobReference("0" * 32, 1),
+            )
+            ledger.generated(group)
+        ledger.consume([f"g{number}" for number in numbers], step + 1)
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    ledger = Ledger(tmp_path / "run" / "ledger.sqlite")
+    yield ledger
+    ledger.close()
+
+
+def test_a_directory_is_of_one_loop_at_a_time(tmp_path) -> None:
+    with (
+        owned(tmp_path / "run"),
+        pytest.raises(DirectoryError, match=rf"process {os.getpid()} .*works in .*run"),
+        owned(tmp_path / "run"),
+    ):
+        raise AssertionError("two loops")
+    with owned(tmp_path / "run"):
+        """The lock ends with its owner."""
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), r"run, or the store: No space left"),
+        (OSError(errno.EROFS, "Read-only file system", "/x/cut"), r"^/x/cut: Read-only file"),
+        (sqlite3.OperationalError("database or disk is full"), r"ledger.sqlite: database or disk"),
+    ],
+)
+def test_what_the_disk_refuses_is_told_in_one_line(tmp_path, error, message) -> None:
+    with pytest.raises(RunDirectoryError, match=message), owned(tmp_path / "run"):
+        raise error
+
+
+def test_a_run_directory_that_cannot_be_made_is_told(tmp_path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(DirectoryError, match="file/run: Not a directory"),
+        owned(tmp_path / "file" / "run"),
+    ):
+        raise AssertionError("made")
+
+
+def test_a_deadline_is_no_fault_of_the_disk(tmp_path) -> None:
+    with pytest.raises(TimeoutError), owned(tmp_path / "run"):
+        raise TimeoutError
+
+
+def test_a_ledger_that_fits_the_cut_is_taken(ledger) -> None:
+    check_ledger(ledger, None)
+    train(ledger, 3)
+    check_ledger(ledger, CUT)
+    ledger.roll_back(2)
+    check_ledger(ledger, CUT)
+
+
+def test_a_ledger_that_lost_groups_is_refused(ledger) -> None:
+    with pytest.raises(RunDirectoryError, match="group 0 and step 0, before the last cut"):
+        check_ledger(ledger, CUT)
+
+
+def test_a_ledger_that_lost_a_step_is_refused(ledger) -> None:
+    train(ledger, 1)
+    ledger.issue([(2, "g2"), (3, "g3")], 1)
+    with pytest.raises(RunDirectoryError, match="group 4 and step 1, before the last cut"):
+        check_ledger(ledger, CUT)
+
+
+def test_cuts_without_a_ledger_are_no_new_run(tmp_path) -> None:
+    write_cut(tmp_path / "run" / "cuts", CUT)
+    settings = config(tmp_path)
+    with pytest.raises(RunDirectoryError, match="has cuts and no ledger"):
+        check_resumed(settings, digests(settings), print)
+
+
+@pytest.fixture
+def resumed(tmp_path, ledger):
+    """Checks a changed configuration against the cut of `config(tmp_path)`; returns the notes."""
+    write_cut(tmp_path / "run" / "cuts", replace(CUT, settings=digests(config(tmp_path))))
+
+    def check(**changes) -> list[str]:
+        settings, notes = config(tmp_path, **changes), list[str]()
+        check_resumed(settings, digests(settings), notes.append)
+        return notes
+
+    return check
+
+
+def test_the_same_settings_and_more_steps_are_nothing_to_tell(resumed) -> None:
+    assert resumed() == []
+    assert resumed(steps=7, checkpoint_every=3, deterministic=True) == []
+
+
+def test_other_settings_are_told(resumed) -> None:
+    assert resumed(sampling={"max_new_tokens": 6}, samples_per_group=4) == [
+        "resumed with another samples_per_group, sampling"
+    ]
+
+
+def test_a_deterministic_run_has_no_other_settings(resumed) -> None:
+    with pytest.raises(ConfigError, match="deterministic: the run to resume had another sampling"):
+        resumed(sampling={"max_new_tokens": 6}, deterministic=True)
+
+
+def test_other_prompts_are_refused_wherever_they_are(resumed, tmp_path) -> None:
+    copy = tmp_path / "copy.jsonl"
+    copy.write_bytes((tmp_path / "prompts.jsonl").read_bytes())
+    assert resumed(prompts={"file": str(copy)}) == []
+    copy.write_text(json.dumps({"prompt": "2="}) + "\n")
+    for prompts in ({"file": str(copy)}, {"index_count": 1}):
+        with pytest.raises(ConfigError, match="prompts: are not those of the run"):
+            resumed(prompts=prompts)
+    with pytest.raises(ConfigError, match="prompts: are not"):
+        resumed(prompts={"file": str(tmp_path / "prompts.jsonl"), "shuffle": False})
+
+
+def test_a_cut_of_before_settings_were_kept_is_taken(tmp_path, ledger) -> None:
+    write_cut(tmp_path / "run" / "cuts", CUT)
+    settings = config(tmp_path)
+    check_resumed(settings, digests(settings), print)
+
+
+def test_a_start_that_failed_before_the_first_group_may_be_made_again(tmp_path, ledger) -> None:
+    again = config(tmp_path, resume=False)
+    check_resumed(again, {}, pytest.fail)
+    ledger.issue([(0, "g0")], 0)
+    with pytest.raises(ConfigError, match=r"holds a run; give resume: true \(--resume\)"):
+        check_resumed(again, {}, pytest.fail)

@@ -1,0 +1,201 @@
+"""What a run keeps of its trace, and what the page made of it says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sluice.api.rollout.v1 import rollout_service_pb2 as pb
+from sluice.api.rollout.v1 import trace_pb2
+from sluice.loop import trace
+from sluice.loop.config import TraceConfig
+from sluice.loop.timeline.page import pack, render
+from sluice.loop.timeline.spans import NoTraceError, Span, Trace, load
+from sluice.loop.timeline.summary import summarise
+from sluice.loop.trace import LOOP, STEP, TRAINER, RunTrace
+
+ALL = -1
+
+
+def group_of(name: str, start: int = 100, episodes: int = 2) -> pb.FinishedGroup:
+    """Task 1 s; each sample 2 s of queue and 1 s per its number + 1 of decode; reward 1 s."""
+    group = pb.FinishedGroup(
+        group_id=name,
+        rewards=[0.5] * episodes,
+        response_lengths=[7] * episodes,
+        details=[pb.SampleDetails(episode=index) for index in range(episodes)],
+    )
+    found = group.trace
+    found.start_time.FromSeconds(start)
+    found.place_names.extend(["maths", "engine"])
+    kinds = trace_pb2.SpanKind.Value
+
+    def add(kind: str, episode: int, place: int, begin: float, seconds: float) -> None:
+        found.kinds.append(kinds(f"SPAN_KIND_{kind}"))
+        found.episodes.append(episode)
+        found.places.append(place)
+        found.starts.append(begin)
+        found.durations.append(seconds)
+
+    add("TASK", ALL, 0, 0, 1)
+    for episode in range(episodes):
+        add("QUEUE", episode, 1, 1, 2)
+        add("DECODE", episode, 1, 3, episode + 1)
+        if episode + 1 < episodes:
+            add("SIBLINGS", episode, 0, episode + 4, episodes - episode - 1)
+    add("REWARD", ALL, 0, 3 + episodes, 1)
+    return group
+
+
+def written(root: Path, steps: int, config: TraceConfig | None = None) -> Path:
+    """A run of steps of 10 s: 6 s of waiting for a group, 3 s of training."""
+    run = RunTrace(root, config or TraceConfig())
+    for step in range(1, steps + 1):
+        begin = 100.0 + 10 * (step - 1)
+        run.add_group(group_of(f"g{step}", int(begin)))
+        run.add(LOOP, "wait for groups", begin, begin + 6)
+        run.add(TRAINER, "forward_backward", begin + 6, begin + 9)
+        run.add("engine", "prepare", begin + 8, begin + 9.5, "version 3")
+        run.add(LOOP, STEP, begin, begin + 10, f"step {step}")
+        run.flush(step)
+    return root
+
+
+def test_spans_come_back_as_they_were_measured(tmp_path: Path) -> None:
+    found = load(written(tmp_path, 2))
+    assert found.steps == (1, 2)
+    decodes = [span for span in found.samples if span.name == "decode"]
+    assert [(s.group, s.episode, s.start, s.duration) for s in decodes] == [
+        ("g1", 0, 103, 1),
+        ("g1", 1, 103, 2),
+        ("g2", 0, 113, 1),
+        ("g2", 1, 113, 2),
+    ]
+    assert decodes[0].lane == "engine"
+    assert decodes[0].detail == "reward 0.5, 7 tokens"
+    assert [s.detail for s in found.of("engine")] == ["version 3"] * 2
+
+
+def test_only_the_latest_steps_stay(tmp_path: Path) -> None:
+    written(tmp_path, 9, TraceConfig(steps=4))
+    assert [path.stem for path in trace.trace_files(tmp_path / "traces")] == [
+        f"{step:07}" for step in (6, 7, 8, 9)
+    ]
+    assert not (written(tmp_path / "off", 2, TraceConfig(steps=0)) / "traces").exists()
+
+
+def test_groups_beyond_the_limit_of_a_step_are_counted(tmp_path: Path) -> None:
+    run = RunTrace(tmp_path, TraceConfig(spans_per_step=15))
+    for index in range(3):
+        run.add_group(group_of(f"g{index}"))
+    run.add(LOOP, STEP, 100, 110, "step 1")
+    run.add(LOOP, "wait for groups", 100, 106)
+    run.flush(1)
+    found = load(tmp_path)
+    assert {span.group for span in found.samples} == {"g0", "g1"}
+    assert found.left_out == len(group_of("g").trace.kinds)
+
+
+def test_a_page_shows_the_steps_that_were_asked_for(tmp_path: Path) -> None:
+    written(tmp_path, 5)
+    assert load(tmp_path, 2, 3).steps == (2, 3)
+    with pytest.raises(NoTraceError, match="traces of steps 1-5"):
+        load(tmp_path, 8, 9)
+    with pytest.raises(NoTraceError, match="holds no traces"):
+        load(tmp_path / "elsewhere")
+
+
+def test_the_latest_steps_are_shown_where_all_are_too_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path, 5)
+    monkeypatch.setattr("sluice.loop.timeline.spans.MOST_SPANS", 25)
+    found = load(tmp_path)
+    assert found.steps == (4, 5)
+    assert found.is_shortened
+    assert not load(tmp_path, 1, 5).is_shortened
+
+
+def test_the_summary_adds_up(tmp_path: Path) -> None:
+    summary = summarise(load(written(tmp_path, 2)))
+    assert summary.sample_count == 4
+    # a span of a whole group is one of each of its samples
+    assert summary.samples == {"queue": 8, "decode": 6, "task": 4, "reward": 4, "siblings": 2}
+    # forward_backward and prepare overlap for a second; other is what nothing covers
+    assert summary.steps == {"wait for groups": 12, "forward_backward": 6, "prepare": 3, "other": 1}
+    (engine,) = summary.engines
+    assert engine.busy == pytest.approx(4 / 20)  # 2 s of each step
+    assert engine.running == pytest.approx(6 / 4)
+
+
+def test_the_page_asks_the_network_for_nothing_and_is_whole(tmp_path: Path) -> None:
+    page = render(load(written(tmp_path, 3)), "a run")
+    assert not re.search(r"https?:|\bsrc\s*=|@import|url\(|<link|fetch\(|XMLHttp", page)
+    assert "<!--" not in page
+    assert page.count("<script") == page.count("</script>") == 2
+
+
+def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
+    run = RunTrace(tmp_path, TraceConfig())
+    run.add_group(group_of("</script><blink>&"))
+    run.add(LOOP, "wait for groups", 100, 101)
+    run.add(LOOP, STEP, 100, 110, "step 1")
+    run.flush(1)
+    page = render(load(tmp_path), "<i>title</i>")
+    assert "<blink>" not in page.replace(r"<\/script><blink>", "")  # but as a string
+    assert "<i>title</i>" not in page
+    assert page.count("</script>") == 2
+
+
+def test_a_full_disk_costs_the_trace_and_not_the_run(tmp_path: Path) -> None:
+    (tmp_path / "traces").write_text("a file where the directory should be")
+    written(tmp_path, 2)
+
+
+async def test_spans_go_to_the_trace_in_use(tmp_path: Path) -> None:
+    with trace.span(LOOP, "nobody listens"):
+        pass
+    run = RunTrace(tmp_path, TraceConfig())
+    trace.use(run)
+    with trace.span(LOOP, STEP, "step 1"), trace.span(LOOP, "wait for groups"):
+        trace.add_group(group_of("g"))
+    run.flush(1)
+    assert {span.name for span in load(tmp_path).of(LOOP)} == {"wait for groups", STEP}
+
+
+intervals = st.lists(
+    st.tuples(st.integers(0, 20), st.integers(1, 8)).map(lambda pair: (pair[0], sum(pair))),
+    max_size=30,
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(intervals)
+def test_bars_of_a_row_do_not_overlap_and_rows_are_few(made: list[tuple[float, float]]) -> None:
+    rows = pack(made)
+    for one, (start, end) in enumerate(made):
+        for other, (begin, until) in enumerate(made[:one]):
+            assert rows[one] != rows[other] or end <= begin or until <= start
+    most = max((sum(a <= t < b for a, b in made) for t, _ in made), default=0)
+    assert max(rows, default=-1) + 1 == most
+
+
+def test_a_sample_that_comes_back_to_an_engine_is_two_bars() -> None:
+    spans = [
+        Span("engine", "decode", 0, 1, "g", 0),
+        Span("tools", "tool", 1, 1, "g", 0),
+        Span("engine", "decode", 2, 1, "g", 0),
+        Span("engine", "decode", 1, 1, "g", 1),
+        Span(LOOP, STEP, 0, 3, detail="step 1"),
+    ]
+    page = render(Trace((1, 1), spans, 0, False), "run")
+    found = re.search(r'type="application/json">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    (engine,) = json.loads(found[1])["engines"]
+    assert engine["rowCount"] == 1  # they take turns in one slot
+    assert [(span[0], span[2]) for span in engine["spans"]] == [(0, 0), (0, 0), (0, 1)]
