@@ -14,6 +14,8 @@ ALGORITHM ?= grpo
 SEED ?= 0
 BACKEND ?= reference
 TP ?= 1
+ENGINE ?= reference
+ENGINE_sglang := build/sglang/.installed
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -39,6 +41,29 @@ build/sglang-router/.installed:
 	build/sglang-router/bin/python -m pip install --quiet sglang-router==0.3.2
 	touch $@
 
+# SGLang for tests, demo and benchmark where there is no accelerator; see deploy/sglang-cpu
+build/sglang/.installed: $(wildcard deploy/sglang-cpu/*)
+	rm -rf build/sglang
+	$(PYTHON) -m venv build/sglang
+	build/sglang/bin/python -m pip install --quiet --no-compile --disable-pip-version-check \
+		-c deploy/sglang-cpu/requirements.txt torch
+	build/sglang/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps \
+		-r deploy/sglang-cpu/requirements.txt
+	site="$$(build/sglang/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	cp deploy/sglang-cpu/sglang_on_cpu.py "$$site/sglang_on_cpu.py"
+	echo 'import sglang_on_cpu' > "$$site/sglang_on_cpu.pth"
+	mkdir -p "$$site/sgl_kernel"
+	cp deploy/sglang-cpu/sgl_kernel.py "$$site/sgl_kernel/__init__.py"
+	touch $@
+
+sglang-cpu: build/sglang/.installed  ## a virtual environment with real SGLang that runs on a CPU
+
+# lm-evaluation-harness brings pandas, scipy and more, and needs none of ours
+build/lm-eval/.installed:
+	$(PYTHON) -m venv build/lm-eval
+	build/lm-eval/bin/python -m pip install --quiet 'lm-eval[api]==0.4.13'
+	touch $@
+
 setup: $(VENV)/.dev  ## make the virtual environment with everything for work on the code
 
 proto: $(VENV)/.dev  ## regenerate sluice/api from protos/
@@ -60,14 +85,23 @@ lint: $(VENV)/.dev  ## style, types, layers, contract, generated files
 	$(BIN)/buf breaking protos --against protos/released.binpb
 
 test: lint  ## what CI runs: lint, unit, service, contract, short end-to-end
-	$(TEST) --ignore tests/megatron
+	$(TEST) --ignore tests/megatron --ignore tests/lm_eval
 	$(TEST) tests/megatron -m fast
+	$(MAKE) build/sglang/.installed
+	$(TEST) tests/sglang -m "sglang and fast"
 
 test-megatron: $(VENV)/.dev  ## Megatron-Core under every parallel layout against the reference
 	$(TEST) tests/megatron
 
-demo: $(VENV)/.$(BACKEND)  ## a tiny model learns by GRPO (ALGORITHM=, SEED=, BACKEND=megatron, TP=)
-	$(RUN) -m examples.demo --seed $(SEED) --algorithm $(ALGORITHM) --backend $(BACKEND) --tensor $(TP)
+test-openai: $(VENV)/.dev build/lm-eval/.installed  ## lm-eval, unmodified, through the OpenAI port
+	$(TEST) tests/lm_eval tests/service/openai tests/unit/openai
+
+test-sglang: $(VENV)/.dev build/sglang/.installed  ## the engine contract and more on real SGLang
+	$(TEST) tests/sglang tests/contract/engine -m sglang
+
+demo: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny model learns by GRPO (ALGORITHM=, SEED=, BACKEND=megatron, TP=, ENGINE=sglang)
+	$(RUN) -m examples.demo --seed $(SEED) --algorithm $(ALGORITHM) --backend $(BACKEND) \
+		--tensor $(TP) --engine $(ENGINE)
 
 demo-smollm2: $(VENV)/.reference  ## the real SmolLM2-135M learns to add, then to compare two numbers
 	$(RUN) -m examples.demo_smollm2 --task chain_sum --steps 60 --stop-at-reward 0.5 --target 0.3
@@ -81,12 +115,15 @@ compose-smoke: $(VENV)/.dev  ## build, bring up, train, scrape, kill and recover
 
 verify: $(VENV)/.dev  ## the long version: three seeds, every algorithm, faults, layouts, benchmarks
 	for seed in 0 1 2; do $(RUN) -m examples.demo --seed $$seed --run-dir runs/verify-$$seed; done
-	for algorithm in rloo reinforce++ gspo cispo dr_grpo; do
+	for algorithm in rloo reinforce++ gspo cispo dr_grpo ppo; do
 		$(RUN) -m examples.demo --algorithm $$algorithm --run-dir runs/verify-$$algorithm
 	done
-	$(MAKE) fault-matrix test-megatron bench
+	$(RUN) -m examples.demo --max-staleness 4 --run-dir runs/verify-staleness
+	$(MAKE) demo BACKEND=megatron TP=2
+	$(MAKE) demo ENGINE=sglang
+	$(MAKE) fault-matrix test-megatron test-sglang test-openai demo-smollm2 bench
 
-bench: bench-planner bench-logprob bench-router  ## side by side, one summary line each
+bench: bench-planner bench-logprob bench-router bench-engine bench-convert bench-sync  ## side by side, one summary line each
 
 bench-planner: $(VENV)/.dev  ## micro-batch planner against first-fit and others
 	$(RUN) benchmarks/planner.py
@@ -94,14 +131,23 @@ bench-planner: $(VENV)/.dev  ## micro-batch planner against first-fit and others
 bench-logprob: $(VENV)/.dev  ## memory and time of fused log-probs
 	$(RUN) benchmarks/logprob.py
 
-bench-engine: $(VENV)/.dev  ## reference engine against transformers generate
-	$(RUN) benchmarks/engine.py
+bench-engine: $(VENV)/.dev build/sglang/.installed  ## reference engine against generate and SGLang
+	OMP_NUM_THREADS=1 $(RUN) benchmarks/engine.py --sglang-python build/sglang/bin/python
 
 bench-router: $(VENV)/.dev build/sglang-router/.installed  ## router against sglang-router
-	$(RUN) -m benchmarks.router
+	$(RUN) -m benchmarks.router --sglang-router build/sglang-router/bin/sglang-router
+
+bench-router-simulation: $(VENV)/.dev  ## makespan of simulated fleets by routing rule (15 minutes)
+	$(RUN) -m benchmarks.router_simulation
+
+bench-convert: $(VENV)/.dev  ## HF to torch_dist and back beside cp and sync of the same bytes
+	$(RUN) benchmarks/convert.py
+
+bench-sync: $(VENV)/.dev  ## weight updates: bytes of a delta, encode, apply, prepare, pause
+	$(RUN) benchmarks/sync.py
 
 clean:  ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup proto docs lint test test-megatron demo demo-smollm2 fault-matrix compose-smoke \
-	verify bench bench-planner bench-logprob bench-engine bench-router clean
+.PHONY: help setup sglang-cpu test-sglang proto docs lint test test-megatron test-openai demo demo-smollm2 fault-matrix compose-smoke \
+	verify bench bench-planner bench-logprob bench-engine bench-convert bench-sync bench-router bench-router-simulation clean

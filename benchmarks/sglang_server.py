@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from services.rollout.backends.sglang.commands import command, engine_arguments, environment
+from services.rollout.engine_config import EngineConfig
+from sluice import platform
+
 START_SECONDS, POLL_SECONDS, REQUEST_SECONDS = 900, 1.0, 900
+CACHE_TOKENS = 16384
 STOP_SECONDS = 20
-FLAGS = [
-    *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
-    *("--sampling-backend", "pytorch", "--max-total-tokens", "16384"),
-    *("--disable-overlap-schedule", "--disable-cuda-graph", "--disable-radix-cache"),
-    *("--sleep-on-idle", "--host", "127.0.0.1"),
-]
 
 
 class Timing(NamedTuple):
@@ -36,13 +35,25 @@ class SglangServer:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self._port = free.getsockname()[1]
-        self._command = [python, "-m", "sglang.launch_server", "--model-path", str(model), *FLAGS]
-        self._command += ["--port", str(self._port)]
+        config = EngineConfig(backend="sglang", threads=1, prefix_cache_tokens=0, max_running=64)
+        device = platform.CPU.device_type
+        arguments = {
+            **engine_arguments(config, device),
+            "max_total_tokens": CACHE_TOKENS,
+            "skip_tokenizer_init": True,
+            "model_path": model,
+            "host": "127.0.0.1",
+            "port": self._port,
+        }
+        self._command = command(python, arguments)
+        self._environment = {**os.environ, **environment(config, device)}
 
     def __enter__(self) -> SglangServer:
-        environment = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
         self._process = psutil.Popen(
-            self._command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            self._command,
+            env=self._environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         deadline = time.monotonic() + START_SECONDS
         while not self._answers():

@@ -95,21 +95,23 @@ def make_rows(options: argparse.Namespace, vocabulary: int, data_rank: int) -> l
 
 def create(options: argparse.Namespace, directory: Path) -> TrainingBackend:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    layout = MegatronConfig(dtype=options.dtype, **json.loads(options.layout))
+    megatron = options.backend == "megatron"
+    layout = MegatronConfig()
+    if megatron:
+        layout = MegatronConfig(dtype=options.dtype, **json.loads(options.layout))
     config = TrainerConfig(
         model=str(directory),
         store=directory,
         backend=options.backend,
         megatron=layout,
-        autocast=options.dtype == "bfloat16",
+        autocast=options.dtype == "bfloat16" and not megatron,
     )
     platform.current().set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if world > 1 or options.backend == "megatron":
+    if world > 1 or megatron:
         store = None if "MASTER_ADDR" in os.environ else f"file://{directory}/group"
         dist.init_process_group(
             platform.current().collective, init_method=store, rank=rank, world_size=world
         )
-    megatron = options.backend == "megatron"
     mesh = (
         mesh_of(layout, rank, world)
         if megatron

@@ -1,4 +1,4 @@
-"""`sluice up | train | sft | waits`."""
+"""`sluice up | train | sft | convert | verify | trace | waits`."""
 
 from __future__ import annotations
 
@@ -7,35 +7,65 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
 
+import grpc
 from rich.console import Console
 from rich.table import Table
 
 from sluice import logs
 from sluice.client import Client, RemoteError
 from sluice.config import ConfigError, ProcessConfig, load_config
+from sluice.convert_command import CheckpointError, convert, verify
+from sluice.durable import DirectoryError
 from sluice.loop.config import RunConfig
+from sluice.loop.critic import Critic
 from sluice.loop.evaluation import EvaluationError
 from sluice.loop.feed import RolloutFailedError
 from sluice.loop.fleet import NoEngineError
 from sluice.loop.readiness import TrainerFailedError, TrainerLostError
 from sluice.loop.report import Report
 from sluice.loop.run import Run
+from sluice.loop.run_directory import RunDirectoryError, owned
 from sluice.loop.sft_config import SftConfig
 from sluice.loop.workers import NoWorkerError
+from sluice.nearest import hint
 from sluice.platform import PlatformError
 from sluice.runtime.security import SecurityConfig
-from sluice.supervise import ServiceDiedError, Supervisor, UpConfig, read_services, read_store
+from sluice.supervise import (
+    ServiceDiedError,
+    Supervisor,
+    UpConfig,
+    address_of,
+    read_services,
+    read_store,
+    read_weights,
+)
 
-USAGE = """usage:
-  sluice up SERVICES.yaml [--key value ...]      start services, keep them alive until Ctrl-C
-  sluice train RUN.yaml [--up SERVICES.yaml] [--key value ...]
-  sluice sft RUN.yaml [--up SERVICES.yaml] [--key value ...]
-  sluice waits ADDRESS [--security.token_file FILE] [--security.tls.ca FILE ...]
-                                                 what a server is waiting for, and on whom
-"""
+USAGE = {
+    "up": "sluice up SERVICES.yaml [--key value ...]",
+    "train": "sluice train RUN.yaml [--up SERVICES.yaml] [--key value ...]",
+    "eval": "sluice eval RUN.yaml [--key value ...]",
+    "sft": "sluice sft RUN.yaml [--up SERVICES.yaml] [--key value ...]",
+    "convert": "sluice convert SRC DST [--to hf|torch_dist] [--origin DIR] [--key value ...]",
+    "verify": "sluice verify FIRST SECOND [--model DIR] [--key value ...]",
+    "trace": "sluice trace RUN_DIR [-o FILE.html] [--steps FIRST-LAST]",
+    "waits": "sluice waits ADDRESS [--security.token_file FILE] [--security.tls.ca FILE] ...",
+}
+SUMMARY = {
+    "up": "start services, keep them alive until Ctrl-C",
+    "train": "train; with --up on services that live as long as the run",
+    "eval": "score the data sets of a run on the weights that are served now",
+    "sft": "supervised training on the trainer of `sluice up`, or of --up",
+    "convert": "a checkpoint from Hugging Face to torch_dist, back, or to another type",
+    "verify": "are two checkpoints equal, tensor by tensor?",
+    "trace": "where the time of a run went, as one HTML page",
+    "waits": "what a server is waiting for, and on whom",
+}
+HELP = ("-h", "--help")
 
 
 class WaitsConfig(ProcessConfig):
@@ -44,14 +74,19 @@ class WaitsConfig(ProcessConfig):
     security: SecurityConfig = SecurityConfig()
 
 
+C = TypeVar("C", bound=ProcessConfig)
+
 _EXPECTED = (
+    CheckpointError,
     ConfigError,
+    DirectoryError,
     EvaluationError,
     NoEngineError,
     NoWorkerError,
     PlatformError,
     RemoteError,
     RolloutFailedError,
+    RunDirectoryError,
     ServiceDiedError,
     TrainerFailedError,
     TrainerLostError,
@@ -60,7 +95,7 @@ _EXPECTED = (
 
 async def up(arguments: Sequence[str]) -> None:
     """Run services until SIGINT or SIGTERM."""
-    supervisor = Supervisor(load_config(UpConfig, ["--config", *arguments]))
+    supervisor = Supervisor(_load(UpConfig, "up", arguments))
     console = Console(stderr=True)
     async with supervised(supervisor):
         console.print(f"services are up; addresses in {supervisor.services_file}", highlight=False)
@@ -72,16 +107,27 @@ async def train(arguments: Sequence[str]) -> None:
     """Train; with `--up` over services that live as long as the run."""
     rest = list(arguments)
     services_yaml = _take(rest, "--up")
-    config = load_config(RunConfig, ["--config", *rest])
+    config = _load(RunConfig, "train", rest)
     async with _own_services(services_yaml):
         await run_training(config)
+
+
+async def evaluate(arguments: Sequence[str]) -> None:
+    """Score the data sets of a run; a JSON line each."""
+    from sluice.loop.scoring import score_now
+
+    config = _load(RunConfig, "eval", arguments)
+    router = config.router
+    if not router and config.services is not None:
+        router = address_of(config.services, "router")
+    await score_now(config, router)
 
 
 async def sft(arguments: Sequence[str]) -> None:
     """Supervised training; with `--up` over services that live as long as the run."""
     rest = list(arguments)
     services_yaml = _take(rest, "--up")
-    config = load_config(SftConfig, ["--config", *rest])
+    config = _load(SftConfig, "sft", rest)
     async with _own_services(services_yaml):
         await run_sft(config)
 
@@ -91,7 +137,7 @@ async def _own_services(services_yaml: str | None) -> AsyncIterator[None]:
     if services_yaml is None:
         yield
         return
-    supervisor = Supervisor(load_config(UpConfig, ["--config", services_yaml]))
+    supervisor = Supervisor(_load(UpConfig, "up", [services_yaml]))
     async with supervised(supervisor):
         yield
 
@@ -102,11 +148,12 @@ async def run_sft(config: SftConfig) -> None:
 
     trainer = config.trainer
     if config.services is not None:
-        trainer = trainer or read_services(config.services)["trainer"]
+        trainer = trainer or address_of(config.services, "trainer")
         if config.store is None:
             config = config.model_copy(update={"store": read_store(config.services)})
     rows = load_rows(config)
-    with Report(config.run_dir, step_count(config, rows), line=LINE) as report:
+    steps = step_count(config, rows)
+    with owned(config.run_dir), Report(config.run_dir, steps, line=LINE) as report:
         run = SftRun(config, trainer, rows, report)
         try:
             await run.start()
@@ -119,15 +166,20 @@ async def run_training(
     config: RunConfig, on_end: Callable[[Run], Awaitable[None]] | None = None
 ) -> None:
     """One run, its report and its plot. `on_end` is called before anything is closed."""
-    addresses = {}
+    addresses: dict[str, str] = {}
     if config.services is not None:
         addresses = read_services(config.services)
-        if config.store is None:
-            config = config.model_copy(update={"store": read_store(config.services)})
-    trainer = config.trainer or addresses["trainer"]
-    router = config.router or addresses["router"]
-    with Report(config.run_dir, config.steps) as report:
-        run = Run(config, trainer, router, report)
+        config = config.model_copy(
+            update={
+                "trainer": config.trainer or address_of(config.services, "trainer"),
+                "router": config.router or address_of(config.services, "router"),
+                "store": config.store or read_store(config.services),
+                "weights": config.weights or read_weights(config.services),
+            }
+        )
+    critic = _critic(config, addresses)
+    with owned(config.run_dir), Report(config.run_dir, config.steps) as report:
+        run = Run(config, config.trainer, config.router, report, critic)
         try:
             await run.start()
             await run.train()
@@ -139,16 +191,45 @@ async def run_training(
                 report.note(f"plot: {plot}")
 
 
+def _critic(config: RunConfig, addresses: Mapping[str, str]) -> Critic | None:
+    """Raises ConfigError if nothing says where it is."""
+    if config.critic is None:
+        return None
+    address = config.critic.address or addresses.get(config.critic.service)
+    if address is None:
+        known = ", ".join(sorted(addresses)) or "none"
+        raise ConfigError(f"critic: no service is called {config.critic.service}; known: {known}")
+    return Critic(address, config.critic, config.security, config.service_timeout_seconds)
+
+
 async def waits(arguments: Sequence[str]) -> None:
     """Print what a server waits for."""
-    address, *flags = arguments
-    config = load_config(WaitsConfig, flags)
+    if arguments[0].startswith("-") and arguments[0] not in HELP:
+        raise ConfigError(f"ADDRESS comes first: {USAGE['waits']}")
+    address, *flags = arguments if arguments[0] not in HELP else ("", "--help")
+    config = load_config(WaitsConfig, flags, USAGE["waits"])
     async with Client(address, config.security) as client:
+        waits = await client.list_waits()
+        if not waits:
+            Console().print("waits for nothing")
+            return
         table = Table("what", "on", "for", "explanation")
-        for wait in await client.list_waits():
+        for wait in waits:
             age = time.time() - wait.start_time.ToNanoseconds() / 1e9
             table.add_row(wait.what, ", ".join(wait.on), f"{age:.1f} s", wait.explanation)
     Console().print(table)
+
+
+async def trace(arguments: Sequence[str]) -> None:
+    """Write the timeline of a run, and say in a line what took the time."""
+    from sluice.loop.timeline.command import write_page
+
+    rest = list(arguments)
+    output, steps = _take(rest, "-o"), _take(rest, "--steps")
+    if len(rest) != 1 or rest[0].startswith("-"):
+        raise ConfigError(f"trace takes one RUN_DIR, not {' '.join(rest)!r}: {USAGE['trace']}")
+    for line in write_page(Path(rest[0]), None if output is None else Path(output), steps):
+        Console().print(line, highlight=False, soft_wrap=True)
 
 
 @contextlib.asynccontextmanager
@@ -175,6 +256,18 @@ async def _until_signal() -> None:
     await stop.wait()
 
 
+def _load(cls: type[C], command: str, arguments: Sequence[str]) -> C:
+    """The configuration of `FILE.yaml --key value ...`."""
+    usage = USAGE[command]
+    if any(argument in HELP for argument in arguments):
+        return load_config(cls, ["--help"], usage)
+    if arguments[0].startswith("--config"):
+        return load_config(cls, arguments, usage)
+    if arguments[0].startswith("-"):
+        raise ConfigError(f"the file comes before flags: {usage}")
+    return load_config(cls, ["--config", *arguments], usage)
+
+
 def _take(arguments: list[str], flag: str) -> str | None:
     """Remove `flag value`."""
     if flag not in arguments:
@@ -189,27 +282,80 @@ def _take(arguments: list[str], flag: str) -> str | None:
 
 def main() -> int:
     """Entry point; a refusal is one line on stderr and exit code 2, never a trace."""
-    commands = {"up": up, "train": train, "sft": sft, "waits": waits}
-    arguments = sys.argv[1:]
-    if not arguments or arguments[0] not in commands or len(arguments) < 2:
-        print(USAGE, end="", file=sys.stderr)
+    commands = {
+        "up": up,
+        "train": train,
+        "eval": evaluate,
+        "sft": sft,
+        "convert": convert,
+        "verify": verify,
+        "trace": trace,
+        "waits": waits,
+    }
+    name, *arguments = sys.argv[1:] or [""]
+    if name in HELP:
+        print(_overview())
+        return 0
+    if name == "--version":
+        print(f"sluice {metadata.version('sluice')}")
+        return 0
+    if name not in commands:
+        wrong = f"sluice: no command {name!r}{hint(name, commands)}" if name else _overview()
+        print(wrong, file=sys.stderr)
+        return 2
+    if name == "trace" and any(argument in HELP for argument in arguments):
+        print(f"usage: {USAGE[name]}\n\n{SUMMARY[name]}")
+        return 0
+    if not arguments:
+        print(f"usage: {USAGE[name]}", file=sys.stderr)
         return 2
     logs.configure("WARNING")
-    return exit_code(commands[arguments[0]](arguments[1:]))
+    return exit_code(commands[name](arguments))
+
+
+def _overview() -> str:
+    lines = [f"  {usage}\n      {SUMMARY[name]}" for name, usage in USAGE.items()]
+    return "\n".join(["usage:", *lines, "`sluice COMMAND --help` lists the keys of its file."])
 
 
 def exit_code(work: Coroutine[Any, Any, None]) -> int:
-    """Run to the end: 0, or 2 with one line a refusal on stderr, or 130 after Ctrl-C."""
-    code = 0
+    """Run to the end: 0, or 2 with one line a refusal on stderr; 130 or 143 after a signal."""
+    code, received = 0, list[int]()
     try:
-        asyncio.run(work)
+        asyncio.run(_ended_by_signals(work, received))
     except* _EXPECTED as errors:
         for error in _flatten(errors):
-            print(f"sluice: {error}", file=sys.stderr)
+            print(f"sluice: {error}{_advice(error)}", file=sys.stderr)
         code = 2
     except* KeyboardInterrupt:
         code = 130
+    except* asyncio.CancelledError:
+        code = 128 + (received[0] if received else signal.SIGTERM)
     return code
+
+
+async def _ended_by_signals(work: Coroutine[Any, Any, None], received: list[int]) -> None:
+    """Every Ctrl-C and SIGTERM cancels `work`, which ends what runs in the background in order."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+
+    def end(number: int) -> None:
+        received.append(number)
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, end, number)
+    await work
+
+
+def _advice(error: BaseException) -> str:
+    """What to look at when nobody answered at all; a service's own refusals say it themselves."""
+    if isinstance(error, RemoteError) and not error.reason:
+        if error.code is grpc.StatusCode.UNAVAILABLE:
+            return " (is the service up, at this address, and with TLS if this side has it?)"
+        if error.code is grpc.StatusCode.UNIMPLEMENTED:
+            return " (another service listens there, or one of another version)"
+    return ""
 
 
 def _flatten(group: BaseExceptionGroup) -> list[BaseException]:

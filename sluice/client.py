@@ -12,20 +12,15 @@ from collections.abc import (
     Awaitable,
     Callable,
     Iterable,
-    Iterator,
     Mapping,
     Sequence,
 )
-from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import grpc
 import numpy as np
 from google.longrunning import operations_pb2, operations_pb2_grpc
 from google.protobuf import message as pb
-from google.rpc import error_details_pb2, status_pb2
-from grpc_status import rpc_status
 
 from sluice.algo.spec import AdvantageSpec, LossSpec
 from sluice.api.common.v1 import sample_pb2, wait_service_pb2, wait_service_pb2_grpc
@@ -38,6 +33,9 @@ from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import trainer_service_pb2_grpc
 from sluice.runtime import wire
 from sluice.runtime.channel import create_channel
+from sluice.runtime.remote import RemoteError as RemoteError
+from sluice.runtime.remote import error_from_status as error_from_status
+from sluice.runtime.remote import typed_errors as typed_errors
 from sluice.runtime.security import SecurityConfig
 from sluice.samples.blobs import BlobReference
 from sluice.samples.sample import Sample
@@ -45,54 +43,6 @@ from sluice.samples.sample import Sample
 M = TypeVar("M", bound=pb.Message)
 
 PUT_BYTES = 1 << 20  # of one message of PutColumns, unless a row alone is larger
-
-
-class RemoteError(Exception):
-    """A service refused or failed: `code` and `reason` are for programs, the text for people.
-
-    `retry_seconds`: when the server asks to be tried again, 0 where it does not say.
-    """
-
-    def __init__(
-        self,
-        code: grpc.StatusCode,
-        reason: str,
-        message: str,
-        metadata: dict[str, str],
-        retry_seconds: float = 0.0,
-    ) -> None:
-        super().__init__(f"{code.name}/{reason or '-'}: {message}")
-        self.code, self.reason, self.metadata = code, reason, metadata
-        self.retry_seconds = retry_seconds
-
-
-def error_from_status(status: status_pb2.Status) -> RemoteError:
-    """The error that a google.rpc.Status describes."""
-    code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
-    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
-    for detail in status.details:
-        detail.Unpack(info) or detail.Unpack(retry)
-    delay = retry.retry_delay.ToNanoseconds() / 1e9
-    return RemoteError(code, info.reason, status.message, dict(info.metadata), delay)
-
-
-@contextmanager
-def typed_errors() -> Iterator[None]:
-    """Turn grpc's errors into RemoteError."""
-    try:
-        yield
-    except grpc.aio.AioRpcError as error:
-        status = rpc_status.from_call(error)  # type: ignore[arg-type]
-        if status is not None:
-            raise error_from_status(status) from None
-        details = error.details() or ""
-        raise RemoteError(error.code(), _reason_of(error.code(), details), details, {}) from None
-
-
-def _reason_of(code: grpc.StatusCode, details: str) -> str:
-    """grpc itself refuses messages beyond its limit, and knows no reasons."""
-    too_large = code is grpc.StatusCode.RESOURCE_EXHAUSTED and "message larger than" in details
-    return "MESSAGE_TOO_LARGE" if too_large else ""
 
 
 def new_request_id() -> str:
@@ -299,8 +249,15 @@ class TrainerClient(Client):
             self.stub.LoadCheckpoint, request, trainer_pb.LoadCheckpointResponse
         )
 
-    async def publish_weights(self) -> trainer_pb.PublishWeightsResponse:
-        request = trainer_pb.PublishWeightsRequest(request_id=new_request_id())
+    async def publish_weights(
+        self,
+        engines: Iterable[trainer_pb.TransferTarget] = (),
+        pause_mode: engine_pb.PauseMode = engine_pb.PAUSE_MODE_UNSPECIFIED,
+    ) -> trainer_pb.PublishWeightsResponse:
+        """Publish to the store, then send to `engines`; the answer says which have it."""
+        request = trainer_pb.PublishWeightsRequest(
+            request_id=new_request_id(), engines=engines, pause_mode=pause_mode
+        )
         return await self._operate(
             self.stub.PublishWeights, request, trainer_pb.PublishWeightsResponse
         )
@@ -338,9 +295,17 @@ class EngineClient(Client):
         response = await self._call(self.stub.Generate, request)
         return list(response.completions)
 
-    async def prepare_weights(self, weights: sample_pb2.WeightVersion) -> float:
-        """Seconds it took; generation went on."""
-        request = engine_pb.PrepareWeightsRequest(weights=weights)
+    async def join_transfer_group(self, request: engine_pb.JoinTransferGroupRequest) -> None:
+        """Returns when all members have met."""
+        await self._call(self.stub.JoinTransferGroup, request)
+
+    async def prepare_weights(
+        self,
+        weights: sample_pb2.WeightVersion,
+        transfer: engine_pb.WeightTransfer | None = None,
+    ) -> float:
+        """Seconds it took; generation went on. Without `transfer` they come from the store."""
+        request = engine_pb.PrepareWeightsRequest(weights=weights, transfer=transfer)
         response = await self._call(self.stub.PrepareWeights, request)
         return response.duration.ToNanoseconds() / 1e9
 
@@ -368,6 +333,14 @@ class RolloutClient(Client):
         """Finished and failed groups as they come; repeat the request to resume."""
         with typed_errors():
             async for response in self.stub.Rollout(request):
+                yield response
+
+    async def evaluate(
+        self, request: rollout_pb.EvaluateRequest
+    ) -> AsyncIterator[rollout_pb.EvaluateResponse]:
+        """Groups as they settle, the report last; repeat the request to resume."""
+        with typed_errors():
+            async for response in self.stub.Evaluate(request):
                 yield response
 
     async def cancel(self, rollout_request_id: str, group_ids: Sequence[str] = ()) -> list[str]:

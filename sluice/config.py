@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSettingsSource
+from pydantic_settings.exceptions import SettingsError
 from pydantic_settings.main import SettingsConfigDict
+
+from sluice.nearest import hint, keys_at, models_of
 
 ENV_PREFIX = "SLUICE_"
 # not settings of one process
@@ -56,16 +60,32 @@ class _YamlSource(PydanticBaseSettingsSource):
         return self._values
 
 
+class _FlagParser(argparse.ArgumentParser):
+    """Says in one line what is wrong with a flag; the list of all is for `--help`."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown == message:
+            raise ConfigError(f"{message} (--help lists the flags)")
+        flag = unknown.split()[0].partition("=")[0]
+        if not flag.startswith("-"):
+            raise ConfigError(f"unknown argument {flag}; settings are given as --key value")
+        known = [name for name in self._option_string_actions if not name.startswith("--no-")]
+        raise ConfigError(f"unknown flag {flag}{hint(flag, known)} (--help lists the flags)")
+
+
 C = TypeVar("C", bound=ProcessConfig)
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """A YAML mapping. Raises ConfigError for a missing file, bad YAML or no mapping."""
+    """A YAML mapping. Raises ConfigError for a file that cannot be read, bad YAML or no mapping."""
     try:
         values = yaml.safe_load(Path(path).read_text())
     except FileNotFoundError:
         raise ConfigError(f"config file {path} does not exist") from None
-    except yaml.YAMLError as error:
+    except OSError as error:
+        raise ConfigError(f"config file {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if values is None:
         return {}
@@ -74,10 +94,11 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def load_config(cls: type[C], argv: Sequence[str] | None = None) -> C:
+def load_config(cls: type[C], argv: Sequence[str] | None = None, usage: str = "") -> C:
     """Build `cls` from a YAML file, the environment and flags; exits on `--help`.
 
-    Raises ConfigError naming the key of every unknown, missing or wrong setting.
+    `usage` is the command as `--help` shows it. Raises ConfigError naming the key of every
+    unknown, missing or wrong setting.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     values = read_yaml(_take_config_path(arguments))
@@ -92,7 +113,11 @@ def load_config(cls: type[C], argv: Sequence[str] | None = None) -> C:
             **_: Any,
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             flags: CliSettingsSource[Any] = CliSettingsSource(
-                settings_cls, cli_parse_args=arguments, cli_implicit_flags=True
+                settings_cls,
+                cli_parse_args=arguments,
+                cli_implicit_flags=True,
+                cli_hide_none_type=True,
+                root_parser=_flag_parser(cls, usage),
             )
             return flags, env_settings, _YamlSource(settings_cls, values)
 
@@ -100,7 +125,9 @@ def load_config(cls: type[C], argv: Sequence[str] | None = None) -> C:
     try:
         loaded = Loaded()
     except ValidationError as error:
-        raise ConfigError(describe(error)) from None
+        raise ConfigError(describe(error, cls)) from None
+    except SettingsError as error:
+        raise ConfigError(str(error)) from None
     return cast(C, cls.model_construct(**{n: getattr(loaded, n) for n in cls.model_fields}))
 
 
@@ -117,21 +144,34 @@ def parse_config(cls: type[C], values: Mapping[str, Any]) -> C:
     try:
         parsed = Parsed(**values)
     except ValidationError as error:
-        raise ConfigError(describe(error)) from None
+        raise ConfigError(describe(error, cls)) from None
     return cast(C, cls.model_construct(**{n: getattr(parsed, n) for n in cls.model_fields}))
 
 
-def describe(error: ValidationError) -> str:
-    """One line per wrong setting: its dotted path and what is wrong with it."""
+def describe(error: ValidationError, cls: type[BaseModel]) -> str:
+    """What is wrong with each setting of a `cls`, by its dotted path."""
     lines = []
     for item in error.errors():
-        path = ".".join(str(part) for part in item["loc"]) or "config"
-        given = (
-            "" if item["type"] in ("missing", "extra_forbidden") else f" (got {item['input']!r})"
-        )
-        message = "unknown key" if item["type"] == "extra_forbidden" else item["msg"]
-        lines.append(f"{path}: {message}{given}")
+        path = ".".join(str(part) for part in item["loc"])
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "extra_forbidden":
+            *above, name = item["loc"]
+            message = f"unknown key{hint(str(name), keys_at(cls, above))}"
+        elif item["type"] != "missing" and not isinstance(item["input"], Mapping | BaseModel):
+            message += f" (got {item['input']!r})"
+        lines.append(f"{path}: {message}" if path else message)
     return "; ".join(lines)
+
+
+def _flag_parser(cls: type[BaseModel], usage: str) -> _FlagParser:
+    module = sys.modules["__main__"].__spec__  # of `python -m services.router`
+    command = f"python -m {module.parent}" if module and module.parent else Path(sys.argv[0]).name
+    return _FlagParser(
+        usage=usage or f"{command} [--config FILE.yaml] [--key value ...]",
+        description=cls.__doc__,
+        epilog="Also from the environment: --a.b is SLUICE_A__B. Flags win over it, it over YAML.",
+        allow_abbrev=False,
+    )
 
 
 def _take_config_path(arguments: list[str]) -> str | Path:
@@ -158,13 +198,8 @@ def _check_environment(cls: type[ProcessConfig], environment: Mapping[str, str])
         for part in path:
             fields = getattr(model, "model_fields", {})
             if part not in fields:
-                raise ConfigError(f"environment variable {name}: {cls.__name__} has no {part!r}")
-            model = _model_of(fields[part].annotation)
-
-
-def _model_of(annotation: Any) -> Any:
-    """The pydantic model inside an annotation such as `X | None`."""
-    for candidate in (annotation, *getattr(annotation, "__args__", ())):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
+                raise ConfigError(
+                    f"environment variable {name}: {cls.__name__} has no {part!r}"
+                    f"{hint(part, fields)}"
+                )
+            model = next(iter(models_of(fields[part].annotation)), None)

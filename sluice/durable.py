@@ -6,8 +6,9 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from io import RawIOBase
 from pathlib import Path
 
 LOCK_TIMEOUT_SECONDS = 60.0
@@ -26,11 +27,29 @@ def sync_path(path: Path) -> None:
 def write_new(path: Path, data: bytes | memoryview, *, sync: bool = True) -> None:
     """Create `path` with `data`; raises FileExistsError where it is already there."""
     with path.open("xb", buffering=0) as file:
-        view = memoryview(data).cast("B")
-        while view:
-            view = view[file.write(view) :]
+        write_all(file, data)
         if sync:
             os.fsync(file.fileno())
+
+
+def write_pieces(path: Path, pieces: Iterable[bytes | memoryview], *, sync: bool = True) -> None:
+    """Create `path` with `pieces` one after the other; no file is left when that fails."""
+    with path.open("xb", buffering=0) as file:
+        try:
+            for piece in pieces:
+                write_all(file, piece)
+            if sync:
+                os.fsync(file.fileno())
+        except BaseException:  # a full disk
+            path.unlink(missing_ok=True)
+            raise
+
+
+def write_all(file: RawIOBase, data: bytes | memoryview) -> None:
+    """Write all of `data` to an unbuffered file, which may take it in pieces."""
+    view = memoryview(data).cast("B")
+    while view:
+        view = view[file.write(view) or 0 :]
 
 
 def temporary_path(directory: Path, name: str) -> Path:
@@ -85,6 +104,33 @@ def locked(
         yield
     finally:
         os.close(descriptor)
+
+
+class DirectoryError(Exception):
+    """A directory cannot be made or written, or another process works in it."""
+
+
+@contextmanager
+def owned(directory: Path, role: str) -> Iterator[None]:
+    """Be the one process of `role` in `directory`, which is made when missing.
+
+    For the life of a process: the kernel ends the claim of one that is killed. Raises
+    DirectoryError, which names the other process.
+    """
+    path = directory / f".{role}.lock"
+    with ExitStack() as stack:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(path, timeout_seconds=0))
+            path.write_text(str(os.getpid()))
+        except LockTimeoutError:
+            raise DirectoryError(
+                f"run_dir: process {path.read_text() or '?'} (sluice {role}) works in {directory}; "
+                "stop it, or give another run_dir"
+            ) from None
+        except OSError as error:
+            raise DirectoryError(f"run_dir: {directory}: {error.strerror}") from None
+        yield
 
 
 def _try_lock(descriptor: int, operation: int) -> bool:

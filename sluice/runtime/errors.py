@@ -67,12 +67,16 @@ class UnauthenticatedError(ServiceError):
 
 
 class NotFoundError(ServiceError):
-    """A named resource is not there; `reason` becomes `<KIND>_NOT_FOUND`."""
+    """A named resource is not there; `reason` becomes `<KIND>_NOT_FOUND`.
+
+    `where` is the place that was looked at, if others could be meant.
+    """
 
     code = grpc.StatusCode.NOT_FOUND
 
-    def __init__(self, kind: str, name: str) -> None:
-        super().__init__(f"{kind} {name!r} does not exist", name=name)
+    def __init__(self, kind: str, name: str, where: str = "") -> None:
+        place = f" in {where}" if where else ""
+        super().__init__(f"{kind} {name!r} does not exist{place}", name=name)
         self.reason = f"{kind.upper().replace(' ', '_')}_NOT_FOUND"
         self._kind, self._name = kind, name
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import time
@@ -29,21 +30,35 @@ RPC_SECONDS = Histogram(
 )
 RPCS_RUNNING = Gauge("sluice_rpc_running", "RPCs under way.", ["method"])
 
+HEAR_OUT_SECONDS = 1.0  # a refused caller has so long to finish what it sends
+
 _required_cache: dict[Any, list[tuple[Any, bool]]] = {}
 
 
 def _fields_to_check(descriptor: Any) -> list[tuple[Any, bool]]:
-    """(field, is required) of the fields worth a look: required ones and messages."""
+    """(field, is required) of required fields and of messages that have some, at any depth."""
     fields = _required_cache.get(descriptor)
     if fields is None:
         fields = []
         for field in descriptor.fields:
             behavior = field.GetOptions().Extensions[field_behavior_pb2.field_behavior]
             required = field_behavior_pb2.REQUIRED in behavior
-            if required or field.message_type is not None:
+            if required or _asks(field.message_type, ()):
                 fields.append((field, required))
         _required_cache[descriptor] = fields
     return fields
+
+
+def _asks(descriptor: Any, above: tuple[Any, ...]) -> bool:
+    """Whether a message type has required fields, itself or below."""
+    if descriptor is None or descriptor in above:
+        return False
+    return any(
+        field_behavior_pb2.REQUIRED
+        in field.GetOptions().Extensions[field_behavior_pb2.field_behavior]
+        or _asks(field.message_type, (*above, descriptor))
+        for field in descriptor.fields
+    )
 
 
 def check_required(message: pb.Message, prefix: str = "") -> None:
@@ -66,6 +81,18 @@ async def _checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
     async for request in requests:
         check_required(request)
         yield request
+
+
+async def _hear_out(requests: AsyncIterator[Any]) -> None:
+    """Read on to the end of what a caller sends, then refuse it.
+
+    A grpc.aio client that is writing while the status arrives reports INTERNAL in its stead
+    (grpc/grpc issue 36066).
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(HEAR_OUT_SECONDS):
+            async for _ in requests:
+                pass
 
 
 class ServiceInterceptor(grpc.aio.ServerInterceptor):
@@ -124,7 +151,7 @@ class _Method:
             return await self._behavior(self._check(request, context), context)
         except BaseException as error:  # noqa: BLE001 - ends in the client's status or is raised
             failure = error
-            await self._fail(error, context)
+            await self._fail(error, request, context)
         finally:
             self._measure(start, failure)
 
@@ -137,7 +164,7 @@ class _Method:
             raise
         except BaseException as error:  # noqa: BLE001
             failure = error
-            await self._fail(error, context)
+            await self._fail(error, request, context)
         finally:
             self._measure(start, failure)
 
@@ -153,16 +180,19 @@ class _Method:
         check_required(request)
         return request
 
-    async def _fail(self, error: BaseException, context: grpc.aio.ServicerContext) -> NoReturn:
+    async def _fail(
+        self, error: BaseException, request: Any, context: grpc.aio.ServicerContext
+    ) -> NoReturn:
+        aborted = isinstance(error, grpc.aio.AbortError)
+        if aborted or not isinstance(error, Exception):  # such as asyncio.CancelledError
+            raise error
+        if self._streams_in:
+            await _hear_out(request)
         if isinstance(error, ServiceError):
             logger.info("%s: %s %s", self._method, error.reason, error)
             await context.abort_with_status(rpc_status.to_status(error.to_status()))
-        if isinstance(error, grpc.aio.AbortError | asyncio.CancelledError):
-            raise error
         if isinstance(error, NotImplementedError):  # what generated servicers raise
             await context.abort(_code_of(error), f"{self._method} is not implemented")
-        if not isinstance(error, Exception):
-            raise error
         logger.error("%s failed", self._method, exc_info=error)
         status = status_pb2.Status(
             code=_code_of(error).value[0], message=f"{type(error).__name__} in {self._method}"

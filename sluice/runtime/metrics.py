@@ -41,12 +41,29 @@ class Reading:
         return family
 
 
-def with_values(metric: M, *sets: Iterable[str]) -> M:
+_closed: dict[MetricWrapperBase, tuple[tuple[str, ...] | None, ...]] = {}
+
+
+def with_values(metric: M, *sets: Iterable[str] | None) -> M:
     """`metric` with a series at 0 for every combination of its labels' closed sets.
 
     Without it a scrape shows a series only after the first event, and a rate over it misses
-    that event.
+    that event. None, for the first label, stands for values that come with the fleet: `show`.
     """
-    for values in product(*(tuple(names) for names in sets)):
-        metric.labels(*values)
+    closed = _closed[metric] = tuple(None if names is None else tuple(names) for names in sets)
+    if closed[0] is not None:
+        show(metric, *closed[0])
     return metric
+
+
+def show(metric: MetricWrapperBase, *values: str) -> None:
+    """Show these values of the first label from 0 on."""
+    rest = [names or () for names in _closed[metric][1:]]
+    for combination in product(values, *rest):
+        metric.labels(*combination)
+
+
+def closed_sets(metric: MetricWrapperBase) -> dict[str, tuple[str, ...]]:
+    """The labels of `metric` whose values are known to the code."""
+    sets = zip(metric._labelnames, _closed.get(metric, ()), strict=False)
+    return {label: names for label, names in sets if names is not None}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import json
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ import grpc
 from google.longrunning import operations_pb2_grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from sluice import faults
 from sluice.api.common.v1 import wait_service_pb2_grpc
-from sluice.config import Config
+from sluice.config import Config, ConfigError
 from sluice.runtime.exposition import MetricsServer
 from sluice.runtime.interceptors import ServiceInterceptor
 from sluice.runtime.operations import Operations
@@ -36,18 +37,33 @@ WAIT_SERVICE = "sluice.api.common.v1.WaitService"
 OPERATIONS_SERVICE = "google.longrunning.Operations"
 
 
+@contextlib.contextmanager
+def opening(setting: str, address: str) -> Iterator[None]:
+    """Raises ConfigError naming the setting of a port that cannot be opened."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # grpc raises the latter
+        raise ConfigError(
+            f"{setting}: cannot listen at {address}: the port is taken, or the host is not this one"
+        ) from error
+
+
 class ServerConfig(Config):
     """Where a server listens and what it accepts. Port 0 takes a free one."""
 
     host: str = "127.0.0.1"
     port: int = 0
     metrics_port: int = 0
-    address_file: Path | None = None  # JSON {address, metrics_address, pid}, written when open
-    parent: int = 0  # process to die with; 0 is none
-    advertise: str = ""  # host:port under which others reach it; empty means host:port
+    address_file: Path | None = Field(
+        None, description="JSON {address, metrics_address, pid}, written when open."
+    )
+    parent: int = Field(0, description="Process to die with; 0 is none.")
+    advertise: str = Field(
+        "", description="host:port under which others reach it; empty means host:port."
+    )
     max_message_bytes: int = 64 * 1024 * 1024
     drain_seconds: float = 30.0
-    allow_insecure: bool = False  # listen beyond loopback without TLS
+    allow_insecure: bool = Field(False, description="Listen beyond loopback without TLS.")
     security: SecurityConfig = SecurityConfig()
 
     @model_validator(mode="after")
@@ -103,6 +119,7 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
         self._services: list[str] = []
         self._metrics: MetricsServer | None = None
+        self.further_addresses: dict[str, str] = {}  # told in the address file beside its own
         self._stop = asyncio.Event()
         self.stopping = asyncio.Event()  # set first: calls that only wait should answer now
         self.add(wait_service_pb2_grpc.add_WaitServiceServicer_to_server, self.waits, WAIT_SERVICE)
@@ -127,17 +144,19 @@ class Server:
         return f"{self.config.host}:{self._metrics.port}"
 
     async def start(self) -> None:
-        """Open the ports. Raises RuntimeError when one is taken."""
+        """Open the ports. Raises ConfigError when one is taken."""
         if self.config.parent:
             die_with(self.config.parent)
         names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.grpc_server)
         listen, security = f"{self.config.host}:{self.config.port}", self.config.security
-        if self._credentials is None:
-            self.port = self.grpc_server.add_insecure_port(listen)
-        else:
-            self.port = self.grpc_server.add_secure_port(listen, self._credentials)
-        self._metrics = MetricsServer(self.config.host, self.config.metrics_port, security)
+        with opening("server.port", listen):
+            if self._credentials is None:
+                self.port = self.grpc_server.add_insecure_port(listen)
+            else:
+                self.port = self.grpc_server.add_secure_port(listen, self._credentials)
+        with opening("server.metrics_port", f"{self.config.host}:{self.config.metrics_port}"):
+            self._metrics = MetricsServer(self.config.host, self.config.metrics_port, security)
         await self._health.set("", SERVING)  # alive
         await self._set_services(NOT_SERVING)  # not ready
         await self._health.set(WAIT_SERVICE, SERVING)
@@ -151,6 +170,7 @@ class Server:
         addresses = {
             "address": self.address,
             "metrics_address": self.metrics_address,
+            **self.further_addresses,
             "pid": os.getpid(),
         }
         partial = self.config.address_file.with_suffix(".partial")

@@ -29,6 +29,7 @@ class Wait:
     deadline: float | None = None  # unix seconds
     explain: Callable[[], str] = lambda: ""
     start: float = field(default_factory=time.time)
+    began: float = field(default_factory=time.monotonic)  # clocks are set back now and then
 
     def to_proto(self) -> pb.Wait:
         names = self.on() if callable(self.on) else self.on
@@ -67,7 +68,7 @@ class Waits(pb_grpc.WaitServiceServicer):
     async def ListWaits(
         self, request: pb.ListWaitsRequest, context: object
     ) -> pb.ListWaitsResponse:
-        waits = sorted(self._waits, key=lambda wait: wait.start)
+        waits = sorted(self._waits, key=lambda wait: wait.began)
         return pb.ListWaitsResponse(waits=[wait.to_proto() for wait in waits])
 
 
@@ -76,4 +77,6 @@ def _all() -> list[Wait]:
 
 
 WAITS.set_function(lambda: len(_all()))
-OLDEST_WAIT.set_function(lambda: max((time.time() - wait.start for wait in _all()), default=0.0))
+OLDEST_WAIT.set_function(
+    lambda: max((time.monotonic() - wait.began for wait in _all()), default=0.0)
+)

@@ -118,6 +118,24 @@ def spans_from_proto(spans: Iterable[sample_pb2.VersionSpan]) -> tuple[VersionSp
     )
 
 
+def experts_to_proto(experts: np.ndarray | None) -> sample_pb2.RoutedExperts | None:
+    """Of int16[tokens, layers, choices]."""
+    if experts is None:
+        return None
+    _, layers, choices = experts.shape
+    data = experts.astype("<i2", copy=False).tobytes()
+    return sample_pb2.RoutedExperts(layer_count=layers, choice_count=choices, experts=data)
+
+
+def experts_from_proto(message: sample_pb2.RoutedExperts, field: str) -> np.ndarray:
+    """int16[tokens, layers, choices]. Raises InvalidFieldError for bytes of another shape."""
+    width = message.layer_count * message.choice_count
+    if min(message.layer_count, message.choice_count) < 1 or len(message.experts) % (2 * width):
+        raise InvalidFieldError(field, "holds no whole tokens of these layers and choices")
+    values = np.frombuffer(message.experts, dtype="<i2").astype(np.int16, copy=False)
+    return values.reshape(-1, message.layer_count, message.choice_count)
+
+
 def sample_to_proto(sample: Sample) -> sample_pb2.Sample:
     return sample_pb2.Sample(
         sample_id=sample.sample_id,
@@ -127,6 +145,7 @@ def sample_to_proto(sample: Sample) -> sample_pb2.Sample:
         finish_reason=FINISH_REASONS[sample.finish_reason],
         columns={name: column_to_proto(value) for name, value in sample.columns.items()},
         spans=spans_to_proto(sample.spans),
+        routed_experts=experts_to_proto(sample.routed_experts),
     )
 
 
@@ -140,6 +159,9 @@ def sample_from_proto(message: sample_pb2.Sample, field: str = "sample") -> Samp
         finish_reason=finish_reason_name(message.finish_reason),
         columns=columns_from_proto(message.columns, f"{field}.columns"),
         spans=spans_from_proto(message.spans),
+        routed_experts=experts_from_proto(message.routed_experts, f"{field}.routed_experts")
+        if message.HasField("routed_experts")
+        else None,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from services.converter.config import ConverterConfig
 from services.rollout.config import RolloutConfig
 from services.router.config import RouterConfig
 from services.trainer.config import TrainerConfig
@@ -18,12 +19,13 @@ ROOT = Path(__file__).parent.parent.parent
 DEPLOY = ROOT / "deploy"
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
 OVERLAY: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.tls.yaml").read_text())["services"]
-SERVERS = ("router", "trainer", "rollout-0", "rollout-1")
+SERVERS = ("router", "trainer", "rollout-0", "rollout-1", "converter")
 CONFIGS: dict[str, tuple[type[ProcessConfig], str]] = {
     "router": (RouterConfig, "router.yaml"),
     "trainer": (TrainerConfig, "trainer.yaml"),
     "rollout-0": (RolloutConfig, "rollout.yaml"),
     "rollout-1": (RolloutConfig, "rollout.yaml"),
+    "converter": (ConverterConfig, "converter.yaml"),
     "loop": (RunConfig, "run.yaml"),
 }
 
@@ -77,7 +79,7 @@ def test_containers_restart_are_checked_and_hold_no_privilege() -> None:
             assert service["healthcheck"]["test"], name
         for port in service.get("ports", ()):
             assert port.startswith("127.0.0.1:"), name
-    for name in SERVERS[1:]:
+    for name in ("trainer", "rollout-0", "rollout-1"):
         assert COMPOSE["loop"]["depends_on"][name] == {"condition": "service_healthy"}
     assert OVERLAY.keys() == {*SERVERS, "loop", "prometheus"}
 

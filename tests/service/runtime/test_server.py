@@ -1,6 +1,7 @@
 """A real server on port 0 with a servicer that can do everything wrong."""
 
 import asyncio
+import socket
 import urllib.error
 import urllib.request
 
@@ -16,7 +17,10 @@ from grpc_status import rpc_status
 from sluice.api.common.v1 import wait_service_pb2, wait_service_pb2_grpc
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.api.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
+from sluice.api.trainer.v1 import worker_service_pb2 as worker_pb
+from sluice.api.trainer.v1 import worker_service_pb2_grpc as worker_grpc
 from sluice.client import RemoteError, typed_errors
+from sluice.config import ConfigError
 from sluice.runtime.channel import create_channel
 from sluice.runtime.errors import NotFoundError, QueueFullError
 from sluice.runtime.security import SecurityConfig
@@ -63,6 +67,12 @@ class Servicer(pb_grpc.TrainerServiceServicer):
             return pb.SaveCheckpointResponse(checkpoint=request.checkpoint_id)
 
         return self.server.operations.start("save", request, run, pb.CheckpointMetadata)
+
+
+class Refusing(worker_grpc.WorkerServiceServicer):
+    async def Follow(self, requests, context):
+        raise NotFoundError("rank", "0")
+        yield
 
 
 async def running(config: ServerConfig) -> tuple[Server, Servicer]:
@@ -120,6 +130,28 @@ async def test_streamed_requests_are_checked_too(served):
 
     error = await refusal(stub.UploadBatch(messages()))
     assert error.metadata["field"] == "sample.group_id"
+
+
+async def test_who_still_sends_when_refused_learns_why_every_time():
+    """Each time, for a grpc.aio caller told while it writes says INTERNAL: some in ten."""
+    server = Server(ServerConfig(drain_seconds=0.1))
+    server.add(worker_grpc.add_WorkerServiceServicer_to_server, Refusing(), "refusing")
+    await server.start()
+
+    async def messages():
+        for _ in range(3):
+            yield worker_pb.FollowRequest()
+
+    async def call(channel) -> str:
+        with pytest.raises(RemoteError) as caught, typed_errors():
+            async for _ in worker_grpc.WorkerServiceStub(channel).Follow(messages()):
+                pass
+        return caught.value.reason
+
+    async with create_channel(server.address) as channel:
+        told = [await asyncio.gather(*(call(channel) for _ in range(20))) for _ in range(20)]
+    await server.stop()
+    assert {reason for reasons in told for reason in reasons} == {"RANK_NOT_FOUND"}
 
 
 async def test_errors_in_a_streamed_answer_are_typed(served):
@@ -275,8 +307,11 @@ async def test_token_is_needed_on_every_port(tmp_path):
     await server.stop()
 
 
-async def test_a_taken_port_is_an_error(served):
-    server, *_ = served
-    other = Server(ServerConfig(port=server.port))
-    with pytest.raises(RuntimeError):
-        await other.start()
+@pytest.mark.parametrize("setting", ["port", "metrics_port"])
+async def test_a_taken_port_is_an_error_of_the_setting(setting):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"server\.{setting}: .*127\.0\.0\.1:{port}"):
+            await Server(ServerConfig(**{setting: port})).start()

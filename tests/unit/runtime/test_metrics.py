@@ -154,7 +154,7 @@ def test_the_oldest_wait_of_a_process_shows() -> None:
     waits = Waits()
     before = value_of("sluice_waits")
     with waits.waiting("a"), waits.waiting("b") as wait:
-        wait.start -= 1000.0
+        wait.began -= 1000.0
         assert value_of("sluice_waits") == before + 2
         assert value_of("sluice_oldest_wait_seconds") >= 1000.0
     assert value_of("sluice_waits") == before

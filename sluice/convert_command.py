@@ -1,0 +1,285 @@
+"""`sluice convert` and `sluice verify`: here, or at a converter with `--address`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from google.protobuf import message as pb_message
+from pydantic import Field
+from rich.console import Console
+from rich.table import Table
+
+from sluice.api.converter.v1 import converter_service_pb2 as pb
+from sluice.config import Config, ConfigError, ProcessConfig, load_config
+from sluice.converter_client import ConverterClient
+from sluice.runtime import conversions
+from sluice.runtime.security import SecurityConfig
+
+if TYPE_CHECKING:
+    from sluice.weights.convert.control import Control, Progress
+    from sluice.weights.convert.options import ConvertOptions
+
+M = TypeVar("M", bound=pb_message.Message)
+T = TypeVar("T")
+FLAGS = "[--key value ...]"
+SHOWN = 8  # names of a list in the report
+
+
+class LayoutFlags(Config):
+    """Ranks that a torch_dist checkpoint is cut for."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+
+
+class ConvertConfig(ProcessConfig):
+    """What `sluice convert SRC DST` takes besides."""
+
+    to: Literal["hf", "torch_dist"] = Field("torch_dist", description="Format of DST.")
+    dtype: Literal["keep", "float32", "bfloat16", "float16"] = "keep"
+    model: Path | None = Field(None, description="Directory with config.json, if SRC has none.")
+    origin: Path | None = Field(None, description="HF checkpoint that fills in what SRC lacks.")
+    allow: list[str] = Field(["*"], description="Patterns of names to take from the origin.")
+    deny: list[str] = Field([], description="Patterns of names not to take from the origin.")
+    quantize: Literal["", "fp8", "fp8_ue8m0"] = Field("", description="FP8 in blocks of 128.")
+    layout: LayoutFlags = LayoutFlags()
+    vocab_multiple: int = 128
+    stacking: Literal["auto", "stacked", "single"] = "auto"
+    plain_norms: bool = Field(False, description="Norms named as without TransformerEngine.")
+    max_file_bytes: int = Field(0, description="0 is chosen by the size of the whole.")
+    workers: int = 2
+    validate_only: bool = False
+    report: Path | None = Field(None, description="Write the whole report there, as JSON.")
+    address: str = Field("", description="host:port of a converter that does it instead.")
+    security: SecurityConfig = SecurityConfig()
+
+
+class VerifyConfig(ProcessConfig):
+    """What `sluice verify FIRST SECOND` takes besides."""
+
+    model: Path | None = Field(None, description="Directory with config.json, if neither has one.")
+    address: str = Field("", description="host:port of a converter that does it instead.")
+    security: SecurityConfig = SecurityConfig()
+
+
+class CheckpointError(Exception):
+    """Checkpoints cannot be converted, or are not the same."""
+
+
+async def convert(arguments: Sequence[str]) -> None:
+    """Convert a checkpoint and print what became of its tensors."""
+    source, target, flags = _two_paths(arguments)
+    config = load_config(ConvertConfig, flags, f"sluice convert SRC DST {FLAGS}")
+    answer = await (_convert_there if config.address else _convert_here)(config, source, target)
+    if config.report is not None:
+        config.report.write_text(json.dumps(_plain(answer), indent=1) + "\n")
+    _print_report(answer, config.validate_only)
+
+
+async def verify(arguments: Sequence[str]) -> None:
+    """Compare two checkpoints. Raises CheckpointError."""
+    first, second, flags = _two_paths(arguments)
+    config = load_config(VerifyConfig, flags, f"sluice verify FIRST SECOND {FLAGS}")
+    answer = await (_verify_there if config.address else _verify_here)(config, first, second)
+    console = Console()
+    for name, reason in sorted(answer.different.items()):
+        console.print(f"{name}: {reason}", highlight=False)
+    for where, names in ((first, answer.only_first), (second, answer.only_second)):
+        for name in names:
+            console.print(f"{name}: only in {where}", highlight=False)
+    if not answer.equal:
+        raise CheckpointError(f"{first} and {second} differ")
+    console.print(f"equal: {answer.equal_count} tensors, {answer.byte_count} bytes")
+
+
+async def _convert_here(
+    config: ConvertConfig, source: Path, target: Path
+) -> pb.ConvertCheckpointResponse:
+    from sluice.weights.convert.control import Control
+    from sluice.weights.convert.conversion import convert, validate
+
+    _check_here(source, config.model, config.origin)
+    options, control = _options(config), Control()
+    if config.validate_only:
+        result = await _in_thread(lambda: validate(source, target, options), control)
+    else:
+        result = await _in_thread(lambda: convert(source, target, options, control), control)
+    return conversions.result_to_proto(result)
+
+
+async def _verify_here(
+    config: VerifyConfig, first: Path, second: Path
+) -> pb.VerifyCheckpointResponse:
+    from sluice.weights.convert.control import Control
+    from sluice.weights.convert.verify import compare
+
+    _check_here(first, second, config.model)
+    control = Control()
+    found = await _in_thread(lambda: compare(first, second, control, model=config.model), control)
+    return conversions.comparison_to_proto(found)
+
+
+def _check_here(*directories: Path | None) -> None:
+    for directory in directories:
+        if directory is not None and not directory.is_dir():
+            raise CheckpointError(f"{directory} is no directory")
+
+
+async def _in_thread(work: Callable[[], T], control: Control) -> T:
+    """Run `work`, showing its progress; Ctrl-C stops it. Raises CheckpointError."""
+    from sluice.weights.convert.options import OptionError
+    from sluice.weights.errors import WeightStoreError
+    from sluice.weights.rules import PartitionError
+
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, control.stop.set)
+    running = loop.run_in_executor(None, work)
+    while not running.done():
+        await asyncio.wait([running], timeout=1.0)
+        _show(control.progress)
+    try:
+        return await running
+    except (OptionError, PartitionError, WeightStoreError, OSError) as error:
+        raise CheckpointError(str(error)) from error
+
+
+async def _convert_there(
+    config: ConvertConfig, source: Path, target: Path
+) -> pb.ConvertCheckpointResponse:
+    quantizations = {"": "UNSPECIFIED", "fp8": "FP8_BLOCK", "fp8_ue8m0": "FP8_BLOCK_UE8M0"}
+    request = pb.ConvertCheckpointRequest(
+        request_id=str(uuid.uuid4()),
+        source=_there(source),
+        target=_there(target),
+        target_format=pb.FORMAT_HF if config.to == "hf" else pb.FORMAT_TORCH_DIST,
+        model=_there(config.model),
+        dtype=f"DTYPE_{_or_unspecified(config.dtype, 'keep')}",
+        quantization=f"QUANTIZATION_{quantizations[config.quantize]}",
+        layout=pb.Layout(**config.layout.model_dump()),
+        vocab_multiple=config.vocab_multiple,
+        stacking=f"STACKING_{_or_unspecified(config.stacking, 'auto')}",
+        plain_norms=config.plain_norms,
+        max_file_bytes=config.max_file_bytes,
+        validate_only=config.validate_only,
+    )
+    if config.origin is not None:
+        request.origin.directory = _there(config.origin)
+        request.origin.allow.extend(config.allow)
+        request.origin.deny.extend(config.deny)
+    async with ConverterClient(config.address, config.security) as client:
+        operation = await client.convert(request)
+        return await _follow(client, operation, pb.ConvertCheckpointResponse())
+
+
+async def _verify_there(
+    config: VerifyConfig, first: Path, second: Path
+) -> pb.VerifyCheckpointResponse:
+    request = pb.VerifyCheckpointRequest(
+        request_id=str(uuid.uuid4()),
+        first=_there(first),
+        second=_there(second),
+        model=_there(config.model),
+    )
+    async with ConverterClient(config.address, config.security) as client:
+        operation = await client.verify(request)
+        return await _follow(client, operation, pb.VerifyCheckpointResponse())
+
+
+async def _follow(client: ConverterClient, operation: Any, response: M) -> M:
+    metadata = pb.ConversionMetadata()
+    async for now in client.follow(operation):
+        now.metadata.Unpack(metadata)
+        _show_bytes(metadata.byte_count, metadata.total_byte_count)
+        if now.done:
+            now.response.Unpack(response)
+    return response
+
+
+def _or_unspecified(value: str, default: str) -> str:
+    return "UNSPECIFIED" if value == default else value.upper()
+
+
+def _options(config: ConvertConfig) -> ConvertOptions:
+    from sluice.weights.convert.options import ConvertOptions, Layout
+
+    return ConvertOptions(
+        target_format=config.to,
+        dtype=config.dtype,
+        model=config.model,
+        origin=config.origin,
+        allow=tuple(config.allow),
+        deny=tuple(config.deny),
+        quantize=bool(config.quantize),
+        scale_format="ue8m0" if config.quantize == "fp8_ue8m0" else "float32",
+        layout=Layout(**config.layout.model_dump()),
+        vocab_multiple=config.vocab_multiple,
+        stacking=config.stacking,
+        fused_norms=not config.plain_norms,
+        max_file_bytes=config.max_file_bytes,
+        workers=config.workers,
+    )
+
+
+def _two_paths(arguments: Sequence[str]) -> tuple[Path, Path, list[str]]:
+    if "--help" in arguments or "-h" in arguments:
+        return Path(), Path(), ["--help"]
+    if len(arguments) < 2 or any(path.startswith("-") for path in arguments[:2]):
+        raise ConfigError("two directories are needed, before any flag")
+    return Path(arguments[0]), Path(arguments[1]), list(arguments[2:])
+
+
+def _there(path: Path | None) -> str:
+    """A path as the converter sees it: the same, and absolute."""
+    return "" if path is None else str(path.absolute())
+
+
+def _show(progress: Progress) -> None:
+    left = progress.seconds_left
+    _show_bytes(progress.done_bytes, progress.total_bytes, left)
+
+
+def _show_bytes(done: int, total: int, seconds_left: float | None = None) -> None:
+    if not sys.stderr.isatty() or not total:
+        return
+    left = "" if seconds_left is None else f", {seconds_left:.0f} s left"
+    print(f"\r{done / 2**20:.0f} of {total / 2**20:.0f} MiB{left}   ", end="", file=sys.stderr)
+
+
+def _plain(answer: pb.ConvertCheckpointResponse) -> dict[str, object]:
+    report = answer.report
+    return {
+        "target": answer.target,
+        "bytes": answer.byte_count,
+        "converted": list(report.converted),
+        "copied": list(report.copied),
+        "skipped": dict(report.skipped),
+        "conflicting": dict(report.conflicting),
+        "digests": dict(answer.digests),
+    }
+
+
+def _print_report(answer: pb.ConvertCheckpointResponse, validate_only: bool) -> None:
+    report = answer.report
+    table = Table("", "tensors", "which")
+    rows = {
+        "converted": list(report.converted),
+        "copied": list(report.copied),
+        "skipped": [f"{name} ({reason})" for name, reason in sorted(report.skipped.items())],
+        "conflicting": [f"{name} ({text})" for name, text in sorted(report.conflicting.items())],
+    }
+    for kind, names in rows.items():
+        shown = "" if kind == "converted" else "\n".join(names[:SHOWN])
+        more = "" if len(names) <= SHOWN or kind == "converted" else f"\nand {len(names) - SHOWN}"
+        table.add_row(kind, str(len(names)), shown + more)
+    console = Console()
+    console.print(table)
+    verb = "would hold" if validate_only else "holds"
+    console.print(f"{answer.target} {verb} {answer.byte_count} bytes", highlight=False)

@@ -1,0 +1,19 @@
+"""How long a process says that it has waited."""
+
+import time
+
+from prometheus_client import REGISTRY
+
+from sluice.api.common.v1 import wait_service_pb2 as pb
+from sluice.runtime.waits import Waits
+
+
+async def test_a_clock_that_is_set_back_changes_no_age_and_no_order(monkeypatch):
+    waits, now = Waits(), time.time()
+    with waits.waiting("the first"):
+        monkeypatch.setattr(time, "time", lambda: now - 3600)
+        with waits.waiting("the second"):
+            oldest = REGISTRY.get_sample_value("sluice_oldest_wait_seconds")
+            listed = await waits.ListWaits(pb.ListWaitsRequest(), None)
+    assert oldest is not None and 0 <= oldest < 60
+    assert [wait.what for wait in listed.waits] == ["the first", "the second"]

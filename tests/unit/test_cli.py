@@ -1,0 +1,107 @@
+import subprocess
+import sys
+
+import pytest
+
+from sluice import cli
+from sluice.durable import DirectoryError, owned
+
+
+@pytest.fixture
+def sluice(monkeypatch, capsys):
+    """Runs the command; its exit code and what it printed."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["sluice", *map(str, arguments)])
+        try:
+            code = cli.main()
+        except SystemExit as end:  # argparse's, after --help
+            code = end.code if isinstance(end.code, int) else 1
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.mark.parametrize("command", ["up", "train", "eval", "sft", "convert", "verify", "waits"])
+def test_every_command_lists_its_keys(sluice, command):
+    code, out, err = sluice(command, "--help")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"usage: sluice {command}")
+    assert "--security.token_file" in out
+
+
+def test_help_is_no_error_and_names_every_command(sluice):
+    code, out, _ = sluice("--help")
+    assert code == 0
+    assert all(f"sluice {name} " in out for name in cli.USAGE)
+    assert sluice("trace", "--help")[:2] == (
+        0,
+        f"usage: {cli.USAGE['trace']}\n\n{cli.SUMMARY['trace']}\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "did you mean train?"),
+        (["train"], "usage: sluice train RUN.yaml"),
+        (["train", "absent.yaml"], "absent.yaml does not exist"),
+        (["train", "--steps", "3"], "the file comes before flags"),
+        (["train", "run.yaml", "--stpes", "3"], "unknown flag --stpes; did you mean --steps?"),
+        (["train", "run.yaml", "more.yaml"], "unknown argument more.yaml"),
+        (["train", "run.yaml"], "is `sluice up` running?"),
+        (["train", "typo.yaml"], "groups_per_stp: unknown key; did you mean groups_per_step?"),
+        (["train", "run.yaml", "--services", "broken.json"], "is not a services.json"),
+        (["train", "run.yaml", "--services", "empty.json"], "no trainer"),
+        (["up", "."], "Is a directory"),
+        (["up", "binary.yaml"], "not valid YAML"),
+        (["up", "up.yaml"], "services.a.kind"),
+        (["trace", "--all"], "one RUN_DIR"),
+        (["trace", "nowhere"], "holds no traces"),
+        (["waits", "--all"], "ADDRESS comes first"),
+        (["waits", "127.0.0.1:1"], "is the service up"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_line(sluice, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    run = (
+        "run_dir: x\nservices: services.json\nprompts: {index_count: 1}\n"
+        "environment: {name: prompts}\nsampling: {max_new_tokens: 1}\n"
+    )
+    (tmp_path / "run.yaml").write_text(run)
+    (tmp_path / "typo.yaml").write_text(run + "groups_per_stp: 1\n")
+    (tmp_path / "up.yaml").write_text("run_dir: x\nservices: {a: {kind: roter}}\n")
+    (tmp_path / "binary.yaml").write_bytes(b"\x89PNG")
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "empty.json").write_text("{}")
+    code, out, err = sluice(*arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_directory_has_one_owner_who_is_named(tmp_path):
+    hold = (
+        "import sys, sluice.durable as d, pathlib\n"
+        "with d.owned(pathlib.Path(sys.argv[1]), 'up'): print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", hold, str(tmp_path / "run")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(DirectoryError, match=f"process {holder.pid} .*up"):
+            owned(tmp_path / "run", "up").__enter__()
+        with owned(tmp_path / "run", "train"):  # another role
+            pass
+        holder.kill()
+        holder.wait(timeout=10)
+        with owned(tmp_path / "run", "up"):  # the kernel ended the claim
+            pass
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(DirectoryError, match=r"run_dir: .*file"):
+        owned(tmp_path / "file" / "run", "up").__enter__()
