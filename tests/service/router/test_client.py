@@ -146,13 +146,14 @@ async def test_a_refused_wait_holds_up_no_renewal(start_router, connect):
     await first.register("a", max_running_count=1)
     client = await connect(first.address)
     await client.acquire(Wanted(count=1), timeout=5)
-    asked = await client.request(Wanted(count=2))
+    asked = await client.request(Wanted(count=2, exact_version=2))  # never picked locally
     port = first.process.server.port
     await first.process.server.stop()
+    await client.acquire(Wanted(count=1), timeout=5)  # the client has seen that it is gone
     second = await start_router(port=port, max_queued=0, client_ttl=1.0)
     await asyncio.sleep(1.0)  # what waits is void by now, and refused again and again
     await second.register("a", max_running_count=1)
-    await eventually(lambda: second.leases_out() == 1)
+    await eventually(lambda: second.leases_out() == 2)
     assert not any(future.done() for future in asked)
 
 
