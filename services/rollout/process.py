@@ -129,8 +129,10 @@ class RolloutProcess:
     async def _leave(self, episodes: EpisodeWorker | None, face: OpenAIFace | None) -> None:
         """Once no new work is wanted, while running calls still end."""
         await self.server.stopping.wait()
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self._config.server.drain_seconds * DRAIN_SHARE
         await asyncio.gather(*(registration.close() for registration in self._registrations))
-        seconds = self._config.server.drain_seconds * DRAIN_SHARE
+        seconds = max(0.0, end - loop.time())  # a slow router takes none of the server's own share
         await asyncio.gather(
             *([face.close()] if face is not None else []),
             *([episodes.drain(seconds)] if episodes is not None else []),

@@ -78,7 +78,10 @@ class Journals:
         settled: list[tuple[float, str]] = []
         abandoned: list[tuple[float, str]] = []
         for entry in os.scandir(self._root):
-            age = (entry.stat().st_mtime, entry.name)
+            try:
+                age = (entry.stat().st_mtime, entry.name)
+            except FileNotFoundError:  # settled or forgotten by another call meanwhile
+                continue
             (settled if entry.name.endswith(SETTLED) else abandoned).append(age)
         oldest = time.time() - ABANDONED_SECONDS
         gone = [name for modified, name in abandoned if modified < oldest]

@@ -13,6 +13,7 @@ import pytest
 
 from services.rollout.backends.sglang import replica
 from services.rollout.backends.sglang.engine import SglangEngine
+from services.rollout.backends.sglang.process import free_port
 from services.rollout.engine import Generation, IncomingWeights, PauseMode, Sampling
 from services.rollout.engine_config import EngineConfig
 from services.rollout.errors import (
@@ -146,8 +147,8 @@ async def test_an_attached_server_that_comes_back_before_any_weights_is_given_th
 ) -> None:
     monkeypatch.setattr(replica, "WATCH_SECONDS", 0.02)
     recorded = Recorded()
-    server = await asyncio.start_server(recorded.serve, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
+    port = free_port("127.0.0.1")  # taken twice, and nobody else is given it meanwhile
+    server = await asyncio.start_server(recorded.serve, "127.0.0.1", port)
     engine = engine_at(port, tmp_path, "")
     await engine.start()
     manifest = read_manifest(record.directory)
@@ -158,11 +159,11 @@ async def test_an_attached_server_that_comes_back_before_any_weights_is_given_th
     await engine.prepare(record.version, record.digest, record.directory)
     with pytest.raises(EngineFailedError):
         await engine.commit(record.version, PauseMode.ABORT)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while engine._replica.is_up:
             await asyncio.sleep(0.02)
     async with await asyncio.start_server(recorded.serve, "127.0.0.1", port):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not engine.status().extra["restarts_total"]:
                 await asyncio.sleep(0.02)
         await engine.commit(record.version, PauseMode.ABORT)
@@ -175,20 +176,20 @@ async def test_an_attached_server_that_comes_back_is_given_the_weights_it_had(
 ) -> None:
     monkeypatch.setattr(replica, "WATCH_SECONDS", 0.02)
     recorded = Recorded()
-    server = await asyncio.start_server(recorded.serve, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
+    port = free_port("127.0.0.1")  # taken twice, and nobody else is given it meanwhile
+    server = await asyncio.start_server(recorded.serve, "127.0.0.1", port)
     engine = engine_at(port, tmp_path, str(tmp_path / "model"))
     await engine.start()
     await engine.prepare(record.version, record.digest, record.directory)
     await engine.commit(record.version, PauseMode.IN_PLACE)
     server.close()
     await server.wait_closed()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while engine.status().version is not None:
             await asyncio.sleep(0.02)
     recorded.asked.clear()
     async with await asyncio.start_server(recorded.serve, "127.0.0.1", port):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while engine.status().version is None:
                 await asyncio.sleep(0.02)
         assert (engine.status().version, engine.status().digest) == (record.version, record.digest)

@@ -19,8 +19,8 @@ def test_ports_are_none_that_the_kernel_hands_out() -> None:
 
 
 def test_a_port_with_a_listener_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as first:
-        port = first.getsockname()[1]
+    port = process.free_port("127.0.0.1")  # one that nobody is given once it is free again
+    with socket.create_server(("127.0.0.1", port)):
         monkeypatch.setattr(process, "PORTS", range(port, port + 1))
         with pytest.raises(EngineFailedError, match="no free port"):
             process.free_port("127.0.0.1")

@@ -115,7 +115,7 @@ def test_a_version_is_fetched_once_and_goes_with_the_last_engine(
             pool.submit(engine.stage, record.version, record.digest, record.directory)
             for engine in engines
         ]
-        held = [future.result(timeout=20) for future in stage]
+        held = [future.result(timeout=120) for future in stage]
     directory = held[0].directory
     assert {staged.directory for staged in held} == {directory}
     inode = (directory / "model.safetensors").stat().st_ino

@@ -57,6 +57,7 @@ class SglangEngine(Engine):
         self._versions = HostVersions(config.sglang.staging)
         self._gate, self._load = Gate(0, 0), Load(0)
         self._is_asleep = False
+        self._is_reviving = False  # the server ended, and has not its weights again
         self._is_blank = False  # it has slept, and no weights since
         self._jobs: dict[str, Job] = {}
         self._serving: StagedVersion | None = None
@@ -191,7 +192,7 @@ class SglangEngine(Engine):
             self._replica.serving = (self._serving.version, self._serving.digest)
 
     def status(self) -> EngineStatus:
-        serves = self._replica.is_up and not self._is_blank
+        serves = self._replica.is_up and not (self._is_blank or self._is_reviving)
         serving = self._serving if serves else None
         capabilities = self._replica.capabilities
         cache_tokens = capabilities.cache_tokens if capabilities else self._config.cache_tokens
@@ -256,7 +257,7 @@ class SglangEngine(Engine):
             raise EngineFailedError(self._failure)
         if self._serving is None or self._is_blank:
             raise NoWeightsError("the engine has no weights yet")
-        if not self._replica.is_up:
+        if self._is_reviving or not self._replica.is_up:
             raise EngineFailedError("SGLang is being restarted")
 
     @contextlib.asynccontextmanager
@@ -318,6 +319,7 @@ class SglangEngine(Engine):
             async with self._changing:
                 if self._failure or self._replica.is_up:
                     continue
+                self._is_reviving = True  # one that answers has not yet the weights it had
                 try:
                     restorable = self._versions.restorable
                     await self._replica.revive(restorable, still=self._paused is not None)
@@ -327,6 +329,8 @@ class SglangEngine(Engine):
                 except ServiceError as error:
                     self._failure = str(error)
                     return
+                finally:
+                    self._is_reviving = False
 
     def _fail_jobs(self, error: EngineFailedError | None = None) -> None:
         for job in list(self._jobs.values()):
