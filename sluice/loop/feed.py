@@ -254,7 +254,7 @@ class GroupFeed:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._failure = error
+            self._failure = self._failure or error  # what came first; others may follow from it
         self._changed.set()
 
     async def _roll_out(self, groups: Sequence[LedgerGroup]) -> None:

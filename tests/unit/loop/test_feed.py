@@ -34,6 +34,7 @@ class Episodes(pb_grpc.RolloutServiceServicer, router_grpc.RouterServiceServicer
         self.issued: list[str] = []
         self.breaks = 0  # streams that end in an error after their first group
         self.refuses = False
+        self.worker_count = 1
 
     async def ListEngines(self, request, context):
         worker = router_pb.Engine(
@@ -42,7 +43,7 @@ class Episodes(pb_grpc.RolloutServiceServicer, router_grpc.RouterServiceServicer
             role=router_pb.ROLE_EPISODES,
             state=router_pb.ENGINE_STATE_ACTIVE,
         )
-        return router_pb.ListEnginesResponse(engines=[worker])
+        return router_pb.ListEnginesResponse(engines=[worker] * self.worker_count)
 
     async def Rollout(self, request, context):
         if self.refuses:
@@ -60,7 +61,7 @@ class Episodes(pb_grpc.RolloutServiceServicer, router_grpc.RouterServiceServicer
                 continue
             finished = pb.FinishedGroup(
                 group_id=group.group_id,
-                blob={"digest": f"{hash(group.group_id) & 0xFFFF:032x}", "size_bytes": 1},
+                blob={"digest": f"{int(group.group_id[1:]):032x}", "size_bytes": 1},
                 rewards=[1.0, 0.0],
                 response_lengths=[3, 3],
                 min_version=self.version,
@@ -104,7 +105,7 @@ async def world(tmp_path):
     await server.start()
     episodes.address = server.address
     router = RouterClient(server.address)
-    workers = EpisodeWorkers(router, SecurityConfig(), 5)
+    workers = EpisodeWorkers(router, SecurityConfig(), 60)
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.record_version(1, "d", 0)
     yield World(episodes, ledger, workers)
@@ -116,7 +117,7 @@ async def world(tmp_path):
 
 
 async def step(world: World, feed: GroupFeed, number: int) -> list[str]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await feed.fill(number)
         groups = await feed.take(number)
     world.ledger.consume((g.group_id for g in groups), number + 1)
@@ -153,7 +154,7 @@ async def test_groups_are_not_left_to_age_when_rollouts_are_fast(world):
     feed = world.feed(max_staleness=4)
     for number in range(12):
         await step(world, feed, number)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while feed.in_flight_count:
                 await asyncio.sleep(0.005)
     ages: dict[int, set[int]] = {}
@@ -169,7 +170,7 @@ async def test_training_that_waits_gets_more_groups_in_flight(world):
     feed = world.feed(max_staleness=4)
     for number in range(12):
         await step(world, feed, number)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while feed.in_flight_count:
                 await asyncio.sleep(0.005)
     world.episodes.hold = {f"g{i:07}" for i in range(48, 200)}
@@ -224,7 +225,7 @@ async def test_engines_that_stay_away_end_the_run(world):
 async def test_a_lost_blob_is_generated_again(world):
     feed = world.feed()
     await feed.fill(0)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while feed.ready_count < 4:
             await asyncio.sleep(0.01)
     (lost,) = [g for g in world.ledger.groups("generated") if g.group_id == "g0000002"]
@@ -244,6 +245,16 @@ async def test_all_groups_failing_is_an_error_not_a_hang(world):
     await feed.close()
 
 
+async def test_of_calls_that_fail_together_the_first_is_told(world):
+    world.episodes.worker_count = 2
+    await world.workers.refresh()
+    feed = world.feed(groups_per_step=8, attempts=1, dropped_in_a_row=2)
+    world.episodes.failing = {f"g{i:07}": 9 for i in range(64)}
+    with pytest.raises(RolloutFailedError, match=r"^2 groups in a row"):
+        await step(world, feed, 0)
+    await feed.close()
+
+
 async def test_a_refused_request_is_an_error_at_once(world):
     feed = world.feed()
     world.episodes.refuses = True
@@ -257,7 +268,7 @@ async def test_a_new_feed_takes_what_was_generated_and_issues_what_was_in_flight
     feed = world.feed()
     world.episodes.hold = {"g0000002"}
     await feed.fill(0)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while feed.ready_count < 2:
             await asyncio.sleep(0.01)
     await feed.close()
@@ -272,7 +283,7 @@ async def test_a_new_feed_takes_what_was_generated_and_issues_what_was_in_flight
 async def test_groups_too_old_are_dropped_and_replaced(world):
     feed = world.feed(max_staleness=0)
     await feed.fill(0)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while feed.ready_count < 4:
             await asyncio.sleep(0.01)
     world.publish(3)

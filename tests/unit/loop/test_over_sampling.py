@@ -71,6 +71,8 @@ class Episodes(pb_grpc.RolloutServiceServicer, router_grpc.RouterServiceServicer
             told = asyncio.create_task(ended.get())
             await asyncio.wait([opened, told], return_when=asyncio.FIRST_COMPLETED)
             if told.done():
+                if told.result() not in waiting:
+                    continue  # it has finished; the feed had not heard of it yet
                 failed = pb.FailedGroup(group_id=told.result())
                 failed.error.code, failed.error.message = CANCELLED, "cancelled"
                 waiting.remove(told.result())
@@ -116,7 +118,7 @@ class World:
         return GroupFeed(FeedConfig(**config), self.ledger, self.workers, request, filters=filters)
 
     async def step(self, feed: GroupFeed, number: int) -> list[str]:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await feed.fill(number)
             groups = await feed.take(number)
         self.ledger.consume((g.group_id for g in groups), number + 1)
@@ -125,7 +127,7 @@ class World:
         return [g.group_id for g in groups]
 
     async def until_cancelled(self, *group_ids: str) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not set(group_ids) <= set(self.episodes.cancelled):
                 await asyncio.sleep(0.01)
 
@@ -139,7 +141,7 @@ async def world(tmp_path):
     await server.start()
     episodes.address = server.address
     router = RouterClient(server.address)
-    workers = EpisodeWorkers(router, SecurityConfig(), 5)
+    workers = EpisodeWorkers(router, SecurityConfig(), 60)
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.record_version(1, "d", 0)
     yield World(episodes, ledger, workers)
@@ -258,7 +260,7 @@ async def test_a_resumed_run_does_not_train_on_what_was_filtered(world) -> None:
     feed = world.feed(STD)
     world.episodes.dull = set(name(0))
     await feed.fill(0)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while feed.ready_count < 3:
             await asyncio.sleep(0.01)
     await feed.close()
@@ -290,7 +292,7 @@ async def test_a_filter_that_raises_ends_the_run_and_loses_no_group(world) -> No
 async def test_what_finished_beyond_the_target_is_generated_anew_by_the_next_weights(world) -> None:
     feed = world.feed(over_sampling=1.5)
     await feed.fill(0)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while feed.ready_count < 6:
             await asyncio.sleep(0.01)
     assert await world.step(feed, 0) == name(0, 1, 2, 3)
