@@ -24,7 +24,7 @@ from sluice.config import parse_config
 from sluice.router_client import LeaseClient
 from sluice.runtime.channel import create_channel
 
-FAST = {"client_ttl": 1.0, "engine_ttl": 1.0}
+FOREVER = 600.0  # seconds until an engine of a test is lost, which sends no heartbeats
 
 
 @dataclass
@@ -51,11 +51,21 @@ class Router:
         if version is not None:
             values["weights"] = sample_pb2.WeightVersion(version=version, digest="d")  # type: ignore[arg-type]
         engine = pb.Engine(engine_id=engine_id, **values)  # type: ignore[arg-type]
-        return await self.stub.RegisterEngine(pb.RegisterEngineRequest(engine=engine), timeout=5)
+        return await self.stub.RegisterEngine(pb.RegisterEngineRequest(engine=engine), timeout=60)
 
     async def acquire(self, client: str, count: int, **fields: object) -> pb.AcquireLeasesResponse:
         request = pb.AcquireLeasesRequest(client_id=client, count=count, **fields)  # type: ignore[arg-type]
-        return await self.stub.AcquireLeases(request, timeout=10)
+        return await self.stub.AcquireLeases(request, timeout=60)
+
+
+class Clock:
+    """A router's time, which passes when a test says so and not while the machine is busy."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 @dataclass
@@ -115,17 +125,21 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
 
 @pytest.fixture
 def start_router(stack: AsyncExitStack) -> Callable[..., Awaitable[Router]]:
-    async def start(port: int = 0, **pool: object) -> Router:
+    async def start(
+        port: int = 0, drain: float = 0.2, clock: Clock | None = None, **pool: object
+    ) -> Router:
         config = parse_config(
             RouterConfig,
             {
                 "seed": 7,
                 "tick_seconds": 0.05,
-                "default_pool": PoolSettings(**pool),
-                "server": {"port": port, "drain_seconds": 0.2},
+                "default_pool": PoolSettings(**{"engine_ttl": FOREVER, **pool}),
+                "server": {"port": port, "drain_seconds": drain},
             },
         )
         process = RouterProcess(config, CollectorRegistry())
+        if clock is not None:
+            process.pools.clock = process.episodes._clock = clock
         await process.start()
         stack.push_async_callback(process.close)
         stack.push_async_callback(process.server.stop)
@@ -167,10 +181,10 @@ def connect(stack: AsyncExitStack) -> Callable[..., Awaitable[LeaseClient]]:
 
 
 class Relay:
-    """A line to a server that can be cut, or lose all that comes back."""
+    """A line to a server that can be cut, lose all that comes back, or lead to another one."""
 
     def __init__(self, target: int) -> None:
-        self._target = target
+        self.target = target
         self._server: asyncio.Server | None = None
         self._writers: list[asyncio.StreamWriter] = []
         self.port = 0
@@ -178,7 +192,7 @@ class Relay:
 
     async def mend(self) -> None:
         self.is_deaf = False
-        self._server = await asyncio.start_server(self._serve, "localhost", self.port)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def cut(self) -> None:
@@ -189,8 +203,10 @@ class Relay:
         self._writers.clear()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        back, forth = await asyncio.open_connection("localhost", self._target)
+        back, forth = await asyncio.open_connection("127.0.0.1", self.target)
         self._writers += [writer, forth]
+        if self._server is None or not self._server.is_serving():  # cut in the meantime
+            await self.cut()
         await asyncio.gather(self._pass(reader, forth, False), self._pass(back, writer, True))
 
     async def _pass(
@@ -214,7 +230,7 @@ def relay(stack: AsyncExitStack) -> Callable[[int], Awaitable[Relay]]:
     return start
 
 
-async def eventually(check: Callable[[], bool], seconds: float = 5.0) -> None:
+async def eventually(check: Callable[[], bool], seconds: float = 30.0) -> None:
     """Wait until `check` holds; fails after `seconds`."""
     async with asyncio.timeout(seconds):
         while not check():

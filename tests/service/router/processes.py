@@ -41,7 +41,7 @@ class Processes:
             *("--server.port", port, "--tick_seconds", "0.1"),
             *("--default_pool.client_ttl", str(ttl), "--default_pool.engine_ttl", str(ttl)),
         )
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while not self._file.exists():
                 assert process.returncode is None
                 await asyncio.sleep(0.02)

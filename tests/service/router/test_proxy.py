@@ -31,7 +31,7 @@ async def test_requests_reach_all_ranks_and_all_charges_end(router, stub, start_
     engine = await start_engine()
     await router.register("a", dp_size=4, address=engine.address)
     engine.gate.clear()
-    calls = [asyncio.ensure_future(stub.Generate(generate(2), timeout=10)) for _ in range(8)]
+    calls = [asyncio.ensure_future(stub.Generate(generate(2), timeout=60)) for _ in range(8)]
     await eventually(lambda: len(engine.requests) == 8)
     assert router.leases_out() == 16  # a request weighs what it samples
     assert sorted(request.dp_rank for request in engine.requests) == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -45,7 +45,7 @@ async def test_another_engine_is_tried_when_one_cannot_be_reached(router, stub, 
     engine = await start_engine()
     await router.register("dead", address="localhost:1", max_running_count=8)
     await router.register("good", address=engine.address, max_running_count=8)
-    answers = await asyncio.gather(*(stub.Generate(generate(), timeout=30) for _ in range(6)))
+    answers = await asyncio.gather(*(stub.Generate(generate(), timeout=60) for _ in range(6)))
     assert all(answer.completions[0].token_ids == [7, 7, 7] for answer in answers)
     assert router.leases_out() == 0
 
@@ -56,11 +56,11 @@ async def test_an_engines_refusal_is_passed_on_with_its_code(router, stub, start
     await router.register("a", address=engine.address)
     for _ in range(8):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Generate(generate(), timeout=5)
+            await stub.Generate(generate(), timeout=60)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert caught.value.details() == "the engine says no"
     assert len(engine.requests) == 8 and router.leases_out() == 0
-    listed = await router.stub.ListEngines(router_pb.ListEnginesRequest(), timeout=5)
+    listed = await router.stub.ListEngines(router_pb.ListEnginesRequest(), timeout=60)
     assert listed.engines[0].state == router_pb.ENGINE_STATE_ACTIVE
 
 
@@ -68,11 +68,11 @@ async def test_streams_pass_through_and_a_broken_one_is_not_sent_twice(router, s
     engine = await start_engine()
     await router.register("a", address=engine.address)
     request = pb.StreamGenerateRequest(generate=generate())
-    tokens = [m.delta.token_ids[0] async for m in stub.StreamGenerate(request, timeout=5)]
+    tokens = [m.delta.token_ids[0] async for m in stub.StreamGenerate(request, timeout=60)]
     assert tokens == [0, 1, 2]
     engine.fail = grpc.StatusCode.UNAVAILABLE
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async for _ in stub.StreamGenerate(request, timeout=5):
+        async for _ in stub.StreamGenerate(request, timeout=60):
             pass
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     assert len(engine.requests) == 2 and router.leases_out() == 0
@@ -82,9 +82,9 @@ async def test_a_caller_that_leaves_frees_the_rank(router, stub, start_engine):
     engine = await start_engine()
     await router.register("a", address=engine.address, max_running_count=1)
     engine.gate.clear()
-    running = stub.Generate(generate(), timeout=10)
+    running = stub.Generate(generate(), timeout=60)
     await eventually(lambda: len(engine.requests) == 1)
-    waiting = stub.Generate(generate(), timeout=10)
+    waiting = stub.Generate(generate(), timeout=60)
     await asyncio.sleep(0.1)
     assert len(engine.requests) == 1, "it waits for the credit"
     running.cancel()
@@ -99,7 +99,7 @@ async def test_a_reader_that_leaves_a_stream_frees_the_rank_and_ends_the_engines
     engine = await start_engine()
     await router.register("a", address=engine.address)
     engine.gate.clear()
-    call = stub.StreamGenerate(pb.StreamGenerateRequest(generate=generate()), timeout=10)
+    call = stub.StreamGenerate(pb.StreamGenerateRequest(generate=generate()), timeout=60)
     assert (await call.read()).delta.token_ids == [0]
     assert router.leases_out() == 1
     call.cancel()
@@ -120,13 +120,13 @@ async def test_a_session_keeps_its_rank_and_abort_finds_the_engine(router, stub,
     await router.register("a", dp_size=8, address=engine.address)
     metadata = (("x-sluice-session", "talk"),)
     for _ in range(4):
-        await stub.Generate(generate(), timeout=5, metadata=metadata)
+        await stub.Generate(generate(), timeout=60, metadata=metadata)
     assert len({request.dp_rank for request in engine.requests}) == 1
     engine.gate.clear()
     request = generate()
-    running = stub.Generate(request, timeout=10)
+    running = stub.Generate(request, timeout=60)
     await eventually(lambda: len(engine.requests) == 5)
-    answer = await stub.Abort(pb.AbortRequest(request_ids=[request.request_id, "x"]), timeout=5)
+    answer = await stub.Abort(pb.AbortRequest(request_ids=[request.request_id, "x"]), timeout=60)
     assert list(answer.aborted_request_ids) == engine.aborted == [request.request_id]
     running.cancel()
 
@@ -137,11 +137,11 @@ async def test_an_engine_out_of_reach_keeps_no_other_from_aborting(router, stub,
         engine.gate.clear()
         await router.register(f"e{number}", address=engine.address, max_running_count=1)
     requests = [generate() for _ in engines]
-    running = [stub.Generate(request, timeout=10) for request in requests]
+    running = [stub.Generate(request, timeout=60) for request in requests]
     await eventually(lambda: all(engine.requests for engine in engines))
     engines[0].fail = grpc.StatusCode.UNAVAILABLE
     ids = [request.request_id for request in requests]
-    answer = await stub.Abort(pb.AbortRequest(request_ids=ids), timeout=10)
+    answer = await stub.Abort(pb.AbortRequest(request_ids=ids), timeout=60)
     assert list(answer.aborted_request_ids) == [engines[1].requests[0].request_id]
     for call in running:
         call.cancel()
@@ -153,8 +153,8 @@ async def test_scores_pass_and_what_the_router_cannot_do_is_unimplemented(
     engine = await start_engine()
     await router.register("t", pool="teacher", address=engine.address)
     request = pb.ScoreRequest(token_ids=[1, 2], prompt_length=1)
-    answer = await stub.Score(request, timeout=5, metadata=(("x-sluice-pool", "teacher"),))
+    answer = await stub.Score(request, timeout=60, metadata=(("x-sluice-pool", "teacher"),))
     assert list(answer.logprobs) == [-1.0]
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.Pause(pb.PauseRequest(mode=pb.PAUSE_MODE_WAIT), timeout=5)
+        await stub.Pause(pb.PauseRequest(mode=pb.PAUSE_MODE_WAIT), timeout=60)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -28,7 +28,7 @@ async def test_a_full_router_is_small_and_even(tmp_path):
                     dp_size=RANKS,
                     weights=sample_pb2.WeightVersion(version=1),
                 )
-                await stub.RegisterEngine(pb.RegisterEngineRequest(engine=engine), timeout=10)
+                await stub.RegisterEngine(pb.RegisterEngineRequest(engine=engine), timeout=60)
             charges: Counter[int] = Counter()
             for call in range(LEASES // BATCH):
                 request = pb.AcquireLeasesRequest(
@@ -38,7 +38,7 @@ async def test_a_full_router_is_small_and_even(tmp_path):
                     group_sizes=[8] * (BATCH // 8),
                     known_epoch=1 if call else 0,
                 )
-                answer = await stub.AcquireLeases(request, timeout=10)
+                answer = await stub.AcquireLeases(request, timeout=60)
                 charges.update(answer.target_indices)
                 assert len(charges) <= ENGINES * RANKS
                 if len(charges) == ENGINES * RANKS:

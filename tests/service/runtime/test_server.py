@@ -21,6 +21,7 @@ from sluice.api.trainer.v1 import worker_service_pb2 as worker_pb
 from sluice.api.trainer.v1 import worker_service_pb2_grpc as worker_grpc
 from sluice.client import RemoteError, typed_errors
 from sluice.config import ConfigError
+from sluice.runtime import interceptors
 from sluice.runtime.channel import create_channel
 from sluice.runtime.errors import NotFoundError, QueueFullError
 from sluice.runtime.security import SecurityConfig
@@ -132,8 +133,9 @@ async def test_streamed_requests_are_checked_too(served):
     assert error.metadata["field"] == "sample.group_id"
 
 
-async def test_who_still_sends_when_refused_learns_why_every_time():
+async def test_who_still_sends_when_refused_learns_why_every_time(monkeypatch):
     """Each time, for a grpc.aio caller told while it writes says INTERNAL: some in ten."""
+    monkeypatch.setattr(interceptors, "HEAR_OUT_SECONDS", 60.0)  # they end at once
     server = Server(ServerConfig(drain_seconds=0.1))
     server.add(worker_grpc.add_WorkerServiceServicer_to_server, Refusing(), "refusing")
     await server.start()
@@ -226,9 +228,9 @@ async def test_reflection_lists_the_services(served):
 
 async def test_waits_name_what_on_whom_and_why(served):
     _, servicer, channel, stub = served
-    call = asyncio.ensure_future(stub.GetTrainer(pb.GetTrainerRequest()))
+    call = asyncio.ensure_future(stub.GetTrainer(pb.GetTrainerRequest(), timeout=60))
     waits = wait_service_pb2_grpc.WaitServiceStub(channel)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not (listed := (await waits.ListWaits(wait_service_pb2.ListWaitsRequest())).waits):
             await asyncio.sleep(0.01)
     servicer.gate.set()
@@ -299,10 +301,10 @@ async def test_token_is_needed_on_every_port(tmp_path):
     assert reasons == ["TOKEN_MISSING_OR_WRONG", "TOKEN_MISSING_OR_WRONG", "BATCH_NOT_FOUND"]
     url = f"http://{server.metrics_address}/metrics"
     with pytest.raises(urllib.error.HTTPError) as caught:
-        await asyncio.to_thread(urllib.request.urlopen, url, timeout=5)
+        await asyncio.to_thread(urllib.request.urlopen, url, timeout=60)
     assert caught.value.code == 401
     allowed = urllib.request.Request(url, headers={"Authorization": "Bearer right"})
-    page = await asyncio.to_thread(lambda: urllib.request.urlopen(allowed, timeout=5).read())
+    page = await asyncio.to_thread(lambda: urllib.request.urlopen(allowed, timeout=60).read())
     assert b"sluice_rpc_duration_seconds" in page
     await server.stop()
 

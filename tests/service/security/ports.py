@@ -19,7 +19,7 @@ from sluice.runtime.security import SecurityConfig
 
 UNREACHABLE = "UNAVAILABLE/"  # the handshake failed
 TOKEN_REFUSED = "UNAUTHENTICATED/TOKEN_MISSING_OR_WRONG"
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 async def ask_service(address: str, security: SecurityConfig) -> str:

@@ -92,7 +92,7 @@ async def test_the_routers_proxy_asks_only_engines_that_prove_themselves(
                 request = engine_pb.GenerateRequest(
                     request_id="r", prompt_token_ids=[1], sampling={"max_new_tokens": 1}
                 )
-                assert await answer_of(proxy.stub.Generate(request, timeout=10)) == UNREACHABLE
+                assert await answer_of(proxy.stub.Generate(request, timeout=60)) == UNREACHABLE
     await engine.stop(0)
 
 
@@ -101,6 +101,7 @@ async def test_a_rollout_the_router_does_not_trust_says_so_once(
 ) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr("services.rollout.registration.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("services.rollout.registration.ANNOUNCE_SECONDS", 60.0)
     callers = {
         "stranger": (trust.strangers["another CA's certificate"], "router: UNAVAILABLE"),
         "tokenless": (trust.tokenless["wrong token"], "router: UNAUTHENTICATED/TOKEN_MISSING"),
@@ -127,7 +128,7 @@ async def test_a_rollout_the_router_does_not_trust_says_so_once(
             assert [engine.engine_id for engine in await client.list_engines()] == ["known"]
 
 
-async def eventually(check: Callable[[], bool], seconds: float = 20.0) -> None:
+async def eventually(check: Callable[[], bool], seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         while not check():
             await asyncio.sleep(0.01)
@@ -147,7 +148,7 @@ async def test_a_certificate_for_another_host_is_refused_unless_that_name_is_exp
     for name in ("", "trainer"):
         async with create_channel(address, trust.right, name=name) as channel:
             stub = engine_grpc.EngineServiceStub(channel)
-            answers.append(await answer_of(stub.Generate(engine_pb.GenerateRequest(), timeout=10)))
+            answers.append(await answer_of(stub.Generate(engine_pb.GenerateRequest(), timeout=60)))
     await engine.stop(0)
     assert answers == [UNREACHABLE, "OK"]
 
@@ -188,11 +189,14 @@ async def test_strangers_get_no_further_than_the_handshake(trust: Trust) -> None
             assert found == dict.fromkeys(trust.strangers, UNREACHABLE)
 
 
-async def test_a_peer_that_says_nothing_stalls_no_scrape(trust: Trust) -> None:
+async def test_a_peer_that_says_nothing_stalls_no_scrape(
+    trust: Trust, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.runtime.exposition.SILENT_SECONDS", 600.0)
     async with running_server(security=trust.right) as server:
         port = int(server.metrics_address.rpartition(":")[2])
         silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
-        answer = await asyncio.wait_for(ask_metrics(server.metrics_address, trust.right), 5)
+        answer = await asyncio.wait_for(ask_metrics(server.metrics_address, trust.right), 90)
         for peer in silent:
             peer.close()
         assert answer == "OK"
