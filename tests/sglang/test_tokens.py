@@ -10,7 +10,8 @@ import pytest
 from services.rollout.backends.reference.engine import ReferenceEngine
 from services.rollout.engine import Engine, FinishReason, PauseMode
 from services.rollout.engine_config import EngineConfig
-from tests.contract.engine.cases import Model, complete, gather, request_of
+from tests.contract.engine.cases import PATIENCE, Model, complete, gather, request_of
+from tests.contract.engine.test_life import started, tokens
 from tests.sglang.conftest import Start
 
 PROMPTS = [[5], [1, 2, 3], list(range(90)), [7] * 19]
@@ -72,23 +73,17 @@ async def test_abort_keeps_partial_tokens_and_leaves_others_alone(
 ) -> None:
     engine = await attach()
     kept = asyncio.create_task(complete(engine, request_of("kept", [3], max_new_tokens=900)))
-    request = request_of("gone", [1, 2], 12, max_new_tokens=900)
-    gone = asyncio.create_task(complete(engine, request))
-    async with asyncio.timeout(20):
-        while engine.status().rank_loads[0].running_count < 13:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.3)
-        began = asyncio.get_running_loop().time()
-        assert await engine.abort(["gone"]) == ["gone"]
-        samples = await gone
-        assert asyncio.get_running_loop().time() - began < 1.0
-        (other,) = await kept
+    gone = await started(engine, "gone", 12, 900)
+    assert await engine.abort(["gone"]) == ["gone"]
+    parts = await asyncio.wait_for(gone, PATIENCE)
+    (other,) = await asyncio.wait_for(kept, PATIENCE)
     assert len(other.token_ids) == 900
-    for sample in samples:
-        assert sample.finish_reason is FinishReason.ABORTED
-        assert 1 <= len(sample.token_ids) < 900
-        expected = models[0].logprobs([1, 2], sample.token_ids)
-        assert sample.logprobs == pytest.approx(expected, abs=1e-3)
+    for deltas in parts:
+        assert deltas[-1].finish_reason is FinishReason.ABORTED
+        drawn = tokens(deltas)
+        assert 1 <= len(drawn) < 900
+        logprobs = sum((delta.logprobs for delta in deltas), ())
+        assert logprobs == pytest.approx(models[0].logprobs([1, 2], drawn), abs=1e-3)
 
 
 async def test_an_abort_in_a_pause_ends_with_what_has_come(attach: Start) -> None:

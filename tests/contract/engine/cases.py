@@ -20,6 +20,7 @@ from transformers import (
 from services.rollout.engine import Delta, Engine, Generation, Sampling
 
 StartEngine = Callable[..., Awaitable[Engine]]
+PATIENCE = 240.0  # seconds that nothing takes, however busy the machine is
 
 SIZES = {
     "vocab_size": 97,

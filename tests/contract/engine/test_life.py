@@ -16,7 +16,14 @@ from services.rollout.errors import (
     PromptTooLongError,
 )
 from sluice.runtime.errors import InvalidFieldError, QueueFullError
-from tests.contract.engine.cases import Model, StartEngine, complete, gather, request_of
+from tests.contract.engine.cases import (
+    PATIENCE,
+    Model,
+    StartEngine,
+    complete,
+    gather,
+    request_of,
+)
 
 
 async def started(
@@ -37,7 +44,7 @@ async def started(
         return deltas
 
     task = asyncio.create_task(follow())
-    await asyncio.wait_for(ready.wait(), 20)
+    await asyncio.wait_for(ready.wait(), PATIENCE)
     return task
 
 
@@ -49,7 +56,7 @@ async def test_abort_keeps_what_was_drawn(qwen3: Model, start_engine: StartEngin
     engine = await start_engine(model=str(qwen3.directory))
     task = await started(engine, "a", 3)
     assert await engine.abort(["a", "unknown"]) == ["a"]
-    for deltas in await asyncio.wait_for(task, 20):
+    for deltas in await asyncio.wait_for(task, PATIENCE):
         assert deltas[-1].finish_reason is FinishReason.ABORTED
         drawn = tokens(deltas)
         assert 1 <= len(drawn) < 4000
@@ -67,7 +74,7 @@ async def test_abort_of_a_waiting_request_ends_every_sample_empty(
     while engine.status().rank_loads[0].waiting_count < 3:
         await asyncio.sleep(0)
     assert await engine.abort(["b"]) == ["b"]
-    samples = await asyncio.wait_for(waiting, 20)
+    samples = await asyncio.wait_for(waiting, PATIENCE)
     assert [s.finish_reason for s in samples] == [FinishReason.ABORTED] * 3
     assert [s.token_ids for s in samples] == [()] * 3
     await engine.abort(["a"])
@@ -99,7 +106,7 @@ async def test_pause_wait_lets_running_end_and_holds_new_ones(
     assert engine.status().paused
     assert not late.done()
     await engine.resume()
-    assert (await asyncio.wait_for(late, 20))[0].finish_reason is FinishReason.LENGTH
+    assert (await asyncio.wait_for(late, PATIENCE))[0].finish_reason is FinishReason.LENGTH
 
 
 async def test_pause_abort_ends_running_with_what_they_have(
@@ -108,22 +115,22 @@ async def test_pause_abort_ends_running_with_what_they_have(
     engine = await start_engine(model=str(qwen3.directory))
     running = await started(engine, "a", 2)
     await engine.pause(PauseMode.ABORT)
-    for deltas in await asyncio.wait_for(running, 20):
+    for deltas in await asyncio.wait_for(running, PATIENCE):
         assert deltas[-1].finish_reason is FinishReason.ABORTED
         assert tokens(deltas)
     late = asyncio.create_task(complete(engine, request_of("b", [1])))
     await engine.abort([])
     assert not late.done()
     await engine.resume()
-    await asyncio.wait_for(late, 20)
+    await asyncio.wait_for(late, PATIENCE)
 
 
 async def test_pause_in_place_holds_running_and_loses_nothing(
     qwen3: Model, start_engine: StartEngine
 ) -> None:
     engine = await start_engine(model=str(qwen3.directory))
-    request = request_of("a", [1, 2], temperature=0, max_new_tokens=400, stream=True)
-    (free,) = await gather(engine, request)
+    # Long enough for the pause to come before its end, however late; cut off once that was seen.
+    request = request_of("a", [1, 2], temperature=0, max_new_tokens=4000, stream=True)
     task = asyncio.create_task(gather(engine, request))
     while engine.status().rank_loads[0].running_count == 0:
         await asyncio.sleep(0)
@@ -133,8 +140,14 @@ async def test_pause_in_place_holds_running_and_loses_nothing(
     assert engine.status().decode_tokens_total == drawn
     assert not task.done()
     await engine.resume()
-    (held,) = await asyncio.wait_for(task, 20)
-    assert tokens(held) == tokens(free)
+    while engine.status().decode_tokens_total < drawn + 50:
+        await asyncio.sleep(0)
+    await engine.abort(["a"])
+    (held,) = await asyncio.wait_for(task, PATIENCE)
+    assert len(tokens(held)) >= drawn + 50
+    whole = request_of("b", [1, 2], temperature=0, max_new_tokens=len(tokens(held)))
+    (free,) = await complete(engine, whole)
+    assert tokens(held) == free.token_ids
 
 
 async def test_an_engine_without_weights_refuses(start_engine: StartEngine) -> None:
@@ -176,10 +189,10 @@ async def test_no_samples_and_ranks_that_are_not_there_are_refused(
 ) -> None:
     engine = await start_engine(model=str(qwen3.directory))
     with pytest.raises(InvalidFieldError, match="sample_count"):
-        await asyncio.wait_for(complete(engine, request_of("a", [1], 0)), 20)
+        await asyncio.wait_for(complete(engine, request_of("a", [1], 0)), PATIENCE)
     elsewhere = dataclasses.replace(request_of("a", [1]), dp_rank=3)
     with pytest.raises(InvalidFieldError, match="dp_rank"):
-        await asyncio.wait_for(complete(engine, elsewhere), 20)
+        await asyncio.wait_for(complete(engine, elsewhere), PATIENCE)
 
 
 async def test_too_long_too_many_and_twice_are_refused(
@@ -210,7 +223,7 @@ async def test_close_ends_running_requests_with_an_error(
     running = await started(engine, "a")
     await engine.close()
     with pytest.raises(EngineFailedError):
-        await asyncio.wait_for(running, 20)
+        await asyncio.wait_for(running, PATIENCE)
     with pytest.raises(EngineFailedError):
         await complete(engine, request_of("b", [1]))
     assert engine.status().failure

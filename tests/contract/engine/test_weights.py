@@ -15,9 +15,17 @@ from services.rollout.errors import (
     VersionNotPreparedError,
 )
 from sluice.weights.store import VersionRecord, WeightStore, import_checkpoint
-from tests.contract.engine.cases import Model, StartEngine, build_model, complete, request_of
+from tests.contract.engine.cases import (
+    PATIENCE,
+    Model,
+    StartEngine,
+    build_model,
+    complete,
+    request_of,
+)
 
 Versions = list[tuple[VersionRecord, Model]]
+LENGTH = 1000  # tokens, of a sample that is seen to run before it ends
 
 
 async def test_an_empty_engine_serves_its_first_version(
@@ -50,14 +58,15 @@ async def test_spans_tell_which_tokens_came_from_which_version(
 ) -> None:
     (old, old_model), (new, new_model) = versions
     engine = await start_engine(model=str(old_model.directory))
-    request = request_of("a", [1, 2, 3], 2, max_new_tokens=300)
+    request = request_of("a", [1, 2, 3], 2, max_new_tokens=LENGTH)
     running = asyncio.create_task(complete(engine, request))
-    await engine.prepare(new.version, new.digest, new.directory)
     while engine.status().rank_loads[0].running_count < 2:
         await asyncio.sleep(0)
-    pause = await engine.commit(new.version, mode)
+    await engine.pause(PauseMode.IN_PLACE)  # so that it does not end while weights are prepared
+    await engine.prepare(new.version, new.digest, new.directory)
+    _, pause = await asyncio.gather(engine.resume(), engine.commit(new.version, mode))
     assert engine.status().last_pause_seconds == pause >= 0
-    samples = await asyncio.wait_for(running, 20)
+    samples = await asyncio.wait_for(running, PATIENCE)
     for sample in samples:
         spans = [(s.version, s.digest, s.first_token, s.last_token) for s in sample.spans]
         cut = spans[0][3] + 1
@@ -66,12 +75,12 @@ async def test_spans_tell_which_tokens_came_from_which_version(
         expected = old_model.logprobs([1, 2, 3], drawn[:cut])
         assert sample.logprobs[:cut] == pytest.approx(expected, abs=1e-4)
         if mode is PauseMode.IN_PLACE:
-            assert spans[1:] == [(new.version, new.digest, cut, 299)]
+            assert spans[1:] == [(new.version, new.digest, cut, LENGTH - 1)]
             # The cache is kept: later tokens see keys of the old weights, their logits the new.
             later = new_model.logprobs([1, 2, 3], drawn)[cut:]
             assert sample.logprobs[cut:] != pytest.approx(later, abs=1e-4)
         else:
-            assert len(drawn) == cut == (300 if mode is PauseMode.WAIT else cut)
+            assert len(drawn) == cut == (LENGTH if mode is PauseMode.WAIT else cut)
     (fresh,) = await complete(engine, request_of("b", [4]))
     assert [(s.version, s.last_token) for s in fresh.spans] == [(new.version, 7)]
     assert fresh.logprobs == pytest.approx(new_model.logprobs([4], fresh.token_ids), abs=1e-4)
@@ -81,18 +90,22 @@ async def test_commit_under_a_pause_swaps_and_stays_paused(
     versions: Versions, start_engine: StartEngine
 ) -> None:
     engine = await start_engine(model=str(versions[0][1].directory))
-    running = asyncio.create_task(complete(engine, request_of("a", [1], max_new_tokens=500)))
+    running = asyncio.create_task(complete(engine, request_of("a", [1], max_new_tokens=4000)))
     while engine.status().rank_loads[0].running_count < 1:
         await asyncio.sleep(0)
     await engine.pause(PauseMode.IN_PLACE)
     new, _ = versions[1]
     await engine.prepare(new.version, new.digest, new.directory)
-    await asyncio.wait_for(engine.commit(new.version, PauseMode.WAIT), 20)
+    await asyncio.wait_for(engine.commit(new.version, PauseMode.WAIT), PATIENCE)
     assert engine.status().paused
     assert engine.status().version == new.version
     assert not running.done()
+    drawn = engine.status().decode_tokens_total
     await engine.resume()
-    (sample,) = await asyncio.wait_for(running, 20)
+    while engine.status().decode_tokens_total == drawn:
+        await asyncio.sleep(0)
+    await engine.abort(["a"])
+    (sample,) = await asyncio.wait_for(running, PATIENCE)
     assert [span.version for span in sample.spans] == [0, new.version]
 
 

@@ -11,6 +11,7 @@ from services.rollout.engine import Engine, PauseMode
 from services.rollout.process import RolloutProcess
 from tests.service.openai.conftest import client_of, running_face
 from tests.service.rollout.harness import (
+    PATIENCE,
     Store,
     running_rollout,
     running_router,
@@ -42,7 +43,7 @@ async def long_text(process: RolloutProcess) -> tuple[int, str]:
 async def draw_some(engines: list[Engine], count: int) -> Engine:
     """The engine that was asked, held after a few tokens."""
     before = [engine.status().decode_tokens_total for engine in engines]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         while True:
             for engine, so_far in zip(engines, before, strict=True):
                 await engine.resume()

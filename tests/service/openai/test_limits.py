@@ -21,7 +21,7 @@ from services.rollout.engine import PauseMode
 from services.rollout.process import RolloutProcess
 from sluice.config import ConfigError
 from tests.service.openai.conftest import client_of, running_face
-from tests.service.rollout.harness import SERVER, Store, running_rollout
+from tests.service.rollout.harness import PATIENCE, SERVER, Store, running_rollout
 from tests.service.security.trust import create_trust
 
 LONG = {"model": "policy", "prompt": "1=", "max_tokens": 40}
@@ -29,17 +29,18 @@ LONG = {"model": "policy", "prompt": "1=", "max_tokens": 40}
 
 async def until_idle(process: RolloutProcess) -> None:
     assert process.engine is not None
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         while any(
             load.running_count or load.waiting_count for load in process.engine.status().rank_loads
         ):
             await asyncio.sleep(0.01)
 
 
-async def until_busy(process: RolloutProcess) -> None:
+async def until_waiting(process: RolloutProcess, count: int = 1) -> None:
+    """Until so many samples wait in an engine that is paused."""
     assert process.engine is not None
-    async with asyncio.timeout(10):
-        while not process.engine.status().rank_loads[0].waiting_count:
+    async with asyncio.timeout(PATIENCE):
+        while process.engine.status().rank_loads[0].waiting_count < count:
             await asyncio.sleep(0.01)
 
 
@@ -76,8 +77,7 @@ async def test_one_request_too_many_is_told_to_wait(store: Store, model: Path) -
         await process.engine.pause(PauseMode.IN_PLACE)
         async with client_of(process) as client, asyncio.TaskGroup() as tasks:
             held = [tasks.create_task(client.completions.create(**LONG)) for _ in range(2)]
-            await until_busy(process)
-            await asyncio.sleep(0.1)
+            await until_waiting(process, 2)
             with pytest.raises(RateLimitError) as refused:
                 await client.completions.create(**LONG)
             assert refused.value.response.headers["Retry-After"] == "1"
@@ -105,7 +105,7 @@ async def test_a_caller_that_leaves_ends_its_sampling(
     assert process.engine is not None
     await process.engine.pause(PauseMode.IN_PLACE)
     call = asyncio.create_task(client.completions.create(**LONG, n=4))
-    await until_busy(process)
+    await until_waiting(process, 4)
     call.cancel()
     await until_idle(process)
     await process.engine.resume()
@@ -147,14 +147,15 @@ async def test_other_paths_and_bodies_are_refused_in_the_same_form(
 
 
 async def test_running_requests_end_before_the_process_does(store: Store, model: Path) -> None:
-    server = {"drain_seconds": 5.0}
+    server = {"drain_seconds": PATIENCE}
     async with running_face(store, model, server=server) as process, client_of(process) as client:
         assert process.engine is not None
         await process.engine.pause(PauseMode.IN_PLACE)
         call = asyncio.create_task(client.completions.create(**LONG))
-        await until_busy(process)
+        await until_waiting(process)
         stopping = asyncio.create_task(process.server.stop())
-        await asyncio.sleep(0.3)
+        await process.server.stopping.wait()
+        assert not call.done()
         await process.engine.resume()
         assert (await call).choices
         await stopping

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
+from services.rollout.process import RolloutProcess
 from sluice.client import EngineClient
 from sluice.weights.store import WeightStore, import_checkpoint
 from tests.service.rollout.harness import (
@@ -40,12 +41,15 @@ def store(tmp_path: Path, models: Models) -> Store:
 
 
 @pytest.fixture
-async def engine(store: Store) -> AsyncIterator[EngineClient]:
+async def engine_process(store: Store) -> AsyncIterator[RolloutProcess]:
     """An engine without weights and without router."""
-    async with (
-        running_rollout(store, roles=["engine"], engine_id="rollout-0") as process,
-        EngineClient(process.server.address) as client,
-    ):
+    async with running_rollout(store, roles=["engine"], engine_id="rollout-0") as process:
+        yield process
+
+
+@pytest.fixture
+async def engine(engine_process: RolloutProcess) -> AsyncIterator[EngineClient]:
+    async with EngineClient(engine_process.server.address) as client:
         yield client
 
 

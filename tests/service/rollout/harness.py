@@ -11,7 +11,9 @@ from typing import Any
 
 from google.protobuf import json_format
 
+from services.rollout.backends.reference.engine import ReferenceEngine
 from services.rollout.config import RolloutConfig
+from services.rollout.engine import PauseMode
 from services.rollout.process import RolloutProcess
 from services.router.config import RouterConfig
 from services.router.process import RouterProcess
@@ -29,6 +31,7 @@ from sluice.weights.store import VersionRecord, WeightStore
 from tests.unit.rollout import grim
 
 SERVER = {"drain_seconds": 0.2}
+PATIENCE = 120.0  # seconds that nothing takes, however busy the machine is
 ENGINE = {"max_running": 32, "max_model_length": 64, "threads": 1}
 
 
@@ -88,6 +91,24 @@ async def load_weights(client: EngineClient, record: VersionRecord) -> None:
     await client.commit_weights(named(record))
 
 
+def hold_after(process: RolloutProcess, tokens: int) -> None:
+    """The engine pauses in place once it drew so many more tokens, while some sample runs.
+
+    On its own thread, between two steps: however late the test is, the sample does not end.
+    """
+    assert isinstance(process.engine, ReferenceEngine)
+    core = process.engine._core
+    step, limit = core.step, core.drawn_tokens + tokens
+
+    def step_and_hold() -> None:
+        step()
+        if core.drawn_tokens >= limit and core.running_count:
+            core.step = step  # type: ignore[method-assign]
+            core.pause(PauseMode.IN_PLACE)
+
+    core.step = step_and_hold  # type: ignore[method-assign]
+
+
 @dataclass
 class Episodes:
     """Router, engine and episode worker, and a way to talk to each."""
@@ -113,7 +134,7 @@ class Episodes:
 
 async def wait_for_engines(address: str, count: int) -> list[router_pb.Engine]:
     """Until the router leases so many engines."""
-    async with RouterClient(address) as client, asyncio.timeout(30):
+    async with RouterClient(address) as client, asyncio.timeout(PATIENCE):
         while True:
             engines = await client.list_engines(router_pb.ROLE_ENGINE)
             active = [e for e in engines if e.state == router_pb.ENGINE_STATE_ACTIVE]

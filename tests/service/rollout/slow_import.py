@@ -1,18 +1,19 @@
-"""A module of a user that takes its time to import."""
+"""A module of a user that takes its time to import: until the test lets it go on."""
 
 from __future__ import annotations
 
-import threading
-
 from services.rollout.episodes.episode import Episode
 from services.rollout.episodes.trajectory import Trajectory
+from tests.service.rollout import import_gate
 
-IMPORT_SECONDS = 3.0
+LONGEST_SECONDS = 30.0  # an import that holds up the test itself ends too, and is found out
 
-threading.Event().wait(IMPORT_SECONDS)
+import_gate.begun.set()
+was_let_go = import_gate.may_end.wait(LONGEST_SECONDS)
 
 
 async def one(episode: Episode) -> list[Trajectory]:
+    assert was_let_go, "nothing else went on during the import"
     trajectory = episode.begin()
     await episode.sample(trajectory)
     return [trajectory]

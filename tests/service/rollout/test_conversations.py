@@ -16,6 +16,7 @@ from sluice.client import EngineClient, RolloutClient
 from tests.service.rollout import talk
 from tests.service.rollout.harness import (
     ENGINE,
+    PATIENCE,
     SERVER,
     Episodes,
     Models,
@@ -76,7 +77,7 @@ async def test_every_turn_of_an_episode_goes_to_one_engine_and_no_session_is_lef
     assert all(len(set(where)) == 1 for where in turns)
     assert len({where[0] for where in turns}) == ENGINES
     pool = episodes.router.pools.room("").pool
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE):
         while pool.session_count or pool.tables.targets.charges.any():
             await asyncio.sleep(0.01)
 

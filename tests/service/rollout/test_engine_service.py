@@ -8,13 +8,14 @@ from typing import Any
 import grpc
 import pytest
 
+from services.rollout.process import RolloutProcess
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as pb
 from sluice.client import EngineClient, RemoteError, new_request_id, typed_errors
-from tests.service.rollout.harness import Store, load_weights, named
+from tests.service.rollout.harness import PATIENCE, Store, hold_after, load_weights, named
 
 PROMPT = (1, 2, 3, 10)
-LONG = 50  # tokens; the model stops before only by chance
+LONG = {"max_new_tokens": 50, "top_k": 1}  # greedy, so that no stop token comes before
 
 
 def generate_request(**fields: Any) -> pb.GenerateRequest:
@@ -38,9 +39,10 @@ async def decoded(client: EngineClient) -> int:
     return (await client.get()).decoded_token_count
 
 
-async def wait_until_running(client: EngineClient, count: int) -> None:
-    async with asyncio.timeout(5):
-        while (await client.get()).rank_loads[0].running_count != count:
+async def wait_until_waiting(client: EngineClient, count: int) -> None:
+    """Until so many samples wait in the engine; nothing starts while it is paused."""
+    async with asyncio.timeout(PATIENCE):
+        while (await client.get()).rank_loads[0].waiting_count != count:
             await asyncio.sleep(0.005)
 
 
@@ -96,26 +98,30 @@ async def test_seeds_fix_the_draws(engine: EngineClient, store: Store) -> None:
     assert first.completions[0].token_ids != first.completions[1].token_ids
 
 
-async def test_a_cancelled_call_aborts_in_the_engine(engine: EngineClient, store: Store) -> None:
+async def test_a_cancelled_call_aborts_in_the_engine(
+    engine: EngineClient, engine_process: RolloutProcess, store: Store
+) -> None:
     await load_weights(engine, store.first)
-    await pause(engine)
-    request = generate_request(sampling={"max_new_tokens": LONG})
-    call = asyncio.create_task(generate(engine, request))
-    other = asyncio.create_task(generate(engine, request))
-    await asyncio.sleep(0.05)
+    request = pb.StreamGenerateRequest(generate=generate_request(sampling=LONG))
+    hold_after(engine_process, 1)
+    call, other = engine.stub.StreamGenerate(request), engine.stub.StreamGenerate(request)
+    for stream in (call, other):
+        await stream.read()
     call.cancel()
-    await asyncio.gather(call, return_exceptions=True)
+    await pause(engine)  # a call after the one that tells of it
     await resume(engine)
-    assert len((await other).completions) == 1, "a call that others have joined goes on"
+    last = [message async for message in other][-1]
+    assert last.delta.finish_reason == sample_pb2.FINISH_REASON_LENGTH, "it has a caller left"
 
     await pause(engine)
-    lone = asyncio.create_task(generate(engine, generate_request(sampling={"max_new_tokens": 50})))
-    await asyncio.sleep(0.05)
+    lone = asyncio.create_task(generate(engine, generate_request(sampling=LONG)))
+    await wait_until_waiting(engine, 1)
     before = await decoded(engine)
     lone.cancel()
     await asyncio.gather(lone, return_exceptions=True)
+    await wait_until_waiting(engine, 0)  # it hears of it after the caller has gone
     await resume(engine)
-    await wait_until_running(engine, 0)
+    assert (await engine.get()).rank_loads[0].running_count == 0
     assert await decoded(engine) == before
 
 
@@ -136,19 +142,24 @@ async def test_bounds_decide_which_weights_may_serve(
 
 
 async def test_a_commit_in_the_middle_breaks_an_exact_bound_only(
-    engine: EngineClient, store: Store
+    engine: EngineClient, engine_process: RolloutProcess, store: Store
 ) -> None:
     await load_weights(engine, store.first)
     await engine.prepare_weights(named(store.second))
+    await pause(engine)  # until both are there, then held after a token of each
+    hold_after(engine_process, 2)
     long = {"sampling": {"max_new_tokens": 59, "top_k": 1}, "prompt_token_ids": [1, 10]}
     requests = [
         generate_request(**long, versions=pb.VersionBounds(min_version=1)),
         generate_request(**long, versions=pb.VersionBounds(exact_version=1)),
     ]
     streams = [engine.stub.StreamGenerate(pb.StreamGenerateRequest(generate=r)) for r in requests]
+    await wait_until_waiting(engine, 2)
+    await resume(engine)
     for stream in streams:
         await stream.read()
     await engine.commit_weights(named(store.second))
+    await resume(engine)
     versions = [
         span.weights.version async for message in streams[0] for span in message.delta.spans
     ]
@@ -238,7 +249,8 @@ async def test_a_stream_adds_up_to_the_whole_and_can_be_followed_again(
             ends += [message.delta.index] * (message.delta.finish_reason != 0)
         for completion in whole.completions:
             assert tokens[completion.index] == list(completion.token_ids)
-            assert at_one[completion.index] == list(completion.logprobs_t1)
+            expected = pytest.approx(list(completion.logprobs_t1), abs=1e-5)
+            assert at_one[completion.index] == expected
             assert completion.logprobs_t1 != completion.logprobs
         assert sorted(ends) == [0, 1]
 
@@ -259,12 +271,14 @@ async def test_scores_are_the_log_probabilities_of_what_was_sampled(
     assert caught.value.reason == "VERSION_UNAVAILABLE"
 
 
-async def test_an_abort_keeps_what_was_sampled(engine: EngineClient, store: Store) -> None:
+async def test_an_abort_keeps_what_was_sampled(
+    engine: EngineClient, engine_process: RolloutProcess, store: Store
+) -> None:
     await load_weights(engine, store.first)
+    hold_after(engine_process, 1)
     request = generate_request(sampling={"max_new_tokens": 60, "top_k": 1})
     stream = engine.stub.StreamGenerate(pb.StreamGenerateRequest(generate=request))
     first = await stream.read()
-    await pause(engine)
     aborted = await engine.stub.Abort(
         pb.AbortRequest(request_ids=[request.request_id, "never-here"])
     )

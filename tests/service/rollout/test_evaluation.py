@@ -11,6 +11,7 @@ import pytest
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.client import RemoteError
 from tests.service.rollout.harness import (
+    PATIENCE,
     Episodes,
     Models,
     Store,
@@ -27,7 +28,7 @@ def evaluate_request(rollout: pb.RolloutRequest, **fields: Any) -> pb.EvaluateRe
 
 
 async def told(episodes: Episodes, request: pb.EvaluateRequest) -> list[pb.EvaluateResponse]:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE):
         return [event async for event in episodes.client.evaluate(request)]
 
 
@@ -76,7 +77,7 @@ async def test_neither_lane_waits_for_the_other(store: Store, models: Models) ->
 
 
 async def until_a_judge_runs(episodes: Episodes) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         while not any("reward of" in wait.what for wait in await episodes.client.list_waits()):
             await asyncio.sleep(0.02)
 
@@ -88,12 +89,12 @@ async def test_a_request_has_a_limit_of_its_own(store: Store, models: Models) ->
             rollout_request(stalled, environment="grim"), max_running_groups=2
         )
         evaluating = asyncio.create_task(told(episodes, request))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             while await judges(episodes) < 2:
                 await asyncio.sleep(0.02)
         assert await judges(episodes) == 2, "the third waits for its turn"
         assert await episodes.client.cancel(request.rollout.request_id, ["g0"]) == ["g0"]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             while await judges(episodes) < 2:
                 await asyncio.sleep(0.02)
         await episodes.client.cancel(request.rollout.request_id)

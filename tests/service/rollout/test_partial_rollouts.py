@@ -5,9 +5,11 @@ import asyncio
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.client import EngineClient
 from tests.service.rollout.harness import (
+    PATIENCE,
     Models,
     Store,
     copy_rows,
+    hold_after,
     named,
     rollout_request,
     running_episodes,
@@ -17,9 +19,9 @@ BUDGET = 50
 ENGINE = {"max_running": 4, "max_model_length": 64, "threads": 1}  # so that most have to wait
 
 
-async def decoded_at_least(engine: EngineClient, tokens: int) -> None:
-    async with asyncio.timeout(30):
-        while (await engine.get()).decoded_token_count < tokens:
+async def until_held(engine: EngineClient) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not (await engine.get()).paused:
             await asyncio.sleep(0.005)
 
 
@@ -27,13 +29,13 @@ async def test_an_aborting_commit_costs_no_token(store: Store, models: Models) -
     async with running_episodes(store, models.first, engine=ENGINE) as episodes:
         request = rollout_request(copy_rows(16), max_new_tokens=BUDGET, sample_count=4)
         request.versions.min_version = store.first.version
+        # held, so that nothing ends while the weights are prepared
+        hold_after(episodes.worker, 30)
         running = asyncio.create_task(episodes.finished(request))
-        await decoded_at_least(episodes.engine, 30)
-        stub = episodes.engine.stub  # held, so that nothing ends while the weights are prepared
-        await stub.Pause(engine_pb.PauseRequest(mode=engine_pb.PAUSE_MODE_IN_PLACE))
+        await until_held(episodes.engine)
         await episodes.engine.prepare_weights(named(store.second))
         await episodes.engine.commit_weights(named(store.second), engine_pb.PAUSE_MODE_ABORT)
-        await stub.Resume(engine_pb.ResumeRequest())
+        await episodes.engine.stub.Resume(engine_pb.ResumeRequest())
         finished = await running
         samples = [s for event in finished.values() for s in store.samples(event)]
         sampled = (await episodes.engine.get()).decoded_token_count

@@ -17,12 +17,16 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from services.rollout import registration
 from services.rollout.__main__ import main
+from services.rollout.backends.sglang.process import free_port
 from services.rollout.process import ENGINE_SERVICE, ROLLOUT_SERVICE
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.client import EngineClient, RemoteError, RouterClient
 from tests.service.rollout.harness import (
+    PATIENCE,
+    SERVER,
     Models,
     Store,
     copy_rows,
@@ -38,7 +42,7 @@ from tests.service.rollout.harness import (
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "services.rollout", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_a_wrong_configuration_is_one_line_and_exit_code_2(
@@ -109,11 +113,12 @@ async def test_a_process_ends_well_on_sigterm(store: Store, models: Models, tmp_
         )
         async with (
             ending(process),
-            asyncio.timeout(60),
+            asyncio.timeout(240),  # it imports torch
             RouterClient(router.server.address) as client,
         ):
             (engine,) = await wait_for_engines(router.server.address, 1)
-            workers = await client.list_engines(router_pb.ROLE_EPISODES)
+            while not (workers := await client.list_engines(router_pb.ROLE_EPISODES)):
+                await asyncio.sleep(0.02)  # each role registers on its own
             assert [worker.engine_id for worker in workers] == ["rollout-0-episodes"]
             async with EngineClient(engine.address) as direct:
                 completions = await direct.generate([1, 10], max_new_tokens=2)
@@ -131,13 +136,14 @@ async def test_a_process_ends_well_on_sigterm(store: Store, models: Models, tmp_
 
 
 def _read(address: str) -> str:
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as response:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=PATIENCE) as response:
         return str(response.read().decode())
 
 
 async def test_the_router_knows_new_weights_when_their_commit_is_answered(
-    store: Store, models: Models
+    store: Store, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(registration, "ANNOUNCE_SECONDS", PATIENCE)  # later, a heartbeat tells it
     async with running_router() as router, RouterClient(router.server.address) as client:
         values: dict[str, Any] = {"roles": ["engine"], "router": router.server.address}
         incarnations = set()
@@ -157,13 +163,12 @@ async def test_the_router_knows_new_weights_when_their_commit_is_answered(
 
 
 async def test_an_engine_finds_its_router_when_it_comes_late(store: Store) -> None:
-    async with running_router() as router:
-        address = router.server.address
+    port = free_port("127.0.0.1")  # nobody else is given it meanwhile
+    address = f"127.0.0.1:{port}"
     async with running_rollout(store, roles=["engine"], router=address) as process:
         async with EngineClient(process.server.address) as engine:
             await load_weights(engine, store.first)
-        port = address.rpartition(":")[2]
-        async with running_router(server={"port": int(port), "drain_seconds": 0.2}):
+        async with running_router(server={**SERVER, "port": port}):
             await wait_for_engines(address, 1)
 
 
@@ -188,7 +193,7 @@ async def test_an_engine_that_broke_ends_its_process(store: Store) -> None:
             with pytest.raises(RemoteError) as caught:
                 await engine.generate([1, 10], max_new_tokens=2)
             assert caught.value.reason == "ENGINE_FAILED"
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE):
             await process.server.run_until_signal()
         assert process.failure
 
@@ -219,7 +224,7 @@ async def test_a_hang_explains_itself(store: Store, models: Models) -> None:
         request = rollout_request(copy_rows(1))
         stream = episodes.client.stub.Rollout(request)
         expected = [("samples of group g0", ["rollout-0"])]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE):
             while True:  # it waits for leases first
                 waits = await episodes.client.list_waits()
                 if [(wait.what, list(wait.on)) for wait in waits] == expected:

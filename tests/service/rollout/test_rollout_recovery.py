@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 import pytest
 
+from services.rollout import process
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.client import (
@@ -27,6 +28,7 @@ from sluice.client import (
 )
 from sluice.samples.blobs import BlobStore
 from tests.service.rollout.harness import (
+    PATIENCE,
     Models,
     Store,
     copy_rows,
@@ -71,10 +73,10 @@ async def test_a_stream_that_broke_is_told_everything_again(store: Store, models
         heard = await first_events(episodes.client, request, 2)
         finished = await episodes.finished(request)
         assert len(finished) == 6
+        for group in finished.values():  # what broke off just then may be told with its trace
+            group.ClearField("trace")
         for event in heard:
             assert finished[event.finished.group_id] == untimed(event.finished)
-        for group in finished.values():
-            group.ClearField("trace")
         before = await decoded(episodes.engine)
         assert await episodes.finished(request) == finished
         assert await decoded(episodes.engine) == before, "nothing is sampled again"
@@ -85,34 +87,40 @@ async def test_a_stream_that_broke_is_told_everything_again(store: Store, models
 
 
 async def test_a_rollout_nobody_listens_to_is_stopped_and_can_go_on(
-    store: Store, models: Models
+    store: Store, models: Models, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     async with running_episodes(store, models.first, orphan_seconds=0.1) as episodes:
         request = rollout_request(grim_rows("smile", "stall"), environment="grim")
         (event,) = await first_events(episodes.client, request, 1)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE):
+            while "has no listener" not in caplog.text:
+                await asyncio.sleep(0.02)
             while await episodes.client.list_waits():
                 await asyncio.sleep(0.02)
         with pytest.raises(RemoteError) as caught:
             await episodes.client.cancel(request.request_id)
         assert caught.value.reason == "ROLLOUT_NOT_FOUND"
-        again = await first_events(episodes.client, request, 1)
-        assert [each.finished for each in again] == [untimed(event.finished)]  # announced first
+        stream = episodes.client.stub.Rollout(request)  # listened to until it is cancelled
+        assert (await stream.read()).finished == untimed(event.finished)  # announced first
         assert await episodes.client.cancel(request.request_id) == ["g1"]
 
 
 async def test_a_caller_that_leaves_while_its_rollout_begins_leaves_nothing_running(
-    store: Store, models: Models, caplog: pytest.LogCaptureFixture
+    store: Store, models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
+    door = tmp_path / "door"
     async with running_episodes(store, models.first, orphan_seconds=0.1) as episodes:
+        settings = {"door": str(door)}  # it begins for as long as the test wants it to
         stream = episodes.client.stub.Rollout(
-            rollout_request(grim_rows("stall"), environment="grim")
+            rollout_request(grim_rows("stall"), environment="grim", settings=settings)
         )
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             while not [w for w in await episodes.client.list_waits() if "settings of" in w.what]:
                 await asyncio.sleep(0.005)
             stream.cancel()
+            door.touch()
             while "has no listener" not in caplog.text:
                 await asyncio.sleep(0.02)
             while await episodes.client.list_waits():
@@ -126,7 +134,7 @@ async def episode_process(
     """An episode worker in a process of its own."""
     file = log.with_suffix(".json")
     with log.open("w") as stderr:
-        process = await asyncio.create_subprocess_exec(
+        worker = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "services.rollout", "--roles", '["episodes"]'),
             *("--router", router, "--store", str(store.root), "--tokenizer", str(model)),
             *("--episodes.environments", json.dumps({"grim": grim.PATH})),
@@ -134,18 +142,18 @@ async def episode_process(
             stderr=stderr,
         )
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             while not file.exists():
-                assert process.returncode is None, f"see {log}"
+                assert worker.returncode is None, f"see {log}"
                 await asyncio.sleep(0.02)
         address = json.loads(file.read_text())["address"]
         async with RolloutClient(address) as client:
-            yield process, client
+            yield worker, client
     finally:
-        if process.returncode is None:
-            process.terminate()
-            async with asyncio.timeout(10):
-                assert await process.wait() == 0, f"see {log}"
+        if worker.returncode is None:
+            worker.terminate()
+            async with asyncio.timeout(PATIENCE):
+                assert await worker.wait() == 0, f"see {log}"
 
 
 def is_alive(pid: int) -> bool:
@@ -173,27 +181,27 @@ async def test_a_worker_killed_in_the_middle_is_followed_by_another(
         await load_weights(engine, store.first)
 
         first = episode_process(store, models.first, address, tmp_path / "first.log")
-        async with first as (process, client):
+        async with first as (worker, client):
             stream = client.stub.Rollout(request)
             announced = {(await stream.read()).finished.group_id for _ in range(2)}
             assert announced == {"g0", "g2"}
-            process.send_signal(signal.SIGKILL)
-            await process.wait()
+            worker.send_signal(signal.SIGKILL)
+            await worker.wait()
             with pytest.raises(grpc.aio.AioRpcError):
                 await stream.read()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE):
             while any(is_alive(int(path.name.partition("-")[2])) for path in marks.iterdir()):
                 await asyncio.sleep(0.02)  # judges do not outlive their worker
 
         before = await decoded(engine)
         second = episode_process(store, models.first, address, tmp_path / "second.log")
-        async with second as (process, client):
+        async with second as (_, client):
             stream = client.stub.Rollout(request)
             repeated = [(await stream.read()).finished for _ in range(2)]
             assert {group.group_id for group in repeated} == announced
             for group in repeated:
                 assert len(store.samples(group)) == 4
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE):
                 while await decoded(engine) == before:
                     await asyncio.sleep(0.02)  # the other two are sampled again
             assert await client.cancel(request.request_id) == ["g1", "g3"]
@@ -261,7 +269,7 @@ async def test_a_lost_engine_is_replaced_by_another(store: Store, models: Models
             for group in request.groups:
                 group.seeds.extend(range(4))
             running = asyncio.create_task(episodes.finished(request))
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE):
                 while not _waits_on(await episodes.client.list_waits(), "rollout-9"):
                     await asyncio.sleep(0.02)
         finished = await running
@@ -281,8 +289,8 @@ async def test_when_every_engine_is_lost_groups_fail_in_time(store: Store, model
     async with running_router() as router:
         common = {"router": router.server.address, "tokenizer": str(models.first)}
         async with (
-            running_rollout(store, roles=["episodes"], engine_id="e", **common) as process,
-            RolloutClient(process.server.address) as client,
+            running_rollout(store, roles=["episodes"], engine_id="e", **common) as worker,
+            RolloutClient(worker.server.address) as client,
         ):
             async with running_rollout(store, roles=["engine"], engine_id="x", **common) as engine:
                 async with EngineClient(engine.server.address) as engine_client:
@@ -290,12 +298,12 @@ async def test_when_every_engine_is_lost_groups_fail_in_time(store: Store, model
                     await wait_for_engines(router.server.address, 1)
                     await engine_client.stub.Pause(IN_PLACE)
                 request = rollout_request(copy_rows(2))
-                request.group_timeout.FromMilliseconds(1500)
+                request.group_timeout.FromMilliseconds(6000)  # time enough to be seen at work
                 stream = client.stub.Rollout(request)
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(PATIENCE):
                     while not _waits_on(await client.list_waits(), "x"):
                         await asyncio.sleep(0.02)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE):
                 failed = [(await stream.read()).failed for _ in range(2)]
         for group in failed:
             error = error_from_status(group.error)
@@ -311,8 +319,8 @@ async def test_a_router_that_refuses_for_good_is_no_bug_of_the_worker(
     async with running_router(server=security) as router:
         common = {"router": router.server.address, "tokenizer": str(models.first)}
         async with (
-            running_rollout(store, roles=["episodes"], **common) as process,
-            RolloutClient(process.server.address) as client,
+            running_rollout(store, roles=["episodes"], **common) as worker,
+            RolloutClient(worker.server.address) as client,
         ):
             (event,) = [event async for event in client.rollout(rollout_request(copy_rows(1)))]
     error = error_from_status(event.failed.error)
@@ -321,10 +329,13 @@ async def test_a_router_that_refuses_for_good_is_no_bug_of_the_worker(
 
 
 async def test_a_worker_that_stops_sends_its_listeners_elsewhere(
-    store: Store, models: Models
+    store: Store, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Told long before the server would cut them off, and without a long wait for the rest.
+    monkeypatch.setattr(process, "DRAIN_SHARE", 0.5 / PATIENCE)
     request = rollout_request(grim_rows("smile", "stall"), environment="grim")
-    async with running_episodes(store, models.first, server={"drain_seconds": 1.0}) as episodes:
+    server = {"drain_seconds": PATIENCE}
+    async with running_episodes(store, models.first, server=server) as episodes:
         stream = episodes.client.stub.Rollout(request)
         finished = (await stream.read()).finished
         stopping = asyncio.create_task(episodes.worker.server.stop())

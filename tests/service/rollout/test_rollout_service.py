@@ -18,6 +18,7 @@ from sluice.samples.columns import validate_sample
 from sluice.samples.tokenizer import TextTokenizer
 from tests.service.rollout import talk
 from tests.service.rollout.harness import (
+    PATIENCE,
     Episodes,
     Models,
     Store,
@@ -140,16 +141,14 @@ async def test_cancelling_does_not_wait_for_a_judge(store: Store, models: Models
     async with running_episodes(store, models.first) as episodes:
         request = rollout_request(rows, environment="grim")
         stream = episodes.client.stub.Rollout(request)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             while not any("reward of" in wait.what for wait in await episodes.client.list_waits()):
                 await asyncio.sleep(0.02)
         with pytest.raises(RemoteError) as caught:
             await episodes.client.cancel("never-heard-of")
         assert caught.value.reason == "ROLLOUT_NOT_FOUND"
 
-        start = asyncio.get_running_loop().time()
         assert await episodes.client.cancel(request.request_id, ["a", "nobody", "a"]) == ["a"]
-        assert asyncio.get_running_loop().time() - start < 1.0
         event = await stream.read()
         error = error_from_status(event.failed.error)
         assert (event.failed.group_id, error.code, error.reason) == (
@@ -161,7 +160,7 @@ async def test_cancelling_does_not_wait_for_a_judge(store: Store, models: Models
         assert (await stream.read()).failed.group_id == "b"
         assert await stream.read() is grpc.aio.EOF
         assert await episodes.client.cancel(request.request_id) == []
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE):
             while await episodes.client.list_waits():
                 await asyncio.sleep(0.02)  # the judges are ended, too
 
@@ -171,14 +170,12 @@ async def test_cancelling_does_not_wait_for_a_step(store: Store, models: Models)
     async with running_episodes(store, models.first, environments=environments) as episodes:
         request = rollout_request(copy_rows(2), environment="stalling", max_new_tokens=40)
         stream = episodes.client.stub.Rollout(request)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             while not any("step of" in wait.what for wait in await episodes.client.list_waits()):
                 await asyncio.sleep(0.02)
-        start = asyncio.get_running_loop().time()
         assert await episodes.client.cancel(request.request_id) == ["g0", "g1"]
         assert (await stream.read()).failed.group_id == "g0"
-        assert asyncio.get_running_loop().time() - start < 1.0
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE):
             while await episodes.client.list_waits():
                 await asyncio.sleep(0.02)
 
@@ -190,25 +187,22 @@ async def test_a_cancelled_group_leaves_engine_and_router(store: Store, models: 
         await episodes.engine.stub.Pause(engine_pb.PauseRequest(mode=engine_pb.PAUSE_MODE_IN_PLACE))
         request = rollout_request(copy_rows(1), sample_count=4)
         stream = episodes.client.stub.Rollout(request)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE):
             while len(waits := await episodes.client.list_waits()) < 2:
                 await asyncio.sleep(0.02)
         assert {wait.what for wait in waits} == {"samples of group g0", "room for group g0"}
         assert await episodes.client.cancel(request.request_id) == ["g0"]
         assert (await stream.read()).failed.group_id == "g0"
-        await episodes.engine.stub.Resume(engine_pb.ResumeRequest())
-        async with asyncio.timeout(5):
-            while _is_busy(await episodes.engine.get()):
-                await asyncio.sleep(0.02)
+        async with asyncio.timeout(PATIENCE):
+            while (await episodes.engine.get()).rank_loads[0].waiting_count:
+                await asyncio.sleep(0.02)  # it hears of it after the caller
+            await episodes.engine.stub.Resume(engine_pb.ResumeRequest())
+            left = await episodes.engine.get()
+            assert (left.rank_loads[0].running_count, left.decoded_token_count) == (0, 0)
             while any((await _engine(episodes)).leased_counts):
                 await asyncio.sleep(0.02)
         finished = await episodes.finished(rollout_request(copy_rows(3), sample_count=5))
         assert [len(store.samples(group)) for group in finished.values()] == [5, 5, 5]
-
-
-def _is_busy(engine: engine_pb.GetEngineResponse) -> bool:
-    load = engine.rank_loads[0]
-    return bool(load.running_count or load.waiting_count or engine.decoded_token_count > 8)
 
 
 async def _engine(episodes: Episodes) -> router_pb.Engine:
@@ -224,7 +218,7 @@ async def test_a_group_ends_at_its_deadline_and_leaves_the_engine(
         await episodes.engine.stub.Pause(engine_pb.PauseRequest(mode=engine_pb.PAUSE_MODE_IN_PLACE))
         request = rollout_request(copy_rows(2))
         request.group_timeout.FromMilliseconds(300)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE):
             failed = await episodes.failed(request)
         for group in failed.values():
             error = error_from_status(group.error)
@@ -349,26 +343,24 @@ async def test_a_full_worker_refuses_and_recovers(store: Store, models: Models) 
         with pytest.raises(RemoteError) as caught:
             await episodes.finished(rollout_request(copy_rows(5)))
         assert caught.value.reason == "INVALID_FIELD", "it could never be accepted"
-        both = [rollout_request(copy_rows(3)) for _ in range(2)]
-        outcomes = await asyncio.gather(
-            *(episodes.finished(request) for request in both), return_exceptions=True
-        )
-        refused = [outcome for outcome in outcomes if isinstance(outcome, RemoteError)]
-        assert [error.reason for error in refused] == ["QUEUE_FULL"], "they came together"
         await episodes.engine.stub.Pause(engine_pb.PauseRequest(mode=engine_pb.PAUSE_MODE_IN_PLACE))
-        held = rollout_request(copy_rows(3))
-        running = asyncio.create_task(episodes.finished(held))
-        async with asyncio.timeout(5):
-            while not await episodes.client.list_waits():
-                await asyncio.sleep(0.01)
+        both = [
+            asyncio.create_task(episodes.finished(rollout_request(copy_rows(3)))) for _ in range(2)
+        ]
+        (refused,), (running,) = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        error = refused.exception()
+        assert isinstance(error, RemoteError) and error.reason == "QUEUE_FULL", "they came together"
         late = rollout_request(copy_rows(2))
         with pytest.raises(RemoteError) as caught:
             await episodes.finished(late)
         error = caught.value
         assert (error.code.name, error.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
         assert error.metadata["kind"] == "groups" and error.metadata["limit"] == "4"
-        other = asyncio.create_task(episodes.finished(rollout_request(copy_rows(1))))
-        await asyncio.sleep(0.1)
+        row = {"other": {"prompt": "1=", "answer": "1"}}
+        other = asyncio.create_task(episodes.finished(rollout_request(row)))
+        async with asyncio.timeout(PATIENCE):
+            while not [w for w in await episodes.client.list_waits() if "other" in w.what]:
+                await asyncio.sleep(0.01)
         with pytest.raises(RemoteError) as caught:
             await episodes.finished(rollout_request([ROW]))
         assert caught.value.metadata["kind"] == "rollouts"

@@ -14,6 +14,7 @@ from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.api.rollout.v1 import trace_pb2
 from tests.service.rollout import talk
 from tests.service.rollout.harness import (
+    PATIENCE,
     Episodes,
     Models,
     Store,
@@ -41,7 +42,7 @@ def spans_of(group: pb.FinishedGroup, episode: int) -> dict[str, float]:
 
 async def wait_in_engine(episodes: Episodes, count: int) -> None:
     """Until so many samples wait in the engine."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         while (await episodes.engine.get()).rank_loads[0].waiting_count < count:
             await asyncio.sleep(0.01)
 

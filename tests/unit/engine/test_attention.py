@@ -23,7 +23,7 @@ from services.rollout.engine import Delta, PauseMode
 from services.rollout.engine_config import EngineConfig
 from services.rollout.errors import UnfitWeightsError, UnsupportedModelError
 from sluice.weights.store import WeightStore, import_checkpoint
-from tests.contract.engine.cases import SIZES, Model, complete, request_of
+from tests.contract.engine.cases import PATIENCE, SIZES, Model, complete, request_of
 
 
 def save(module: torch.nn.Module, directory: Path) -> Model:
@@ -84,6 +84,6 @@ async def test_a_mixture_of_experts_takes_new_versions_though_its_checkpoint_is_
             expected = model.logprobs([1, 2, 3], sample.token_ids)
             assert sample.logprobs == pytest.approx(expected, abs=1e-4)
             if engine.status().version == 0:
-                await asyncio.wait_for(engine.commit(record.version, PauseMode.WAIT), 20)
+                await asyncio.wait_for(engine.commit(record.version, PauseMode.WAIT), PATIENCE)
     finally:
         await engine.close()

@@ -11,7 +11,7 @@ from services.rollout.backends.reference.engine import ReferenceEngine
 from services.rollout.engine import PauseMode
 from services.rollout.engine_config import EngineConfig
 from services.rollout.errors import EngineFailedError
-from tests.contract.engine.cases import Model, complete, request_of
+from tests.contract.engine.cases import PATIENCE, Model, complete, request_of
 
 
 async def test_a_step_that_raises_reaches_everyone_and_the_engine_says_so(qwen3: Model) -> None:
@@ -26,7 +26,9 @@ async def test_a_step_that_raises_reaches_everyone_and_the_engine_says_so(qwen3:
     pause = asyncio.create_task(engine.pause(PauseMode.WAIT))
     assert engine._model is not None
     engine._model.module.lm_head = torch.nn.Linear(1, 1)
-    outcomes = await asyncio.wait_for(asyncio.gather(*requests, pause, return_exceptions=True), 20)
+    outcomes = await asyncio.wait_for(
+        asyncio.gather(*requests, pause, return_exceptions=True), PATIENCE
+    )
     assert [type(outcome) for outcome in outcomes] == [EngineFailedError] * 4
     assert "a step raised" in engine.status().failure
     for call in (
@@ -36,8 +38,8 @@ async def test_a_step_that_raises_reaches_everyone_and_the_engine_says_so(qwen3:
         engine.resume(),
     ):
         with pytest.raises(EngineFailedError):
-            await asyncio.wait_for(call, 20)
-    await asyncio.wait_for(engine.close(), 20)
+            await asyncio.wait_for(call, PATIENCE)
+    await asyncio.wait_for(engine.close(), PATIENCE)
 
 
 async def test_a_commit_that_waits_can_be_given_up_and_requests_go_on(
@@ -55,12 +57,12 @@ async def test_a_commit_that_waits_can_be_given_up_and_requests_go_on(
             await asyncio.sleep(0)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(engine.commit(record.version, PauseMode.WAIT), 0.05)
-        late = await asyncio.wait_for(complete(engine, request_of("b", [2])), 20)
+        late = await asyncio.wait_for(complete(engine, request_of("b", [2])), PATIENCE)
         assert [span.version for span in late[0].spans] == [0]
         assert not running.done()
         await engine.abort(["a"])
         await running
-        await asyncio.wait_for(engine.commit(record.version, PauseMode.WAIT), 20)
+        await asyncio.wait_for(engine.commit(record.version, PauseMode.WAIT), PATIENCE)
         assert engine.status().version == record.version
     finally:
         await engine.close()

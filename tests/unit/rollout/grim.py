@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,13 @@ PATH = "tests.unit.rollout.grim:GrimEnvironment"
 
 
 class GrimSettings(Config):
-    """`marks` is a directory: each reward call leaves a file there, named by its process."""
+    """`marks` is a directory: each reward call leaves a file there, named by its process.
+
+    `door` is a file without which nothing opens.
+    """
 
     marks: str = ""
+    door: str = ""
     flavour: str = "bitter"
 
 
@@ -39,6 +44,8 @@ class GrimEnvironment(Environment):
     def __init__(self, settings: GrimSettings, tokenizer: TextTokenizer | None = None) -> None:
         if settings.flavour == "poison":
             raise SettingError("flavour", "is not served here")
+        while settings.door and not Path(settings.door).exists():
+            time.sleep(0.02)
         self._settings = settings
 
     @classmethod
