@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from moto.server import ThreadedMotoServer
+
+Application = Callable[[Any, Any], Any]
 
 
 @contextlib.contextmanager
@@ -16,6 +20,8 @@ def running_s3() -> Iterator[str]:
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
+    assert server._server is not None
+    server._server.app = one_at_a_time(server._server.app)
     host, port = server.get_host_and_port()
     try:
         yield f"http://{host}:{port}"
@@ -23,9 +29,20 @@ def running_s3() -> Iterator[str]:
         server.stop()
 
 
+def one_at_a_time(application: Application) -> Application:
+    """A write on the condition that the key is new is one step in S3; moto looks, then writes."""
+    turn = threading.Lock()
+
+    def call(environ: Any, start_response: Any) -> Any:
+        with turn:
+            return application(environ, start_response)
+
+    return call
+
+
 def make_bucket(endpoint: str, name: str) -> None:
     create = urllib.request.Request(f"{endpoint}/{name}", method="PUT")
-    with urllib.request.urlopen(create, timeout=10):
+    with urllib.request.urlopen(create, timeout=120):
         pass
 
 

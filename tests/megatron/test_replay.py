@@ -143,7 +143,7 @@ async def test_experts_of_the_rollout_reach_the_ranks(expected: Any, tmp_path: P
     )
     with trainer as running:
         async with running.client() as client:
-            await until(client, lambda now: now.state == ACTIVE, seconds=120.0)
+            await until(client, lambda now: now.state == ACTIVE)
             samples = [sampled(row) for row in rows]
             batch = (await client.upload_batch("all", len(samples), samples=samples)).batch
             await client.compute_logprobs(batch)

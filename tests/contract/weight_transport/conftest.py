@@ -19,6 +19,7 @@ from services.rollout.engine_config import EngineConfig
 from services.rollout.engine_transfers import Transfer
 from services.rollout.engine_weights import EngineWeights
 from sluice import platform
+from sluice.runtime.errors import ServiceError
 from sluice.weights.cache import HostCache
 from sluice.weights.header import parse_header
 from sluice.weights.manifest import delta_name
@@ -27,7 +28,7 @@ from sluice.weights.transfer.plan import Membership
 from tests.contract.engine.cases import Model, build_model
 from tests.contract.weight_transport.sender import Sender
 
-SECONDS = 4.0  # of a transfer
+SECONDS = 100.0  # of a transfer, unless a sender waits for the end of it
 BUCKET_BYTES = 6000
 FILES = (("model-0.safetensors",), ("model-1.safetensors",))
 _names = itertools.count()
@@ -72,6 +73,7 @@ class Stage:
         """Bring a version to the engine over the transport under test.
 
         `files` are what the engine is told that each sender owns; by default what it does.
+        Returns once the senders, too, have ended.
         """
         if self.transport != "collective":
             return await self.weights.prepare(record.version, record.digest)
@@ -94,6 +96,10 @@ class Stage:
         try:
             await self.weights.transfers.join(name, members, SECONDS)
             return await self.weights.prepare(record.version, record.digest, transfer)
+        except ServiceError:  # perhaps before it received anything: senders need not wait for it
+            assert isinstance(self.engine, ReferenceEngine)
+            self.engine._leave_transfer()
+            raise
         finally:
             await asyncio.gather(sending, return_exceptions=True)
 

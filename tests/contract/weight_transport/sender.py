@@ -23,7 +23,7 @@ from sluice.weights.transfer.plan import Bucket, plan_shards
 from sluice.weights.writer import PublishedShards
 
 SPAWN = multiprocessing.get_context("spawn")
-PATIENCE = 60.0
+PATIENCE = 200.0
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ async def test_running_requests_see_one_swap(stage: Stage, mode: PauseMode) -> N
         await asyncio.sleep(0)
     await stage.deliver(second)
     await stage.weights.commit(second.version, second.digest, mode)
-    (sample,) = await asyncio.wait_for(running, 30)
+    (sample,) = await asyncio.wait_for(running, 200)
     versions = [(span.version, span.digest) for span in sample.spans]
     spans = [(span.first_token, span.last_token) for span in sample.spans]
     assert spans[0][0] == 0 and spans[-1][1] == len(sample.token_ids) - 1
@@ -145,10 +145,9 @@ async def test_senders_killed_midway_leave_the_engine_serving(
             record = mortal.call("publish", stage.store.root, model.directory, base)
         mortal.kill_at(3)
         stage.sender = mortal
-        began = time.monotonic()
-        with pytest.raises(TransferFailedError):
-            await stage.deliver(record)
-        assert time.monotonic() - began < SECONDS + 4
+        async with asyncio.timeout(SECONDS):  # nobody waits for the deadline
+            with pytest.raises(TransferFailedError):
+                await stage.deliver(record)
         mortal.close()
         assert stage.weights.transfers.group == ""
         assert second.version < record.version

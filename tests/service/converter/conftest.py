@@ -17,6 +17,8 @@ from sluice import faults
 from sluice.converter_client import ConverterClient
 from tests.unit.weights_rules.models import save_model
 
+PATIENCE = 200.0  # seconds for anything on a busy machine
+
 
 class Converter:
     """Starts, kills and starts again; `root` is the only directory that it may touch."""
@@ -41,12 +43,24 @@ class Converter:
             },
             stderr=asyncio.subprocess.DEVNULL,
         )
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             while not self._file.exists():
                 assert self._process.returncode is None
                 await asyncio.sleep(0.02)
         self.client = ConverterClient(json.loads(self._file.read_text())["address"])
         return self.client
+
+    def hold(self, point: str) -> None:
+        """Conversions wait at this point of `sluice.faults`, whose file is a pipe from now on."""
+        (self.faults / point).unlink(missing_ok=True)
+        os.mkfifo(self.faults / point)
+
+    def let_go(self, point: str, passing: int = 1_000_000) -> None:
+        """Go on from `hold`, once a conversion is there; it dies (-9) at this passing from now."""
+        path = self.faults / point
+        with path.open("w") as pipe:  # waits for its reader
+            path.unlink()
+            pipe.write(str(passing))
 
     @property
     def pid(self) -> int:
@@ -56,7 +70,7 @@ class Converter:
     async def ended(self) -> int:
         """Wait for the process to end by itself."""
         assert self._process is not None
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE):
             return await self._process.wait()
 
     async def stop(self, number: signal.Signals = signal.SIGTERM) -> int:

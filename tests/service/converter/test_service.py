@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
+import os
 import resource
 import shutil
 import signal
@@ -15,16 +15,13 @@ from typing import Any
 
 import pytest
 
-from sluice import faults
 from sluice.api.converter.v1 import converter_service_pb2 as pb
 from sluice.converter_client import ConverterClient
 from sluice.runtime.remote import RemoteError
 from sluice.weights.convert.conversion import convert
-from sluice.weights.convert.model import read_weights
 from sluice.weights.convert.options import ConvertOptions
 from sluice.weights.convert.verify import compare
-from sluice.weights.header import encode_header
-from tests.service.converter.conftest import Converter
+from tests.service.converter.conftest import PATIENCE, Converter
 
 
 def request(source: Path, target: Path, **more: Any) -> pb.ConvertCheckpointRequest:
@@ -70,9 +67,10 @@ async def test_convert_verify_and_list(converter: Converter, model: Path) -> Non
 async def test_a_killed_converter_goes_on_where_it_was(converter: Converter, model: Path) -> None:
     whole = convert(model, converter.root / "whole", ConvertOptions(sync=False))
     client = await converter.start()
-    faults.arm(converter.faults, "convert.group", 15)
+    converter.hold("convert.group")  # until the call is answered
     asked = request(model, converter.root / "made")
     await client.convert(asked)
+    converter.let_go("convert.group", 15)
     assert await converter.ended() == -signal.SIGKILL
     assert not (converter.root / "made").exists()
     client = await converter.start()
@@ -82,31 +80,9 @@ async def test_a_killed_converter_goes_on_where_it_was(converter: Converter, mod
     assert compare(model, converter.root / "made").same
 
 
-def big_model(converter: Converter) -> Path:
-    """Half a GiB of zeros: long enough to be stopped in the middle."""
-    directory = converter.root / "big"
-    directory.mkdir()
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 1024,
-        "intermediate_size": 16384,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "vocab_size": 1024,
-    }
-    (directory / "config.json").write_text(json.dumps(config))
-    shapes = read_weights(config, directory).hf_tensors()
-    header, _ = encode_header({name: ("BF16", shape) for name, shape in shapes.items()})
-    total = sum(2 * math.prod(shape) for shape in shapes.values())
-    with (directory / "model.safetensors").open("wb") as file:
-        file.write(header)
-        file.truncate(len(header) + total)
-    return directory
-
-
 async def started(client: ConverterClient, name: str) -> None:
     """Wait until a conversion writes."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE):
         while True:
             (item,) = [item for item in await client.list() if item.operation == name]
             if item.metadata.byte_count:
@@ -114,30 +90,46 @@ async def started(client: ConverterClient, name: str) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_cancel_leaves_nothing_and_sigterm_what_is_done(converter: Converter) -> None:
-    big = big_model(converter)
+async def metrics_of(converter: Converter) -> str:
+    address = json.loads((converter.root.parent / "address.json").read_text())["metrics_address"]
+    answer = await asyncio.to_thread(urllib.request.urlopen, f"http://{address}/metrics")
+    return str(answer.read().decode())
+
+
+async def test_cancel_leaves_nothing_and_sigterm_what_is_done(
+    converter: Converter, model: Path
+) -> None:
     client = await converter.start()
-    operation = await client.convert(request(big, converter.root / "made"))
+    converter.hold("convert.group")  # so that both come in the middle
+    operation = await client.convert(request(model, converter.root / "made"))
     await started(client, operation.name)
     await client.cancel(operation.name)
+    await client.list()  # answered after the conversion was told to stop
+    converter.let_go("convert.group")
     with pytest.raises(RemoteError) as error:
         async for _ in client.follow(operation):
             pass
     assert error.value.code.name == "CANCELLED"
-    async with asyncio.timeout(30):
-        while [path.name for path in converter.root.iterdir()] != ["big"]:
-            await asyncio.sleep(0.02)
-    asked = request(big, converter.root / "made")
+    assert [path.name for path in converter.root.iterdir()] == ["model"]
+    converter.hold("convert.group")
+    asked = request(model, converter.root / "made")
     operation = await client.convert(asked)
     await started(client, operation.name)
-    waiting = await client.convert(request(big, converter.root / "later"))
+    waiting = await client.convert(request(model, converter.root / "later"))
     assert [wait.on for wait in await client.list_waits()] == [[str(converter.root / "later")]]
     assert not waiting.done
-    assert await converter.stop() == 0
+    os.kill(converter.pid, signal.SIGTERM)
+    # The one that waits is stopped after the one that runs, and is the second in all.
+    async with asyncio.timeout(PATIENCE):
+        while 'kind="convert",outcome="cancelled"} 2.0' not in await metrics_of(converter):
+            await asyncio.sleep(0.02)
+    converter.let_go("convert.group")
+    await client.close()
+    assert await converter.ended() == 0
     assert (converter.root / ".made.converting").is_dir()
     client = await converter.start()
     _, progress = await run(client, asked)
-    assert progress.total_byte_count == progress.byte_count
+    assert progress.total_byte_count == progress.byte_count > progress.resumed_byte_count > 0
 
 
 REFUSALS: tuple[tuple[dict[str, Any], str, str], ...] = (
@@ -188,8 +180,6 @@ async def test_damage_and_a_full_disk_are_typed(converter: Converter, model: Pat
         await run(client, request(model, converter.root / "full"))
     assert (error.value.code.name, error.value.reason) == ("RESOURCE_EXHAUSTED", "DISK_FULL")
     assert not (converter.root / "full").exists()
-    address = (converter.root.parent / "address.json").read_text()
-    metrics = f"http://{json.loads(address)['metrics_address']}/metrics"
-    text = (await asyncio.to_thread(urllib.request.urlopen, metrics)).read().decode()
+    text = await metrics_of(converter)
     assert "sluice_converter_digest_failures_total 1.0" in text
     assert 'sluice_converter_conversions_total{kind="convert",outcome="failed"} 2.0' in text

@@ -21,14 +21,14 @@ import yaml
 from sluice import faults
 from sluice.algo.spec import AdvantageSpec, LossSpec
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
-from sluice.client import TrainerClient
+from sluice.client import TrainerClient, typed_errors
 from sluice.runtime.security import SecurityConfig
 from sluice.samples.sample import Sample
 
 PPO = LossSpec(name="ppo_clip", clip_low=0.2)
 GRPO = AdvantageSpec(name="grpo")
 ACTIVE, FAILED = pb.Trainer.STATE_ACTIVE, pb.Trainer.STATE_FAILED
-PATIENCE = 60.0  # seconds for anything on a busy machine
+PATIENCE = 200.0  # seconds for anything on a busy machine: a rank alone may load for a minute
 
 
 @dataclass
@@ -100,15 +100,19 @@ def _await_address(process: subprocess.Popen[bytes], file: Path) -> str:
 async def until(
     client: TrainerClient, condition: Callable[[pb.Trainer], bool], seconds: float = PATIENCE
 ) -> pb.Trainer:
-    """The trainer once `condition` holds of it."""
+    """The trainer once `condition` holds of it; a front that starves may be slower to answer
+    than the deadline of the client's own `get`."""
     async with asyncio.timeout(seconds):
-        while not condition(trainer := await client.get()):
+        while True:
+            with typed_errors():
+                answer = await client.stub.GetTrainer(pb.GetTrainerRequest(), timeout=PATIENCE)
+            if condition(answer.trainer):
+                return answer.trainer
             await asyncio.sleep(0.05)
-        return trainer
 
 
 async def poll(
-    condition: Callable[[], Awaitable[bool]], seconds: float, interval: float = 0.1
+    condition: Callable[[], Awaitable[bool]], seconds: float = PATIENCE, interval: float = 0.1
 ) -> None:
     """Until `condition` holds, at most `seconds`."""
     async with asyncio.timeout(seconds):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.client import RemoteError, TrainerClient, typed_errors
 from tests.service.trainer.harness import (
     ACTIVE,
+    PATIENCE,
     PPO,
     RunningTrainer,
     end,
@@ -45,8 +45,8 @@ def pair(
         "count": 2,
         "heartbeat_seconds": 0.5,
         "silent_seconds": 2.0,
-        "lost_seconds": 120.0,
-        "command_timeout": 60.0,
+        "lost_seconds": 10 * PATIENCE,
+        "command_timeout": 10 * PATIENCE,
         "restart_backoff": 0.1,
     }
     settings = {"store": str(trainer.store), "name": "pair", "ranks": ranks}
@@ -115,11 +115,10 @@ async def test_both_ranks_hold_rows_and_publish_one_version(both: TrainerClient)
 
 
 async def test_a_stopped_rank_is_named(both: TrainerClient) -> None:
-    """SIGSTOP: ListWaits names the rank within 10 s, with and without a command under way."""
+    """SIGSTOP: ListWaits names the rank, with and without a command under way."""
     batch = await upload(both, "stop", make_groups("stop", seed=6))
     step = (await both.get()).step
     stopped = (await both.get()).ranks[1].process_id
-    started = time.monotonic()
     end(stopped, signal.SIGSTOP)
     passing = asyncio.create_task(
         both.forward_backward(batch, PPO, expected_step=step, part_id="slow")
@@ -136,16 +135,15 @@ async def test_a_stopped_rank_is_named(both: TrainerClient) -> None:
         )
 
     try:
-        await poll(is_named, seconds=10.0)
+        await poll(is_named)
     finally:
         end(stopped, signal.SIGCONT)
-    assert time.monotonic() - started < 10.0
     assert (await passing).token_count > 0, "it goes on once the rank does"
 
     async def is_quiet() -> bool:
         return not await both.list_waits()
 
-    await poll(is_quiet, seconds=10.0)
+    await poll(is_quiet)
     assert (await both.get()).restart_count == 0
 
 
@@ -172,12 +170,12 @@ async def test_a_killed_rank_is_reported_and_the_group_restarts(both: TrainerCli
             request_serializer=pb.ForwardBackwardRequest.SerializeToString,
             response_deserializer=pb.ForwardBackwardResponse.FromString,
         )
-        passing = asyncio.ensure_future(method(call, timeout=60.0, metadata=token))
+        passing = asyncio.ensure_future(method(call, timeout=2 * PATIENCE, metadata=token))
 
         async def is_under_way() -> bool:
             return any("forward_backward" in wait.what for wait in await both.list_waits())
 
-        await poll(is_under_way, seconds=10.0)
+        await poll(is_under_way)
         end(ranks[1], signal.SIGKILL)
         with pytest.raises(RemoteError) as caught, typed_errors():
             await passing
@@ -200,11 +198,12 @@ async def test_a_killed_rank_is_reported_and_the_group_restarts(both: TrainerCli
 
 async def test_ranks_die_with_the_front(pair: RunningTrainer) -> None:
     async with pair.client() as client:
-        ranks = [rank.process_id for rank in (await client.get()).ranks]
-    assert all(process_exists(rank) for rank in ranks)
+        active = await until(client, lambda now: now.state == ACTIVE)
+    ranks = [rank.process_id for rank in active.ranks]
+    assert len(ranks) == 2 and all(process_exists(rank) for rank in ranks)
     pair.process.kill()
 
     async def are_gone() -> bool:
         return not any(process_exists(rank) for rank in ranks)
 
-    await poll(are_gone, seconds=10.0)
+    await poll(are_gone)

@@ -280,8 +280,8 @@ async def test_no_trained_token_skips_the_step(client: TrainerClient) -> None:
     assert stepped.step == step + 1
 
 
-def test_the_front_imports_no_torch(trainer: RunningTrainer) -> None:
-    """The running front has no torch library mapped; its rank has."""
+def test_the_front_imports_no_torch(client: TrainerClient, trainer: RunningTrainer) -> None:
+    """The running front has no torch library mapped; its rank, which is active, has."""
     front = Path(f"/proc/{trainer.process.pid}/maps").read_text()
     children = Path(f"/proc/{trainer.process.pid}/task/{trainer.process.pid}/children").read_text()
     assert "libtorch" not in front

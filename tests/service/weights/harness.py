@@ -21,7 +21,7 @@ from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.client import EngineClient
 from sluice.runtime.security import SecurityConfig
 
-PATIENCE = 60.0
+PATIENCE = 200.0  # seconds for anything: several that import torch at once starve
 
 
 @dataclass

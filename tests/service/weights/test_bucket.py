@@ -71,7 +71,7 @@ async def test_versions_travel_through_the_bucket(
             except RemoteError:
                 return False
 
-        await poll(is_up, 60)
+        await poll(is_up)
         sizes = []
         for _ in range(3):
             published = await client.publish_weights()

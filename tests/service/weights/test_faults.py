@@ -15,6 +15,7 @@ from sluice.client import EngineClient, RemoteError, TrainerClient
 from sluice.weights.store import WeightStore
 from tests.service.trainer.harness import (
     ACTIVE,
+    PATIENCE,
     RunningTrainer,
     make_groups,
     poll,
@@ -35,6 +36,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTrainer
         "ranks": {"count": 1, "restart_backoff": 0.1},
         "publish": {"delta": True},
         "optim": {"learning_rate": 1e-5},
+        "keep_versions": 0,  # all: old ones would go at a time of their own, in the background
     }
     with running_trainer(tmp_path_factory.mktemp("trainer"), model, **settings) as running:
         yield running
@@ -71,7 +73,7 @@ async def client(trainer: RunningTrainer) -> AsyncIterator[TrainerClient]:
 async def clients(engines: list[RunningEngine]) -> AsyncIterator[list[EngineClient]]:
     async with engines[0].client() as first, engines[1].client() as second:
         for served in (first, second):
-            await poll(lambda served=served: _serves(served), 60)
+            await poll(lambda served=served: _serves(served))
         yield [first, second]
 
 
@@ -142,7 +144,7 @@ async def test_a_reader_killed_while_it_fetches_leaves_no_half_version(
     engines[1].kill_at("weights.building")
     with pytest.raises(RemoteError):
         await clients[1].prepare_weights(weights)
-    assert engines[1].process.wait(10) != 0
+    assert engines[1].process.wait(PATIENCE) != 0
     root = engines[1].directory.parent.parent / "host-1"
     whole = [path.name for path in root.iterdir() if path.is_dir() and path.name[0] != "."]
     assert f"{weights.version:08d}-{weights.digest}" not in whole

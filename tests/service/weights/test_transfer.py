@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.client import EngineClient, RemoteError, TrainerClient
 from tests.service.trainer.harness import (
     ACTIVE,
+    PATIENCE,
     RunningTrainer,
     make_groups,
     poll,
@@ -30,7 +30,7 @@ from tests.service.trainer.harness import (
 )
 from tests.service.weights.harness import RunningEngine, running_engines
 
-SECONDS = 6.0  # of a transfer
+SECONDS = PATIENCE / 2  # of a transfer; no test waits for it
 TOKENS = [1, 2, 3, 4, 5, 6]
 
 
@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sending(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[RunningTrainer]:
     root = tmp_path_factory.mktemp("trainer")
     settings = {
-        "ranks": {"count": 2, "command_timeout": 60.0},
+        "ranks": {"count": 2, "command_timeout": 10 * SECONDS},
         "publish": {"delta": True, "chain": 3},
         "transfer": {"enabled": True, "timeout_seconds": SECONDS, "bucket_bytes": 40_000},
     }
@@ -72,7 +72,7 @@ async def clients(engines: list[RunningEngine]) -> AsyncIterator[list[EngineClie
     opened = [engine.client() for engine in engines]
     for engine, client in zip(engines, opened, strict=True):
         if engine.process.poll() is None:
-            await poll(lambda client=client: _serves(client), 60)
+            await poll(lambda client=client: _serves(client))
     yield opened
     for client in opened:
         await client.close()
@@ -155,9 +155,8 @@ async def test_a_stopped_engine_holds_nobody_up_and_catches_up_alone(
 ) -> None:
     stuck, *others = engines
     with stuck.stopped():
-        began = time.monotonic()
-        published = await client.publish_weights([engine.target for engine in engines])
-        assert time.monotonic() - began < 4 * SECONDS
+        async with asyncio.timeout(SECONDS):  # nobody waits for the deadline
+            published = await client.publish_weights([engine.target for engine in engines])
         assert set(failures(published)) == {stuck.engine_id}
         for c in clients[1:]:
             assert published.weights.version in (await c.get()).prepared_versions
@@ -181,7 +180,7 @@ async def test_waits_name_the_transfer_and_who_is_late(sending, client, clients,
 
         with victim.stopped():
             publishing = asyncio.create_task(client.publish_weights(targets))
-            await poll(is_named, SECONDS, 0.05)
+            await poll(is_named, interval=0.05)
             published = await publishing
     assert set(failures(published)) == {victim.engine_id}
     assert published.weights.version in (await clients[0].get()).prepared_versions
@@ -197,7 +196,7 @@ async def test_members_that_do_not_come_are_named_until_the_deadline(clients, en
             world_size=2,
             backend=platform.CPU.collective,
         )
-        request.timeout.FromMilliseconds(1500)
+        request.timeout.FromSeconds(5)  # in which they have to be seen
         joining = asyncio.create_task(clients[0].join_transfer_group(request))
 
         async def is_named() -> bool:
@@ -205,9 +204,9 @@ async def test_members_that_do_not_come_are_named_until_the_deadline(clients, en
             found = [wait for wait in waits if wait.what == "members of transfer group nobody"]
             return bool(found) and list(found[0].on) == [address]
 
-        await poll(is_named, 5, 0.05)
+        await poll(is_named, interval=0.05)
         with pytest.raises(RemoteError) as refused:
-            await asyncio.wait_for(joining, 8)
+            await asyncio.wait_for(joining, PATIENCE)
     assert refused.value.reason == "TRANSFER_BROKEN"
     assert (await clients[0].get()).transfer_group == ""
 
@@ -225,10 +224,9 @@ async def test_one_engine_of_three_killed_in_mid_transfer(client, clients, engin
     targets = [engine.target for engine in engines]
     await client.publish_weights(targets)  # all are in one group again
     victim.kill_at("transfer.received", passing=3)
-    began = time.monotonic()
-    published = await client.publish_weights(targets)
-    assert time.monotonic() - began < SECONDS  # nobody waits for the deadline
-    assert victim.process.wait(5) == -signal.SIGKILL
+    async with asyncio.timeout(SECONDS):  # nobody waits for the deadline
+        published = await client.publish_weights(targets)
+    assert victim.process.wait(PATIENCE) == -signal.SIGKILL
     assert set(failures(published)) == {victim.engine_id}
     for c in (clients[0], clients[2]):
         assert published.weights.version in (await c.get()).prepared_versions
@@ -243,7 +241,8 @@ async def test_a_rank_killed_in_mid_transfer_leaves_the_engines_serving(
 ) -> None:
     left = [engines[0], engines[2]]
     before = [(await c.get()).weights for c in (clients[0], clients[2])]
-    faults.arm(sending.store.parent / "faults", "transfer.sent", 2)
+    # Both ranks pass there at once: at the first passing one takes the fault, nobody counts on.
+    faults.arm(sending.store.parent / "faults", "transfer.sent")
     with pytest.raises(RemoteError) as lost:
         await client.publish_weights([engine.target for engine in left])
     assert lost.value.reason == "RANK_LOST"

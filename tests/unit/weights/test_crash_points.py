@@ -39,7 +39,7 @@ def test_a_crash_at_any_operation_leaves_a_sound_store(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, HERE.parent / "crash_points.py", HERE / "publish_scenario.py", tmp_path],
         check=True,
-        timeout=120,
+        timeout=280,
         env={"PYTHONPATH": str(HERE.parents[2])},
     )
     runs = sorted(tmp_path.glob("*.told"))

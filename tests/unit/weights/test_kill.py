@@ -32,7 +32,7 @@ def kill_after(writer: subprocess.Popen[str], lines: int) -> list[str]:
     assert all(told), "the writer died by itself"
     writer.kill()
     told += writer.stdout.readlines()
-    writer.wait(10)
+    writer.wait(240)
     return [line for line in told if line.endswith("\n")]
 
 
@@ -77,5 +77,5 @@ def test_sweep_spares_a_live_writer_of_another_process(tmp_path: Path) -> None:
             assert writer.stdout.readline(), "the writer lost its directory and died"
     finally:
         writer.kill()
-        writer.wait(10)
+        writer.wait(240)
         writer.stdout.close()

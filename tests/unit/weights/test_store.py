@@ -26,6 +26,7 @@ from sluice.weights.errors import (
 from sluice.weights.manifest import MANIFEST_NAME, ShardFile
 from sluice.weights.shards import write_shard
 from sluice.weights.store import Staging, VersionRecord, WeightStore
+from tests.unit.weights.allocating import allocate_many
 
 
 def shard(
@@ -67,27 +68,17 @@ def test_numbers_are_never_given_twice(store: WeightStore) -> None:
     assert WeightStore(store.root).allocate(second.version).version == 4
 
 
-def allocate_many(root: str, count: int, found: multiprocessing.Queue[list[int]]) -> None:
-    store = WeightStore(root, durable=False)
-    versions = []
-    for _ in range(count):
-        staging = store.allocate(None)
-        versions.append(staging.version)
-        store.abort(staging)
-    found.put(versions)
-
-
 def test_processes_share_the_numbers(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")  # a fork of many threads may hang
     found: multiprocessing.Queue[list[int]] = context.Queue()
     processes = [
         context.Process(target=allocate_many, args=(str(tmp_path), 40, found)) for _ in range(3)
     ]
     for process in processes:
         process.start()
-    versions = [found.get(timeout=30) for _ in processes]
+    versions = [found.get(timeout=200) for _ in processes]
     for process in processes:
-        process.join(30)
+        process.join(200)
     assert sorted(itertools.chain.from_iterable(versions)) == list(range(1, 121))
 
 

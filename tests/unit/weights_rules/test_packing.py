@@ -159,6 +159,7 @@ def test_any_grouping_round_trips(
         assert torch.equal(v, tensors["v"][group * head : (group + 1) * head])
 
 
+@settings(deadline=None)
 @given(rows=st.integers(1, 10_000), multiple=st.integers(1, 256), size=st.integers(1, 64))
 def test_padding_is_the_least_that_divides(rows: int, multiple: int, size: int) -> None:
     padded = padded_rows(rows, multiple=multiple, size=size)
