@@ -17,6 +17,7 @@ import yaml
 
 from examples.demo import write_prompts
 from examples.models.tiny_qwen3 import build_tiny_qwen3
+from sluice import faults
 from sluice.loop.ledger import Ledger, LedgerGroup
 from sluice.loop.report import read_metrics
 
@@ -29,7 +30,7 @@ GRIM = {
 }
 
 
-def wait_until(condition, seconds: float = 120.0, what: str = "") -> Any:
+def wait_until(condition, seconds: float = 200.0, what: str = "") -> Any:
     """The first true value of `condition()`; fails after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
@@ -50,6 +51,15 @@ class Training:
         output, _ = self.process.communicate(timeout=seconds)
         assert self.process.returncode == 0, output
         return output
+
+    def die_at(self, point: str, passing: int = 1) -> None:
+        """Be killed (-9) at a later passing of a point of `sluice.faults`."""
+        faults.arm(self.run_dir / "faults", point, passing)
+
+    def died(self, seconds: float = 240.0) -> None:
+        """Wait for its death at the point of `die_at`."""
+        output, _ = self.process.communicate(timeout=seconds)
+        assert self.process.returncode == -signal.SIGKILL, output
 
     def rows(self) -> list[dict[str, Any]]:
         return [row for row in read_metrics(self.run_dir) if "reward_mean" in row]
@@ -87,7 +97,10 @@ class Stack:
         children = psutil.Process(self.pid("trainer")).children(recursive=True)
         return [child.pid for child in children]
 
-    def train(self, name: str, **changes: Any) -> Training:
+    def train(
+        self, name: str, *, dies_at: tuple[str, int] | None = None, **changes: Any
+    ) -> Training:
+        """Begin a run; `dies_at`: a point of `sluice.faults`, and its passing."""
         run_dir = self.run_dir / "runs" / name
         run_dir.mkdir(parents=True, exist_ok=True)
         config = {
@@ -101,14 +114,16 @@ class Stack:
             "samples_per_group": 4,
             "steps": 4,
             "checkpoint_every": 2,
-            "service_timeout_seconds": 120,
+            "service_timeout_seconds": 200,
             **changes,
         }
         path = run_dir / "run.yaml"
         path.write_text(yaml.safe_dump(config))
+        if dies_at is not None:
+            faults.arm(run_dir / "faults", *dies_at)
         process = subprocess.Popen(
             [sys.executable, "-m", "sluice.cli", "train", str(path)],
-            env=ENVIRONMENT,
+            env={**ENVIRONMENT, faults.VARIABLE: str(run_dir / "faults")},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -158,8 +173,8 @@ def stop_stack(stack: Stack) -> None:
     """Ctrl-C; it ends well and leaves no process behind."""
     pids = [psutil.Process(stack.process.pid), *psutil.Process(stack.process.pid).children(True)]
     stack.process.send_signal(signal.SIGINT)
-    assert stack.process.wait(timeout=60) == 0
-    _, alive = psutil.wait_procs(pids, timeout=10)
+    assert stack.process.wait(timeout=150) == 0
+    _, alive = psutil.wait_procs(pids, timeout=60)
     assert not alive, f"left behind: {alive}"
 
 

@@ -36,7 +36,7 @@ def test_graders_that_all_crash_end_the_run_with_their_error(stack: Stack) -> No
         group_attempts=1,
         groups_per_step=2,
     )
-    output, _ = training.process.communicate(timeout=120)
+    output, _ = training.process.communicate(timeout=240)
     assert training.process.returncode == 2
     assert "8 groups in a row were dropped" in output
     assert "ZeroDivisionError: no mercy" in output.replace("\n", " ")

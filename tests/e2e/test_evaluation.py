@@ -15,7 +15,7 @@ DENSE = {"name": "prompts", "settings": {"reward": "position_match"}}
 def run_eval(path: Path) -> list[dict[str, Any]]:
     """`sluice eval`: what it printed."""
     command = [sys.executable, "-m", "sluice.cli", "eval", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -100,7 +100,7 @@ def run(environment: dict[str, str], *command: str) -> subprocess.CompletedProce
         env=environment,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=250,
     )
 
 

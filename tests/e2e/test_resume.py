@@ -1,20 +1,11 @@
 """Runs that go on: what they need, what they find damaged, what they refuse."""
 
-import signal
-
 from sluice.loop.cut import latest_cut
 
 
-def killed_after(stack, name: str, step: int, **changes):
-    training = stack.train(name, **changes)
-    training.wait_for_step(step)
-    training.process.send_signal(signal.SIGKILL)
-    training.process.wait(timeout=10)
-    return training
-
-
 def test_blobs_that_are_gone_or_damaged_are_generated_again(stack):
-    training = killed_after(stack, "damaged", 3, steps=5)
+    training = stack.train("damaged", steps=5, dies_at=("consumed", 3))
+    training.died()
     cut = latest_cut(training.run_dir / "cuts")
     groups = [g for g in training.groups("consumed") if g.consumed_step > cut.step]
     groups += training.groups("generated")
@@ -33,7 +24,7 @@ def test_blobs_that_are_gone_or_damaged_are_generated_again(stack):
 def test_a_run_resumed_with_another_seed_is_refused(stack):
     stack.train("seeded", steps=1).finish()
     training = stack.train("seeded", steps=2, resume=True, seed=7)
-    output, _ = training.process.communicate(timeout=60)
+    output, _ = training.process.communicate(timeout=200)
     assert training.process.returncode == 2
     assert "seed: is 7, the run to resume has 0" in output
 

@@ -12,7 +12,7 @@ from tests.e2e.conftest import Stack, Training
 
 def refusal(training: Training) -> str:
     """The one line it ends with."""
-    output, _ = training.process.communicate(timeout=120)
+    output, _ = training.process.communicate(timeout=200)
     assert training.process.returncode == 2, output
     assert "Traceback" not in output
     (line,) = [line for line in output.splitlines() if line.startswith("sluice: ")]
@@ -27,14 +27,30 @@ def goes_on(stack: Stack, name: str, steps: int) -> None:
     assert consumed == {f"g{i:07}": i // 4 + 1 for i in range(4 * steps)}
 
 
+def ended_by(training, number: int) -> str:
+    """The output of a run that was asked to end, again where it did not at once."""
+    try:
+        for _ in range(3):
+            training.process.send_signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return training.process.communicate(timeout=60)[0]
+    finally:
+        training.process.kill()  # services are shared: no second run may go on beside others
+    raise AssertionError(f"three times signal {number} ended nothing")
+
+
 def test_a_second_loop_is_refused_and_the_first_goes_on(stack):
-    first = stack.train("contested", steps=40)
-    first.wait_for_step(1)
-    line = refusal(stack.train("contested", steps=5, resume=True))
-    assert f"process {first.process.pid} (sluice loop) works in" in line
-    output = first.finish()
+    first = stack.train("contested", steps=500)  # more than it makes while the second starts
+    try:
+        first.wait_for_step(1)
+        line = refusal(stack.train("contested", steps=5, resume=True))
+        assert f"process {first.process.pid} (sluice loop) works in" in line
+        first.wait_for_step(first.rows()[-1]["step"] + 2)
+    finally:
+        output = ended_by(first, signal.SIGTERM)
     assert "going back to the last cut" not in output
-    assert [row["step"] for row in first.rows()] == list(range(1, 41))
+    steps = [row["step"] for row in first.rows()]
+    assert steps == list(range(1, len(steps) + 1))
 
 
 def test_a_full_disk_ends_the_run_in_one_line_and_costs_nothing(stack):
@@ -45,18 +61,6 @@ def test_a_full_disk_ends_the_run_in_one_line_and_costs_nothing(stack):
     assert any(word in line for word in ("File too large", "disk I/O error", "disk is full")), line
     done = training.rows()[-1]["step"]
     goes_on(stack, "full", done + 3)
-
-
-def ended_by(training, number: int) -> str:
-    """The output of a run that was asked to end, again where it did not at once."""
-    try:
-        for _ in range(3):
-            training.process.send_signal(number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return training.process.communicate(timeout=20)[0]
-    finally:
-        training.process.kill()  # services are shared: no second run may go on beside others
-    raise AssertionError(f"three times signal {number} ended nothing")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)

@@ -21,7 +21,8 @@ def test_importance_weights_are_measured_where_the_loss_corrects_for_age(stack):
         assert 0 < row["importance_weight"] <= 2
         assert 0 <= row["staleness_mean"] <= row["staleness_max"] <= 2
         assert math.isfinite(row["rollout_mismatch"])
-    assert rows[-1]["staleness_max"] > 0
+    # what of the first groups later steps take; how far rollouts keep ahead then depends on speed
+    assert max(row["staleness_max"] for row in rows) > 0
     # what is not of the current policy differs from it, and the weight says so
     assert any(abs(row["importance_weight"] - 1) > 1e-4 for row in rows[2:])
 
@@ -60,7 +61,7 @@ def used_stack(stack):
 )
 def test_a_run_that_cannot_be_what_it_says_is_refused_in_one_line(used_stack, changes, message):
     training = used_stack.train(f"refused-{len(message)}", **changes)
-    output, _ = training.process.communicate(timeout=120)
+    output, _ = training.process.communicate(timeout=200)
     assert training.process.returncode == 2, output
     (line,) = [line for line in output.splitlines() if line.startswith("sluice: ")]
     assert message in line

@@ -10,6 +10,9 @@ from sluice.loop.timeline.summary import summarise
 from sluice.loop.trace import LOOP, STEP
 from tests.e2e.conftest import ENVIRONMENT
 
+CLOCKS = 0.05  # seconds by which the wall clock and the monotonic one may drift apart
+PHASES = ("wait for groups", "upload", "advantages", "forward_backward", "optimizer", "publish")
+
 
 def test_a_run_leaves_a_trace_that_adds_up(stack):
     training = stack.train("traced", steps=3)
@@ -19,18 +22,20 @@ def test_a_run_leaves_a_trace_that_adds_up(stack):
     rows = training.rows()
     steps = [span for span in trace.of(LOOP) if span.name == STEP]
     for row, step in zip(rows, steps, strict=True):
-        assert step.duration >= row["step_seconds"]
+        assert step.duration >= row["step_seconds"] - CLOCKS
     summary = summarise(trace)
     assert summary.sample_count == 3 * 16
     assert sum(summary.steps.values()) == pytest.approx(sum(s.duration for s in steps), rel=0.05)
-    waited = sum(row["rollout_seconds"] for row in rows)
-    assert summary.steps["wait for groups"] == pytest.approx(waited, rel=0.05)
-    assert summary.steps["publish"] > 0
-    assert summary.steps["other"] < 0.5 * sum(summary.steps.values())
+    waits = [span for span in trace.of(LOOP) if span.name == "wait for groups"]
+    assert summary.steps["wait for groups"] == pytest.approx(sum(s.duration for s in waits))
+    for row, wait in zip(rows, waits, strict=True):
+        assert 0 < wait.duration <= row["rollout_seconds"] + CLOCKS
+    assert summary.steps.keys() >= {*PHASES, "other"}
+    assert all(summary.steps[name] > 0 for name in PHASES)
     # every sample is traced from the begin of its group, inside the wait of its step
-    for wait in (span for span in trace.of(LOOP) if span.name == "wait for groups"):
+    for wait in waits:
         inside = [span for span in trace.samples if wait.start <= span.start < wait.end]
-        assert max(span.end for span in inside) <= wait.end + 0.05
+        assert max(span.end for span in inside) <= wait.end + CLOCKS
     samples = {(s.group, s.episode) for s in trace.samples if s.episode >= 0}
     for group, episode in samples:
         spans = [s for s in trace.samples if s.group == group and s.episode in (-1, episode)]
@@ -41,13 +46,13 @@ def test_a_run_leaves_a_trace_that_adds_up(stack):
 def test_the_page_is_written_beside_the_run(stack):
     run_dir = stack.run_dir / "runs" / "traced"  # of the test before
     command = [sys.executable, "-m", "sluice.cli", "trace", str(run_dir)]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "decode" in done.stdout
     page = (run_dir / "trace.html").read_text()
     assert "http" not in page
     wrong = subprocess.run(
-        [*command, "--steps", "x"], env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+        [*command, "--steps", "x"], env=ENVIRONMENT, capture_output=True, text=True, timeout=200
     )
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("sluice: --steps")

@@ -31,16 +31,14 @@ def test_a_run_trains_every_group_once_and_leaves_its_report(stack):
 
 def test_a_run_is_not_overwritten(stack):
     training = stack.train("plain")  # the run directory of the test before
-    output, _ = training.process.communicate(timeout=60)
+    output, _ = training.process.communicate(timeout=200)
     assert training.process.returncode == 2
     assert "holds a run" in output
 
 
 def test_a_killed_loop_resumes_from_its_cut_and_loses_nothing(stack):
-    training = stack.train("killed-loop", steps=6)
-    training.wait_for_step(3)
-    training.process.send_signal(signal.SIGKILL)
-    training.process.wait(timeout=10)
+    training = stack.train("killed-loop", steps=6, dies_at=("consumed", 3))
+    training.died()
     cut = latest_cut(training.run_dir / "cuts")
     assert cut is not None
     assert cut.step == 2
@@ -80,7 +78,7 @@ def test_bad_settings_end_in_one_line(stack, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({"run_dir": str(tmp_path), "setps": 3}))
     command = [sys.executable, "-m", "sluice.cli", "train", str(path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 2
     assert "setps: unknown key" in ended.stderr
     assert "Traceback" not in ended.stderr

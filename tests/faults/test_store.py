@@ -23,7 +23,8 @@ def test_blobs_stay_bounded_and_no_named_one_is_removed(stack, long_run):
     blobs = BlobStore(stack[0].directory / "store")
     named = set().union(*(blobs.pinned(owner) for owner in blobs.owners()))
     there = {path.name for path in (blobs.root / "blobs").glob("[0-9a-f][0-9a-f]/*")}
-    assert there == named
+    assert named <= there
+    assert len(there - named) <= GROUPS  # of a rollout let go of beside the last collection
     ledger = Ledger(long_run.directory / "ledger.sqlite")
     own = {group.blob.digest for group in ledger.groups("consumed")}
     ledger.close()

@@ -96,7 +96,7 @@ def test_a_directory_has_one_owner_who_is_named(tmp_path):
         with owned(tmp_path / "run", "train"):  # another role
             pass
         holder.kill()
-        holder.wait(timeout=10)
+        holder.wait(timeout=60)
         with owned(tmp_path / "run", "up"):  # the kernel ended the claim
             pass
 

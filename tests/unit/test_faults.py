@@ -21,7 +21,7 @@ def run(directory: Path | None) -> subprocess.CompletedProcess[str]:
     if directory is not None:
         environment[faults.VARIABLE] = str(directory)
     command = [sys.executable, "-c", CODE]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
 
 
 def test_a_process_dies_at_the_passing_named_and_its_next_life_does_not(tmp_path):

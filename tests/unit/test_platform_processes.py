@@ -31,7 +31,7 @@ def run(script: str, *paths: Path, **environment: str) -> subprocess.CompletedPr
         },
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
 
@@ -227,7 +227,7 @@ rank = int(sys.argv[1])
 for backend in (npu.collective, npu.collectives):
     dist.init_process_group(
         backend, init_method=f"file://{sys.argv[2]}-{backend[:3]}", rank=rank, world_size=2,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=240),
     )
     total = torch.full((3,), rank + 1.0, device=npu.device(rank))
     dist.all_reduce(total)
@@ -250,7 +250,7 @@ def test_hccl_groups_of_two_ranks_reduce(tmp_path: Path):
         for rank in range(2)
     ]
     try:
-        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+        assert [rank.wait(timeout=240) for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:
             rank.kill()

@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 calls: Counter[str] = Counter()
+_writing = threading.RLock()
 
 
 def count(name: str) -> None:
@@ -26,8 +28,13 @@ def count(name: str) -> None:
 
 def write() -> None:
     directory = os.environ.get("FAKE_NPU_CALLS")
-    if directory:
-        Path(directory, f"{os.getpid()}.json").write_text(json.dumps(calls, sort_keys=True))
+    if not directory:
+        return
+    path = Path(directory, f"{os.getpid()}.json")
+    partial = path.with_suffix(".partial")
+    with _writing:  # readers see a whole file, and the latest
+        partial.write_text(json.dumps(calls, sort_keys=True))
+        partial.rename(path)
 
 
 def counted(function: Callable[..., Any], name: str) -> Callable[..., Any]:

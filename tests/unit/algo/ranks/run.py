@@ -23,7 +23,7 @@ import torch.distributed as dist
 from sluice.algo.collectives import Collectives, create_monitor
 
 WORLD = 4
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=180)
 
 
 @dataclass(frozen=True)
