@@ -34,7 +34,7 @@ async def test_a_rank_killed_in_mid_step_costs_no_number(tmp_path: Path) -> None
     model = build_tiny_qwen3(tmp_path / "model", 0)
     with running_trainer(tmp_path / "trainer", model, **SETTINGS) as running:
         async with running.client() as client:
-            ready = await until(client, lambda now: now.state == ACTIVE, seconds=120.0)
+            ready = await until(client, lambda now: now.state == ACTIVE)
             assert (ready.layout.tensor, ready.layout.data) == (2, 1)
             batch = await upload(client, "kill", make_groups("kill", seed=8))
             scored = await client.compute_logprobs(batch)
@@ -53,13 +53,11 @@ async def test_a_rank_killed_in_mid_step_costs_no_number(tmp_path: Path) -> None
             async def is_under_way() -> bool:
                 return any("forward_backward" in w.what for w in await client.list_waits())
 
-            await poll(is_under_way, seconds=20.0)
+            await poll(is_under_way)
             end(ranks[1], signal.SIGKILL)
             with pytest.raises(RemoteError):
                 await passing
-            again = await until(
-                client, lambda now: now.state == ACTIVE and now.restart_count == 1, seconds=120.0
-            )
+            again = await until(client, lambda now: now.state == ACTIVE and now.restart_count == 1)
             assert again.step == step - 1
             await client.compute_advantages(batch, AdvantageSpec(name="grpo"))
             assert await train_step(client, batch) == expected

@@ -38,7 +38,7 @@ async def test_an_engine_receives_what_the_ranks_published_as_deltas(tmp_path: P
         running_engines(tmp_path, model, trainer.store, trainer.security, 1) as (engine,),
     ):
         async with trainer.client() as client, engine.client() as served:
-            await until(client, lambda now: now.state == ACTIVE, seconds=120.0)
+            await until(client, lambda now: now.state == ACTIVE)
             await poll(lambda: serves(served), 60)
             batch = await upload(client, "sent", make_groups("sent", seed=8))
             await train_step(client, batch)

@@ -16,7 +16,7 @@ from services.rollout.backends.sglang.engine import SglangEngine
 from services.rollout.engine import PauseMode
 from services.rollout.errors import EngineFailedError
 from sluice.weights.store import VersionRecord
-from tests.contract.engine.cases import Model, complete, request_of
+from tests.contract.engine.cases import PATIENCE, Model, complete, request_of
 from tests.sglang.conftest import Start
 from tests.sglang_servers import PYTHON
 
@@ -47,7 +47,7 @@ async def test_a_killed_server_is_restarted_with_the_weights_it_had(
     processes = family([server])
     victim = processes[0] if whose == "server" else scheduler_of(processes)
     task = asyncio.create_task(complete(engine, request_of("a", [1, 2], 4, max_new_tokens=3000)))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while engine.status().decode_tokens_total < 10:
             await asyncio.sleep(0.01)
         victim.kill()
@@ -65,7 +65,7 @@ async def test_a_killed_server_is_restarted_with_the_weights_it_had(
     assert sample.logprobs == pytest.approx(expected, abs=1e-3)
     (load,) = engine.status().rank_loads
     assert (load.running_count, load.waiting_count, load.used_tokens) == (0, 0, 0)
-    psutil.wait_procs(processes, timeout=10)
+    psutil.wait_procs(processes, timeout=PATIENCE)
     assert not [process for process in processes if process.is_running()]
 
 
@@ -121,8 +121,8 @@ def test_no_process_outlives_the_one_that_started_it(
         assert len(processes) > 2
     finally:
         owner.kill()
-        owner.wait(timeout=10)
-    _, alive = psutil.wait_procs(processes, timeout=20)
+        owner.wait(timeout=PATIENCE)
+    _, alive = psutil.wait_procs(processes, timeout=PATIENCE)
     for process in alive:
         process.kill()
     assert not alive

@@ -85,7 +85,7 @@ async def test_an_encoder_apart_gives_the_same_tokens_as_one_server(
         while apart._replica._servers.published_count < 1:
             await asyncio.sleep(0.2)
     assert apart._replica._servers._encoders[0].launch.url != before
-    again = await asyncio.wait_for(complete(apart, request_for("new", [picture(5)])), 60)
+    again = await asyncio.wait_for(complete(apart, request_for("new", [picture(5)])), SECONDS)
     assert len(again[0].token_ids) == 12
     check_same(await answers(apart), expected)
 

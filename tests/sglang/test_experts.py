@@ -14,7 +14,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from services.rollout.engine import Delta, FinishReason, PauseMode
 from sluice.weights.store import WeightStore, import_checkpoint
-from tests.contract.engine.cases import SIZES, Model, complete, request_of
+from tests.contract.engine.cases import PATIENCE, SIZES, Model, complete, request_of
 from tests.sglang.conftest import Start
 
 CHOSEN, EXPERTS = 2, 8
@@ -81,7 +81,7 @@ async def test_experts_are_those_of_the_models_own_router(launch: Start, tmp_pat
 
     drawn: list[Delta] = []
     request = request_of("cut", [4, 2], temperature=0, max_new_tokens=3000, stream=True)
-    async with asyncio.timeout(30), aclosing(engine.generate(request)) as deltas:
+    async with asyncio.timeout(PATIENCE), aclosing(engine.generate(request)) as deltas:
         async for delta in deltas:
             drawn.append(delta)
             if len(drawn) == 5:

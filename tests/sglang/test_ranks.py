@@ -10,7 +10,7 @@ from services.rollout.backends.sglang.engine import SglangEngine
 from services.rollout.engine import Generation, PauseMode, Sampling
 from sluice.runtime.errors import InvalidFieldError
 from sluice.weights.store import VersionRecord
-from tests.contract.engine.cases import Model, complete
+from tests.contract.engine.cases import PATIENCE, Model, complete
 from tests.sglang.conftest import Start
 
 
@@ -37,7 +37,7 @@ async def test_both_ranks_are_used_evenly_and_take_new_weights(
         asyncio.create_task(complete(engine, request_at(number % 2, str(number), 800)))
         for number in range(8)
     ]
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while any(load.running_count < 8 for load in engine.status().rank_loads):
             await asyncio.sleep(0.02)
         while await server_loads(engine) != [8, 8]:

@@ -90,7 +90,7 @@ async def test_an_abort_in_a_pause_ends_with_what_has_come(attach: Start) -> Non
     engine = await attach()
     request = request_of("a", [1, 2], 2, max_new_tokens=3000, stream=True)
     task = asyncio.create_task(gather(engine, request))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         while engine.status().decode_tokens_total < 20:
             await asyncio.sleep(0.01)
         await engine.pause(PauseMode.IN_PLACE)
@@ -120,7 +120,7 @@ async def test_a_client_that_goes_away_leaves_nothing_running(attach: Start) -> 
         async with aclosing(engine.generate(request)) as deltas:
             await anext(deltas)
     loads = await engine._replica.line.client.get("/v1/loads")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         while loads["loads"][0]["num_running_reqs"]:
             await asyncio.sleep(0.1)
             await complete(engine, request_of("b", [1], max_new_tokens=1))

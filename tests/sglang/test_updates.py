@@ -21,7 +21,7 @@ from sluice.weights.transfer.plan import Bucket, Membership, plan_buckets
 from tests.contract.engine.cases import Model, complete, request_of
 from tests.sglang.conftest import Start
 
-SECONDS = 120.0
+SECONDS = 240.0
 LENGTH = 1000  # tokens: an update comes before the end
 
 
