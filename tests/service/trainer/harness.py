@@ -75,7 +75,7 @@ def running_trainer(root: Path, model: Path, **settings: Any) -> Iterator[Runnin
         },
     )
     try:
-        address = _await_address(process, root / "address.json")
+        address = await_address(process, root / "address.json")
         security = SecurityConfig(token_file=root / "token")
         yield RunningTrainer(process, address, Path(values["store"]), security)
     finally:
@@ -87,11 +87,12 @@ def running_trainer(root: Path, model: Path, **settings: Any) -> Iterator[Runnin
             process.wait()
 
 
-def _await_address(process: subprocess.Popen[bytes], file: Path) -> str:
+def await_address(process: subprocess.Popen[bytes], file: Path) -> str:
+    """What a service that starts writes into its address file."""
     deadline = time.monotonic() + PATIENCE
     while not file.exists():
-        assert process.poll() is None, f"the front exited with {process.returncode}"
-        assert time.monotonic() < deadline, "the front does not listen"
+        assert process.poll() is None, f"it exited with {process.returncode}"
+        assert time.monotonic() < deadline, f"no {file} came: it does not listen"
         time.sleep(0.02)
     address: str = json.loads(file.read_text())["address"]
     return address

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +16,9 @@ import yaml
 
 from sluice import faults
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
-from sluice.client import EngineClient
+from sluice.client import EngineClient, RemoteError
 from sluice.runtime.security import SecurityConfig
-
-PATIENCE = 200.0  # seconds for anything: several that import torch at once starve
+from tests.service.trainer.harness import await_address
 
 
 @dataclass
@@ -70,7 +67,7 @@ def running_engines(
         engines = []
         for index, process in enumerate(processes):
             directory = root / f"engine-{index}"
-            address = _await_address(process, directory / "address.json")
+            address = await_address(process, directory / "address.json")
             engines.append(RunningEngine(directory.name, directory, process, address, security))
         yield engines
     finally:
@@ -107,11 +104,9 @@ def _launch(
     )
 
 
-def _await_address(process: subprocess.Popen[bytes], file: Path) -> str:
-    deadline = time.monotonic() + PATIENCE
-    while not file.exists():
-        assert process.poll() is None, f"the engine exited with {process.returncode}"
-        assert time.monotonic() < deadline, "the engine does not listen"
-        time.sleep(0.02)
-    address: str = json.loads(file.read_text())["address"]
-    return address
+async def serves(client: EngineClient) -> bool:
+    """Whether the engine answers, and has weights."""
+    try:
+        return (await client.get()).HasField("weights")
+    except RemoteError:
+        return False

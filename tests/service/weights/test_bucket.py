@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
-from sluice.client import RemoteError, TrainerClient
+from sluice.client import TrainerClient
 from sluice.weights.bucket import BucketWeightStore
 from tests.s3_server import environment, make_bucket, running_s3
 from tests.service.trainer.harness import ACTIVE, RunningTrainer, poll, running_trainer, until
-from tests.service.weights.harness import RunningEngine, running_engines
+from tests.service.weights.harness import RunningEngine, running_engines, serves
 
 URL = "s3://weights/run"
 
@@ -64,14 +64,7 @@ async def test_versions_travel_through_the_bucket(
 ) -> None:
     store = BucketWeightStore(URL, tmp_path)
     async with engine.client() as served:
-
-        async def is_up() -> bool:
-            try:
-                return (await served.get()).HasField("weights")
-            except RemoteError:
-                return False
-
-        await poll(is_up)
+        await poll(lambda: serves(served))
         sizes = []
         for _ in range(3):
             published = await client.publish_weights()

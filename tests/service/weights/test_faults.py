@@ -24,7 +24,7 @@ from tests.service.trainer.harness import (
     until,
     upload,
 )
-from tests.service.weights.harness import RunningEngine, running_engines
+from tests.service.weights.harness import RunningEngine, running_engines, serves
 
 ROOM = 10_000  # bytes of a file on a disk that is nearly full
 
@@ -73,15 +73,8 @@ async def client(trainer: RunningTrainer) -> AsyncIterator[TrainerClient]:
 async def clients(engines: list[RunningEngine]) -> AsyncIterator[list[EngineClient]]:
     async with engines[0].client() as first, engines[1].client() as second:
         for served in (first, second):
-            await poll(lambda served=served: _serves(served))
+            await poll(lambda served=served: serves(served))
         yield [first, second]
-
-
-async def _serves(client: EngineClient) -> bool:
-    try:
-        return (await client.get()).HasField("weights")
-    except RemoteError:
-        return False
 
 
 async def score(client: EngineClient) -> list[float]:

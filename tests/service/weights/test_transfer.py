@@ -28,7 +28,7 @@ from tests.service.trainer.harness import (
     until,
     upload,
 )
-from tests.service.weights.harness import RunningEngine, running_engines
+from tests.service.weights.harness import RunningEngine, running_engines, serves
 
 SECONDS = PATIENCE / 2  # of a transfer; no test waits for it
 TOKENS = [1, 2, 3, 4, 5, 6]
@@ -72,17 +72,10 @@ async def clients(engines: list[RunningEngine]) -> AsyncIterator[list[EngineClie
     opened = [engine.client() for engine in engines]
     for engine, client in zip(engines, opened, strict=True):
         if engine.process.poll() is None:
-            await poll(lambda client=client: _serves(client))
+            await poll(lambda client=client: serves(client))
     yield opened
     for client in opened:
         await client.close()
-
-
-async def _serves(client: EngineClient) -> bool:
-    try:
-        return (await client.get()).HasField("weights")
-    except RemoteError:
-        return False
 
 
 async def score(client: EngineClient) -> list[float]:
