@@ -6,10 +6,16 @@
 JSON lines: the first holds the digest of the request, each further one a finished group and its
 blob, or groups that were cancelled. Any worker of the store can go on from it. The blobs are
 pinned by `rollout/<request id>` until retention removes the journal.
+
+Nobody locks a journal: only `open` creates one, lines are one write at its end, and a rename
+takes the lines of those who write just then along. Each write begins on a new line, so that one
+which a crash or a full disk cut off spoils no other; its groups are sampled again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import time
@@ -46,34 +52,40 @@ class Journals:
 
     def open(self, request_id: str, body: str) -> Progress:
         """What is known of a rollout; begins its journal if it is new."""
-        for path in (self._path(request_id), self._settled_path(request_id)):
-            if path.exists() and (progress := _read(path)) is not None:
-                return progress
-        self._append(request_id, [{"body": body, "created": time.time()}])
-        if self._sync:
-            sync_path(self._root)
-        faults.point("journal.opened")
-        return Progress(body)
+        while (progress := self._read(request_id)) is None:  # whoever is first, its line counts
+            line = {"body": body, "created": time.time()}
+            self._write(self._path(request_id), [line], os.O_CREAT)
+            if self._sync:
+                sync_path(self._root)
+            faults.point("journal.opened")
+        return progress
 
     def record(self, request_id: str, groups: Mapping[str, BlobReference]) -> None:
-        """Pin the blobs of finished groups and make them known; durable when it returns."""
+        """Pin the blobs of finished groups and make them known; durable when it returns.
+
+        Raises FileNotFoundError when the rollout has been forgotten.
+        """
         self._blobs.pin(_owner(request_id), [blob.digest for blob in groups.values()])
         lines = [
             {"group": group_id, "blob": blob.digest, "size": blob.size}
             for group_id, blob in groups.items()
         ]
-        self._append(request_id, lines)
+        try:
+            self._append(request_id, lines)
+        except FileNotFoundError:
+            self._blobs.unpin(_owner(request_id))  # no journal is left that would
+            raise
         faults.point("journal.recorded")
 
     def cancel(self, request_id: str, group_ids: Iterable[str]) -> None:
         """Remember that these groups are not to be run again."""
-        self._append(request_id, [{"cancelled": sorted(group_ids)}])
+        with contextlib.suppress(FileNotFoundError):  # forgotten: nobody runs any of them again
+            self._append(request_id, [{"cancelled": sorted(group_ids)}])
 
     def settle(self, request_id: str, keep: int) -> None:
         """Every group is settled; forget all settled rollouts but the `keep` latest."""
-        path = self._path(request_id)
-        if path.exists():
-            path.rename(self._settled_path(request_id))
+        with contextlib.suppress(FileNotFoundError):  # another worker has settled it
+            self._path(request_id).rename(self._settled_path(request_id))
             faults.point("journal.settled")
         settled: list[tuple[float, str]] = []
         abandoned: list[tuple[float, str]] = []
@@ -91,14 +103,28 @@ class Journals:
             (self._root / name).unlink(missing_ok=True)
 
     def _append(self, request_id: str, lines: Iterable[Mapping[str, Any]]) -> None:
-        path = self._path(request_id)
-        if not path.exists() and self._settled_path(request_id).exists():
-            path = self._settled_path(request_id)
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        with path.open("ab", buffering=0) as file:
-            file.write(text.encode())
+        try:
+            self._write(self._path(request_id), lines)
+        except FileNotFoundError:  # it is only ever renamed this way round
+            self._write(self._settled_path(request_id), lines)
+
+    def _write(self, path: Path, lines: Iterable[Mapping[str, Any]], flags: int = 0) -> None:
+        data = "".join(f"\n{json.dumps(line)}" for line in lines).encode()
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | flags, 0o666)
+        try:
+            if os.write(file, data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
             if self._sync:
-                os.fsync(file.fileno())
+                os.fsync(file)
+        finally:
+            os.close(file)
+
+    def _read(self, request_id: str) -> Progress | None:
+        for path in (self._path(request_id), self._settled_path(request_id)):
+            with contextlib.suppress(FileNotFoundError):
+                if (progress := _read(path)) is not None:
+                    return progress
+        return None
 
     def _path(self, request_id: str) -> Path:
         return self._root / f"{quote(request_id, safe='')}{OPEN}"
@@ -112,19 +138,18 @@ def _owner(request_id: str) -> str:
 
 
 def _read(path: Path) -> Progress | None:
-    """None for a journal without a first line. A line that a crash cut off is cut off for good."""
+    """None for a journal without the line of its request."""
     progress: Progress | None = None
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole != len(data):
-        os.truncate(path, whole)
-    for line in data[:whole].splitlines():
-        entry = json.loads(line)
+    for line in path.read_bytes().splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:  # cut off, or the empty one before the first
+            continue
         if progress is None:
-            progress = Progress(entry["body"])
+            progress = Progress(entry["body"]) if "body" in entry else None
         elif "cancelled" in entry:
             progress.cancelled.update(entry["cancelled"])
-        else:
+        elif "group" in entry:
             blob = BlobReference(entry["blob"], entry["size"])
             progress.finished.setdefault(entry["group"], blob)
     return progress

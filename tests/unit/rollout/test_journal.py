@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +75,68 @@ def test_a_line_torn_by_a_crash_is_forgotten_for_good(blobs: BlobStore) -> None:
         store.record("r", put(blobs, "b"))
         again = journals(blobs).open("r", "body")
         assert again.finished.keys() == progress.finished.keys() | {"b"}, f"cut at {cut}"
+
+
+def test_a_line_cut_off_by_a_full_disk_spoils_no_other(blobs: BlobStore) -> None:
+    store = journals(blobs)
+    store.open("r", "body")
+    path = blobs.root / "rollouts" / "r.open"
+    store.record("r", put(blobs, "a"))
+    whole = path.stat().st_size
+    store.record("r", put(blobs, "b"))
+    for size in range(whole, path.stat().st_size):
+        data = path.read_bytes()[:size]
+        path.write_bytes(data)
+        store.record("r", put(blobs, "c"))  # by a process that has not read it anew
+        assert journals(blobs).open("r", "body").finished.keys() == {"a", "c"}, f"cut at {size}"
+        path.write_bytes(data)
+        store.record("r", put(blobs, "b"))
+
+
+def test_a_rollout_settled_in_the_middle_of_a_write_keeps_the_line(blobs: BlobStore) -> None:
+    def cancel_and_settle(name: str) -> None:
+        store = journals(blobs)
+        store.open(name, "body")
+        calls = [lambda: store.cancel(name, ["c"]), lambda: store.settle(name, keep=999)]
+        for future in [pool.submit(call) for call in calls]:
+            future.result()
+        progress = store.open(name, "body")
+        assert (progress.body, progress.cancelled) == ("body", {"c"})
+        assert not (blobs.root / "rollouts" / f"{name}.open").exists()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            for index in range(300):
+                cancel_and_settle(f"r{index}")
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_what_is_forgotten_is_not_begun_again_by_a_late_write(blobs: BlobStore) -> None:
+    store = journals(blobs)
+    store.open("r", "body")
+    store.record("r", put(blobs, "a"))
+    store.settle("r", keep=0)
+    store.cancel("r", ["c"])
+    with pytest.raises(FileNotFoundError):
+        store.record("r", put(blobs, "b"))
+    assert list((blobs.root / "rollouts").iterdir()) == []
+    assert blobs.owners() == []
+    assert store.open("r", "another body").body == "another body"
+
+
+def test_two_workers_that_begin_a_rollout_at_once_agree(blobs: BlobStore) -> None:
+    first, second = journals(blobs), journals(blobs)
+    first.open("r", "body")
+    path = blobs.root / "rollouts" / "r.open"
+    path.write_bytes(
+        path.read_bytes() + path.read_bytes().replace(b'body": "body', b'body": "late')
+    )
+    second.record("r", put(blobs, "a"))
+    progress = second.open("r", "late")
+    assert (progress.body, progress.finished.keys()) == ("body", {"a"})
 
 
 def test_retention_keeps_the_latest_settled_and_all_that_go_on(blobs: BlobStore) -> None:
