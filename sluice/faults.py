@@ -11,6 +11,8 @@ import os
 import signal
 from pathlib import Path
 
+from sluice.durable import locked
+
 VARIABLE = "SLUICE_FAULT"
 
 _directory = os.environ.get(VARIABLE, "")
@@ -30,15 +32,18 @@ def point(name: str) -> None:
 def due(name: str) -> bool:
     """Count a passing of the fault `name`; whether it has to fire now."""
     path = Path(_directory, name)
-    try:
-        left = int(path.read_text()) - 1
+    if not path.exists():
+        return False
+    with locked(_lock_of(path.parent)):
+        try:
+            left = int(path.read_text()) - 1
+        except FileNotFoundError:  # taken back, or another process was first
+            return False
         if left > 0:
             path.write_text(str(left))
-            return False
-        path.unlink()
-    except FileNotFoundError:  # not armed, or another process was first
-        return False
-    return True
+        else:
+            path.unlink()
+        return left <= 0
 
 
 def arm(directory: Path, name: str, passing: int = 1) -> None:
@@ -51,7 +56,14 @@ def arm(directory: Path, name: str, passing: int = 1) -> None:
 
 def disarm(directory: Path) -> list[str]:
     """Take back what has not fired; returns the names."""
-    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
-    for name in names:
-        (directory / name).unlink(missing_ok=True)
+    if not directory.is_dir():
+        return []
+    with locked(_lock_of(directory)):
+        names = [path.name for path in directory.iterdir()]
+        for name in names:
+            (directory / name).unlink()
     return names
+
+
+def _lock_of(directory: Path) -> Path:
+    return directory.with_name(f"{directory.name}.lock")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -309,7 +310,8 @@ class Supervisor:
                 await process.wait()
         except TimeoutError:
             logger.warning("%s does not stop; killing it", service.name)
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has stopped after all
+                os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
 
     def _write_services(self) -> None:

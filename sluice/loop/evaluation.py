@@ -63,6 +63,8 @@ class Scores(Protocol):
 
     def has_evaluation(self, when: str, dataset: str, step: int) -> bool: ...
 
+    def last_score(self, dataset: str) -> float | None: ...
+
 
 class EvaluationLane:
     """The evaluations of a run; at most one at a time.
@@ -78,7 +80,6 @@ class EvaluationLane:
         self._sources: Mapping[str, PromptSource] = {
             name: load_prompts(data.prompts, config.seed) for name, data in datasets.items()
         }
-        self._scores: dict[str, float] = {}
         self._running: asyncio.Task[None] | None = None
 
     @property
@@ -94,8 +95,9 @@ class EvaluationLane:
             return False
         wanted = {n: d.stop_at_score for n, d in self._evaluation.datasets.items()}
         limits = {name: limit for name, limit in wanted.items() if limit is not None}
+        scores = {name: self._report.last_score(name) for name in limits}
         return bool(limits) and all(
-            self._scores.get(name, -float("inf")) >= limit for name, limit in limits.items()
+            score is not None and score >= limits[name] for name, score in scores.items()
         )
 
     def is_due(self, step: int) -> bool:
@@ -164,7 +166,6 @@ class EvaluationLane:
                 "samples_per_group": data.samples,
                 "seconds": time.monotonic() - start,
             }
-            self._scores[name] = scored.reward_mean
             self._report.evaluation(row)
 
     async def _score(

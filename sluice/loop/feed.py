@@ -222,7 +222,8 @@ class GroupFeed:
             faults.point("surplus")
         self._unsent.sort(key=lambda group: group.position)
         for call in self._calls:
-            if named := call.release(group.group_id for group in late):
+            named = call.release(group.group_id for group in late)
+            if named and call.request_id:  # a worker may know of them
                 task = asyncio.create_task(self._cancel(call.request_id, named))
                 self._cancelling.add(task)
                 task.add_done_callback(self._cancelling.discard)
@@ -247,7 +248,12 @@ class GroupFeed:
             logger.warning("%d groups were not cancelled: %s", len(group_ids), error)
 
     def _start(self, groups: Sequence[LedgerGroup]) -> None:
-        task = asyncio.create_task(self._roll_out(groups))
+        waiting = {group.group_id: group for group in groups}
+        patience = self._config.patience_seconds
+        call = GroupCall(self._workers, self._build_request, self, waiting, patience)
+        self._calls.add(call)  # a step may settle its groups before its task begins
+        task = asyncio.create_task(call.see_through())
+        task.add_done_callback(lambda _: self._calls.discard(call))
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
@@ -256,16 +262,6 @@ class GroupFeed:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = self._failure or error  # what came first; others may follow from it
         self._changed.set()
-
-    async def _roll_out(self, groups: Sequence[LedgerGroup]) -> None:
-        waiting = {group.group_id: group for group in groups}
-        patience = self._config.patience_seconds
-        call = GroupCall(self._workers, self._build_request, self, waiting, patience)
-        self._calls.add(call)
-        try:
-            await call.see_through()
-        finally:
-            self._calls.discard(call)
 
     async def version_known(self, version: int) -> None:
         """Wait until the ledger knows a version.

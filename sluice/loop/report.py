@@ -26,7 +26,7 @@ class Report:
         self._run_dir = run_dir
         self._path = run_dir / "metrics.jsonl"
         self._line = line
-        self._evaluated: set[tuple[str, str, int]] = set()
+        self._scores: dict[tuple[str, str, int], float] = {}
         self._console = console or Console(stderr=True)
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -61,7 +61,7 @@ class Report:
     def evaluation(self, row: dict[str, Any]) -> None:
         """Scores of one data set: a line of metrics.jsonl and of the terminal."""
         self._append(row)
-        self._evaluated.add((row["evaluation"], row["dataset"], row["step"]))
+        self._scores[_evaluation_of(row)] = row["score"]
         passes = "".join(f", {k} {v:.3f}" for k, v in row.items() if k.startswith("pass@"))
         error = row["score_error"]
         spread = "" if error is None else f" ± {error:.3f}"
@@ -73,7 +73,13 @@ class Report:
 
     def has_evaluation(self, when: str, dataset: str, step: int) -> bool:
         """Whether these scores were reported before."""
-        return (when, dataset, step) in self._evaluated
+        return (when, dataset, step) in self._scores
+
+    def last_score(self, dataset: str) -> float | None:
+        """The latest on a data set, of this run or the one that it goes on from."""
+        return next(
+            (s for (_, name, _), s in reversed(self._scores.items()) if name == dataset), None
+        )
 
     def note(self, text: str) -> None:
         self._console.print(text, highlight=False)
@@ -83,9 +89,7 @@ class Report:
         kept = [row for row in read_metrics(self._run_dir) if row["step"] <= step]
         text = "".join(json.dumps(row) + "\n" for row in kept)
         replace_file(self._path, text.encode(), temporary=self._run_dir)
-        self._evaluated = {
-            (row["evaluation"], row["dataset"], row["step"]) for row in kept if "dataset" in row
-        }
+        self._scores = {_evaluation_of(row): row["score"] for row in kept if "dataset" in row}
         return [row["reward_mean"] for row in kept if "reward_mean" in row]
 
     def plot(self) -> Path | None:
@@ -98,6 +102,10 @@ class Report:
     def _append(self, row: dict[str, Any]) -> None:
         with self._path.open("a") as file:
             file.write(json.dumps(row) + "\n")
+
+
+def _evaluation_of(row: dict[str, Any]) -> tuple[str, str, int]:
+    return row["evaluation"], row["dataset"], row["step"]
 
 
 def _versions(row: dict[str, Any]) -> str:

@@ -77,7 +77,10 @@ class Retention:
     async def settle(self) -> None:
         """Wait for what is being pinned or removed."""
         tasks = [task for task in (self._holding, self._removing) if task is not None]
-        await asyncio.gather(*tasks)
+        if tasks:
+            await asyncio.wait(tasks)  # unlike gather it leaves them be when the run is stopped
+        for task in tasks:
+            task.result()
 
     async def close(self) -> None:
         """Wait for what is under way; the pins stay for a later resume."""
@@ -120,13 +123,16 @@ class Retention:
         if self._version is not None:
             versions.add(self._version)
         faults.point("cuts_removed")
-        work = asyncio.to_thread(self._remove, spare, checkpoints, versions)
+        try:  # waited for: the next version is pinned by then, and is in no cut yet
+            await asyncio.to_thread(self._unpin_weights, versions)
+        except OSError as error:
+            logger.warning("store: versions were not unpinned: %s", error)
+        work = asyncio.to_thread(self._remove, spare, checkpoints)
         self._removing = asyncio.create_task(work, name="remove what is not needed")
 
-    def _remove(self, spare: set[str], checkpoints: set[str], versions: Collection[int]) -> None:
+    def _remove(self, spare: set[str], checkpoints: set[str]) -> None:
         try:
             self._remove_checkpoints(checkpoints)
-            self._unpin_weights(versions)
             if spare:
                 self._blobs.unpin(self._owner, spare)
             faults.point("unpinned")

@@ -30,6 +30,9 @@ class PrintedScores:
     def has_evaluation(self, when: str, dataset: str, step: int) -> bool:
         return False
 
+    def last_score(self, dataset: str) -> float | None:
+        return None
+
 
 async def score_now(config: RunConfig, router: str) -> None:
     """Print the scores of every data set; no trainer is asked for anything.

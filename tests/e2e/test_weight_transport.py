@@ -20,7 +20,7 @@ def sending(tmp_path_factory):
         "optim": {"learning_rate": 1e-5},
         "ranks": {"count": 2},
         "publish": {"delta": True, "chain": 3},
-        "transfer": {"enabled": True, "timeout_seconds": 10.0},
+        "transfer": {"enabled": True},
     }
     stack = start_stack(run_dir, trainer={"kind": "trainer", "config": config})
     yield stack

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from sluice import faults
@@ -31,6 +32,20 @@ def test_a_process_dies_at_the_passing_named_and_its_next_life_does_not(tmp_path
     assert first.stdout.split() == ["0", "1", "2"]
     again = run(tmp_path)
     assert (again.returncode, again.stdout.split()) == (0, ["0", "1", "2", "3", "4"])
+
+
+def test_passings_of_many_threads_are_all_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(faults, "_directory", str(tmp_path))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for _ in range(20):
+                faults.arm(tmp_path, "written", 8)
+                fired = list(pool.map(lambda _: faults.due("written"), range(12)))
+                assert sum(fired) == 1
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_nothing_fires_that_is_not_armed_or_not_asked_for(tmp_path):

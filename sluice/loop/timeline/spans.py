@@ -70,11 +70,16 @@ def load(run_dir: Path, first: int | None = None, last: int | None = None) -> Tr
         )
     tables: list[pa.Table] = []
     for path in reversed(wanted):
-        table = pa.ipc.open_file(path).read_all()
+        try:
+            table = pa.ipc.open_file(path).read_all()
+        except FileNotFoundError:  # a run that goes on forgets its oldest steps
+            break
         fits = sum(other.num_rows for other in tables) + table.num_rows <= MOST_SPANS
         if tables and first is None and not fits:
             break
         tables.append(table)
+    if not tables:
+        raise NoTraceError(f"{run_dir} holds these traces no more")
     spans = _whole_steps([span for table in tables for span in _spans(table)])
     steps = [int(s.detail.split()[-1]) for s in spans if (s.lane, s.name) == (LOOP, STEP)]
     return Trace(

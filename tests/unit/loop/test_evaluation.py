@@ -240,6 +240,13 @@ async def test_a_score_that_is_good_enough_ends_the_run(world) -> None:
     async with asyncio.timeout(60):
         await lane.measure("before", 0, 3)
     assert lane.has_reached
+    world.report.truncate(-1)
+    assert not lane.has_reached, "the weights that earned it are gone"
+    async with asyncio.timeout(60):
+        await lane.measure("before", 0, 3)
+    again = world.lane({"greedy": data})
+    world.report.truncate(0)
+    assert again.has_reached, "a run that goes on knows what it measured"
     higher = world.lane({"greedy": {**data, "stop_at_score": 0.4}})
     async with asyncio.timeout(60):
         await higher.measure("after", 0, 3)

@@ -194,6 +194,20 @@ async def test_no_prompt_is_lost_over_many_steps(world) -> None:
     await feed.close()
 
 
+async def test_a_replacement_that_is_not_needed_any_more_is_asked_for_once(world) -> None:
+    feed = world.feed(STD, over_sampling=1.5)
+    world.episodes.dull = set(name(0))
+    await feed.fill(0)
+    async with asyncio.timeout(60):
+        while feed.in_flight_count:
+            await asyncio.sleep(0.01)
+    await feed.fill(0)  # one for the group that was filtered, and before anybody asks for it
+    assert await world.step(feed, 0) == name(1, 2, 3, 4)  # the step has enough
+    assert await world.step(feed, 1) == name(5, 6, 7, 8)
+    assert world.episodes.issued[name(6)[0]] == 1
+    await feed.close()
+
+
 async def test_surplus_can_be_dropped_with_its_reason(world) -> None:
     feed = world.feed(over_sampling=1.5, drops_surplus=True)
     world.episodes.slow = set(name(1, 4))

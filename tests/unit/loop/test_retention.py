@@ -1,5 +1,9 @@
 """What a run holds of the store, and what it lets go."""
 
+import asyncio
+import shutil
+import threading
+
 import pytest
 import torch
 
@@ -60,7 +64,6 @@ class World:
         )
         write_cut(self.run_dir / "cuts", cut)
         await self.retention.take_cut()
-        await self.retention.settle()
         return name
 
 
@@ -83,12 +86,15 @@ async def test_blobs_stay_until_no_kept_cut_needs_them(world):
         world.retention.hold(blob)
     world.ledger.consume(["g0"], 1)
     await world.cut(1, version)
+    await world.retention.settle()
     assert kept(world) >= {blob.digest for blob in blobs[1:]}
     world.ledger.consume(["g1"], 2)
     await world.cut(2, version)  # cuts 1 and 2 are kept: going back to 1 needs g1
+    await world.retention.settle()
     assert kept(world) == {blob.digest for blob in blobs[1:]}
     world.ledger.consume(["g2"], 3)
     await world.cut(3, version)
+    await world.retention.settle()
     assert kept(world) == {blobs[2].digest, blobs[3].digest}
 
 
@@ -100,11 +106,13 @@ async def test_what_another_run_holds_is_left_alone(world, tmp_path):
     world.weights.pin(version, "engine-0")
     for step in range(1, 4):
         await world.cut(step, version)
+    await world.retention.settle()
     assert world.blobs.exists(other)
     assert (world.checkpoints / "another-1").is_dir()
     await world.publish()
     await world.cut(4, 2)
     await world.cut(5, 2)
+    await world.retention.settle()
     assert world.weights.pins()[version] == {"engine-0"}
 
 
@@ -115,6 +123,7 @@ async def test_superseded_checkpoints_go_with_what_crashes_left(world):
     (world.checkpoints / f".{second}-0123abcd").mkdir()  # a save that a crash ended
     (world.checkpoints / f".removed-{first}x").mkdir()  # a removal that a crash ended
     third = await world.cut(3, version)
+    await world.retention.settle()
     assert {path.name for path in world.checkpoints.iterdir()} == {second, third}
     assert [cut.step for cut in list_cuts(world.run_dir / "cuts")] == [2, 3]
 
@@ -127,6 +136,45 @@ async def test_weights_of_cuts_and_of_engines_are_pinned(world):
     assert world.weights.pins() == {versions[0]: {owner}, versions[3]: {owner}}
     world.weights.retain(1)
     assert list(world.weights.versions()) == [versions[0], versions[3]]
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """Checkpoints go when this is set."""
+    door, remove = threading.Event(), shutil.rmtree
+
+    def wait_and_remove(path, **named):
+        assert ".removed-" not in path.name or door.wait(60)
+        remove(path, **named)
+
+    monkeypatch.setattr(shutil, "rmtree", wait_and_remove)
+    yield door
+    door.set()
+
+
+async def test_a_version_published_while_old_cuts_go_stays_pinned(world, slow_disk):
+    first = await world.publish()
+    for step in range(3):
+        await world.cut(step, first)  # the last one is still at it
+    newest = await world.publish()
+    slow_disk.set()
+    await world.retention.settle()
+    assert set(world.weights.pins()) == {first, newest}
+
+
+async def test_a_run_stopped_while_it_waits_for_a_removal_still_closes(world, slow_disk):
+    version = await world.publish()
+    first = await world.cut(0, version)
+    for step in (1, 2):
+        await world.cut(step, version)
+    waiting = asyncio.create_task(world.retention.settle())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    slow_disk.set()
+    await world.retention.close()
+    assert not list(world.checkpoints.glob(f"*{first}*"))
 
 
 async def test_a_resumed_run_holds_again_and_tells_what_is_gone(world):

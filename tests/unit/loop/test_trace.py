@@ -17,7 +17,7 @@ from sluice.loop.config import TraceConfig
 from sluice.loop.timeline.page import pack, render
 from sluice.loop.timeline.spans import NoTraceError, Span, Trace, load
 from sluice.loop.timeline.summary import summarise
-from sluice.loop.trace import LOOP, STEP, TRAINER, RunTrace
+from sluice.loop.trace import LOOP, STEP, TRAINER, RunTrace, trace_files
 
 ALL = -1
 
@@ -119,6 +119,19 @@ def test_the_latest_steps_are_shown_where_all_are_too_many(
     assert found.steps == (4, 5)
     assert found.is_shortened
     assert not load(tmp_path, 1, 5).is_shortened
+
+
+def test_steps_forgotten_while_they_are_read_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path, 5)
+    listed = trace_files(tmp_path / "traces")
+    monkeypatch.setattr("sluice.loop.timeline.spans.trace_files", lambda _: listed)
+    for path in listed[:3]:
+        path.unlink()
+    assert load(tmp_path).steps == (4, 5)
+    with pytest.raises(NoTraceError, match="no more"):
+        load(tmp_path, 1, 3)
 
 
 def test_the_summary_adds_up(tmp_path: Path) -> None:
