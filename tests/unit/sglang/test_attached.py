@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from services.rollout.backends.sglang import replica
+from services.rollout.backends.sglang.client import SglangClient
 from services.rollout.backends.sglang.engine import SglangEngine
 from services.rollout.backends.sglang.process import free_port
 from services.rollout.engine import Generation, IncomingWeights, PauseMode, Sampling
@@ -73,7 +74,7 @@ def engine_at(port: int, folder: Path, model: str, **settings: Any) -> SglangEng
         url=f"http://127.0.0.1:{port}",
         verify="off",
         staging=folder / "staging",
-        backoff_seconds=0.05,
+        backoff_seconds=0.2,  # then 0.4, 0.8, 1.6 and 3.2
     )
     return SglangEngine(EngineConfig(backend="sglang", model=model, sglang=sglang, **settings))
 
@@ -146,6 +147,13 @@ async def test_an_attached_server_that_comes_back_before_any_weights_is_given_th
     record: VersionRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica, "WATCH_SECONDS", 0.02)
+    refused, answers = asyncio.Event(), SglangClient.answers
+
+    async def answers_late(client: SglangClient) -> bool:
+        await refused.wait()  # it is not missed before it has refused the weights
+        return await answers(client)
+
+    monkeypatch.setattr(SglangClient, "answers", answers_late)
     recorded = Recorded()
     port = free_port("127.0.0.1")  # taken twice, and nobody else is given it meanwhile
     server = await asyncio.start_server(recorded.serve, "127.0.0.1", port)
@@ -159,6 +167,7 @@ async def test_an_attached_server_that_comes_back_before_any_weights_is_given_th
     await engine.prepare(record.version, record.digest, record.directory)
     with pytest.raises(EngineFailedError):
         await engine.commit(record.version, PauseMode.ABORT)
+    refused.set()
     async with asyncio.timeout(60):
         while engine._replica.is_up:
             await asyncio.sleep(0.02)
