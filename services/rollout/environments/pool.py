@@ -44,6 +44,11 @@ class _Grader:
         self._path = path
         self._process: asyncio.subprocess.Process | None = None
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it was started and has not died since."""
+        return self._process is not None and self._process.returncode is None
+
     async def ask(self, call: bytes) -> dict[str, Any]:
         """Starts the process if need be. Raises GraderCrashedError; leaves timing to the caller."""
         if self._process is None:
@@ -117,6 +122,7 @@ class GraderPool:
 
     async def _ask(self, data: bytes) -> dict[str, Any]:
         async with self._slot():
+            self._idle = [grader for grader in self._idle if grader.is_alive]
             fresh = not self._idle
             grader = _Grader(self._path) if fresh else self._idle.pop()
             timeout = self._config.timeout_seconds + (self._config.start_seconds if fresh else 0)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import threading
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -161,7 +162,8 @@ class Environments:
             load_environment(path)
         self._pools: dict[str, GraderPool] = {}
         self._threads: dict[str, FunctionThread] = {}  # of generate functions
-        self._creating = threading.Lock()
+        # Modules of users are imported there, for as long as that takes.
+        self._creator = ThreadPoolExecutor(1, "create runners")
 
     @property
     def names(self) -> list[str]:
@@ -172,14 +174,18 @@ class Environments:
         """JSON schema of the settings of an environment."""
         return load_environment(self._paths[name]).settings_type.model_json_schema()
 
-    def create_runner(self, name: str, values: Mapping[str, Any]) -> Runner:
-        """`name` is one of `names`, or the path of a class in a module of users. From any thread.
+    async def create_runner(self, name: str, values: Mapping[str, Any]) -> Runner:
+        """`name` is one of `names`, or the path of a class in a module of users.
 
         Raises UnknownEnvironmentError, SettingError for a wrong setting, and
         EnvironmentFailedError for what the code of users raises.
         """
-        with self._creating, UserCode(name):
-            return self._create_runner(name, values)
+
+        def create() -> Runner:
+            with UserCode(name):
+                return self._create_runner(name, values)
+
+        return await asyncio.get_running_loop().run_in_executor(self._creator, create)
 
     def _create_runner(self, name: str, values: Mapping[str, Any]) -> Runner:
         found = load_environment(self._path(name))
@@ -226,7 +232,8 @@ class Environments:
         return name
 
     async def close(self) -> None:
-        """End all processes and threads."""
+        """End all processes and threads, after an import that goes on."""
+        await asyncio.to_thread(self._creator.shutdown, cancel_futures=True)
         for pool in self._pools.values():
             await pool.close()
         for thread in self._threads.values():

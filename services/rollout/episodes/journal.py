@@ -23,13 +23,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 from sluice import faults
 from sluice.durable import sync_path
 from sluice.samples.blobs import BlobReference, BlobStore
 
 OPEN, SETTLED = ".open", ".settled"
+OWNER = "rollout/"  # of pins; the request id follows
 ABANDONED_SECONDS = 7 * 24 * 3600.0  # an unsettled rollout nobody came back for
 
 
@@ -63,18 +64,14 @@ class Journals:
     def record(self, request_id: str, groups: Mapping[str, BlobReference]) -> None:
         """Pin the blobs of finished groups and make them known; durable when it returns.
 
-        Raises FileNotFoundError when the rollout has been forgotten.
+        Raises FileNotFoundError when the rollout has been forgotten; `settle` unpins the blobs.
         """
         self._blobs.pin(_owner(request_id), [blob.digest for blob in groups.values()])
         lines = [
             {"group": group_id, "blob": blob.digest, "size": blob.size}
             for group_id, blob in groups.items()
         ]
-        try:
-            self._append(request_id, lines)
-        except FileNotFoundError:
-            self._blobs.unpin(_owner(request_id))  # no journal is left that would
-            raise
+        self._append(request_id, lines)
         faults.point("journal.recorded")
 
     def cancel(self, request_id: str, group_ids: Iterable[str]) -> None:
@@ -99,8 +96,20 @@ class Journals:
         gone = [name for modified, name in abandoned if modified < oldest]
         gone += [name for _, name in sorted(settled)[: max(0, len(settled) - keep)]]
         for name in gone:
-            self._blobs.unpin(_owner(unquote(name.rpartition(".")[0])))
             (self._root / name).unlink(missing_ok=True)
+        self._unpin_forgotten()
+
+    def _unpin_forgotten(self) -> None:
+        """Unpin what belongs to no journal.
+
+        The journals go first, so that no record pins behind this and is lost with its journal.
+        What a crash or a late record leaves pinned, the next call finds.
+        """
+        for owner in self._blobs.owners():
+            request_id = owner.removeprefix(OWNER)
+            paths = (self._path(request_id), self._settled_path(request_id))  # as it is renamed
+            if owner.startswith(OWNER) and not any(path.exists() for path in paths):
+                self._blobs.unpin(owner)
 
     def _append(self, request_id: str, lines: Iterable[Mapping[str, Any]]) -> None:
         try:
@@ -134,7 +143,7 @@ class Journals:
 
 
 def _owner(request_id: str) -> str:
-    return f"rollout/{request_id}"
+    return OWNER + request_id
 
 
 def _read(path: Path) -> Progress | None:

@@ -138,7 +138,10 @@ class RouterLeases:
         self._client(pool).release(leases, outcome, tokens)
 
     def give_up(self, pool: str, futures: Iterable[asyncio.Future[Lease]]) -> None:
-        """Stop waiting for leases, and give back those that came and were not used."""
+        """Stop waiting for leases, and give back those that came.
+
+        Those given back before are ignored.
+        """
         bound = []
         for future in futures:
             if not future.cancel() and not future.cancelled():

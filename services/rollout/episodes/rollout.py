@@ -37,6 +37,9 @@ class DrainingError(ServiceError):
     code = grpc.StatusCode.UNAVAILABLE
     reason = "DRAINING"
 
+    def __init__(self) -> None:
+        super().__init__("this worker stops; ask another one for the rest")
+
 
 class Rollout:
     """Groups of one request. `on_settled` is called once, when every group has its event."""
@@ -76,7 +79,8 @@ class Rollout:
         """Every event from the first one; ends when all groups are settled.
 
         Traces are told once: events stay in memory long after. Raises DrainingError when the
-        rollout is stopped before.
+        rollout is stopped before: once its groups have ended, so that what was being stored is
+        in the journal for whoever goes on.
         """
         sent = 0
         while True:
@@ -88,7 +92,8 @@ class Rollout:
             if sent < len(self._events):
                 continue
             if self._is_stopped:
-                raise DrainingError("this worker stops; ask another one for the rest")
+                await self._ended()
+                raise DrainingError
             if not self._open:
                 return
             self._changed.clear()
@@ -108,12 +113,17 @@ class Rollout:
     async def stop(self) -> None:
         """End all groups without an event: a later call of the same request runs them."""
         metrics.GROUPS_OPEN.dec(len(self._open))
-        self._is_stopped = bool(self._open)
-        self._open.clear()
-        for task in self._tasks:
+        self._is_stopped |= bool(self._open)
+        for task in self._open.values():  # the others were cancelled before; twice cuts a write off
             task.cancel()
+        self._open.clear()
         self._changed.set()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._ended()
+
+    async def _ended(self) -> None:
+        """Until no group runs any more; cancelling the wait cancels none of them."""
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
     def _settle(self, group_id: str, task: asyncio.Task[GroupResult]) -> None:
         self._tasks.discard(task)

@@ -32,7 +32,7 @@ from services.rollout.episodes.requests import (
     settings_from_proto,
     values_from_proto,
 )
-from services.rollout.episodes.rollout import CancelledGroupError, Rollout
+from services.rollout.episodes.rollout import CancelledGroupError, DrainingError, Rollout
 from services.rollout.episodes.spool import StoreFailedError
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.runtime.errors import (
@@ -90,11 +90,11 @@ class Rollouts:
     ) -> AsyncIterator[pb.RolloutResponse]:
         """Events of a rollout, which begins with the first call of its request_id.
 
-        Raises RequestIdReusedError, InvalidFieldError, QueueFullError and StoreFailedError.
+        Raises RequestIdReusedError, InvalidFieldError, QueueFullError, StoreFailedError and
+        DrainingError.
         """
         rollout = await self._open(request, lane)
-        if (timer := self._orphans.pop(rollout.request_id, None)) is not None:
-            timer.cancel()
+        self._unwatch_orphan(rollout)
         rollout.listener_count += 1
         try:
             async for event in rollout.follow():
@@ -105,11 +105,14 @@ class Rollouts:
                 self._watch_orphan(rollout)
 
     async def cancel(self, request_id: str, group_ids: Sequence[str]) -> list[str]:
-        """End groups that have not settled; returns which. Raises NotFoundError."""
+        """End groups that have not settled; returns which.
+
+        Raises NotFoundError, and what ended the opening of the rollout.
+        """
         entry = self._entries.get(request_id)
         if entry is None:
             raise NotFoundError("rollout", request_id)
-        rollout = await asyncio.shield(entry.opening)
+        rollout = await _rollout_of(entry)
         cancelled = rollout.cancel(group_ids)
         if cancelled:
             await self._spool.cancel(request_id, cancelled)
@@ -117,7 +120,8 @@ class Rollouts:
 
     async def drain(self, seconds: float) -> None:
         """Let rollouts settle for so long, then send their listeners to another worker."""
-        waits = [asyncio.ensure_future(rollout.settled.wait()) for rollout in self._begun()]
+        begun = [rollout for rollout in self._begun() if rollout.open_count]
+        waits = [asyncio.ensure_future(rollout.settled.wait()) for rollout in begun]
         if waits:
             _, pending = await asyncio.wait(waits, timeout=seconds)
             for wait in pending:
@@ -133,8 +137,7 @@ class Rollouts:
         await asyncio.gather(
             *(entry.opening for entry in self._entries.values()), return_exceptions=True
         )
-        for rollout in self._begun():
-            await rollout.stop()
+        await asyncio.gather(*(rollout.stop() for rollout in self._begun()))
         await asyncio.gather(*self._chores, return_exceptions=True)
 
     async def _open(self, request: pb.RolloutRequest, lane: Lane) -> Rollout:
@@ -147,7 +150,7 @@ class Rollouts:
             entry = self._entries[name] = _Entry(body, opening, len(request.groups))
             opening.add_done_callback(lambda done: self._opened(name, done))
         _check_body(name, body, entry.body)
-        return await asyncio.shield(entry.opening)
+        return await _rollout_of(entry)
 
     async def _begin(self, request: pb.RolloutRequest, body: str, lane: Lane) -> Rollout:
         settings = settings_from_proto(request)
@@ -179,8 +182,8 @@ class Rollouts:
 
     async def _create_runner(self, spec: pb.EnvironmentSpec, groups: list[GroupSpec]) -> Runner:
         try:
-            create = self._environments.create_runner  # it imports modules of users
-            runner = await asyncio.to_thread(create, spec.name, values_from_proto(spec.settings))
+            values = values_from_proto(spec.settings)
+            runner = await self._environments.create_runner(spec.name, values)
             for index, group in enumerate(groups):
                 try:
                     runner.check(group.task)
@@ -224,8 +227,9 @@ class Rollouts:
             self._watch_orphan(opening.result())
 
     def _on_settled(self, rollout: Rollout) -> None:
+        self._unwatch_orphan(rollout)
         self._start_chore(self._settle(rollout))
-        done = [other.request_id for other in self._begun() if not other.open_count]
+        done = [other.request_id for other in self._begun() if other.settled.is_set()]
         for name in done[: max(0, len(done) - self._config.kept_rollouts)]:
             del self._entries[name]
 
@@ -244,13 +248,23 @@ class Rollouts:
     def _watch_orphan(self, rollout: Rollout) -> None:
         def stop() -> None:
             self._orphans.pop(rollout.request_id, None)
-            self._entries.pop(rollout.request_id, None)
-            logger.info("rollout %s has no listener; stopped", rollout.request_id)
-            self._start_chore(rollout.stop())
+            self._start_chore(self._stop_orphan(rollout))
 
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self._config.orphan_seconds, stop)
         self._orphans[rollout.request_id] = timer
+
+    def _unwatch_orphan(self, rollout: Rollout) -> None:
+        if (timer := self._orphans.pop(rollout.request_id, None)) is not None:
+            timer.cancel()
+
+    async def _stop_orphan(self, rollout: Rollout) -> None:
+        """Known until its groups have ended, lest another run of them begins beside."""
+        if rollout.listener_count or rollout.settled.is_set():  # in that very moment
+            return
+        await rollout.stop()
+        self._entries.pop(rollout.request_id, None)
+        logger.info("rollout %s has no listener; stopped", rollout.request_id)
 
     def _start_chore(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -268,6 +282,16 @@ async def _run(
         for slot in slots:
             await held.enter_async_context(slot)
         return await runner.run(group, settings)
+
+
+async def _rollout_of(entry: _Entry) -> Rollout:
+    """The rollout, once it has begun. Raises DrainingError when the worker closes before."""
+    try:
+        return await asyncio.shield(entry.opening)
+    except asyncio.CancelledError:
+        if entry.opening.cancelled():  # the caller was not, and waits for an answer
+            raise DrainingError from None
+        raise
 
 
 def _check_body(request_id: str, body: str, known: str) -> None:

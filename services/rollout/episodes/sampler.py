@@ -142,7 +142,8 @@ class Sampler:
         finally:
             for task in asking:
                 task.cancel()
-            self._leases.give_up(prompt.pool, waiting)
+            # All of them: a task that is cancelled before its first step gives nothing back.
+            self._leases.give_up(prompt.pool, futures)
         return min((error for error in errors if error), key=is_retried, default=None)
 
     async def _ask(

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import grpc
 
@@ -52,14 +52,20 @@ class Spool:
     ) -> BlobReference:
         """Store the samples of one group; durable and in the journal when it returns.
 
-        Raises StoreFailedError.
+        Cancelling does not cut a write off, nor does it return before: whoever goes on with the
+        rollout then finds the group in the journal. Raises StoreFailedError.
         """
         done: asyncio.Future[BlobReference] = asyncio.get_running_loop().create_future()
         group_id = samples[0].group_id
         self._entries.append(_Entry(request_id, group_id, samples, metadata, done))
         if self._writer is None or self._writer.done():
             self._writer = asyncio.create_task(self._write_all(), name="spool")
-        return await done
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            first: list[asyncio.Future[Any]] = [done, self._writer]
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            raise
 
     async def open(self, request_id: str, body: str) -> Progress:
         """What an earlier run of this request left. Raises StoreFailedError."""
@@ -87,22 +93,26 @@ class Spool:
     async def _write_all(self) -> None:
         while self._entries:
             entries, self._entries = self._entries, []
-            written = asyncio.ensure_future(_in_thread(self._write, entries))
-            await asyncio.wait([written])  # a bug in there must not leave anybody waiting
-            error = written.exception()
-            for index, entry in enumerate(entries):
-                if entry.done.done():
-                    continue
-                if error is not None:
-                    entry.done.set_exception(error)
-                else:
-                    entry.done.set_result(written.result()[index])
+            await self._write_batch(entries)
+
+    async def _write_batch(self, entries: Sequence[_Entry]) -> None:
+        """Settles every entry. A batch that fails is written again one by one: most are good."""
+        write = _in_thread(self._write, entries)
+        (written,) = await asyncio.gather(write, return_exceptions=True)
+        if not isinstance(written, BaseException):
+            for entry, blob in zip(entries, written, strict=True):
+                metrics.SPOOLED_BYTES.inc(blob.size)
+                entry.done.set_result(blob)
+        elif len(entries) == 1:
+            entries[0].done.set_exception(written)
+        else:
+            for entry in entries:
+                await self._write_batch([entry])
 
     def _write(self, entries: Sequence[_Entry]) -> list[BlobReference]:
         blobs, groups = [], dict[str, dict[str, BlobReference]]()
         for entry in entries:
             blob = self._blobs.put(encode_group(entry.samples, entry.metadata))
-            metrics.SPOOLED_BYTES.inc(blob.size)
             groups.setdefault(entry.request_id, {})[entry.group_id] = blob
             blobs.append(blob)
         for request_id, finished in groups.items():

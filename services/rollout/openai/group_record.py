@@ -1,7 +1,8 @@
 """What callers did in the sessions of one group: a fold over the lines of its journal.
 
-A line holds one answer, a reward, or the end. A call whose prompt goes on from the tokens of an
-earlier answer of its session extends that trajectory; any other begins a new one.
+A line holds one answer, a reward, or the end; the first one tells the file from others of its
+name. A call whose prompt goes on from the tokens of an earlier answer of its session extends that
+trajectory; any other begins a new one.
 """
 
 from __future__ import annotations
@@ -105,6 +106,8 @@ class GroupRecord:
 
     def apply(self, line: Line) -> None:
         """Take a line that was written."""
+        if "born" in line:
+            return
         if "closed" in line:
             self.blob = BlobReference(**line["closed"])
         elif "reward" in line:

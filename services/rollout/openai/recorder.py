@@ -1,6 +1,7 @@
 """Recorded calls on the disk, so that they outlive the worker and any worker may go on.
 
-<store>/records/<group>.open      JSON lines; see group_record.py
+<store>/records/<group>.open      JSON lines; see group_record.py. The first, {"born": <random>},
+                                  tells it from another file of this name, which inodes do not
 <store>/records/<group>.closed    its samples are a blob, pinned by `record/<group>`
 <store>/records/.lock             held for moments
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -38,10 +40,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Known:
-    """A group as far as its file was read; `file` is the inode, 0 before there is one."""
+    """A group as far as its file was read; `birth` is its first line, b"" before there is one."""
 
     group: GroupRecord
-    file: int = 0
+    birth: bytes = b""
     offset: int = 0
 
 
@@ -160,10 +162,10 @@ class Recorder:
             self._check_room()
             return self._remember(_Known(GroupRecord(name)))
         with path.open("rb") as file:
-            inode = os.fstat(file.fileno()).st_ino
+            birth = file.readline()
             known = self._known.get(name)
-            if known is None or known.file != inode:
-                known = _Known(GroupRecord(name), inode)
+            if known is None or known.birth != birth:
+                known = _Known(GroupRecord(name), birth)
             file.seek(known.offset)
             data = file.read()
         whole = data.rfind(b"\n") + 1  # a crash may have cut off the last line
@@ -172,18 +174,21 @@ class Recorder:
         return self._remember(replace(known, offset=known.offset + whole))
 
     def _append(self, group: GroupRecord, lines: Sequence[Line]) -> None:
-        offset = self._known[group.group_id].offset
+        known = self._known[group.group_id]
+        birth, offset = known.birth, known.offset
         data = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        if not offset:
+            birth = json.dumps({"born": secrets.token_hex(16)}).encode() + b"\n"
+            data = birth + data
         with (self._root / f"{quote(group.group_id)}{OPEN}").open("ab") as file:
             file.truncate(offset)
             file.write(data)
             file.flush()
             if self._blobs.sync:
                 os.fsync(file.fileno())
-            inode = os.fstat(file.fileno()).st_ino
         for line in lines:
             group.apply(line)
-        self._remember(_Known(group, inode, offset + len(data)))
+        self._remember(_Known(group, birth, offset + len(data)))
 
     def _seal(self, group: GroupRecord) -> None:
         if not group.sessions:

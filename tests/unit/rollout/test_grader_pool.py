@@ -40,8 +40,8 @@ async def environments() -> AsyncIterator[Environments]:
     await made.close()
 
 
-def grader(environments: Environments, **values: Any) -> Runner:
-    runner = environments.create_runner("grim", values)
+async def grader(environments: Environments, **values: Any) -> Runner:
+    runner = await environments.create_runner("grim", values)
     assert isinstance(runner, PooledRunner)
     return runner
 
@@ -63,7 +63,7 @@ def is_alive(pid: int) -> bool:
 
 
 async def test_tasks_and_rewards_cross_the_process_border(environments: Environments) -> None:
-    runner = grader(environments)
+    runner = await grader(environments)
     task = await runner.make_task(TaskRequest(row={"prompt": "ü\n", "deed": "chatter"}))
     assert (task.prompt, task.state) == ("ü\n", {"deed": "chatter"})
     rewards = await runner.reward(task, ANSWERS)
@@ -71,7 +71,7 @@ async def test_tasks_and_rewards_cross_the_process_border(environments: Environm
 
 
 async def test_a_warm_process_is_used_again(environments: Environments, tmp_path: Path) -> None:
-    runner = grader(environments, marks=str(tmp_path))
+    runner = await grader(environments, marks=str(tmp_path))
     for _ in range(3):
         await runner.reward(deed("smile"), ANSWERS)
     assert len(set(pids(tmp_path))) == 1
@@ -80,16 +80,30 @@ async def test_a_warm_process_is_used_again(environments: Environments, tmp_path
 async def test_a_killed_process_is_replaced_and_the_call_repeated(
     environments: Environments, tmp_path: Path
 ) -> None:
-    runner = grader(environments, marks=str(tmp_path))
+    runner = await grader(environments, marks=str(tmp_path))
     rewards = await runner.reward(deed("die_once"), ANSWERS)
     assert len(rewards) == 2
     first, second = pids(tmp_path)
     assert first != second and not is_alive(first) and is_alive(second)
 
 
+async def test_processes_that_died_idle_cost_no_attempt(tmp_path: Path) -> None:
+    config = GraderPoolConfig(size=2, timeout_seconds=PATIENCE, attempts=1)
+    environments = Environments({"grim": grim.PATH}, config, tokenizer=None)  # type: ignore[arg-type]
+    runner = await grader(environments, marks=str(tmp_path))
+    await asyncio.gather(*(runner.reward(deed("smile"), ANSWERS) for _ in range(2)))
+    (pool,) = environments._pools.values()
+    for process in [idle._process for idle in pool._idle]:
+        assert process is not None
+        process.kill()
+        await process.wait()
+    await runner.reward(deed("smile"), ANSWERS)
+    await environments.close()
+
+
 async def test_a_grader_that_always_dies_is_a_typed_error(environments: Environments) -> None:
     with pytest.raises(GraderCrashedError) as caught:
-        await grader(environments).reward(deed("die"), ANSWERS)
+        await (await grader(environments)).reward(deed("die"), ANSWERS)
     assert (caught.value.code, caught.value.reason) == (
         grpc.StatusCode.INTERNAL,
         "GRADER_CRASHED",
@@ -100,7 +114,7 @@ async def test_a_grader_that_always_dies_is_a_typed_error(environments: Environm
 async def test_an_exception_is_told_and_its_process_replaced(
     environments: Environments, tmp_path: Path
 ) -> None:
-    runner = grader(environments, marks=str(tmp_path))
+    runner = await grader(environments, marks=str(tmp_path))
     with pytest.raises(EnvironmentFailedError, match="ZeroDivisionError: no mercy"):
         await runner.reward(deed("raise"), ANSWERS)
     assert len(pids(tmp_path)) == 1, "a bug is not tried again"
@@ -111,7 +125,7 @@ async def test_an_exception_is_told_and_its_process_replaced(
 async def test_slow_graders_leave_the_others_alone(
     environments: Environments, tmp_path: Path
 ) -> None:
-    runner = grader(environments, marks=str(tmp_path))
+    runner = await grader(environments, marks=str(tmp_path))
     slow = asyncio.create_task(runner.reward(deed("stall"), ANSWERS))
     async with asyncio.timeout(PATIENCE):
         while not pids(tmp_path):
@@ -126,7 +140,7 @@ async def test_slow_graders_leave_the_others_alone(
 async def test_slow_graders_end_at_their_deadline(tmp_path: Path) -> None:
     config = GraderPoolConfig(size=1, timeout_seconds=0.5, start_seconds=PATIENCE, attempts=1)
     environments = Environments({"grim": grim.PATH}, config, tokenizer=None)  # type: ignore[arg-type]
-    runner = grader(environments, marks=str(tmp_path))
+    runner = await grader(environments, marks=str(tmp_path))
     await runner.reward(deed("smile"), ANSWERS)  # which starts the process
     with pytest.raises(GraderTimeoutError) as caught:
         await runner.reward(deed("stall"), ANSWERS)
@@ -140,7 +154,7 @@ async def test_slow_graders_end_at_their_deadline(tmp_path: Path) -> None:
 async def test_more_slow_graders_than_places_hold_up_no_quick_one(tmp_path: Path) -> None:
     config = GraderPoolConfig(size=1, timeout_seconds=60, slow_seconds=0.1, max_slow=2)
     environments = Environments({"grim": grim.PATH}, config, tokenizer=None)  # type: ignore[arg-type]
-    runner = grader(environments, marks=str(tmp_path))
+    runner = await grader(environments, marks=str(tmp_path))
     slow = [asyncio.create_task(runner.reward(deed("stall"), ANSWERS)) for _ in range(2)]
     async with asyncio.timeout(PATIENCE):
         await runner.reward(deed("smile"), ANSWERS)
@@ -164,7 +178,7 @@ async def test_more_slow_graders_than_places_hold_up_no_quick_one(tmp_path: Path
 async def test_a_slow_call_gives_its_place_away_as_soon_as_it_may(tmp_path: Path) -> None:
     config = GraderPoolConfig(size=1, timeout_seconds=60, slow_seconds=0.1, max_slow=1)
     environments = Environments({"grim": grim.PATH}, config, tokenizer=None)  # type: ignore[arg-type]
-    runner = grader(environments, marks=str(tmp_path))
+    runner = await grader(environments, marks=str(tmp_path))
     slow = [asyncio.create_task(runner.reward(deed("stall"), ANSWERS)) for _ in range(2)]
     async with asyncio.timeout(PATIENCE):
         while len(pids(tmp_path)) < 2:
@@ -184,7 +198,7 @@ async def test_a_slow_call_gives_its_place_away_as_soon_as_it_may(tmp_path: Path
 async def test_a_cancelled_call_ends_its_process_at_once(
     environments: Environments, tmp_path: Path
 ) -> None:
-    runner = grader(environments, marks=str(tmp_path))
+    runner = await grader(environments, marks=str(tmp_path))
     await runner.reward(deed("smile"), ANSWERS)
     stalled = asyncio.create_task(runner.reward(deed("stall"), ANSWERS))
     async with asyncio.timeout(PATIENCE):
@@ -199,7 +213,7 @@ async def test_a_cancelled_call_ends_its_process_at_once(
 async def test_idle_processes_are_ended(tmp_path: Path) -> None:
     config = GraderPoolConfig(size=1, idle_seconds=0.1)
     environments = Environments({"grim": grim.PATH}, config, tokenizer=None)  # type: ignore[arg-type]
-    runner = grader(environments, marks=str(tmp_path))
+    runner = await grader(environments, marks=str(tmp_path))
     await runner.reward(deed("smile"), ANSWERS)
     async with asyncio.timeout(PATIENCE):
         while is_alive(pids(tmp_path)[0]):
@@ -211,9 +225,9 @@ async def test_idle_processes_are_ended(tmp_path: Path) -> None:
 
 async def test_settings_and_tasks_are_refused_by_key(environments: Environments) -> None:
     with pytest.raises(SettingError) as caught:
-        await grader(environments, flavour="poison").open()
+        await (await grader(environments, flavour="poison")).open()
     assert caught.value.key == "flavour"
-    runner = environments.create_runner("reasoning_gym", {"dataset": "chain_sum", "size": 3})
+    runner = await environments.create_runner("reasoning_gym", {"dataset": "chain_sum", "size": 3})
     with pytest.raises(TaskError) as refused:
         await runner.make_task(TaskRequest(index=3))
     assert refused.value.key == "index"
@@ -228,7 +242,7 @@ async def test_reasoning_gym_runs_in_its_pool_only(environments: Environments) -
     )
     process = await asyncio.create_subprocess_exec(os.sys.executable, "-c", code)  # type: ignore[attr-defined]
     assert await process.wait() == 0
-    runner = environments.create_runner("reasoning_gym", {"dataset": "chain_sum", "size": 3})
+    runner = await environments.create_runner("reasoning_gym", {"dataset": "chain_sum", "size": 3})
     await runner.open()
     task = await runner.make_task(TaskRequest(index=2))
     right, wrong = await runner.reward(task, [Response(text=task.answer), Response(text="x")])

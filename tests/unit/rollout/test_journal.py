@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
+import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -123,8 +127,40 @@ def test_what_is_forgotten_is_not_begun_again_by_a_late_write(blobs: BlobStore) 
     with pytest.raises(FileNotFoundError):
         store.record("r", put(blobs, "b"))
     assert list((blobs.root / "rollouts").iterdir()) == []
+    store.settle("another", keep=0)
     assert blobs.owners() == []
     assert store.open("r", "another body").body == "another body"
+
+
+def test_what_is_recorded_while_its_rollout_is_forgotten_stays_pinned_by_nobody(
+    blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, unpin, late = journals(blobs), blobs.unpin, put(blobs, "b")
+
+    def unpin_before_a_record(owner: str) -> None:
+        unpin(owner)
+        with contextlib.suppress(FileNotFoundError):
+            store.record("r", late)
+
+    store.open("r", "body")
+    store.record("r", put(blobs, "a"))
+    with monkeypatch.context() as patched:
+        patched.setattr(blobs, "unpin", unpin_before_a_record)
+        store.settle("r", keep=0)
+    store.settle("another", keep=0)
+    assert blobs.owners() == []
+
+
+def test_what_a_crash_leaves_pinned_without_a_journal_is_unpinned_later(blobs: BlobStore) -> None:
+    store = journals(blobs)
+    blobs.pin("record/r", [blob.digest for blob in put(blobs, "of another kind").values()])
+    for name in ("running", "kept", "forgotten"):
+        store.open(name, "body")
+        store.record(name, put(blobs, name))
+    store.settle("kept", keep=9)
+    (blobs.root / "rollouts" / "forgotten.open").unlink()
+    store.settle("another", keep=9)
+    assert set(blobs.owners()) == {"record/r", "rollout/running", "rollout/kept"}
 
 
 def test_two_workers_that_begin_a_rollout_at_once_agree(blobs: BlobStore) -> None:
@@ -197,4 +233,51 @@ async def test_a_bug_in_the_writer_leaves_nobody_waiting(blobs: BlobStore) -> No
         with pytest.raises(ValueError, match="unknown"):
             await spool.put("r", [*broken, bad], {})
         await spool.put("r", samples("g"), {})
+    await spool.close()
+
+
+async def test_a_group_that_cannot_be_stored_fails_alone(blobs: BlobStore) -> None:
+    """Beside others of its batch, of its rollout too."""
+    store = journals(blobs)
+    spool = Spool(blobs, store)
+    for request_id in ("r", "s", "forgotten"):
+        await spool.open(request_id, "body")
+    store.settle("forgotten", keep=0)
+    wrong: dict[str, Any] = {"answer": 5}
+    puts = {
+        "bug": spool.put("r", samples("bug"), wrong),
+        "beside": spool.put("r", samples("beside"), {}),
+        "late": spool.put("forgotten", samples("late"), {}),
+        "other": spool.put("s", samples("other"), {}),
+    }
+    outcomes = await asyncio.gather(*puts.values(), return_exceptions=True)
+    kinds = dict(zip(puts, map(type, outcomes), strict=True))
+    assert issubclass(kinds.pop("bug"), TypeError | AttributeError)
+    assert kinds == {"beside": BlobReference, "late": StoreFailedError, "other": BlobReference}
+    assert (await spool.open("r", "body")).finished.keys() == {"beside"}
+    assert (await spool.open("s", "body")).finished.keys() == {"other"}
+    await spool.close()
+
+
+async def test_a_cancelled_write_is_waited_for(blobs: BlobStore) -> None:
+    go, store = threading.Event(), journals(blobs)
+    spool = Spool(blobs, store)
+    await spool.open("r", "body")
+    record = store.record
+
+    def held_record(request_id: str, groups: Mapping[str, BlobReference]) -> None:
+        assert go.wait(60)
+        record(request_id, groups)
+
+    store.record = held_record  # type: ignore[method-assign]
+    writes = [asyncio.create_task(spool.put("r", samples(f"g{i}"), {})) for i in range(2)]
+    await asyncio.sleep(0)  # both have been put, for one batch
+    writes[0].cancel()
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not writes[0].done()
+    go.set()
+    first, second = await asyncio.gather(*writes, return_exceptions=True)
+    assert isinstance(first, asyncio.CancelledError) and isinstance(second, BlobReference)
+    assert (await spool.open("r", "body")).finished.keys() == {"g0", "g1"}
     await spool.close()

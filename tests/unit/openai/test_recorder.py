@@ -1,0 +1,86 @@
+"""Recorded groups of one store, as two workers see them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.rollout.engine import Delta, FinishReason
+from services.rollout.openai.config import OpenAIConfig
+from services.rollout.openai.generation import Answer
+from services.rollout.openai.prompts import Prompt
+from services.rollout.openai.recorder import Recorder
+from services.rollout.openai.requests import Record
+from sluice.samples.blobs import BlobStore
+from sluice.samples.sample import VersionSpan
+
+PROMPT = Prompt("p", (1, 2, 3))
+OLD, NEW = Record(group="g", session="old"), Record(group="g", session="new")
+
+
+class Letters:
+    """A token is a letter."""
+
+    def decode(self, ids: Sequence[Sequence[int]], *, special: bool = False) -> list[str]:
+        return ["".join(chr(65 + each % 26) for each in one) for one in ids]
+
+
+def recorder(root: Path) -> Recorder:
+    tokenizer: Any = Letters()
+    return Recorder(root, BlobStore(root, sync=False), tokenizer, OpenAIConfig())
+
+
+def answer(first: int) -> list[Answer]:
+    ids = tuple(range(first, first + 3))
+    delta = Delta(
+        index=0,
+        token_ids=ids,
+        logprobs=(-1.0,) * 3,
+        logprobs_t1=(-1.0,) * 3,
+        spans=(VersionSpan(version=1, digest="d", first_token=0, last_token=2),),
+        finish_reason=FinishReason.STOP,
+    )
+    return [Answer(delta, "x")]
+
+
+def counts(described: dict[str, Any]) -> dict[str, int]:
+    """Samples of each session."""
+    return {name: len(each["samples"]) for name, each in described["sessions"].items()}
+
+
+@pytest.mark.parametrize("calls", [1, 2, 5], ids=["shorter", "as long", "longer"])
+async def test_a_group_that_another_worker_recorded_anew_is_read_anew(
+    tmp_path: Path, calls: int
+) -> None:
+    """Also when its file has the inode of the old one, which file systems use again at once."""
+    first, second = recorder(tmp_path), recorder(tmp_path)
+    path, spare = tmp_path / "records" / "g.open", tmp_path / "spare"
+    for token in (10, 20):
+        await second.add(OLD, PROMPT, answer(token))
+    os.link(path, spare)  # keeps the inode
+    await first.delete("g")
+    for token in range(calls):
+        await first.add(NEW, PROMPT, answer(30 + token))
+    spare.write_bytes(path.read_bytes())
+    spare.replace(path)
+    assert counts(await second.describe("g")) == {"new": calls}
+    await second.add(NEW, PROMPT, answer(50))
+    for reader in (first, second, recorder(tmp_path)):
+        assert counts(await reader.describe("g")) == {"new": calls + 1}
+    await first.reward("g", {"new": 1.0})
+    await second.close("g")
+    assert counts(await first.describe("g")) == {"new": calls + 1}
+
+
+async def test_a_first_line_that_a_crash_cut_off_is_written_again(tmp_path: Path) -> None:
+    await recorder(tmp_path).add(OLD, PROMPT, answer(10))
+    path = tmp_path / "records" / "g.open"
+    whole = path.read_bytes()
+    for cut in range(whole.index(b"\n") + 2):
+        path.write_bytes(whole[:cut])
+        await recorder(tmp_path).add(NEW, PROMPT, answer(20))
+        assert counts(await recorder(tmp_path).describe("g")) == {"new": 1}, f"cut at {cut}"

@@ -1,0 +1,76 @@
+"""The sampler gives back every lease, whenever its group is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+from services.rollout.engine import Sampling
+from services.rollout.episodes.drafts import Prompt
+from services.rollout.episodes.sampler import Sampler
+from services.rollout.wire import VersionBounds
+from sluice.router_client import Lease
+from sluice.runtime.waits import Waits
+
+
+class CountedLeases:
+    """Leases that come all at once; those held are known."""
+
+    def __init__(self) -> None:
+        self.held: set[int] = set()
+        self.futures: list[asyncio.Future[Lease]] = []
+
+    async def request(self, group_id: str, count: int, *_: Any) -> list[asyncio.Future[Lease]]:
+        loop = asyncio.get_running_loop()
+        self.futures = [loop.create_future() for _ in range(count)]
+        return self.futures
+
+    def grant(self) -> None:
+        for lease_id, future in enumerate(self.futures):
+            self.held.add(lease_id)
+            future.set_result(Lease(lease_id, f"engine-{lease_id % 2}", "address", 0))
+
+    def release(self, pool: str, leases: Sequence[Lease], *_: Any) -> None:
+        self.held -= {lease.lease_id for lease in leases}
+
+    def give_up(self, pool: str, futures: Iterable[asyncio.Future[Lease]]) -> None:
+        came = [future for future in futures if not future.cancel() and not future.cancelled()]
+        self.release(pool, [future.result() for future in came])
+
+    def end(self, *_: Any) -> None:
+        pass
+
+
+class SilentEngines:
+    async def generate(self, *_: Any) -> None:
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("turns", range(8))
+async def test_a_group_cancelled_just_after_its_leases_came_gives_them_back(turns: int) -> None:
+    """So many turns of the loop after: in one of them nobody has begun to use the leases."""
+    leases = CountedLeases()
+    engines: Any = SilentEngines()
+    sampler = Sampler(leases, engines, Waits(), attempts=1)
+    prompt = Prompt(
+        group_id="g",
+        token_ids=(1, 2),
+        sample_count=4,
+        sampling=Sampling(max_new_tokens=4),
+        bounds=VersionBounds(),
+        pool="p",
+    )
+    group = asyncio.create_task(sampler.sample(prompt))
+    while not leases.futures:
+        await asyncio.sleep(0)
+    leases.grant()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    group.cancel()
+    await asyncio.gather(group, return_exceptions=True)
+    for _ in range(10):  # for what was cancelled to end
+        await asyncio.sleep(0)
+    assert not leases.held
