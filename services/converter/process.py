@@ -18,6 +18,7 @@ class ConverterProcess:
 
     async def run(self) -> None:
         """Serve until a signal."""
+        self.server.stop_on_signals()
         await self.start()
         try:
             await self.server.run_until_signal()

@@ -68,10 +68,14 @@ class RolloutProcess:
             self._router = create_channel(config.router, config.server.security)
 
     async def run(self) -> None:
-        """Serve until a signal."""
+        """Serve until a signal; one that comes while the model loads ends the loading."""
+        starting = asyncio.create_task(self.start())
+        self.server.stop_on_signals(starting.cancel)  # which does nothing once it has ended
         try:
-            await self.start()
-            await self.server.run_until_signal()
+            await asyncio.wait([starting])
+            if not starting.cancelled():
+                await starting  # raises what it failed with
+                await self.server.run_until_signal()
         finally:
             await self.close()
 

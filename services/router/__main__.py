@@ -12,19 +12,20 @@ from sluice import logs
 from sluice.config import ConfigError, load_config
 
 
-async def _run(config: RouterConfig) -> None:
-    await RouterProcess(config).run()
+async def serve(config: RouterConfig) -> int:
+    process = RouterProcess(config)  # built inside the loop that its server belongs to
+    await process.run()
+    return 1 if process.server.failed else 0
 
 
 def main() -> int:
     logs.configure()
     try:
         config = load_config(RouterConfig)
-        uvloop.run(_run(config))
+        return uvloop.run(serve(config))
     except ConfigError as error:
         print(f"services.router: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 if __name__ == "__main__":

@@ -41,10 +41,10 @@ class PoolRoom:
 
     def settle(self) -> None:
         """Wake those who wait for what just happened."""
-        for client in self.pool.waiting.woken:
-            for notify in self._bound.get(client, ()):
+        woken = self.pool.waiting.woken
+        while woken:  # not a loop over it: who is notified may collect, which takes a client out
+            for notify in self._bound.get(woken.pop(), ()):
                 notify()
-        self.pool.waiting.woken.clear()
         if self.pool.epoch != self._epoch:
             self._epoch = self.pool.epoch
             self._changed.set()

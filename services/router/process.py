@@ -34,6 +34,7 @@ class RouterProcess:
 
     async def run(self) -> None:
         """Serve until a signal."""
+        self.server.stop_on_signals()
         await self.start()
         try:
             await self.server.run_until_signal()
@@ -46,6 +47,8 @@ class RouterProcess:
             asyncio.create_task(self._tick(), name="expiry"),
             asyncio.create_task(self._let_go(), name="stop"),
         ]
+        for task in self._tasks:
+            self.server.depend_on(task)
         await self.server.set_serving()
 
     async def close(self) -> None:

@@ -48,6 +48,7 @@ class _Trip:
     session: str = ""
     one_shot: bool = False
     released: bool = False
+    request_id: str = ""  # once it may be aborted
 
 
 class Proxy:
@@ -57,7 +58,7 @@ class Proxy:
         self._pools, self._settings, self._security = pools, settings, security
         self._client = f"proxy/{uuid.uuid4()}"
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._running: dict[str, str] = {}  # request id -> address
+        self._running: dict[str, _Trip] = {}  # by request id, the latest that has it
         self._waiting: dict[tuple[str, int], asyncio.Future[None]] = {}  # by pool and lease
         self._listened: set[str] = set()  # pools
         self._listening = contextlib.ExitStack()
@@ -93,15 +94,11 @@ class Proxy:
 
     async def generate(self, request: pb.GenerateRequest, context: Any) -> bytes:
         async def send(trip: _Trip) -> bytes:
-            request.dp_rank = trip.dp_rank
-            self._running[request.request_id] = trip.address
+            self._board(trip, request)
             call = self._method(trip, "Generate", pb.GenerateRequest.SerializeToString)
             return await call(request, timeout=_remaining(context))
 
-        try:
-            return await self._unary(send, request.versions, max(request.sample_count, 1), context)
-        finally:
-            self._running.pop(request.request_id, None)
+        return await self._unary(send, request.versions, max(request.sample_count, 1), context)
 
     async def score(self, request: pb.ScoreRequest, context: Any) -> bytes:
         async def send(trip: _Trip) -> bytes:
@@ -119,8 +116,7 @@ class Proxy:
             trip = await self._lease(generate.versions, count, context, failed)
             begun = False
             try:
-                generate.dp_rank = trip.dp_rank
-                self._running[generate.request_id] = trip.address
+                self._board(trip, generate)
                 method = self._channel(trip.address).unary_stream(
                     f"/{SERVICE}/StreamGenerate",
                     request_serializer=pb.StreamGenerateRequest.SerializeToString,
@@ -137,14 +133,13 @@ class Proxy:
                 await self._failed(trip, error, context, is_last=is_last)
                 failed.add(trip.engine)
             finally:
-                self._running.pop(generate.request_id, None)
                 self._release(trip)
 
     async def abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         by_address: dict[str, list[str]] = {}
         for request_id in request.request_ids:
-            if address := self._running.get(request_id):
-                by_address.setdefault(address, []).append(request_id)
+            if trip := self._running.get(request_id):
+                by_address.setdefault(trip.address, []).append(request_id)
         answers = await asyncio.gather(
             *(
                 self._abort_at(address, ids, _remaining(context))
@@ -234,6 +229,9 @@ class Proxy:
 
     async def _wait(self, trip: _Trip, seconds: float) -> None:
         """Until the trip's leases have a target; gives them back where they get none."""
+        if trip.room.closed:  # nobody will say so again
+            self._release(trip)
+            raise DrainingError("the router stops")
         key = (trip.room.name, int(trip.leases[0]))
         seconds = min(seconds, self._settings.wait_seconds)
         self._listen(trip.room)
@@ -268,10 +266,17 @@ class Proxy:
 
         self._listening.enter_context(room.listening(self._client, notify))
 
+    def _board(self, trip: _Trip, request: pb.GenerateRequest) -> None:
+        """Send the request to the trip's rank; Abort finds it until the trip is released."""
+        request.dp_rank, trip.request_id = trip.dp_rank, request.request_id
+        self._running[trip.request_id] = trip
+
     def _release(self, trip: _Trip) -> None:
         if trip.released:
             return
         trip.released = True
+        if self._running.get(trip.request_id) is trip:  # else a retry has the same id
+            del self._running[trip.request_id]
         outcomes = np.full(len(trip.leases), int(Outcome.UNKNOWN))
         outcomes[0] = int(trip.outcome)
         now = self._pools.clock()

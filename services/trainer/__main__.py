@@ -27,38 +27,42 @@ def main() -> int:
         logs.configure(config.log_level)
         if config.ranks.launch == "local":
             platform.declared().visible_devices(range(config.ranks.count))  # are there enough?
-        asyncio.run(serve(config))
+        return asyncio.run(serve(config))
     except (ConfigError, platform.PlatformError) as error:
         print(f"trainer: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
-async def serve(config: TrainerConfig) -> None:
-    """Serve until a signal; the ranks load meanwhile."""
+async def serve(config: TrainerConfig) -> int:
+    """Serve until a signal; the ranks load meanwhile. Returns the exit status."""
     server = Server(config.server)
     trainer = Trainer(config, server.waits)
     servicer = TrainerServicer(trainer, server.operations)
     workers = WorkerServer(config, trainer.ranks)
     server.add(pb_grpc.add_TrainerServiceServicer_to_server, servicer, SERVICE)
+    server.stop_on_signals()
     await server.start()
     await workers.start()
-    loading = asyncio.create_task(_load(server, trainer, workers.address))
+    ranks = asyncio.create_task(_keep_ranks(server, trainer, workers.address), name="ranks")
+    server.depend_on(ranks)
     try:
         await server.run_until_signal()
     finally:
-        loading.cancel()
-        await asyncio.gather(loading, return_exceptions=True)
+        ranks.cancel()
+        await asyncio.gather(ranks, return_exceptions=True)
         await servicer.close()
         await trainer.close()
         await workers.close()
+    return 1 if server.failed else 0
 
 
-async def _load(server: Server, trainer: Trainer, front: str) -> None:
+async def _keep_ranks(server: Server, trainer: Trainer, front: str) -> None:
+    """For as long as the trainer has ranks or may get some."""
     await trainer.start(front)
     if trainer.ranks.state == pb.Trainer.STATE_ACTIVE:
         await server.set_serving()
         logger.info("trainer is active")
+    await trainer.ranks.wait_given_up()
 
 
 if __name__ == "__main__":

@@ -58,6 +58,7 @@ class LeaseClient:
         self._returned = Returned()
         self._ttl = 30.0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._hearing_out: set[asyncio.Task[None]] = set()  # each ends within _CALL_SECONDS
         self._has_returned = asyncio.Event()
         self._renew_now = asyncio.Event()
         self._unadopted = False  # the router does not know all leases held
@@ -87,10 +88,11 @@ class LeaseClient:
 
     async def close(self) -> None:
         """Give everything back and stop."""
-        while tasks := list(self._tasks):  # one that is cut off may start another
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        # Those just cut off may have begun some, too.
+        await asyncio.gather(*self._hearing_out, return_exceptions=True)
         self._ledger.close()
         await self._send_returned()
 
@@ -172,7 +174,9 @@ class LeaseClient:
                 ticket.future.cancel()
             again = pb.AcquireLeasesRequest()
             again.CopyFrom(request)
-            self._run(self._hear_out(again, tickets), "give up leases")
+            task = asyncio.create_task(self._hear_out(again, tickets), name="give up leases")
+            self._hearing_out.add(task)
+            task.add_done_callback(self._hearing_out.discard)
             raise
         if response is None:
             self._owed = _RENEWALS_TO_DROP

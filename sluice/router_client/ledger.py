@@ -65,11 +65,11 @@ class Ledger:
         return places is not None
 
     def pick_waiting(self) -> None:
-        """The router is gone and with it its queue."""
-        waiting = dict(self.waiting)
-        if self.pick(list(waiting.values())):
-            for lease_id in waiting:
-                self.waiting.pop(lease_id, None)
+        """Bind what waits without the router, and give its own leases back.
+
+        It may only have been out of reach, and its queue go on.
+        """
+        self.pick(list(self.waiting.values()))
 
     def close(self) -> None:
         """Give everything back."""
@@ -86,9 +86,10 @@ class Ledger:
             return
         self.waiting[lease_id] = ticket
         self.has_waiting.set()
-        ticket.future.add_done_callback(lambda _: self._given_up(lease_id))
+        ticket.future.add_done_callback(lambda _: self._wait_no_more(lease_id))
 
-    def _given_up(self, lease_id: int) -> None:
+    def _wait_no_more(self, lease_id: int) -> None:
+        """Its ticket was given up or bound without the router, which still has it queued."""
         if self.waiting.pop(lease_id, None) is not None:
             self._give_back(lease_id, pb.OUTCOME_ABORTED)
 

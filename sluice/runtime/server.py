@@ -121,6 +121,7 @@ class Server:
         self._metrics: MetricsServer | None = None
         self.further_addresses: dict[str, str] = {}  # told in the address file beside its own
         self._stop = asyncio.Event()
+        self.failed = False  # what the process depends on did: it should end with an error
         self.stopping = asyncio.Event()  # set first: calls that only wait should answer now
         self.add(wait_service_pb2_grpc.add_WaitServiceServicer_to_server, self.waits, WAIT_SERVICE)
         self.add(
@@ -197,11 +198,32 @@ class Server:
     def request_stop(self) -> None:
         self._stop.set()
 
-    async def run_until_signal(self) -> None:
-        """Serve until SIGTERM, SIGINT or `request_stop`, then drain."""
-        loop = asyncio.get_running_loop()
+    def depend_on(self, task: asyncio.Task[None]) -> None:
+        """Should the task fail, log its error and stop with `failed` set."""
+
+        def note(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                logger.error("%s failed: the process stops", task.get_name(), exc_info=error)
+                self.failed = True
+                self.request_stop()
+
+        task.add_done_callback(note)
+
+    def stop_on_signals(self, also: Callable[[], object] = lambda: None) -> None:
+        """Have SIGTERM and SIGINT request a stop, and call `also`.
+
+        A process calls it before `start`, whose address file tells others whom to signal.
+        """
+
+        def stop() -> None:
+            self.request_stop()
+            also()
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
+            asyncio.get_running_loop().add_signal_handler(number, stop)
+
+    async def run_until_signal(self) -> None:
+        """Serve until a signal, if it has been told to stop on them, or `request_stop`; drain."""
         await self._stop.wait()
         logger.info("draining")
         await self.stop()

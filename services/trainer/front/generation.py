@@ -23,7 +23,10 @@ Build = Callable[[int], pb.FollowResponse]  # a command for one data-parallel ra
 
 @dataclass(eq=False)
 class RankLink:
-    """A rank that said hello. `data_rank`, `layout` and `reports` hold once it is ready."""
+    """A rank that said hello. `data_rank`, `layout` and `reports` hold once it is ready.
+
+    `loss` is set once its stream has ended.
+    """
 
     rank: int
     process_id: int
@@ -36,6 +39,7 @@ class RankLink:
     heard: float = field(default_factory=time.monotonic)
     heard_time: float = field(default_factory=time.time)
     spoke: asyncio.Event = field(default_factory=asyncio.Event)
+    loss: ServiceError | None = None
 
     @property
     def silence(self) -> float:
@@ -96,8 +100,9 @@ class Generation:
 
     def leave(self, link: RankLink) -> None:
         """A rank's stream ended. Its process may still tell why."""
-        error = RankLostError(link.rank, f"closed its stream, last in {link.activity or 'idle'}")
-        asyncio.get_running_loop().call_later(EXIT_GRACE, self.fail, error)
+        detail = f"closed its stream, last in {link.activity or 'idle'}"
+        link.loss = RankLostError(link.rank, detail)
+        asyncio.get_running_loop().call_later(EXIT_GRACE, self.fail, link.loss)
 
     def fail(self, error: ServiceError) -> None:
         """End the generation: all commands fail with `error`. The first call counts."""

@@ -71,6 +71,11 @@ class RankGroup:
         """Until the first ranks are active or the group has failed."""
         await self._settled.wait()
 
+    async def wait_given_up(self) -> None:
+        """Until no more ranks are launched. Raises what nobody expected to end that."""
+        assert self._supervisor is not None, "it has been started"
+        await asyncio.shield(self._supervisor)
+
     async def close(self) -> None:
         """End all ranks."""
         if self._supervisor is not None:
@@ -95,6 +100,11 @@ class RankGroup:
         Whoever launches ranks may be faster than the restart here: such ranks wait for it.
         """
         if hello.generation == 0 and self.state != trainer_pb.Trainer.STATE_FAILED:
+            generation = self._generation
+            before = generation and generation.links.get(hello.rank)
+            if generation and before and before.loss:  # it is back before its loss was noted
+                generation.fail(before.loss)
+                self._launched.clear()
             async with asyncio.timeout(self._config.start_timeout):
                 await self._launched.wait()
         generation = self._generation
@@ -143,15 +153,19 @@ class RankGroup:
         def on_exit(rank: int, how: str) -> None:
             generation.fail(RankLostError(rank, how))
 
-        await self._launcher.launch(number, front, on_exit)
         try:
+            await self._launcher.launch(number, front, on_exit)
             await self._load(generation)
+        except OSError as error:  # the host may lack processes or disk for a while
+            loss: ServiceError = LoadingError(f"the ranks cannot be launched: {error}")
         except ServiceError as error:
-            generation.fail(error)
-            return error
-        self.state = trainer_pb.Trainer.STATE_ACTIVE
-        self._settled.set()
-        return await generation.lost
+            loss = error
+        else:
+            self.state = trainer_pb.Trainer.STATE_ACTIVE
+            self._settled.set()
+            return await generation.lost
+        generation.fail(loss)
+        return loss
 
     async def _load(self, generation: Generation) -> None:
         timeout = self._config.start_timeout

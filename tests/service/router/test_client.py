@@ -90,6 +90,20 @@ async def test_a_caller_that_leaves_while_the_router_answers_leaves_nothing_behi
     await eventually(lambda: router.leases_out() == 0, 15)  # no renewal is due yet
 
 
+async def test_a_client_that_closes_waits_for_what_those_who_left_were_given(router, connect):
+    await router.register("a")
+    client = await connect(router.address)
+    asked = asyncio.create_task(client.acquire(Wanted(count=4), timeout=60))
+    async with asyncio.timeout(60):
+        while not router.leases_out():
+            await asyncio.sleep(0)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    await client.close()
+    assert router.leases_out() == 0
+
+
 async def test_leases_given_back_while_the_line_is_cut_are_given_back_later(router, connect, relay):
     await router.register("a")
     line = await relay(router.process.server.port)

@@ -10,7 +10,7 @@ import pytest
 from sluice.api.rollout.v1 import engine_service_pb2 as pb
 from sluice.api.rollout.v1 import engine_service_pb2_grpc as pb_grpc
 from sluice.api.router.v1 import router_service_pb2 as router_pb
-from tests.service.router.conftest import eventually, new_id
+from tests.service.router.conftest import Clock, eventually, new_id
 
 
 def generate(count: int = 1) -> pb.GenerateRequest:
@@ -93,6 +93,62 @@ async def test_a_caller_that_leaves_frees_the_rank(router, stub, start_engine):
     await eventually(lambda: router.leases_out() == 0)
 
 
+async def test_a_rank_that_comes_free_serves_who_waits_and_nobody_else_notices(
+    router, stub, start_engine
+):
+    engine = await start_engine()
+    await router.register("a", address=engine.address, max_running_count=1)
+    engine.gate.clear()
+    calls = [asyncio.ensure_future(stub.Generate(generate(), timeout=60)) for _ in range(2)]
+    pool = router.process.pools.room("").pool
+    await eventually(lambda: len(engine.requests) == 1 and pool.waiting.count == 1, 60)
+    engine.gate.set()
+    answers = await asyncio.gather(*calls)  # of whom gave the rank back, too
+    assert [len(answer.completions) for answer in answers] == [1, 1]
+    assert router.leases_out() == 0
+
+
+async def test_a_rank_of_a_silent_client_serves_who_waits_and_the_next_silent_one_ends_too(
+    start_router, start_engine
+):
+    clock = Clock()
+    router = await start_router(clock=clock, client_ttl=10.0)
+    engine = await start_engine()
+    await router.register("a", address=engine.address, max_running_count=1)
+    await router.acquire("silent", 1)
+    stub = pb_grpc.EngineServiceStub(router.channel)
+    call = asyncio.ensure_future(stub.Generate(generate(), timeout=60))
+    await eventually(lambda: router.process.pools.room("").pool.waiting.count == 1, 60)
+    clock.now += 11.0
+    assert len((await call).completions) == 1
+    await router.acquire("silent, too", 1)
+    clock.now += 11.0
+    await eventually(lambda: router.leases_out() == 0, 60)
+
+
+async def test_a_request_that_has_to_wait_again_is_let_go_where_the_router_stops(
+    start_router, start_engine
+):
+    router = await start_router(drain=600.0)
+    engine = await start_engine()
+    await router.register("a", address=engine.address)
+    engine.gate.clear()
+    stub = pb_grpc.EngineServiceStub(router.channel)
+    call = asyncio.ensure_future(stub.Generate(generate(), timeout=60))
+    await eventually(lambda: len(engine.requests) == 1, 60)
+    stopping = asyncio.create_task(router.process.server.stop())
+    room = router.process.pools.room("")
+    await eventually(lambda: room.closed, 60)
+    room.pool.drain("a", True, router.process.pools.clock())  # its process stops as well
+    engine.fail = grpc.StatusCode.UNAVAILABLE
+    engine.gate.set()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    assert caught.value.details() == "the router stops"
+    assert room.pool.tables.leases.live_count == 0
+    await stopping
+
+
 async def test_a_reader_that_leaves_a_stream_frees_the_rank_and_ends_the_engines_call(
     router, stub, start_engine
 ):
@@ -129,6 +185,23 @@ async def test_a_session_keeps_its_rank_and_abort_finds_the_engine(router, stub,
     answer = await stub.Abort(pb.AbortRequest(request_ids=[request.request_id, "x"]), timeout=60)
     assert list(answer.aborted_request_ids) == engine.aborted == [request.request_id]
     running.cancel()
+
+
+async def test_abort_finds_a_call_whose_id_an_ended_one_had_too(router, stub, start_engine):
+    """As of a caller that lost its connection and asked again."""
+    engine = await start_engine()
+    await router.register("a", address=engine.address)
+    engine.gate.clear()
+    request = generate()
+    calls = []
+    for count in (1, 2):
+        calls.append(stub.Generate(request, timeout=60))
+        await eventually(lambda count=count: len(engine.requests) == count, 60)
+    calls[0].cancel()
+    await eventually(lambda: router.leases_out() == 1, 60)
+    answer = await stub.Abort(pb.AbortRequest(request_ids=[request.request_id]), timeout=60)
+    assert list(answer.aborted_request_ids) == [request.request_id]
+    calls[1].cancel()
 
 
 async def test_an_engine_out_of_reach_keeps_no_other_from_aborting(router, stub, start_engine):
