@@ -126,11 +126,8 @@ class ConverterServicer(pb_grpc.ConverterServiceServicer):
                 f"a free place to {job.kind}", on=[job.metadata.target]
             ):
                 await self._free.acquire()
-            try:
-                job.metadata.state = pb.CONVERSION_STATE_RUNNING
-                answer = await self._in_thread(job, work)
-            finally:
-                self._free.release()
+            job.metadata.state = pb.CONVERSION_STATE_RUNNING
+            answer = await self._in_thread(job, work)
             state = pb.CONVERSION_STATE_SUCCEEDED
             return answer
         except asyncio.CancelledError:
@@ -142,11 +139,13 @@ class ConverterServicer(pb_grpc.ConverterServiceServicer):
             metrics.CONVERSIONS.labels(job.kind, outcome).inc()
 
     async def _in_thread(self, job: _Job, work: Callable[[], M]) -> M:
+        """Run in the place that was taken, which is free once the thread has ended."""
         start = time.perf_counter()
         with metrics.RUNNING.track_inprogress():
             running = asyncio.get_running_loop().run_in_executor(
                 self._threads, partial(_typed, work)
             )
+            running.add_done_callback(self._leave_place)
             try:
                 return await asyncio.shield(running)
             except asyncio.CancelledError:
@@ -154,14 +153,18 @@ class ConverterServicer(pb_grpc.ConverterServiceServicer):
                     job.control.keep.set()
                 job.control.stop.set()
                 await asyncio.wait([running], timeout=STOP_SECONDS)
-                if running.done():
-                    running.exception()  # that it was stopped
                 raise
             finally:
                 progress = job.control.progress
                 metrics.SECONDS.labels(job.kind).observe(time.perf_counter() - start)
                 metrics.BYTES.labels(job.kind).inc(progress.done_bytes - progress.resumed_bytes)
                 metrics.RESUMED_BYTES.inc(progress.resumed_bytes)
+
+    def _leave_place(self, running: asyncio.Future[Any]) -> None:
+        """However often its caller was cancelled; what the thread raised may concern nobody."""
+        self._free.release()
+        if not running.cancelled():
+            running.exception()
 
 
 def _typed(work: Callable[[], M]) -> M:

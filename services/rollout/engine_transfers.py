@@ -68,18 +68,11 @@ class EngineTransfers:
     async def receive(self, version: int, transfer: Transfer) -> None:
         """Have the engine take a version. Raises typed errors; the group is then left."""
         group = transfer.group
-        if not group or group != self.group:
-            raise TransferGroupNotJoinedError(
-                f"in transfer group {self.group or 'none'!r}, not {group!r}", joined=self.group
-            )
-        if len(transfer.files) != self._senders:
-            raise TransferFailedError(
-                f"{len(transfer.files)} senders for the {self._senders} that were joined"
-            )
         began = time.monotonic()
         try:
             async with asyncio.timeout(transfer.seconds + GRACE_SECONDS):
                 manifest = await asyncio.to_thread(self._store.manifest, version)
+                self._check(transfer)  # nothing else runs from here until the engine receives
                 buckets = [
                     plan_buckets(manifest, files, transfer.bucket_bytes) for files in transfer.files
                 ]
@@ -99,6 +92,17 @@ class EngineTransfers:
             raise
         metrics.TRANSFER_SECONDS.observe(time.monotonic() - began)
         metrics.TRANSFERRED_BYTES.inc(sum(bucket.size for sent in buckets for bucket in sent))
+
+    def _check(self, transfer: Transfer) -> None:
+        group = transfer.group
+        if not group or group != self.group:
+            raise TransferGroupNotJoinedError(
+                f"in transfer group {self.group or 'none'!r}, not {group!r}", joined=self.group
+            )
+        if len(transfer.files) != self._senders:
+            raise TransferFailedError(
+                f"{len(transfer.files)} senders for the {self._senders} that were joined"
+            )
 
     def _leave(self, group: str) -> None:
         if self.group == group:

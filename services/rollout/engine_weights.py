@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from services.rollout import metrics
 from services.rollout.engine import Engine, PauseMode
@@ -25,6 +26,8 @@ from sluice.weights.errors import VersionNotFoundError, WeightStoreError
 from sluice.weights.open import AnyWeightStore
 from sluice.weights.store import VersionRecord
 from sluice.weights.version import StoredVersion
+
+T = TypeVar("T")
 
 
 class EngineWeights:
@@ -55,7 +58,9 @@ class EngineWeights:
         self._preparations: dict[tuple[int, str], asyncio.Task[float]] = {}
         self._groups: dict[tuple[int, str], str] = {}  # that these come over; empty: the store
         self._committing = asyncio.Lock()
-        self._pinning = asyncio.Lock()
+        # Of one thread: what unpins all but some comes after the pins it knows of, and before
+        # those that it does not list.
+        self._pinning = ThreadPoolExecutor(1, "weight-pins")
 
     async def prepare(self, version: int, digest: str, transfer: Transfer | None = None) -> float:
         """Seconds until the version lay ready; the same call again joins it or is free.
@@ -113,9 +118,11 @@ class EngineWeights:
         running = list(self._preparations.values())
         for task in running:
             task.cancel()
+        self._cache.close()  # or a thread of theirs waits on, and the process with it
         await asyncio.gather(*running, return_exceptions=True)
         self._release_all_but(frozenset())
-        await asyncio.to_thread(self._unpin_all_but, frozenset())
+        await self._in_order(self._unpin_all_but, frozenset())
+        self._pinning.shutdown(wait=False)
 
     async def forget_old_pins(self) -> None:
         """Unpin what an earlier process of this name held."""
@@ -170,8 +177,7 @@ class EngineWeights:
 
     async def _check_digest(self, version: int, digest: str, *, pin: bool = False) -> StoredVersion:
         """The version, after a look at its manifest."""
-        async with self._pinning if pin else contextlib.nullcontext():
-            record = await asyncio.to_thread(self._open, version, pin)
+        record = await self._in_order(self._open, version, pin)
         if record.digest != digest:
             raise DigestMismatchError(
                 f"version {version} has digest {record.digest}, not {digest}",
@@ -195,12 +201,16 @@ class EngineWeights:
 
     async def _unpin_unused(self, besides: tuple[int, str] | None = None) -> None:
         """`besides` is a preparation that ends with this call."""
-        async with self._pinning:  # a pin that another preparation makes meanwhile is not listed
-            status = self._engine.status()
-            used = {version for version, _ in self._preparations.keys() - {besides}}
-            used |= {status.version or 0, *status.prepared_versions}
-            self._release_all_but(frozenset(used))
-            await asyncio.to_thread(self._unpin_all_but, frozenset(used))
+        status = self._engine.status()
+        used = {version for version, _ in self._preparations.keys() - {besides}}
+        used |= {status.version or 0, *status.prepared_versions}
+        self._release_all_but(frozenset(used))
+        await self._in_order(self._unpin_all_but, frozenset(used))
+
+    async def _in_order(self, call: Callable[..., T], *arguments: object) -> T:
+        """Off the event loop, after all that was called before."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pinning, call, *arguments)
 
     def _release_all_but(self, used: frozenset[int]) -> None:
         for version in self._held.keys() - used:

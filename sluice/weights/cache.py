@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import shutil
+import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -53,12 +54,17 @@ class HostCache:
     ) -> None:
         self._root, self._source = root, source
         self._keep, self._seconds = keep, fetch_seconds
+        self._closed = threading.Event()
+
+    def close(self) -> None:
+        """Calls no longer wait for other processes: those that do, raise."""
+        self._closed.set()
 
     def take(self, version: int) -> CachedVersion:
         """Hold a version, fetched from the store if it is not here; only what is not here is.
 
-        Raises LockTimeoutError when another process does not get done with it, OSError when the
-        disk is full, and what `check_out` raises; nothing is left then.
+        Raises LockTimeoutError when another process does not get done with it, in time or before
+        `close`, OSError when the disk is full, and what `check_out` raises; nothing is left then.
         """
         manifest = self._source.manifest(version)
         self._root.mkdir(parents=True, exist_ok=True)
@@ -73,9 +79,9 @@ class HostCache:
                 lock.close()
                 raise
             lock.close()
-            if time.monotonic() >= deadline:
+            # flock has no form with a deadline
+            if time.monotonic() >= deadline or self._closed.wait(POLL_SECONDS):
                 raise LockTimeoutError(directory, self._seconds)
-            time.sleep(POLL_SECONDS)  # flock has no form with a deadline
 
     def discard(self, version: int) -> None:
         """Forget a version whose bytes have turned out to be damaged, unless others hold it."""

@@ -8,6 +8,7 @@ flock coherent among them (NFS on Linux does).
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import secrets
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 LOCK_SUFFIX = ".lock"
+GONE_SUFFIX = ".gone"
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,6 @@ class Staging:
     version: int
     parent: int | None
     lock: IO[bytes] = field(repr=False)  # an open file that holds the flock
-
-    @property
-    def lock_path(self) -> Path:
-        """The lock file beside the directory."""
-        return self.directory.with_name(self.directory.name + LOCK_SUFFIX)
 
 
 def open_staging(root: Path, version: int, parent: int | None) -> Staging:
@@ -50,25 +47,37 @@ def open_staging(root: Path, version: int, parent: int | None) -> Staging:
 
 def close_staging(staging: Staging) -> None:
     """Remove what is left of a staging directory and free its lock; may be repeated."""
-    shutil.rmtree(staging.directory, ignore_errors=True)
-    staging.lock_path.unlink(missing_ok=True)
+    _remove(staging.directory)
     staging.lock.close()
 
 
 def sweep_staging(root: Path) -> list[Path]:
-    """Remove the directories whose owner is gone, and return them."""
+    """Remove what owners left that are gone, or done; returns the directories that now are gone."""
     removed = []
     for lock_path in root.glob("*" + LOCK_SUFFIX):
         try:
             with lock_path.open("r+b") as lock:
-                if _take(lock):
-                    directory = lock_path.with_suffix("")
-                    shutil.rmtree(directory, ignore_errors=True)
-                    lock_path.unlink(missing_ok=True)
+                directory = lock_path.with_suffix("")
+                if _take(lock) and _remove(directory):
                     removed.append(directory)
         except FileNotFoundError:
             continue  # committed or swept meanwhile
     return removed
+
+
+def _remove(directory: Path) -> bool:
+    """Remove a directory, then its lock file, without which no sweep finds it; whether it is gone.
+
+    Ranks may still write: under another name they do not find it.
+    """
+    gone = directory.with_name(directory.name + GONE_SUFFIX)
+    with contextlib.suppress(OSError):
+        directory.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+    if directory.exists() or gone.exists():
+        return False
+    directory.with_name(directory.name + LOCK_SUFFIX).unlink(missing_ok=True)
+    return True
 
 
 def _take(lock: IO[bytes]) -> bool:

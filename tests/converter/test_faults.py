@@ -58,7 +58,7 @@ def visible(directory: Path) -> list[str]:
 
 def run_killed(source: Path, target: Path, kind: str, point: str, passing: int) -> None:
     """A conversion in a process of its own that is killed at a point."""
-    directory = target.parent / "faults"
+    directory = target.parent / "faults" / "armed"  # whose lock lies beside it
     faults.arm(directory, point, passing)
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(source), str(target), kind, MULTIPLE[kind]],
@@ -66,7 +66,7 @@ def run_killed(source: Path, target: Path, kind: str, point: str, passing: int) 
         capture_output=True,
         timeout=240,
     )
-    shutil.rmtree(directory)
+    shutil.rmtree(directory.parent)
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 
@@ -335,3 +335,13 @@ def test_fp8_weights_and_scales_come_in_pairs(qwen3: Path, tmp_path: Path) -> No
     source = resave(tmp_path / "fp8", tmp_path / "stale", {name: trained})
     with pytest.raises(UnexpectedTensorError, match=f"{name}_scale_inv"):
         convert(source, tmp_path / "target", TO_MEGATRON)
+
+
+def test_a_target_inside_of_its_source_is_no_other_source(qwen3: Path, tmp_path: Path) -> None:
+    """Its lock, and where it grows, lie beside the files of the source."""
+    source = tmp_path / "model"
+    shutil.copytree(qwen3, source)
+    made = convert(source, source / "made", TO_MEGATRON)
+    assert convert(source, source / "made", TO_MEGATRON) == made
+    with locked_target(source / "other"):
+        assert convert(source, source / "made", TO_MEGATRON) == made

@@ -52,7 +52,18 @@ class CheckpointStore:
         return partial
 
     def finish(self, checkpoint_id: str, partial: Path, record: CheckpointRecord) -> None:
-        """Write the record and give the directory its name."""
+        """Write the record and give the directory its name; it is gone when that fails."""
+        try:
+            self._finish(checkpoint_id, partial, record)
+        except BaseException:
+            self.abandon(partial)
+            raise
+
+    def abandon(self, partial: Path) -> None:
+        """Drop a directory that nobody finishes."""
+        shutil.rmtree(partial, ignore_errors=True)
+
+    def _finish(self, checkpoint_id: str, partial: Path, record: CheckpointRecord) -> None:
         faults.point("checkpoint.files")
         document = {"format": FORMAT, **asdict(record)}
         if self._durable:
@@ -70,9 +81,6 @@ class CheckpointStore:
         if self._durable:
             sync_path(self._root)
         faults.point("checkpoint.renamed")
-
-    def abandon(self, partial: Path) -> None:
-        shutil.rmtree(partial, ignore_errors=True)
 
     def directory(self, name: str) -> Path:
         """The directory of `checkpoints/<id>`. Raises InvalidFieldError and NotFoundError."""

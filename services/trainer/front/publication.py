@@ -26,6 +26,7 @@ from sluice.weights.checkpoint import companion_files
 from sluice.weights.errors import WeightStoreError
 from sluice.weights.manifest import DeltaFile, ShardFile, TensorEntry
 from sluice.weights.open import AnyWeightStore, is_bucket
+from sluice.weights.staging import Staging
 from sluice.weights.version import StoredVersion
 
 logger = logging.getLogger(__name__)
@@ -111,16 +112,13 @@ class Publisher:
             message = pb.FollowResponse(publish=command)
             results = await self._ranks.run_on(generation, commands.same_for_all(message))
             shards = [shard_from_proto(s) for result in results for s in result.shards]
-            record = await asyncio.to_thread(
-                partial(self._store.commit, base=base),
-                staging,
-                shards,
-                companion_files(self._model),
-                self._state.step,
-            )
         except BaseException:
             await asyncio.shield(asyncio.to_thread(self._store.abort, staging))
             raise
+        # Outside of the `try`: a thread that is cancelled goes on, and an abort beside it would
+        # make a damaged version.
+        commit = partial(self._commit, staging, shards, self._state.step, base)
+        record = await asyncio.shield(asyncio.to_thread(commit))
         self._state.weights = PublishedWeights(record.version, record.digest)
         metrics.WEIGHT_VERSION.set(record.version)
         metrics.note_publication(shards, max(result.encode_seconds for result in results))
@@ -131,6 +129,16 @@ class Publisher:
             full_bytes=sum(shard.size for shard in shards),
             rank_files=[[s.file_name for s in result.shards] for result in results],
         )
+
+    def _commit(
+        self, staging: Staging, shards: Sequence[ShardFile], step: int, base: int | None
+    ) -> StoredVersion:
+        try:
+            companions = companion_files(self._model)
+            return self._store.commit(staging, shards, companions, step, base=base)
+        except BaseException:
+            self._store.abort(staging)
+            raise
 
     def _find_base(self) -> int | None:
         """The version that the next one may be a delta of, while the chain is not too long."""

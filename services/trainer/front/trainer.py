@@ -206,20 +206,20 @@ class Trainer:
         if len(self._running) >= limit:
             raise QueueFullError(f"{limit} calls wait for their turn", limit=limit, kind="calls")
 
-        async def locked() -> T:
-            with self._waits.waiting(f"turn of {what}", on=lambda: [self._turn]):
-                await self._lock.acquire()
-            self._turn = what
-            try:
-                return await run()
-            finally:
-                self._lock.release()
-
-        task = asyncio.ensure_future(locked())
+        task = asyncio.ensure_future(self._in_turn(what, run))
         self._running.add(task)  # type: ignore[arg-type]
         metrics.WAITING_CALLS.set(len(self._running))
         task.add_done_callback(self._end_turn)
         return await asyncio.shield(task)
+
+    async def _in_turn(self, what: str, run: Callable[[], Awaitable[T]]) -> T:
+        with self._waits.waiting(f"turn of {what}", on=lambda: [self._turn]):
+            await self._lock.acquire()
+        self._turn = what
+        try:
+            return await run()
+        finally:
+            self._lock.release()
 
     def _end_turn(self, task: asyncio.Task[Any]) -> None:
         self._running.discard(task)
@@ -330,19 +330,22 @@ class Trainer:
     async def _save(self, checkpoint_id: str) -> int:
         generation = self.ranks.generation
         partial = self._checkpoints.begin(checkpoint_id)
-        try:
-            with metrics.CHECKPOINT_SECONDS.labels("save").time():
+        with metrics.CHECKPOINT_SECONDS.labels("save").time():
+            try:
                 command = pb.SaveCommand(directory=str(partial.resolve()))
                 message = commands.same_for_all(pb.FollowResponse(save=command))
                 await self.ranks.run_on(generation, message)
                 layout = {field.name: value for field, value in self.layout.ListFields()}
                 record = checkpoints.record_state(self.state, self.config.backend, layout)
-                await asyncio.to_thread(self._checkpoints.finish, checkpoint_id, partial, record)
-        except BaseException:
-            self._checkpoints.abandon(partial)
-            raise
+            except BaseException:
+                self._checkpoints.abandon(partial)
+                raise
+            # Outside of the `try`: a thread that is cancelled goes on, and must not be abandoned.
+            await asyncio.shield(
+                asyncio.to_thread(self._checkpoints.finish, checkpoint_id, partial, record)
+            )
         self.state.checkpoint = checkpoints.PREFIX + checkpoint_id
-        return self.state.step
+        return record.step
 
     async def _load(self, name: str) -> int:
         generation = self.ranks.generation
@@ -368,7 +371,13 @@ class Trainer:
         metrics.STEP.set(self.state.step)
 
     async def _restore(self, generation: Generation) -> None:
-        """Bring fresh ranks to where the lost ones were saved last."""
+        """Bring fresh ranks to where the lost ones were saved last.
+
+        What still runs for those, such as the end of a save, comes first: it changes state too.
+        """
+        await self._in_turn("restore", lambda: self._restore_into(generation))
+
+    async def _restore_into(self, generation: Generation) -> None:
         self._planner.limits = limits_of(self.config, self.layout)
         self._planner.packing = packing_of(self.config, self._planner.limits.context_size)
         self.limits = replace(self.limits, max_tokens=self._planner.limits.cap)

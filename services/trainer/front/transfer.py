@@ -98,7 +98,8 @@ class WeightSender:
             timeout=self._config.timeout_seconds * self._config.attempts,
         ):
             for _ in range(self._config.attempts):
-                ready = await self._look(left, outcomes)
+                ready = await self._look(shipment.weights, left, outcomes)
+                pending.intersection_update(target.engine_id for target in ready)
                 if not ready:
                     break
                 found = await self._attempt(shipment, ready, pending)
@@ -119,9 +120,16 @@ class WeightSender:
         return outcomes
 
     async def _look(
-        self, targets: Sequence[Target], outcomes: dict[str, RemoteError | None]
+        self,
+        weights: sample_pb2.WeightVersion,
+        targets: Sequence[Target],
+        outcomes: dict[str, RemoteError | None],
     ) -> dict[Target, engine_pb.GetEngineResponse]:
-        """The engines that answer and can take part; why the others do not goes to `outcomes`."""
+        """The engines that answer, can take part and lack the version.
+
+        Why the others do not take part goes to `outcomes`: None for those that have it, from a
+        try that failed elsewhere. They would join, and then receive nothing from stuck senders.
+        """
 
         async def look(target: Target) -> engine_pb.GetEngineResponse | RemoteError:
             try:
@@ -133,6 +141,8 @@ class WeightSender:
         for target, found in zip(targets, await asyncio.gather(*map(look, targets)), strict=True):
             if isinstance(found, RemoteError):
                 outcomes[target.engine_id] = found
+            elif found.weights == weights or weights.version in found.prepared_versions:
+                outcomes[target.engine_id] = None
             elif not found.transfer_rank_count:
                 outcomes[target.engine_id] = _refusal(found.backend)
             else:
@@ -177,16 +187,16 @@ class WeightSender:
             for target, first_rank in zip(group.members, group.first_ranks, strict=True)
         ]
         try:
-            await _settle(sending, receiving)
-            sent = sum(result.sent_bytes for result in sending.result())
+            results = await _settle(sending, receiving)
         finally:
             for task in (sending, *receiving):
                 task.cancel()
             ended = await asyncio.gather(*receiving, return_exceptions=True)
+        sent = sum(result.sent_bytes for result in results)
         metrics.TRANSFERRED_BYTES.inc(sent)
         metrics.TRANSFER_RATE.set(sent / (time.monotonic() - began))
         errors = [_given_up() if isinstance(end, BaseException) else end for end in ended]
-        if all(error is None for error in errors):
+        if not any([*errors, *(result.transfer_failure for result in results)]):
             self._group = group
         return {t.engine_id: error for t, error in zip(group.members, errors, strict=True)}
 
@@ -269,10 +279,11 @@ class WeightSender:
 
 async def _settle(
     sending: asyncio.Task[list[pb.CommandResult]], receiving: Sequence[asyncio.Task[Any]]
-) -> None:
+) -> list[pb.CommandResult]:
     """Until all have ended; or, once one has failed, all that do so soon after the sending.
 
-    Behind a member that is gone others may wait for their deadline, which helps nobody.
+    Behind a member that is gone others may wait for their deadline, which helps nobody. Returns
+    what the senders answered, or raises why they could not.
     """
     pending: set[asyncio.Task[Any]] = {sending, *receiving}
     is_broken = False
@@ -283,8 +294,9 @@ async def _settle(
             return_when=asyncio.FIRST_COMPLETED,
         )
         if not done and sending.done():
-            return
+            break
         is_broken = is_broken or any(_has_failed(task, sending) for task in done)
+    return sending.result()
 
 
 def _has_failed(task: asyncio.Task[Any], sending: asyncio.Task[Any]) -> bool:

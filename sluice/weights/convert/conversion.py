@@ -111,7 +111,9 @@ def _fingerprint(source: Path, options: ConvertOptions, plan: Plan) -> str:
     hasher = xxhash.xxh3_128()
     inputs = {piece.path for g in plan.work.groups for t in g.tasks for piece in t.content.pieces}
     for directory in (source, options.model, options.origin):
-        inputs |= set(directory.iterdir()) if directory is not None else set()
+        found = [] if directory is None else directory.iterdir()
+        # Hidden ones are, but for one, marks of conversions whose targets lie in there too.
+        inputs |= {path for path in found if path.name[0] != "." or path.name == METADATA}
     for path in sorted(path for path in inputs if path is not None and path.is_file()):
         stat = path.stat()
         hasher.update(json.dumps([str(path.resolve()), stat.st_size, stat.st_mtime_ns]).encode())

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from sluice.weights.shards import load_verified
+from sluice.weights.staging import LOCK_SUFFIX
 from sluice.weights.store import WeightStore
 
 WRITER = Path(__file__).with_name("publish_forever.py")
@@ -62,7 +63,7 @@ def test_killed_writers_leave_whole_versions_only(tmp_path: Path, seed: int) -> 
     assert staging.version > max(allocated)
     assert sorted(path.name for path in (tmp_path / "staging").iterdir()) == [
         staging.directory.name,
-        staging.lock_path.name,
+        staging.directory.name + LOCK_SUFFIX,
     ]
     store.abort(staging)
 

@@ -1,0 +1,112 @@
+"""Whom the front sends weights to, and over which group."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+
+from services.trainer.config import TransferConfig
+from services.trainer.front.transfer import BROKEN, Shipment, Target, WeightSender
+from sluice.api.common.v1 import sample_pb2
+from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
+from sluice.api.trainer.v1 import worker_service_pb2 as pb
+from sluice.client import RemoteError
+from sluice.runtime.security import SecurityConfig
+from sluice.runtime.waits import Waits
+
+WEIGHTS = sample_pb2.WeightVersion(version=7, digest="d" * 32)
+PREPARED = engine_pb.GetEngineResponse(prepared_versions=[7])
+SERVING = engine_pb.GetEngineResponse(weights=WEIGHTS)  # where there is no room for two
+
+
+class Engine:
+    """Takes what it is sent; GetEngine tells of it by `has`."""
+
+    def __init__(
+        self,
+        has: engine_pb.GetEngineResponse = PREPARED,
+        *,
+        loses_answer: bool = False,
+        dies: bool = False,
+    ) -> None:
+        self.groups: list[str] = []  # over which it was sent something
+        self._loses_answer, self._dies = loses_answer, dies
+        self._state = engine_pb.GetEngineResponse(transfer_rank_count=1)
+        self._has = has
+
+    async def get(self) -> engine_pb.GetEngineResponse:
+        if self._dies and self.groups:
+            raise RemoteError(grpc.StatusCode.UNAVAILABLE, "", "it is gone", {})
+        return self._state
+
+    async def join_transfer_group(self, request: engine_pb.JoinTransferGroupRequest) -> None:
+        self._state.transfer_group = request.transfer_group
+
+    async def prepare_weights(
+        self, weights: sample_pb2.WeightVersion, transfer: engine_pb.WeightTransfer
+    ) -> None:
+        self.groups.append(transfer.transfer_group)
+        self._state.MergeFrom(self._has)
+        if self._loses_answer or self._dies:
+            raise RemoteError(grpc.StatusCode.ABORTED, BROKEN, "another member is gone", {})
+
+
+class Ranks:
+    """One that sends, and says `failure` of it."""
+
+    generation = None
+
+    def __init__(self) -> None:
+        self.commands: list[str] = []
+        self.failure = ""
+
+    async def run_on(self, generation: None, build: Any) -> list[pb.CommandResult]:
+        command = build(0).WhichOneof("command")
+        self.commands.append(command)
+        if command == "open_transfer":
+            return [pb.CommandResult(transfer_address="127.0.0.1:1", transfer_backend="gloo")]
+        return [pb.CommandResult(transfer_failure=self.failure)]
+
+
+def stage(**engines: Engine) -> tuple[WeightSender, Ranks, list[Target]]:
+    fake = Ranks()
+    ranks: Any = fake
+    sender = WeightSender(TransferConfig(enabled=True), SecurityConfig(), ranks, Waits())
+    clients: Any = engines  # by address, here the name
+    sender._clients = clients
+    return sender, fake, [Target(name, name) for name in engines]
+
+
+SHIPMENT = Shipment(
+    weights=WEIGHTS, rank_files=[["a"]], pause_mode=engine_pb.PAUSE_MODE_UNSPECIFIED
+)
+
+
+@pytest.mark.parametrize("has", [PREPARED, SERVING], ids=["prepared", "serving"])
+async def test_an_engine_that_has_the_version_is_not_sent_it_again(
+    has: engine_pb.GetEngineResponse,
+) -> None:
+    """It would join another group and receive nothing, and the sender wait for it in vain."""
+    engine, dead = Engine(has, loses_answer=True), Engine(dies=True)
+    sender, ranks, targets = stage(engine=engine, dead=dead)
+    outcomes = await sender.send(SHIPMENT, targets)
+    assert outcomes["engine"] is None
+    assert outcomes["dead"] is not None
+    assert ranks.commands == ["open_transfer", "send_weights"]
+    assert len(engine.groups) == 1
+
+
+@pytest.mark.parametrize("failure", ["", "a peer is gone"])
+async def test_a_group_that_its_sender_has_left_is_not_used_again(failure: str) -> None:
+    """However well the engines received what came before."""
+    engine = Engine()
+    sender, ranks, targets = stage(engine=engine)
+    ranks.failure = failure
+    assert await sender.send(SHIPMENT, targets) == {"engine": None}
+    ranks.failure = ""
+    following = sample_pb2.WeightVersion(version=8, digest="e" * 32)
+    assert await sender.send(replace(SHIPMENT, weights=following), targets) == {"engine": None}
+    assert len(set(engine.groups)) == (2 if failure else 1)

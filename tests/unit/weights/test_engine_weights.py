@@ -1,0 +1,171 @@
+"""What an engine holds while it prepares: pins, directories of its host, transfer groups."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from services.rollout.engine import EngineStatus, IncomingWeights
+from services.rollout.engine_transfers import Transfer
+from services.rollout.engine_weights import EngineWeights
+from services.rollout.errors import TransferGroupNotJoinedError
+from sluice.weights.cache import CachedVersion, HostCache
+from sluice.weights.manifest import Manifest
+from sluice.weights.open import AnyWeightStore
+from sluice.weights.store import WeightStore
+from sluice.weights.transfer.plan import Membership
+
+PATIENCE = 60.0  # seconds for anything on a busy machine
+
+
+class BareEngine:
+    """Takes whatever comes, and notes over which group."""
+
+    def __init__(self) -> None:
+        self.received: list[str] = []
+        self._group = ""
+        self._prepared: list[int] = []
+
+    def status(self) -> EngineStatus:
+        return EngineStatus(
+            version=None,
+            digest="",
+            prepared_versions=tuple(self._prepared),
+            paused=False,
+            rank_loads=(),
+            max_running=1,
+            max_model_length=1,
+            transfer_ranks=1,
+        )
+
+    async def join_transfer(self, members: Sequence[Membership], seconds: float) -> None:
+        self._group = members[0].group
+
+    async def receive(self, incoming: IncomingWeights) -> None:
+        self.received.append(self._group)
+        self._prepared.append(incoming.manifest.version)
+
+
+class Held:
+    """A call that waits until it is let go, in whatever thread."""
+
+    def __init__(self) -> None:
+        self.begun, self._let_go = threading.Event(), threading.Event()
+
+    def wait(self) -> None:
+        self.begun.set()
+        assert self._let_go.wait(PATIENCE)
+
+    def let_go(self) -> None:
+        self._let_go.set()
+
+
+def engine_weights(engine: Any, store: AnyWeightStore, cache: HostCache) -> EngineWeights:
+    async def announce() -> None:
+        pass
+
+    return EngineWeights(engine, store, "engine", announce, cache=cache, in_place=False)
+
+
+async def happens(event: threading.Event) -> None:
+    assert await asyncio.to_thread(event.wait, PATIENCE)
+
+
+async def test_an_engine_that_stops_while_it_pins_leaves_no_pin(policy, store, tmp_path) -> None:
+    held = Held()
+
+    class Slow(WeightStore):
+        """Somebody removes versions meanwhile."""
+
+        def pin(self, version: int, owner: str) -> None:
+            held.wait()
+            super().pin(version, owner)
+
+    record = policy.publish()
+    shared = ThreadPoolExecutor(2)  # one may pin, the other does all else, in order
+    asyncio.get_running_loop().set_default_executor(shared)
+    slow = Slow(store.root, durable=False)
+    weights = engine_weights(BareEngine(), slow, HostCache(tmp_path / "cache", slow))
+    preparing = asyncio.create_task(weights.prepare(record.version, record.digest))
+    await happens(held.begun)
+    closing = asyncio.create_task(weights.close())
+    for _ in range(10):  # as much is done of it as can be
+        await asyncio.to_thread(int)
+    held.let_go()
+    await closing
+    shared.shutdown()
+    assert store.pins() == {}
+    with pytest.raises(asyncio.CancelledError):
+        await preparing
+
+
+async def test_an_engine_that_stops_waits_for_no_other_engine(policy, store, tmp_path) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    class Noting(HostCache):
+        def take(self, version: int) -> CachedVersion:
+            begun.set()
+            try:
+                return super().take(version)
+            finally:
+                ended.set()
+
+    record = policy.publish()
+    (tmp_path / "cache").mkdir()
+    name = f"{record.version:08d}-{record.digest}.lock"
+    weights = engine_weights(BareEngine(), store, Noting(tmp_path / "cache", store))
+    with (tmp_path / "cache" / name).open("ab") as other:  # which makes the version
+        fcntl.flock(other, fcntl.LOCK_EX)
+        preparing = asyncio.create_task(weights.prepare(record.version, record.digest))
+        await happens(begun)
+        await weights.close()
+        await happens(ended)
+    with pytest.raises(asyncio.CancelledError):
+        await preparing
+
+
+async def test_a_transfer_comes_over_the_group_it_names_or_not_at_all(
+    policy, store, tmp_path
+) -> None:
+    """The engine joins another one while the manifest is read for the first."""
+    held = Held()
+
+    class Slow(WeightStore):
+        def manifest(self, version: int) -> Manifest:
+            if asked.is_set():
+                held.wait()
+            asked.set()  # the first look is that of the check of the digest
+            return super().manifest(version)
+
+    asked = threading.Event()
+    record = policy.publish()
+    slow = Slow(store.root, durable=False)
+    engine = BareEngine()
+    weights = engine_weights(engine, slow, HostCache(tmp_path / "cache", slow))
+
+    async def join(group: str) -> None:
+        member = Membership(address="", group=group, rank=1, world_size=2, backend="gloo")
+        await weights.transfers.join(group, [member], PATIENCE)
+
+    def prepare(group: str) -> asyncio.Task[float]:
+        files = [["model-0.safetensors", "model-1.safetensors"]]
+        transfer = Transfer(group=group, files=files, bucket_bytes=1, seconds=PATIENCE)
+        return asyncio.create_task(weights.prepare(record.version, record.digest, transfer))
+
+    await join("first")
+    first = prepare("first")
+    await happens(held.begun)
+    await join("second")
+    second = prepare("second")
+    held.let_go()
+    with pytest.raises(TransferGroupNotJoinedError):
+        await first
+    await second
+    assert engine.received == ["second"]
+    await weights.close()
