@@ -131,12 +131,6 @@ def read_metadata(data: bytes | memoryview) -> dict[str, str]:
     return {key.decode(): value.decode() for key, value in pairs if key != FORMAT_KEY}
 
 
-def count_rows(data: bytes | memoryview) -> int:
-    """Number of samples; reads no rows."""
-    count: int = _open(data).get_batch(0).num_rows
-    return count
-
-
 def _open(data: bytes | memoryview) -> pa.ipc.RecordBatchFileReader:
     try:
         reader = pa.ipc.open_file(pa.py_buffer(data))
