@@ -1,10 +1,11 @@
 """Keeps groups in flight and hands finished ones to the training step.
 
 At most `groups_per_step * (1 + max_staleness)` groups more than steps have taken are ever issued
-(dropped ones aside), and a group that would become too old waits for no one, so that no group is
-trained on with weights more than `max_staleness` steps older than the policy (the rule of AReaL,
-arXiv 2505.24298, made exact). Within the bound no more is issued than keeps training busy: groups
-that would only lie and age are issued later, under newer weights.
+(dropped ones aside), so that no group is trained on with weights more than `max_staleness` steps
+older than the policy (the rule of AReaL, arXiv 2505.24298, made exact). Groups that finish early
+overtake others only while all of those still have a step in time: none grows too old in flight.
+Within the bound no more is issued than keeps training busy: groups that would only lie and age
+are issued later, under newer weights; and none is that no step of the run would take.
 
 With over-sampling more are in flight than a step wants, and a step takes those that finish first.
 What it leaves and the next step could not use any more is cancelled, and asked for again (at most
@@ -16,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -37,6 +39,7 @@ logger = logging.getLogger(__name__)
 class FeedConfig:
     """`patience_seconds`: how long workers or engines may be down before the run ends.
 
+    `steps`: of the whole run.
     `dropped_in_a_row`: without one finished group between, so that the task must be broken.
     """
 
@@ -48,6 +51,7 @@ class FeedConfig:
     filtered_in_a_row: int = 512
     over_sampling: float = 1.0
     drops_surplus: bool = False
+    steps: int = sys.maxsize
 
 
 @dataclass
@@ -133,7 +137,12 @@ class GroupFeed:
         config = self._config
         ahead = (1 + config.max_staleness) * config.groups_per_step
         spare = math.ceil((config.over_sampling - 1) * ahead)
-        return self._consumed + ahead + spare + self._ledger.dropped_count()
+        whole = spare + min(self._consumed + ahead, config.steps * config.groups_per_step)
+        limit = whole
+        # A run that went back to a cut has dropped groups of later steps besides.
+        while (further := whole + self._ledger.dropped_count(below=limit)) > limit:
+            limit = further
+        return limit
 
     async def take(self, step: int) -> list[LedgerGroup]:
         """The groups of a step, by position; waits for them. Raises RolloutFailedError."""
@@ -189,18 +198,29 @@ class GroupFeed:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _choose(self, step: int) -> list[LedgerGroup] | None:
-        """Groups that must not wait longer first, then those that finished, oldest first."""
-        oldest_allowed = step - self._config.max_staleness
-        takes_first = self._config.over_sampling > 1
-        for group in self._pending.values():
-            is_waited_for = not takes_first or group.group_id in self._spared
-            if is_waited_for and group.issue_step <= oldest_allowed:
-                return None
-        ready = self._usable()
-        ready.sort(key=lambda group: (group.oldest_step, group.position))
-        if len(ready) < self._config.groups_per_step:
+        """The oldest of those that finished; None while it has to wait for others."""
+        size = self._config.groups_per_step
+        ready = sorted(self._usable(), key=lambda group: (group.oldest_step, group.position))
+        if len(ready) < size or self._crowds_out(step, ready[size:]):
             return None
-        return sorted(ready[: self._config.groups_per_step], key=lambda group: group.position)
+        return sorted(ready[:size], key=lambda group: group.position)
+
+    def _crowds_out(self, step: int, left: Sequence[LedgerGroup]) -> bool:
+        """Whether groups in flight would grow too old if this step left `left` to later ones.
+
+        Groups as old as `step + later - max_staleness` have `later` steps behind this one. With
+        over-sampling that is the surplus, and only what was spared has to be waited for.
+        """
+        bound, takes_first = self._config.max_staleness, self._config.over_sampling > 1
+        for later in range(1 if takes_first else bound + 1):
+            oldest = step + later - bound
+            flying = [g for g in self._pending.values() if g.issue_step <= oldest]
+            if takes_first:
+                flying = [group for group in flying if group.group_id in self._spared]
+            count = len(flying) + sum(group.oldest_step <= oldest for group in left)
+            if flying and count > later * self._config.groups_per_step:
+                return True
+        return False
 
     def _usable(self) -> list[LedgerGroup]:
         """Ready groups; a run that went back to a cut holds some of later steps besides."""

@@ -7,6 +7,7 @@ directory, in WAL mode, each transition one durable transaction.
 from __future__ import annotations
 
 import sqlite3
+import sys
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -192,9 +193,10 @@ class Ledger:
         query = "SELECT COUNT(*) FROM groups WHERE state = 'consumed'"
         return int(self._db.execute(query).fetchone()[0])
 
-    def dropped_count(self) -> int:
-        query = "SELECT COUNT(*) FROM groups WHERE state = 'dropped'"
-        return int(self._db.execute(query).fetchone()[0])
+    def dropped_count(self, below: int = sys.maxsize) -> int:
+        """Dropped groups of positions under `below`."""
+        query = "SELECT COUNT(*) FROM groups WHERE state = 'dropped' AND position < ?"
+        return int(self._db.execute(query, (below,)).fetchone()[0])
 
     def record_version(self, version: int, digest: str, step: int) -> None:
         """Which step a weight version holds; staleness is counted in steps."""

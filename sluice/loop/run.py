@@ -248,6 +248,7 @@ class Run:
                 filtered_in_a_row=self.config.max_filtered_in_a_row,
                 over_sampling=self.config.over_sampling,
                 drops_surplus=self.config.surplus == "drop",
+                steps=self.config.steps,
             )
             assert self._retention is not None
             self._feed = GroupFeed(

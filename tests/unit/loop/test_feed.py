@@ -1,6 +1,7 @@
 """The feed over a real server whose episodes follow a script."""
 
 import asyncio
+import random
 
 import grpc
 import pytest
@@ -35,6 +36,7 @@ class Episodes(pb_grpc.RolloutServiceServicer, router_grpc.RouterServiceServicer
         self.breaks = 0  # streams that end in an error after their first group
         self.refuses = False
         self.worker_count = 1
+        self.pace: random.Random | None = None  # groups take their time, in any order
 
     async def ListEngines(self, request, context):
         worker = router_pb.Engine(
@@ -49,7 +51,12 @@ class Episodes(pb_grpc.RolloutServiceServicer, router_grpc.RouterServiceServicer
         if self.refuses:
             raise InvalidFieldError("environment.name", "is unknown")
         self.requests.append(request.request_id)
-        for number, group in enumerate(request.groups):
+        version, groups = self.version, list(request.groups)
+        if self.pace is not None:
+            self.pace.shuffle(groups)
+        for number, group in enumerate(groups):
+            if self.pace is not None:
+                await asyncio.sleep(0.03 * self.pace.random() ** 4)
             self.issued.append(group.group_id)
             if group.group_id in self.hold:
                 await self.release.wait()
@@ -64,8 +71,8 @@ class Episodes(pb_grpc.RolloutServiceServicer, router_grpc.RouterServiceServicer
                 blob={"digest": f"{int(group.group_id[1:]):032x}", "size_bytes": 1},
                 rewards=[1.0, 0.0],
                 response_lengths=[3, 3],
-                min_version=self.version,
-                max_version=self.version,
+                min_version=version,
+                max_version=version,
             )
             yield pb.RolloutResponse(finished=finished)
             if number == 0 and self.breaks:
@@ -147,6 +154,61 @@ async def test_a_slow_group_is_overtaken_until_it_would_be_too_old(world):
     assert len(taken) == len(set(taken)) == 16
     for group in world.ledger.groups("consumed"):
         assert group.consumed_step - 1 - group.oldest_step <= 2
+    await feed.close()
+
+
+async def test_late_groups_are_overtaken_only_while_later_steps_have_room_for_them(world):
+    feed = world.feed(max_staleness=2)
+    world.episodes.hold = {"g0000004"}  # and what its call has behind it: eight of twelve
+    assert await step(world, feed, 0) == [f"g{i:07}" for i in range(4)]
+    await feed.fill(1)
+    async with asyncio.timeout(60):
+        while feed.ready_count < 4:  # of the second call; the eight need the next two steps whole
+            await asyncio.sleep(0.01)
+    waiting = asyncio.create_task(step(world, feed, 1))
+    done, _ = await asyncio.wait([waiting], timeout=0.3)
+    assert not done
+    world.episodes.release.set()
+    assert await waiting == [f"g{i:07}" for i in range(4, 8)]
+    assert await step(world, feed, 2) == [f"g{i:07}" for i in range(8, 12)]
+    assert await step(world, feed, 3) == [f"g{i:07}" for i in range(12, 16)]
+    assert world.ledger.dropped_count() == 0
+    await feed.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_in_whatever_order_groups_finish_none_grows_too_old(world, seed):
+    world.episodes.pace = random.Random(seed)
+    feed = world.feed(max_staleness=2, steps=12)
+    taken = [group for number in range(12) for group in await step(world, feed, number)]
+    assert sorted(taken) == [f"g{i:07}" for i in range(48)]
+    assert world.ledger.dropped_count() == 0
+    for group in world.ledger.groups("consumed"):
+        assert group.consumed_step - 1 - group.oldest_step <= 2
+    await feed.close()
+
+
+async def test_what_later_steps_dropped_makes_no_room_after_going_back(world):
+    feed = world.feed(max_staleness=1)
+    world.episodes.hold = {"g0000008"}  # and what its call has behind it
+    for number in range(2):
+        await step(world, feed, number)
+    await feed.close()
+    world.ledger.drop("g0000011", "filtered: by hand")
+    world.ledger.roll_back(0)
+    again = world.feed(max_staleness=1)
+    await again.fill(0)
+    assert again.ready_count == 8
+    assert again.in_flight_count == 0  # g0000008 belongs to the step after the next
+    await again.close()
+
+
+async def test_no_group_is_issued_that_no_step_would_take(world):
+    feed = world.feed(max_staleness=3, steps=5, attempts=1)
+    world.episodes.failing = {"g0000017": 1}  # dropped, so that the run needs one more
+    taken = [group for number in range(5) for group in await step(world, feed, number)]
+    assert sorted(taken) == [f"g{i:07}" for i in range(21) if i != 17]
+    assert world.ledger.next_position() == 21
     await feed.close()
 
 
