@@ -84,7 +84,7 @@ SCHEDULED = (
     Fault("loop", "consumed", 4, "asynchronous"),
     Fault("trainer", "rank0.step", 3, "asynchronous"),
     Fault("engine-0", "engine.swapped", 3, "asynchronous"),
-    Fault("episodes", "journal.recorded", 4, "asynchronous"),
+    Fault("episodes", "journal.recorded", 2, "asynchronous"),
     Fault("loop", "surplus", 3, "over-sampled"),
     Fault("episodes", "journal.settled", 3, "over-sampled"),
 )
