@@ -137,10 +137,9 @@ class GroupFeed:
         config = self._config
         ahead = (1 + config.max_staleness) * config.groups_per_step
         spare = math.ceil((config.over_sampling - 1) * ahead)
-        whole = spare + min(self._consumed + ahead, config.steps * config.groups_per_step)
-        limit = whole
+        limit = base = spare + min(self._consumed + ahead, config.steps * config.groups_per_step)
         # A run that went back to a cut has dropped groups of later steps besides.
-        while (further := whole + self._ledger.dropped_count(below=limit)) > limit:
+        while (further := base + self._ledger.dropped_count(below=limit)) > limit:
             limit = further
         return limit
 
@@ -211,14 +210,15 @@ class GroupFeed:
         Groups as old as `step + later - max_staleness` have `later` steps behind this one. With
         over-sampling that is the surplus, and only what was spared has to be waited for.
         """
-        bound, takes_first = self._config.max_staleness, self._config.over_sampling > 1
-        for later in range(1 if takes_first else bound + 1):
-            oldest = step + later - bound
-            flying = [g for g in self._pending.values() if g.issue_step <= oldest]
-            if takes_first:
-                flying = [group for group in flying if group.group_id in self._spared]
-            count = len(flying) + sum(group.oldest_step <= oldest for group in left)
-            if flying and count > later * self._config.groups_per_step:
+        config = self._config
+        takes_first = config.over_sampling > 1
+        waited_for = self._spared if takes_first else self._pending.keys()
+        pending = [group for name, group in self._pending.items() if name in waited_for]
+        for later in range(1 if takes_first else config.max_staleness + 1):
+            oldest = step + later - config.max_staleness
+            flying = sum(group.issue_step <= oldest for group in pending)
+            lying = sum(group.oldest_step <= oldest for group in left)
+            if flying and flying + lying > later * config.groups_per_step:
                 return True
         return False
 
