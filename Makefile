@@ -15,6 +15,9 @@ SEED ?= 0
 BACKEND ?= reference
 TP ?= 1
 ENGINE ?= reference
+ROUNDS ?= 1
+LOAD ?= 8
+TESTS ?= tests/service tests/e2e tests/faults
 ENGINE_sglang := build/sglang/.installed
 
 help:  ## list the targets
@@ -89,6 +92,10 @@ test: lint  ## what CI runs: lint, unit, service, contract, short end-to-end
 	$(TEST) tests/megatron -m fast
 	$(MAKE) build/sglang/.installed
 	$(TEST) tests/sglang -m "sglang and fast"
+	$(RUN) -m tools.stress_tests --changed HEAD~1 --load 2 --seconds 60
+
+stress-tests: $(VENV)/.dev  ## tests over and over, alone and beside a load (ROUNDS=, LOAD=, SEED=, TESTS="tests" for all)
+	$(RUN) -m tools.stress_tests --rounds $(ROUNDS) --load $(LOAD) --seed $(SEED) $(TESTS)
 
 test-megatron: $(VENV)/.dev  ## Megatron-Core under every parallel layout against the reference
 	$(TEST) tests/megatron
@@ -149,5 +156,5 @@ bench-sync: $(VENV)/.dev  ## weight updates: bytes of a delta, encode, apply, pr
 clean:  ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup sglang-cpu test-sglang proto docs lint test test-megatron test-openai demo demo-smollm2 fault-matrix compose-smoke \
+.PHONY: help setup sglang-cpu test-sglang proto docs lint test stress-tests test-megatron test-openai demo demo-smollm2 fault-matrix compose-smoke \
 	verify bench bench-planner bench-logprob bench-engine bench-convert bench-sync bench-router bench-router-simulation clean

@@ -53,7 +53,7 @@ def write_checkpoint(directory: Path, gib: float) -> int:
     """A Qwen3 of random bfloat16 numbers in shards of one layer each or so; bytes of its files."""
     import torch
 
-    from sluice.weights.convert.hf_target import Part, lay_out_hf
+    from sluice.weights.convert.hf import Part, lay_out_hf
     from sluice.weights.convert.pieces import Content
     from sluice.weights.rules import WeightMap, family_of, read_shape
     from sluice.weights.shards import write_shard

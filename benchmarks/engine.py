@@ -38,8 +38,8 @@ from transformers import (
 
 from benchmarks.sglang_server import SglangServer, Timing
 from examples.models.smollm2 import ensure_smollm2
-from services.rollout.engine import Engine, Generation, Sampling, create_engine
-from services.rollout.engine_config import EngineConfig
+from services.rollout.engine.config import EngineConfig
+from services.rollout.engine.interface import Engine, Generation, Sampling, create_engine
 
 REQUESTS, PROMPT, EQUAL_LENGTH = 32, 32, 48
 MEDIAN, SIGMA, SHORTEST, LONGEST = 24, 0.9, 4, 256

@@ -23,11 +23,11 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from services.rollout.backends.reference.engine import ReferenceEngine
-from services.rollout.engine import Generation, PauseMode, Sampling
-from services.rollout.engine_config import EngineConfig
-from sluice.weights.cache import HostCache
+from services.rollout.engine.config import EngineConfig
+from services.rollout.engine.interface import Generation, PauseMode, Sampling
+from services.rollout.engine.reference.engine import ReferenceEngine
 from sluice.weights.checkpoint import companion_files
+from sluice.weights.host_cache import HostCache
 from sluice.weights.store import WeightStore
 from sluice.weights.writer import PublishedShards
 

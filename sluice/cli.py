@@ -18,21 +18,20 @@ from rich.table import Table
 
 from sluice import logs
 from sluice.client import Client, RemoteError
-from sluice.config import ConfigError, ProcessConfig, load_config
+from sluice.config import ConfigError, ProcessConfig, hint, load_config
 from sluice.convert_command import CheckpointError, convert, verify
 from sluice.durable import DirectoryError
 from sluice.loop.config import RunConfig
 from sluice.loop.critic import Critic
+from sluice.loop.dispatcher import RolloutFailedError
 from sluice.loop.evaluation import EvaluationError
-from sluice.loop.feed import RolloutFailedError
 from sluice.loop.fleet import NoEngineError
-from sluice.loop.readiness import TrainerFailedError, TrainerLostError
+from sluice.loop.recovery import TrainerFailedError, TrainerLostError
 from sluice.loop.report import Report
 from sluice.loop.run import Run
 from sluice.loop.run_directory import RunDirectoryError, owned
 from sluice.loop.sft_config import SftConfig
 from sluice.loop.workers import NoWorkerError
-from sluice.nearest import hint
 from sluice.platform import PlatformError
 from sluice.runtime.security import SecurityConfig
 from sluice.supervise import (
@@ -114,7 +113,7 @@ async def train(arguments: Sequence[str]) -> None:
 
 async def evaluate(arguments: Sequence[str]) -> None:
     """Score the data sets of a run; a JSON line each."""
-    from sluice.loop.scoring import score_now
+    from sluice.loop.evaluation import score_now
 
     config = _load(RunConfig, "eval", arguments)
     router = config.router
@@ -222,7 +221,7 @@ async def waits(arguments: Sequence[str]) -> None:
 
 async def trace(arguments: Sequence[str]) -> None:
     """Write the timeline of a run, and say in a line what took the time."""
-    from sluice.loop.timeline.command import write_page
+    from sluice.loop.timeline.page import write_page
 
     rest = list(arguments)
     output, steps = _take(rest, "-o"), _take(rest, "--steps")

@@ -7,16 +7,9 @@ that a retry after a lost answer changes nothing. A refusal raises RemoteError.
 from __future__ import annotations
 
 import uuid
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Iterable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 from google.longrunning import operations_pb2, operations_pb2_grpc
@@ -33,14 +26,15 @@ from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import trainer_service_pb2_grpc
 from sluice.runtime import wire
 from sluice.runtime.channel import create_channel
-from sluice.runtime.remote import RemoteError as RemoteError
-from sluice.runtime.remote import error_from_status as error_from_status
-from sluice.runtime.remote import typed_errors as typed_errors
+from sluice.runtime.errors import RemoteError as RemoteError
+from sluice.runtime.errors import error_from_status as error_from_status
+from sluice.runtime.errors import typed_errors as typed_errors
 from sluice.runtime.security import SecurityConfig
 from sluice.samples.blobs import BlobReference
 from sluice.samples.sample import Sample
 
 M = TypeVar("M", bound=pb.Message)
+C = TypeVar("C", bound="Client")
 
 PUT_BYTES = 1 << 20  # of one message of PutColumns, unless a row alone is larger
 
@@ -94,6 +88,31 @@ class Client:
         response = kind()
         operation.response.Unpack(response)
         return response
+
+
+class ClientCache(Generic[C]):
+    """Clients by address: each is made when it is first asked for, and `close` closes them all."""
+
+    def __init__(
+        self, kind: Callable[[str, SecurityConfig | None], C], security: SecurityConfig | None
+    ) -> None:
+        self._kind, self._security = kind, security
+        self._clients: dict[str, C] = {}
+
+    def __getitem__(self, address: str) -> C:
+        client = self._clients.get(address)
+        if client is None:
+            client = self._clients[address] = self._kind(address, self._security)
+        return client
+
+    async def discard(self, address: str) -> None:
+        """Close the client of an address that nobody calls any more."""
+        if (client := self._clients.pop(address, None)) is not None:
+            await client.close()
+
+    async def close(self) -> None:
+        while self._clients:
+            await self._clients.popitem()[1].close()
 
 
 class TrainerClient(Client):

@@ -7,24 +7,27 @@ import json
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from google.longrunning import operations_pb2
+from google.protobuf import duration_pb2
 from google.protobuf import message as pb_message
 from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
 from sluice.api.converter.v1 import converter_service_pb2 as pb
+from sluice.api.converter.v1 import converter_service_pb2_grpc as pb_grpc
+from sluice.client import Client, error_from_status
 from sluice.config import Config, ConfigError, ProcessConfig, load_config
-from sluice.converter_client import ConverterClient
 from sluice.runtime import conversions
 from sluice.runtime.security import SecurityConfig
 
 if TYPE_CHECKING:
-    from sluice.weights.convert.control import Control, Progress
     from sluice.weights.convert.options import ConvertOptions
+    from sluice.weights.convert.work import Control, Progress
 
 M = TypeVar("M", bound=pb_message.Message)
 T = TypeVar("T")
@@ -103,8 +106,8 @@ async def verify(arguments: Sequence[str]) -> None:
 async def _convert_here(
     config: ConvertConfig, source: Path, target: Path
 ) -> pb.ConvertCheckpointResponse:
-    from sluice.weights.convert.control import Control
     from sluice.weights.convert.conversion import convert, validate
+    from sluice.weights.convert.work import Control
 
     _check_here(source, config.model, config.origin)
     options, control = _options(config), Control()
@@ -118,8 +121,8 @@ async def _convert_here(
 async def _verify_here(
     config: VerifyConfig, first: Path, second: Path
 ) -> pb.VerifyCheckpointResponse:
-    from sluice.weights.convert.control import Control
     from sluice.weights.convert.verify import compare
+    from sluice.weights.convert.work import Control
 
     _check_here(first, second, config.model)
     control = Control()
@@ -283,3 +286,44 @@ def _print_report(answer: pb.ConvertCheckpointResponse, validate_only: bool) -> 
     console.print(table)
     verb = "would hold" if validate_only else "holds"
     console.print(f"{answer.target} {verb} {answer.byte_count} bytes", highlight=False)
+
+
+class ConverterClient(Client):
+    """ConverterService. Refusals raise RemoteError."""
+
+    def __init__(self, address: str, security: SecurityConfig | None = None) -> None:
+        super().__init__(address, security)
+        self.stub = pb_grpc.ConverterServiceStub(self.channel)
+
+    async def convert(self, request: pb.ConvertCheckpointRequest) -> operations_pb2.Operation:
+        """Start a conversion, or join the one of this request."""
+        return await self._call(self.stub.ConvertCheckpoint, request)
+
+    async def verify(self, request: pb.VerifyCheckpointRequest) -> operations_pb2.Operation:
+        """Start a comparison, or join the one of this request."""
+        return await self._call(self.stub.VerifyCheckpoint, request)
+
+    async def list(self) -> list[pb.Conversion]:
+        """What waits, runs and has ended, oldest first."""
+        response = await self._call(self.stub.ListConversions, pb.ListConversionsRequest())
+        return list(response.conversions)
+
+    async def cancel(self, operation: str) -> None:
+        """Stop a conversion; nothing is left of it."""
+        request = operations_pb2.CancelOperationRequest(name=operation)
+        await self._call(self._operations.CancelOperation, request)
+
+    async def follow(
+        self, operation: operations_pb2.Operation, *, seconds: float = 1.0
+    ) -> AsyncIterator[operations_pb2.Operation]:
+        """The operation now and every `seconds` until it is done. Raises RemoteError."""
+        timeout = duration_pb2.Duration()
+        timeout.FromNanoseconds(int(seconds * 1e9))
+        while True:
+            if operation.HasField("error"):
+                raise error_from_status(operation.error)
+            yield operation
+            if operation.done:
+                return
+            wait = operations_pb2.WaitOperationRequest(name=operation.name, timeout=timeout)
+            operation = await self._call(self._operations.WaitOperation, wait)

@@ -97,7 +97,7 @@ def locked(
     try:
         operation = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         deadline = time.monotonic() + timeout_seconds
-        while not _try_lock(descriptor, operation):
+        while not try_lock(descriptor, operation):
             if time.monotonic() >= deadline:
                 raise LockTimeoutError(path, timeout_seconds)
             time.sleep(LOCK_POLL_SECONDS)  # flock has no form with a deadline
@@ -133,7 +133,8 @@ def owned(directory: Path, role: str) -> Iterator[None]:
         yield
 
 
-def _try_lock(descriptor: int, operation: int) -> bool:
+def try_lock(descriptor: int, operation: int) -> bool:
+    """Take an flock (LOCK_SH or LOCK_EX) on an open file; False where another process holds it."""
     try:
         fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -11,6 +11,8 @@ from typing import Any
 
 from moto.server import ThreadedMotoServer
 
+from tests.patience import PATIENCE
+
 Application = Callable[[Any, Any], Any]
 
 
@@ -42,7 +44,7 @@ def one_at_a_time(application: Application) -> Application:
 
 def make_bucket(endpoint: str, name: str) -> None:
     create = urllib.request.Request(f"{endpoint}/{name}", method="PUT")
-    with urllib.request.urlopen(create, timeout=120):
+    with urllib.request.urlopen(create, timeout=PATIENCE):
         pass
 
 

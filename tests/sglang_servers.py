@@ -11,18 +11,18 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from services.rollout.backends.sglang.commands import (
+from services.rollout.engine.config import EngineConfig
+from services.rollout.engine.sglang.commands import (
     command,
     engine_arguments,
     environment,
     model_arguments,
 )
-from services.rollout.backends.sglang.process import SHIM, free_port
-from services.rollout.backends.sglang.staging import read_config
-from services.rollout.engine_config import EngineConfig
+from services.rollout.engine.sglang.servers import SHIM, free_port
+from services.rollout.engine.sglang.staging import read_config
+from tests.patience import PATIENCE
 
 PYTHON = Path(__file__).parent.parent / "build" / "sglang" / "bin" / "python"
-START_SECONDS = 240
 DEVICE = "cpu"
 
 
@@ -69,7 +69,7 @@ class SharedServers:
             start_new_session=True,
         )
         url = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + PATIENCE
         while not _answers(url):
             assert process.poll() is None, (self._logs / f"sglang-{port}.log").read_text()[-4000:]
             assert time.monotonic() < deadline, "SGLang did not start"

@@ -21,7 +21,7 @@ from examples.demo import write_prompts
 from sluice import faults
 from sluice.client import TrainerClient
 from sluice.loop.ledger import Ledger
-from sluice.loop.readiness import wait_for_trainer
+from sluice.loop.recovery import wait_for_trainer
 from sluice.supervise import read_services
 from tools.fault_cases import Fault
 

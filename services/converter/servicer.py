@@ -1,29 +1,225 @@
-"""ConverterService: decodes a request, runs it in a thread, encodes the result."""
+"""What a converter refuses or runs into, by gRPC code and reason."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
+import grpc
 from google.longrunning import operations_pb2
 from google.protobuf import message as pb_message
 
-from services.converter import metrics, wire
+from services.converter import metrics
 from services.converter.config import ConverterConfig
-from services.converter.errors import typed_errors
 from sluice.api.converter.v1 import converter_service_pb2 as pb
 from sluice.api.converter.v1 import converter_service_pb2_grpc as pb_grpc
 from sluice.runtime import conversions
+from sluice.runtime.errors import (
+    AlreadyExistsError,
+    DataLossError,
+    InvalidFieldError,
+    NotFoundError,
+    ServiceError,
+)
 from sluice.runtime.server import Server
-from sluice.weights.convert.control import Control
 from sluice.weights.convert.conversion import convert, validate
+from sluice.weights.convert.errors import (
+    BusyTargetError,
+    ConflictingTensorError,
+    DiskFullError,
+    TargetExistsError,
+)
+from sluice.weights.convert.fp8 import ScaleFormat
+from sluice.weights.convert.options import (
+    ConvertOptions,
+    Dtype,
+    Format,
+    Layout,
+    OptionError,
+    Stacking,
+)
 from sluice.weights.convert.verify import compare
+from sluice.weights.convert.work import Control, Progress
+from sluice.weights.errors import (
+    DamagedFileError,
+    FileDigestError,
+    ManifestError,
+    MissingTensorError,
+    TensorDigestError,
+    UnexpectedTensorError,
+    WeightStoreError,
+)
+from sluice.weights.rules import PartitionError
+
+
+class UnfitCheckpointError(ServiceError):
+    """A source is not what the conversion needs; metadata names tensors."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "UNFIT_CHECKPOINT"
+
+
+class TargetBusyError(ServiceError):
+    """Another conversion writes the same target."""
+
+    code = grpc.StatusCode.ABORTED
+    reason = "TARGET_BUSY"
+
+
+class UnusablePathError(ServiceError):
+    """The operating system refuses: no permission, no directory, a failing disk."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "UNUSABLE_PATH"
+
+
+class DiskTooSmallError(ServiceError):
+    """The target does not fit."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "DISK_FULL"
+
+
+@contextmanager
+def typed_errors() -> Iterator[None]:
+    """Errors of conversions as those of the service."""
+    try:
+        yield
+    except OptionError as error:
+        raise InvalidFieldError("request", str(error)) from error
+    except PartitionError as error:
+        raise InvalidFieldError("layout", str(error)) from error
+    except TargetExistsError as error:
+        raise AlreadyExistsError("checkpoint", error.target.name) from error
+    except BusyTargetError as error:
+        raise TargetBusyError(str(error), target=error.target.name) from error
+    except DiskFullError as error:
+        raise DiskTooSmallError(str(error), needed=error.needed) from error
+    except TensorDigestError as error:
+        metrics.DIGEST_FAILURES.inc()
+        raise DataLossError(str(error), tensor=error.name) from error
+    except (FileDigestError, DamagedFileError) as error:
+        metrics.DIGEST_FAILURES.inc()
+        raise DataLossError(str(error), file=error.file_name) from error
+    except ManifestError as error:
+        metrics.DIGEST_FAILURES.inc()
+        raise DataLossError(str(error), file="manifest.json") from error
+    except (MissingTensorError, UnexpectedTensorError) as error:
+        raise UnfitCheckpointError(str(error), tensors=",".join(error.names[:64])) from error
+    except ConflictingTensorError as error:
+        names = f"{error.name},{error.other}"
+        raise UnfitCheckpointError(str(error), tensors=names) from error
+    except WeightStoreError as error:
+        raise UnfitCheckpointError(str(error)) from error
+    except OSError as error:
+        raise UnusablePathError(str(error), file=error.filename or "") from error
+
+
+def not_found(path: str) -> NotFoundError:
+    """No such directory."""
+    return NotFoundError("checkpoint", path)
+
+
+K = TypeVar("K")
+T = TypeVar("T")
+_FORMATS: dict[pb.Format, Format] = {pb.FORMAT_HF: "hf", pb.FORMAT_TORCH_DIST: "torch_dist"}
+_DTYPES: dict[pb.Dtype, Dtype] = {
+    pb.DTYPE_UNSPECIFIED: "keep",
+    pb.DTYPE_FLOAT32: "float32",
+    pb.DTYPE_BFLOAT16: "bfloat16",
+    pb.DTYPE_FLOAT16: "float16",
+}
+_STACKINGS: dict[pb.Stacking, Stacking] = {
+    pb.STACKING_UNSPECIFIED: "auto",
+    pb.STACKING_STACKED: "stacked",
+    pb.STACKING_SINGLE: "single",
+}
+_SCALES: dict[pb.Quantization, ScaleFormat | None] = {
+    pb.QUANTIZATION_UNSPECIFIED: None,
+    pb.QUANTIZATION_FP8_BLOCK: "float32",
+    pb.QUANTIZATION_FP8_BLOCK_UE8M0: "ue8m0",
+}
+
+
+class Paths:
+    """Directories below the roots; nothing else is touched, links followed."""
+
+    def __init__(self, roots: list[Path]) -> None:
+        self._roots = [root.resolve() for root in roots]
+
+    def existing(self, field: str, text: str) -> Path:
+        """Raises InvalidFieldError or NotFoundError."""
+        path = self.inside(field, text)
+        if not path.is_dir():
+            raise not_found(text)
+        return path
+
+    def inside(self, field: str, text: str) -> Path:
+        """Raises InvalidFieldError."""
+        if not text or not Path(text).is_absolute():
+            raise InvalidFieldError(field, "is no absolute path")
+        path = Path(text).resolve()
+        if not any(path.is_relative_to(root) and path != root for root in self._roots):
+            raise InvalidFieldError(field, "is not below a root of this converter")
+        return path
+
+
+def options_from_proto(
+    request: pb.ConvertCheckpointRequest, paths: Paths, *, workers: int, sync: bool
+) -> ConvertOptions:
+    """Raises InvalidFieldError or NotFoundError."""
+    scale = _known(_SCALES, request.quantization, "quantization")
+    layout, origin = request.layout, request.origin
+    return ConvertOptions(
+        target_format=_known(_FORMATS, request.target_format, "target_format"),
+        dtype=_known(_DTYPES, request.dtype, "dtype"),
+        model=paths.existing("model", request.model) if request.model else None,
+        origin=(
+            paths.existing("origin.directory", origin.directory)
+            if request.HasField("origin")
+            else None
+        ),
+        allow=tuple(origin.allow) or ("*",),
+        deny=tuple(origin.deny),
+        quantize=scale is not None,
+        scale_format=scale or "float32",
+        layout=Layout(
+            tensor=layout.tensor or 1, pipeline=layout.pipeline or 1, expert=layout.expert or 1
+        ),
+        vocab_multiple=request.vocab_multiple or 128,
+        stacking=_known(_STACKINGS, request.stacking, "stacking"),
+        fused_norms=not request.plain_norms,
+        max_file_bytes=request.max_file_bytes,
+        workers=workers,
+        sync=sync,
+    )
+
+
+def write_progress(progress: Progress, metadata: pb.ConversionMetadata) -> None:
+    """Bring `metadata` up to date."""
+    metadata.byte_count, metadata.total_byte_count = progress.done_bytes, progress.total_bytes
+    metadata.tensor_count = progress.done_tensors
+    metadata.total_tensor_count = progress.total_tensors
+    metadata.resumed_byte_count = progress.resumed_bytes
+    metadata.ClearField("remaining")
+    left = progress.seconds_left
+    if left is not None and metadata.state == pb.CONVERSION_STATE_RUNNING:
+        metadata.remaining.FromNanoseconds(int(left * 1e9))
+
+
+def _known(table: Mapping[K, T], value: K, field: str) -> T:
+    if value not in table:
+        raise InvalidFieldError(field, "is unknown to this converter")
+    return table[value]
+
 
 M = TypeVar("M", bound=pb_message.Message)
 REMEMBERED = 256
@@ -39,14 +235,14 @@ class _Job:
     control: Control = field(default_factory=Control)
 
     def progress(self) -> pb.ConversionMetadata:
-        wire.write_progress(self.control.progress, self.metadata)
+        write_progress(self.control.progress, self.metadata)
         return self.metadata
 
 
 class ConverterServicer(pb_grpc.ConverterServiceServicer):
     def __init__(self, config: ConverterConfig, server: Server) -> None:
         self._config, self._server = config, server
-        self._paths = wire.Paths(config.roots)
+        self._paths = Paths(config.roots)
         self._free = asyncio.Semaphore(config.max_running)
         self._threads = ThreadPoolExecutor(config.max_running, thread_name_prefix="conversion")
         self._jobs: OrderedDict[str, _Job] = OrderedDict()
@@ -60,7 +256,7 @@ class ConverterServicer(pb_grpc.ConverterServiceServicer):
     ) -> operations_pb2.Operation:
         source = self._paths.existing("source", request.source)
         target = self._paths.inside("target", request.target)
-        options = wire.options_from_proto(
+        options = options_from_proto(
             request, self._paths, workers=self._config.workers, sync=self._config.durable
         )
         with typed_errors():

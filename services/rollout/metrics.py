@@ -8,7 +8,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from services.rollout.engine import Delta, Engine, FinishReason
+from services.rollout.engine.interface import Delta, Engine, FinishReason
 from sluice.runtime.metrics import Reading, with_values
 
 MINUTES = (0.01, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600)

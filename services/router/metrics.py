@@ -76,8 +76,19 @@ IMBALANCE = Reading(
     "sluice_router_imbalance_ratio", "Largest over mean leases of active ranks.", ("pool",)
 )
 QUEUED = Reading("sluice_router_queued_leases", "Leases that wait for a rank.", ("pool",))
+LOCAL = Reading(
+    "sluice_router_local_leases",
+    "Of the leases out, those that clients picked while they could reach no router.",
+    ("pool",),
+)
+SETTLING = Reading(
+    "sluice_router_settling_engines",
+    "Engines not leased yet after a restart of the router: what is held on them is not known.",
+    ("pool",),
+)
 CLIENTS = Reading("sluice_router_clients", "Clients that hold leases.", ("pool",))
 SESSIONS = Reading("sluice_router_sessions", "Sticky sessions.", ("pool",))
+POOL_READINGS = (IMBALANCE, QUEUED, CLIENTS, SESSIONS, LOCAL, SETTLING)
 
 
 def open_pool(name: str) -> None:
@@ -116,7 +127,7 @@ class PoolCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         engines = {reading: reading.family() for reading in (OUTSTANDING, SLOWDOWN, STATE, LAG)}
-        pools = {reading: reading.family() for reading in (IMBALANCE, QUEUED, CLIENTS, SESSIONS)}
+        pools = {reading: reading.family() for reading in POOL_READINGS}
         for room in self._pools:
             _read_engines(room, engines)
             name, pool = [room.name], room.pool
@@ -124,6 +135,8 @@ class PoolCollector(Collector):
             pools[QUEUED].add_metric(name, pool.waiting.count)
             pools[CLIENTS].add_metric(name, pool.client_count)
             pools[SESSIONS].add_metric(name, pool.session_count)
+            pools[LOCAL].add_metric(name, pool.local_count)
+            pools[SETTLING].add_metric(name, pool.closed_count)
         yield from (*engines.values(), *pools.values())
 
 

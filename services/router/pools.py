@@ -1,4 +1,4 @@
-"""The pools of a router process, who waits on them, and what expires in them."""
+"""What a router refuses, by gRPC code and reason."""
 
 from __future__ import annotations
 
@@ -8,14 +8,47 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import grpc
 import numpy as np
 
 from services.router import metrics
 from services.router.config import RouterConfig
-from services.router.errors import LeasesRefusedError, TooManyPoolsError
 from services.router.wire import duration, engine_to_proto
 from sluice.api.router.v1 import router_service_pb2 as pb
-from sluice.balance.routing import Grant, LeaseRequest, Pool, RefusedError
+from sluice.balance.routing import Grant, LeaseRequest, Pool, Refusal, RefusedError
+from sluice.runtime.errors import QueueFullError, ServiceError
+
+_UNAVAILABLE = frozenset({Refusal.NO_ENGINE, Refusal.NO_ENGINE_WITH_VERSION})
+
+
+class LeasesRefusedError(QueueFullError):
+    """No lease was given; `reason` says why, RetryInfo when to come back."""
+
+    def __init__(self, refused: RefusedError, pool: str) -> None:
+        super().__init__(f"pool {pool}: {refused}", retry_seconds=refused.retry_seconds, pool=pool)
+        self.reason = refused.reason.value
+        if refused.reason in _UNAVAILABLE:
+            self.code = grpc.StatusCode.UNAVAILABLE
+
+
+class TooManyPoolsError(ServiceError):
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "TOO_MANY_POOLS"
+
+
+class QueueTimeoutError(ServiceError):
+    """No rank came free in time."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    reason = "QUEUE_TIMEOUT"
+
+
+class DrainingError(ServiceError):
+    """This router stops; another one, or the same one restarted, will answer."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "DRAINING"
+
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from services.router import metrics
 from services.router.config import RouterConfig
-from services.router.episodes import EpisodeWorkers
+from services.router.episode_workers import EpisodeWorkers
 from services.router.pools import Pools
 from services.router.proxy import SERVICE as ENGINE_SERVICE
 from services.router.proxy import Proxy

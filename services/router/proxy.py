@@ -20,8 +20,7 @@ import numpy as np
 
 from services.router import metrics
 from services.router.config import ProxySettings
-from services.router.errors import DrainingError, QueueTimeoutError
-from services.router.pools import PoolRoom, Pools
+from services.router.pools import DrainingError, PoolRoom, Pools, QueueTimeoutError
 from sluice.api.rollout.v1 import engine_service_pb2 as pb
 from sluice.balance.routing import QUEUED, LeaseRequest, Needs, Outcome
 from sluice.router_client import outcome_of

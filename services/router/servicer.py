@@ -10,19 +10,19 @@ import numpy as np
 from google.protobuf import duration_pb2
 
 from services.router import metrics, wire
-from services.router.answers import Answers
-from services.router.episodes import EpisodeWorkers
+from services.router.episode_workers import EpisodeWorkers
 from services.router.pools import PoolRoom, Pools
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
 from sluice.balance.routing import LeaseRequest, Needs
 from sluice.runtime.errors import InvalidFieldError, NotFoundError
-from sluice.runtime.idempotency import RequestLog
+from sluice.runtime.idempotency import RequestLog, RequestTable, request_digest
 from sluice.runtime.waits import Waits
 
 _REMEMBERED_REQUESTS = 1024
 _TARGET_INDICES = pb.AcquireLeasesResponse.TARGET_INDICES_FIELD_NUMBER
 _LONGEST_WAIT = 600.0  # seconds
+_SETTLING_HEARTBEAT = 1.0  # seconds; an engine that waits to be leased again reports often
 _NOTHING = LeaseRequest(count=0, needs=Needs(), may_wait=True)
 
 
@@ -32,7 +32,8 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
     def __init__(self, pools: Pools, episodes: EpisodeWorkers, waits: Waits) -> None:
         self._pools, self._episodes, self._waits = pools, episodes, waits
         self._requests = RequestLog(_REMEMBERED_REQUESTS)
-        self._answers = Answers(_REMEMBERED_REQUESTS)
+        # Of calls that do not wait: they end without an await, none can be joined while it runs.
+        self._answers: RequestTable[pb.AcquireLeasesResponse] = RequestTable(_REMEMBERED_REQUESTS)
 
     async def close(self) -> None:
         await self._requests.close()
@@ -54,11 +55,15 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
         if former is not None and former is not room:  # it has moved to another pool
             former.pool.remove(spec.name, self._pools.clock())
             former.settle()
-        view = room.pool.register(spec, self._pools.clock())
+        view = room.pool.register(spec, self._pools.clock(), known_epoch=request.known_epoch)
         room.settle()
+        interval = room.pool.config.engine_ttl
+        if room.pool.is_closed(spec.name):
+            interval = min(interval, _SETTLING_HEARTBEAT)
         return pb.RegisterEngineResponse(
-            heartbeat_interval=wire.duration(room.pool.config.engine_ttl),
+            heartbeat_interval=wire.duration(interval),
             state=wire.state_to_proto(view),
+            epoch=room.pool.epoch,
         )
 
     async def DrainEngine(
@@ -98,6 +103,9 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
         self, request: pb.WatchEnginesRequest, context: Any
     ) -> AsyncIterator[pb.WatchEnginesResponse]:
         room = self._pools.room(request.pool)
+        if request.client_id:
+            room.pool.greet(request.client_id, request.known_epoch, self._pools.clock())
+            room.settle()
         while not room.closed:
             changed = room.changed
             yield pb.WatchEnginesResponse(engines=room.engines(), epoch=room.pool.epoch)
@@ -110,11 +118,15 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
             response = await self._requests.once(
                 request.request_id, request, lambda: self._acquire(request)
             )
-        elif (known := self._answers.find(request)) is not None:
-            response = known
+        elif request.request_id:
+            digest = request_digest(request)
+            known = self._answers.find(request.request_id, digest)
+            response = known or await self._acquire(request)
+            if known is None:
+                self._answers.add(request.request_id, digest, response)
+                self._answers.done(request.request_id, response)
         else:
             response = await self._acquire(request)
-            self._answers.remember(request, response)
         return self._with_engines(request, response)
 
     def _with_engines(
@@ -139,7 +151,9 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
     ) -> pb.RenewLeasesResponse:
         room = self._pools.room(request.pool)
         held = wire.held_from_proto(request)
-        renewal = room.pool.renew(request.client_id, held, self._pools.clock())
+        renewal = room.pool.renew(
+            request.client_id, held, self._pools.clock(), known_epoch=request.known_epoch
+        )
         room.settle()
         metrics.ADOPTED_LEASES.labels(room.name).inc(renewal.adopted_count)
         metrics.DROPPED_LEASES.labels(room.name).inc(renewal.dropped_count)
@@ -183,6 +197,7 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
         wanted = wire.request_from_proto(request) if request.count else _NOTHING
         ids, outcomes, tokens = wire.released_from_proto(request.released)
         room, client = self._pools.room(request.pool), request.client_id
+        room.pool.greet(client, request.known_epoch, self._pools.clock())
         if len(ids):
             count = room.pool.release(
                 client, ids, self._pools.clock(), outcomes=outcomes, output_tokens=tokens

@@ -7,8 +7,8 @@ import logging
 import sys
 
 from services.trainer.config import TrainerConfig
-from services.trainer.front.trainer import Trainer
-from services.trainer.front.worker_service import WorkerServer
+from services.trainer.controller.rank_group import WorkerServer
+from services.trainer.controller.trainer import Trainer
 from services.trainer.servicer import TrainerServicer
 from sluice import logs, platform
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb

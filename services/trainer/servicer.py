@@ -7,12 +7,16 @@ import math
 from collections.abc import AsyncIterator
 
 import grpc
-import xxhash
 from google.longrunning import operations_pb2
-from google.protobuf import message as pb_message
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from services.trainer.answers import (
+from services.trainer.config import Head
+from services.trainer.controller.passes import COLUMN_OF_MODEL, GradientsRequest
+from services.trainer.controller.trainer import Trainer
+from services.trainer.controller.transfer import Target
+from services.trainer.controller.uploads import ColumnUpdate
+from services.trainer.errors import WrongHeadError
+from services.trainer.wire import (
     LOSSES,
     bare_rows_from_proto,
     describe,
@@ -21,19 +25,13 @@ from services.trainer.answers import (
     plan_to_proto,
     publication_to_proto,
 )
-from services.trainer.config import Head
-from services.trainer.errors import WrongHeadError
-from services.trainer.front.columns import ColumnUpdate
-from services.trainer.front.passes import COLUMN_OF_MODEL, GradientsRequest
-from services.trainer.front.trainer import Trainer
-from services.trainer.front.transfer import Target
 from sluice.algo.spec import LossSpec
 from sluice.api.trainer.v1 import loss_pb2
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.api.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
 from sluice.api.trainer.v1 import worker_service_pb2 as worker_pb
 from sluice.runtime.errors import InvalidFieldError
-from sluice.runtime.idempotency import RequestLog
+from sluice.runtime.idempotency import RequestLog, request_digest
 from sluice.runtime.operations import Operations
 from sluice.runtime.wire import (
     advantage_from_proto,
@@ -328,11 +326,7 @@ def _digest_without_id(request: pb.ForwardBackwardRequest) -> str:
     body = pb.ForwardBackwardRequest()
     body.CopyFrom(request)
     body.ClearField("request_id")
-    return _digest(body)
-
-
-def _digest(message: pb_message.Message) -> str:
-    return xxhash.xxh3_128_hexdigest(message.SerializeToString(deterministic=True))
+    return request_digest(body)
 
 
 def _now() -> Timestamp:

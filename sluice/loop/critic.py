@@ -12,7 +12,7 @@ from sluice.client import TrainerClient
 from sluice.config import ConfigError
 from sluice.loop import trace
 from sluice.loop.config import CriticConfig
-from sluice.loop.readiness import check_step, wait_for_trainer
+from sluice.loop.recovery import check_step, wait_for_trainer
 from sluice.runtime.security import SecurityConfig
 from sluice.samples.blobs import BlobReference
 

@@ -116,3 +116,8 @@ def _read_parquet(path: Path) -> list[tuple[str, Any]]:
     except pyarrow.ArrowInvalid as error:
         raise PromptFileError(f"{path}: not Parquet: {error}") from None
     return [(f"{path}: row {number}", row) for number, row in enumerate(rows, 1)]
+
+
+def sample_seed(run_seed: int, group_id: str, index: int) -> int:
+    """A non-negative 63-bit seed, the same in every run with this seed."""
+    return xxhash.xxh3_64_intdigest(f"{run_seed}/{group_id}/{index}".encode()) >> 1

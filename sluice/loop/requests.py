@@ -9,14 +9,8 @@ from google.protobuf.struct_pb2 import Struct
 
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
-from sluice.loop.config import (
-    EnvironmentConfig,
-    EvaluationSetConfig,
-    RunConfig,
-    SamplingConfig,
-)
-from sluice.loop.prompts import Task
-from sluice.loop.seeds import sample_seed
+from sluice.loop.config import EnvironmentConfig, EvaluationSetConfig, RunConfig, SamplingConfig
+from sluice.loop.prompts import Task, sample_seed
 
 
 def build_request(

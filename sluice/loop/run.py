@@ -18,25 +18,17 @@ from sluice.config import ConfigError
 from sluice.loop import trace
 from sluice.loop.config import RunConfig
 from sluice.loop.critic import Critic
-from sluice.loop.cut import Cut, latest_cut, write_cut
+from sluice.loop.dispatcher import FeedConfig, GroupFeed
 from sluice.loop.evaluation import EvaluationLane
-from sluice.loop.feed import FeedConfig, GroupFeed
 from sluice.loop.filters import GroupFilters
 from sluice.loop.fleet import PAUSE_MODES, CommitReport, EngineFleet, FleetConfig
 from sluice.loop.ledger import Ledger, LedgerGroup
 from sluice.loop.prompts import load_prompts
-from sluice.loop.readiness import check_step, lost_blob, wait_for_trainer
+from sluice.loop.recovery import Survival, check_step, lost_blob, wait_for_trainer
 from sluice.loop.report import Report
 from sluice.loop.requests import build_request
-from sluice.loop.retention import Retention
-from sluice.loop.run_directory import (
-    CUTS,
-    LEDGER,
-    check_ledger,
-    check_resumed,
-    settings_digests,
-)
-from sluice.loop.survival import Survival
+from sluice.loop.run_checkpoint import Cut, Retention, latest_cut, write_cut
+from sluice.loop.run_directory import CUTS, LEDGER, check_ledger, check_resumed, settings_digests
 from sluice.loop.training import StepReport, train_step
 from sluice.loop.workers import EpisodeWorkers
 

@@ -13,8 +13,8 @@ import xxhash
 from sluice import durable
 from sluice.config import ConfigError
 from sluice.loop.config import RunConfig
-from sluice.loop.cut import Cut, latest_cut
 from sluice.loop.ledger import Ledger
+from sluice.loop.run_checkpoint import Cut, latest_cut
 
 CUTS, LEDGER = "cuts", "ledger.sqlite"
 # what a sample and its part in the gradients depend on, besides the prompts

@@ -10,15 +10,13 @@ from sluice import faults
 from sluice.client import TrainerClient
 from sluice.config import ConfigError
 from sluice.loop.config import AlgorithmConfig
-from sluice.loop.cut import Cut, latest_cut, write_cut
 from sluice.loop.ledger import Ledger, LedgerGroup
-from sluice.loop.readiness import check_step, wait_for_trainer
+from sluice.loop.recovery import Survival, check_step, wait_for_trainer
 from sluice.loop.report import Report
-from sluice.loop.retention import Retention
+from sluice.loop.run_checkpoint import Cut, Retention, latest_cut, write_cut
 from sluice.loop.run_directory import CUTS, LEDGER, check_ledger, last_cut
 from sluice.loop.sft_config import SftConfig
 from sluice.loop.sft_rows import ConversationRows, StepRows
-from sluice.loop.survival import Survival
 from sluice.loop.training import StepReport, train_step
 from sluice.samples.blobs import BlobStore
 from sluice.samples.tokenizer import TextTokenizer

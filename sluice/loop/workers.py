@@ -14,7 +14,7 @@ from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.client import RemoteError, RolloutClient, RouterClient
 from sluice.loop import trace
-from sluice.loop.readiness import Patience
+from sluice.loop.recovery import Patience
 from sluice.runtime.security import SecurityConfig
 
 logger = logging.getLogger(__name__)

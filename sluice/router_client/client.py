@@ -1,10 +1,4 @@
-"""Leases of one pool, for one process.
-
-Leases are asked for in batches, given back with the next call, and kept alive by one heartbeat
-however many there are. Leases beyond the credits of the engines wait in the router. While the
-router cannot be reached, targets are picked from the engines last heard of (power of two
-choices); the router learns of those leases when it is back.
-"""
+"""The way to the router: whether it can be reached, and how long to wait before the next try."""
 
 from __future__ import annotations
 
@@ -12,28 +6,98 @@ import asyncio
 import contextlib
 import logging
 import random
+import time
 import uuid
 from collections.abc import Coroutine, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
+from grpc_status import rpc_status
 
 from sluice.api.router.v1 import router_service_pb2 as pb
-from sluice.router_client.known import KnownEngines
-from sluice.router_client.ledger import Ledger
-from sluice.router_client.link import RouterLink
-from sluice.router_client.tickets import Returned, Ticket, renewal
+from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
+from sluice.balance.routing.types import HEARTBEATS_PER_TTL, Refusal
+from sluice.router_client.engine_view import KnownEngines
+from sluice.router_client.lease_book import Ledger, Returned, Ticket, renewal
 from sluice.router_client.types import Lease, Wanted, join
+from sluice.runtime.errors import error_from_status
 
 logger = logging.getLogger(__name__)
+
+DOWN_SECONDS = 1.0  # leases picked locally before the router is tried again
+RETRY_SECONDS = 0.5
+_SCATTER = 0.25  # share of a pause; those refused together do not come back together
+_PASSING = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,  # a router that stops ends its calls so
+)
+
+
+class RouterLink:
+    """Tells a router that refuses, and says when to return, from one that is gone."""
+
+    def __init__(self, channel: grpc.aio.Channel, rng: random.Random) -> None:
+        self.stub = pb_grpc.RouterServiceStub(channel)
+        self._rng = rng
+        self._down_until = 0.0
+        self._pause = 0.0  # what the last refusal asked for
+        self.wants_renewal = False  # before it gives leases: it is not the router known so far
+
+    @property
+    def is_down(self) -> bool:
+        return time.monotonic() < self._down_until
+
+    def answered(self) -> None:
+        """Note that the router is there."""
+        self._down_until = 0.0
+
+    async def rest(self) -> None:
+        """Between two streams of engines."""
+        await asyncio.sleep(DOWN_SECONDS)
+
+    async def pause(self) -> None:
+        """Until a call that failed is worth another try."""
+        seconds = max(self._pause, RETRY_SECONDS)
+        await asyncio.sleep(seconds * self._rng.uniform(1.0, 1.0 + _SCATTER))
+
+    async def acquire(
+        self, request: pb.AcquireLeasesRequest, seconds: float
+    ) -> pb.AcquireLeasesResponse | None:
+        """The answer; None when the same call may succeed later. Raises AioRpcError."""
+        try:
+            answer: pb.AcquireLeasesResponse
+            answer = await self.stub.AcquireLeases(request, timeout=seconds)
+        except grpc.aio.AioRpcError as error:
+            if not self._is_passing(error):
+                raise
+            return None
+        self.answered()
+        return answer
+
+    def _is_passing(self, error: grpc.aio.AioRpcError) -> bool:
+        """Whether trying again helps; notes a router that cannot be reached."""
+        status = rpc_status.from_call(error)  # type: ignore[arg-type]
+        told = error_from_status(status) if status is not None else None
+        self._pause = told.retry_seconds if told is not None else 0.0
+        self.wants_renewal = told is not None and told.reason == Refusal.RENEW_FIRST
+        if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return status is not None
+        if error.code() not in _PASSING:
+            return False
+        if status is None:
+            if not self.is_down:
+                logger.warning("router: %s; picking engines locally", error.details())
+            self._down_until = time.monotonic() + DOWN_SECONDS
+        return True
+
 
 POLL_SECONDS = 20.0  # one call that waits for a free rank
 FLUSH_SECONDS = 0.01  # until leases given back are sent on their own
 ACQUIRE_SECONDS = 600.0
 _CALL_SECONDS = 5.0
 _WATCH_SECONDS = 3600.0  # one stream of engines; then another
-_HEARTBEATS_PER_TTL = 3
 _RENEWALS_TO_DROP = 3  # two that lack a lease end it; the first may be too soon after another
 _ASKED_AT_ONCE = 4096  # waiting leases, of a router that has forgotten them
 
@@ -61,7 +125,8 @@ class LeaseClient:
         self._hearing_out: set[asyncio.Task[None]] = set()  # each ends within _CALL_SECONDS
         self._has_returned = asyncio.Event()
         self._renew_now = asyncio.Event()
-        self._unadopted = False  # the router does not know all leases held
+        self._renewing = asyncio.Lock()
+        self._unadopted = False  # the router may not know all leases held
         self._owed = 0  # renewals that tell the router of leases it gave and nobody heard of
 
     async def __aenter__(self) -> Self:
@@ -167,6 +232,8 @@ class LeaseClient:
         """Whether the router took the request."""
         try:
             response = await self._link.acquire(request, _CALL_SECONDS)
+            if response is None and self._link.wants_renewal and await self._renew_first():
+                response = await self._link.acquire(request, _CALL_SECONDS)
         except asyncio.CancelledError:
             self._owed = _RENEWALS_TO_DROP
             # What it gave would be kept from others until two renewals have not named it.
@@ -289,10 +356,10 @@ class LeaseClient:
     async def _renew_always(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._ttl / _HEARTBEATS_PER_TTL):
+                async with asyncio.timeout(self._ttl / HEARTBEATS_PER_TTL):
                     await self._renew_now.wait()
             self._renew_now.clear()
-            if not (self._ledger.held or self._ledger.waiting or self._owed):
+            if not (self._ledger.held or self._ledger.waiting or self._owed or self._unadopted):
                 continue
             try:
                 await self._renew()
@@ -300,12 +367,25 @@ class LeaseClient:
             except grpc.aio.AioRpcError as error:
                 logger.warning("router: leases not renewed: %s", error.details())
 
+    async def _renew_first(self) -> bool:
+        """Tell a router that is not the one known so far what is held; whether it has heard."""
+        async with self._renewing:  # one call for all who were refused
+            if self._link.wants_renewal:
+                try:
+                    await self._renew()
+                except grpc.aio.AioRpcError as error:
+                    logger.warning("router: leases not renewed: %s", error.details())
+                    return False
+        return True
+
     async def _renew(self) -> None:
         waiting = list(self._ledger.waiting)
         request = renewal(self._ledger.held.values(), waiting)
         request.client_id, request.pool = self.client_id, self._pool
+        request.known_epoch = self._known.epoch
         response = await self._link.stub.RenewLeases(request, timeout=_CALL_SECONDS)
         self._link.answered()
+        self._link.wants_renewal = False
         self._ttl = response.ttl.ToNanoseconds() / 1e9 or self._ttl
         if response.bound_lease_ids:
             self._known.learn(response.epoch, response.engines)
@@ -340,10 +420,12 @@ class LeaseClient:
 
     async def _watch_always(self) -> None:
         """Follow the engines of the pool, for the time when the router is down."""
-        request = pb.WatchEnginesRequest(pool=self._pool)
         while True:
             try:
                 self._unadopted = True  # the router may be another one
+                request = pb.WatchEnginesRequest(
+                    pool=self._pool, client_id=self.client_id, known_epoch=self._known.epoch
+                )
                 async for response in self._link.stub.WatchEngines(request, timeout=_WATCH_SECONDS):
                     self._known.learn(response.epoch, response.engines, is_now=True)
                     self._link.answered()

@@ -1,13 +1,11 @@
-"""At-most-once execution of calls that carry a request_id."""
+"""What was begun for each request id, so that a repeated call does nothing twice."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, Generic, TypeVar
 
 import xxhash
 from google.protobuf import message as pb
@@ -15,16 +13,91 @@ from google.protobuf import message as pb
 from sluice.runtime.errors import RequestIdReusedError
 
 T = TypeVar("T")
+V = TypeVar("V")
 
 
-@dataclass(frozen=True)
-class _Call:
-    body: str
-    task: asyncio.Task[Any]
-
-
-def _digest(request: pb.Message) -> str:
+def request_digest(request: pb.Message) -> str:
+    """The same for the same request; which message type it is does not count."""
     return xxhash.xxh3_128_hexdigest(request.SerializeToString(deterministic=True))
+
+
+class RequestTable(Generic[V]):
+    """Values by request id; an id that comes with another body is refused.
+
+    A value that is `done` is kept until the weights of newer ones that are exceed `capacity`;
+    without a `weigh` each counts as one.
+    """
+
+    def __init__(self, capacity: float, weigh: Callable[[V], float] = lambda value: 1) -> None:
+        self._capacity, self._weigh = capacity, weigh
+        self._running: dict[str, tuple[str, V]] = {}
+        self._done: OrderedDict[str, tuple[str, V]] = OrderedDict()
+        self._weight = 0.0  # of the done ones
+
+    def __iter__(self) -> Iterator[V]:
+        """Those that are done, oldest first, then those that are not."""
+        return iter([value for _, value in (*self._done.values(), *self._running.values())])
+
+    def get(self, request_id: str) -> V | None:
+        """The value of the id, whatever its body."""
+        entry = self._running.get(request_id) or self._done.get(request_id)
+        return None if entry is None else entry[1]
+
+    def find(self, request_id: str, digest: str) -> V | None:
+        """The value of the id. Raises RequestIdReusedError if that was for another body."""
+        entry = self._running.get(request_id) or self._done.get(request_id)
+        if entry is None:
+            return None
+        check_same_body(request_id, digest, entry[0])
+        return entry[1]
+
+    def add(self, request_id: str, digest: str, value: V) -> V:
+        """Remember a value that is not done, in the place of an earlier one."""
+        self.discard(request_id)
+        self._running[request_id] = digest, value
+        return value
+
+    def done(self, request_id: str, value: V) -> None:
+        """Note that the value of the id is done, unless the id stands for another one by now."""
+        entry = self._running.get(request_id)
+        if entry is None or entry[1] is not value:
+            return
+        self._done[request_id] = self._running.pop(request_id)
+        self._weight += self._weigh(value)
+        while self._weight > self._capacity:
+            _, (_, oldest) = self._done.popitem(last=False)
+            self._weight -= self._weigh(oldest)
+
+    def discard(self, request_id: str, value: V | None = None) -> None:
+        """Forget the id; with a value, only where it still stands for that one."""
+        for entries in (self._running, self._done):
+            entry = entries.get(request_id)
+            if entry is None or (value is not None and entry[1] is not value):
+                continue
+            del entries[request_id]
+            if entries is self._done:
+                self._weight -= self._weigh(entry[1])
+
+
+def check_same_body(request_id: str, digest: str, known: str) -> None:
+    """Raises RequestIdReusedError where the digests of two requests of one id differ."""
+    if digest != known:
+        raise RequestIdReusedError(
+            f"request_id {request_id} was used for another request", request_id=request_id
+        )
+
+
+def has_failed(task: asyncio.Task[Any]) -> bool:
+    """Whether a task has ended without a result."""
+    return task.done() and (task.cancelled() or task.exception() is not None)
+
+
+async def cancel_all(tasks: list[asyncio.Task[Any]]) -> None:
+    """Cancel those that still run and wait for their end."""
+    running = [task for task in tasks if not task.done()]
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
 
 
 class RequestLog:
@@ -35,8 +108,7 @@ class RequestLog:
     """
 
     def __init__(self, capacity: int = 1024) -> None:
-        self._capacity = capacity
-        self._calls: OrderedDict[str, _Call] = OrderedDict()
+        self._calls: RequestTable[asyncio.Task[Any]] = RequestTable(capacity)
 
     async def once(
         self, request_id: str, request: pb.Message, run: Callable[[], Awaitable[T]]
@@ -47,37 +119,21 @@ class RequestLog:
         """
         if not request_id:
             return await run()
-        body = _digest(request)
-        call = self._calls.get(request_id)
-        if call is None:
-            task = asyncio.ensure_future(run())
-            call = self._calls[request_id] = _Call(body, task)
-            task.add_done_callback(lambda done: self._forget_failure(request_id, done))
-            self._trim()
-        elif call.body != body:
-            raise RequestIdReusedError(
-                f"request_id {request_id} was used for another request", request_id=request_id
-            )
+        digest = request_digest(request)
+        task = self._calls.find(request_id, digest)
+        if task is None:
+            task = self._calls.add(request_id, digest, asyncio.ensure_future(run()))
+            task.add_done_callback(lambda done: self._settle(request_id, done))
         # A caller that goes away must not cancel the work others wait for.
-        result: T = await asyncio.shield(call.task)
+        result: T = await asyncio.shield(task)
         return result
 
     async def close(self) -> None:
         """Cancel what still runs and wait for its end."""
-        running = [call.task for call in self._calls.values() if not call.task.done()]
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await cancel_all(list(self._calls))
 
-    def _forget_failure(self, request_id: str, task: asyncio.Task[Any]) -> None:
-        if task.cancelled() or task.exception() is not None:
-            self._calls.pop(request_id, None)
-
-    def _trim(self) -> None:
-        """Drop the oldest finished calls beyond the capacity."""
-        excess = len(self._calls) - self._capacity
-        if excess <= 0:
-            return
-        done = (key for key, call in self._calls.items() if call.task.done())
-        for request_id in list(itertools.islice(done, excess)):
-            del self._calls[request_id]
+    def _settle(self, request_id: str, task: asyncio.Task[Any]) -> None:
+        if has_failed(task):
+            self._calls.discard(request_id, task)
+        else:
+            self._calls.done(request_id, task)

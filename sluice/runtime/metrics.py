@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hmac
+import logging
+import socket
+import ssl
+import sys
+import threading
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import product
-from typing import TypeVar
+from typing import Any, TypeVar
+from wsgiref.simple_server import WSGIRequestHandler
 
+from prometheus_client import REGISTRY, CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.metrics import MetricWrapperBase
+
+from sluice.runtime.security import SecurityConfig, http_context
 
 M = TypeVar("M", bound=MetricWrapperBase)
 Family = CounterMetricFamily | GaugeMetricFamily
@@ -67,3 +78,78 @@ def closed_sets(metric: MetricWrapperBase) -> dict[str, tuple[str, ...]]:
     """The labels of `metric` whose values are known to the code."""
     sets = zip(metric._labelnames, _closed.get(metric, ()), strict=False)
     return {label: names for label, names in sets if names is not None}
+
+
+logger = logging.getLogger(__name__)
+
+SILENT_SECONDS = 10.0  # a connection that says nothing for so long is closed
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = SILENT_SECONDS
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Scrapes are not worth a log line."""
+
+
+class _Server(ThreadingWSGIServer):
+    """Shakes hands in the thread of the connection: a peer that stalls stalls nobody else."""
+
+    tls: ssl.SSLContext | None = None
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        connection: socket.socket = request
+        if self.tls is not None:
+            connection.settimeout(SILENT_SECONDS)
+            try:
+                connection = self.tls.wrap_socket(connection, server_side=True)
+            except OSError:  # ssl.SSLError included: no certificate, a wrong one, or no TLS at all
+                return
+        try:
+            super().finish_request(connection, client_address)
+        finally:
+            if connection is not request:
+                connection.close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        error = sys.exception()
+        if not isinstance(error, OSError):  # a caller that went away is no news
+            logger.error("the metrics port failed", exc_info=error)
+
+
+class MetricsServer:
+    """Serves `/metrics` from a thread until `stop`. Raises ConfigError and OSError."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        security: SecurityConfig,
+        registry: CollectorRegistry = REGISTRY,
+    ) -> None:
+        self._token = security.token()
+        self._app: Callable[..., Iterable[bytes]] = make_wsgi_app(registry)
+        tls = None if security.tls is None else http_context(security.tls)
+        self._server = _Server((host, port), _Handler)
+        self._server.tls = tls
+        self._server.set_app(self._serve)
+        self.port = int(self._server.server_port)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), name="metrics"
+        )
+        self._thread.daemon = True
+        self._thread.start()
+
+    def _serve(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        given = str(environ.get("HTTP_AUTHORIZATION", ""))
+        if self._token and not hmac.compare_digest(
+            given.encode(), f"Bearer {self._token}".encode()
+        ):
+            start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer")])
+            return [b"bearer token missing or wrong\n"]
+        return self._app(environ, start_response)
+
+    def stop(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=5)

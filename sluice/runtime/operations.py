@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +15,8 @@ from google.protobuf import empty_pb2
 from google.protobuf import message as pb_message
 from google.rpc import status_pb2
 
-from sluice.runtime.errors import (
-    InvalidFieldError,
-    NotFoundError,
-    RequestIdReusedError,
-    ServiceError,
-)
+from sluice.runtime.errors import InvalidFieldError, NotFoundError, ServiceError
+from sluice.runtime.idempotency import RequestTable, cancel_all, has_failed, request_digest
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +26,6 @@ Progress = Callable[[], pb_message.Message]
 @dataclass(eq=False)
 class _Operation:
     name: str
-    body: bytes
     task: asyncio.Task[pb_message.Message]
     progress: Progress
 
@@ -66,8 +60,7 @@ class Operations(pb_grpc.OperationsServicer):
     """Owns the operations of a process; finished ones are kept up to `capacity`."""
 
     def __init__(self, capacity: int = 256) -> None:
-        self._capacity = capacity
-        self._operations: OrderedDict[str, _Operation] = OrderedDict()
+        self._operations: RequestTable[_Operation] = RequestTable(capacity)
         self._count = 0
 
     def start(
@@ -82,27 +75,25 @@ class Operations(pb_grpc.OperationsServicer):
         A finished, failed operation of the same id is run again. Raises
         RequestIdReusedError when the id came with another body.
         """
-        body = request.SerializeToString(deterministic=True)
+        digest = request_digest(request)
         request_id = getattr(request, "request_id", "")
         self._count += 1
         name = f"operations/{kind}-{request_id or self._count}"
-        known = self._operations.get(name)
-        if known is not None and known.body != body:
-            raise RequestIdReusedError(
-                f"request_id {request_id} was used for another request", request_id=request_id
-            )
-        if known is None or _has_failed(known.task):
+        known = self._operations.find(name, digest)
+        if known is None or has_failed(known.task):
             task: asyncio.Task[pb_message.Message] = asyncio.ensure_future(run())
             task.set_name(name)
             task.add_done_callback(_log_bug)
-            known = self._operations[name] = _Operation(name, body, task, progress)
-            self._trim()
+            operation = _Operation(name, task, progress)
+            task.add_done_callback(lambda _: self._operations.done(name, operation))
+            known = self._operations.add(name, digest, operation)
         return known.to_proto()
 
     def _find(self, name: str) -> _Operation:
-        if name not in self._operations:
+        operation = self._operations.get(name)
+        if operation is None:
             raise NotFoundError("operation", name)
-        return self._operations[name]
+        return operation
 
     async def GetOperation(self, request: pb.GetOperationRequest, context: object) -> pb.Operation:
         return self._find(request.name).to_proto()
@@ -110,7 +101,7 @@ class Operations(pb_grpc.OperationsServicer):
     async def ListOperations(
         self, request: pb.ListOperationsRequest, context: object
     ) -> pb.ListOperationsResponse:
-        operations = [operation.to_proto() for operation in self._operations.values()]
+        operations = [operation.to_proto() for operation in self._operations]
         return pb.ListOperationsResponse(operations=operations)
 
     async def WaitOperation(
@@ -136,22 +127,9 @@ class Operations(pb_grpc.OperationsServicer):
     ) -> empty_pb2.Empty:
         if not self._find(request.name).task.done():
             raise InvalidFieldError("name", "names an operation that still runs")
-        del self._operations[request.name]
+        self._operations.discard(request.name)
         return empty_pb2.Empty()
 
     async def close(self) -> None:
         """Cancel what still runs and wait for its end."""
-        running = [op.task for op in self._operations.values() if not op.task.done()]
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-
-    def _trim(self) -> None:
-        for name in [key for key, op in self._operations.items() if op.task.done()]:
-            if len(self._operations) <= self._capacity:
-                return
-            del self._operations[name]
-
-
-def _has_failed(task: asyncio.Task[Any]) -> bool:
-    return task.done() and (task.cancelled() or task.exception() is not None)
+        await cancel_all([operation.task for operation in self._operations])

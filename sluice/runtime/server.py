@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import ipaddress
 import json
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,9 @@ from pydantic import Field, model_validator
 from sluice import faults
 from sluice.api.common.v1 import wait_service_pb2_grpc
 from sluice.config import Config, ConfigError
-from sluice.runtime.exposition import MetricsServer
 from sluice.runtime.interceptors import ServiceInterceptor
+from sluice.runtime.metrics import MetricsServer
 from sluice.runtime.operations import Operations
-from sluice.runtime.parent import die_with
 from sluice.runtime.security import SecurityConfig, server_credentials
 from sluice.runtime.waits import Waits
 
@@ -86,7 +87,7 @@ def _interceptors(security: SecurityConfig) -> list[grpc.aio.ServerInterceptor]:
     """The outermost first."""
     found: list[grpc.aio.ServerInterceptor] = [ServiceInterceptor(security.token())]
     if faults.enabled():
-        from sluice.runtime.lost_replies import LostReplies
+        from sluice.runtime.interceptors import LostReplies
 
         found.append(LostReplies())
     return found
@@ -227,3 +228,15 @@ class Server:
         await self._stop.wait()
         logger.info("draining")
         await self.stop()
+
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when `parent` dies; exits if it is dead already."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit(1)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
+from google.protobuf import duration_pb2, timestamp_pb2
 from google.protobuf import message as pb
 from pydantic import BaseModel, ValidationError
 
@@ -25,6 +26,25 @@ FINISH_REASONS = {
     "aborted": sample_pb2.FINISH_REASON_ABORTED,
 }
 _FINISH_NAMES = {int(number): name for name, number in FINISH_REASONS.items()}
+
+
+def duration_of(seconds: float) -> duration_pb2.Duration:
+    """A Duration of so many seconds."""
+    duration = duration_pb2.Duration()
+    duration.FromNanoseconds(int(seconds * 1e9))
+    return duration
+
+
+def seconds_of(time: duration_pb2.Duration | timestamp_pb2.Timestamp) -> float:
+    """Seconds of a Duration, or of a Timestamp since 1970."""
+    return time.seconds + time.nanos / 1e9
+
+
+def timestamp_of(seconds: float) -> timestamp_pb2.Timestamp:
+    """A Timestamp of so many seconds since 1970."""
+    timestamp = timestamp_pb2.Timestamp()
+    timestamp.FromNanoseconds(int(seconds * 1e9))
+    return timestamp
 
 
 def loss_from_proto(message: loss_pb2.LossSpec, field: str = "loss") -> LossSpec:
@@ -150,7 +170,7 @@ def sample_to_proto(sample: Sample) -> sample_pb2.Sample:
 
 
 def sample_from_proto(message: sample_pb2.Sample, field: str = "sample") -> Sample:
-    """The sample as it came; `sluice.samples.columns.validate_sample` checks it."""
+    """The sample as it came; `sluice.samples.sample.validate_sample` checks it."""
     return Sample(
         sample_id=message.sample_id,
         group_id=message.group_id,

@@ -12,8 +12,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from sluice.samples.columns import COLUMNS, Column, UnknownColumnError, find_column
-from sluice.samples.sample import Sample, VersionSpan
+from sluice.samples.sample import (
+    COLUMNS,
+    Column,
+    Sample,
+    UnknownColumnError,
+    VersionSpan,
+    find_column,
+)
 
 FORMAT_KEY, FORMAT = b"sluice.format", b"1"
 

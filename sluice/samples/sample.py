@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -40,3 +41,145 @@ class Sample:
     @property
     def response_length(self) -> int:
         return len(self.token_ids) - self.prompt_length
+
+
+class InvalidSampleError(ValueError):
+    """A sample that no service may accept; `field` says where it is wrong."""
+
+    def __init__(self, sample_id: str, field: str, detail: str) -> None:
+        self.sample_id, self.field, self.detail = sample_id, field, detail
+        super().__init__(f"sample {sample_id!r}: {field} {detail}")
+
+
+class UnknownColumnError(InvalidSampleError):
+    """A column name that is neither known nor a score."""
+
+    def __init__(self, sample_id: str, name: str) -> None:
+        self.name = name
+        super().__init__(
+            sample_id, f"columns[{name!r}]", f"is unknown; known: {', '.join(COLUMNS)}, score/*"
+        )
+
+
+class ColumnLengthError(InvalidSampleError):
+    """A per-token column whose length is not that of the response."""
+
+    def __init__(self, sample_id: str, name: str, expected: int, actual: int) -> None:
+        self.name, self.expected, self.actual = name, expected, actual
+        super().__init__(
+            sample_id, f"columns[{name!r}]", f"has {actual} values for {expected} response tokens"
+        )
+
+
+@dataclass(frozen=True)
+class Column:
+    """A known signal: one value a response token, or one value a sample."""
+
+    name: str
+    per_token: bool
+    dtype: np.dtype
+    doc: str
+
+
+def _token(name: str, dtype: type, doc: str) -> Column:
+    return Column(name, True, np.dtype(dtype), doc)
+
+
+def _sample(name: str, doc: str) -> Column:
+    return Column(name, False, np.dtype(np.float64), doc)
+
+
+COLUMNS: Mapping[str, Column] = {
+    column.name: column
+    for column in (
+        _token("loss_mask", np.bool_, "trained on; absent is all true; false on observations"),
+        _token("rollout_logprobs", np.float32, "of the tempered distribution sampled from"),
+        _token("rollout_logprobs_t1", np.float32, "of the engine at temperature 1"),
+        _token("old_logprobs", np.float32, "of the policy before the step, by the trainer"),
+        _token("reference_logprobs", np.float32, "of the reference model"),
+        _token("teacher_logprobs", np.float32, "of a teacher, for distillation"),
+        _token("values", np.float32, "of the critic"),
+        _token("advantages", np.float32, "of the estimator"),
+        _token("returns", np.float32, "targets of the critic"),
+        _sample("reward", "what the estimator sees"),
+        _sample("raw_reward", "what the environment gave, before shaping"),
+        _sample("weight", "factor of the sample's loss"),
+        _sample("episode", "index of its episode in the group; several samples may share one"),
+    )
+}
+SCORE_PREFIX = "score/"
+_SCORE = re.compile(r"score/[A-Za-z0-9_.-]{1,64}")
+
+
+def find_column(name: str) -> Column | None:
+    """A known column, or a score that an environment named; None for anything else."""
+    if _SCORE.fullmatch(name):
+        return _sample(name, "a number of the environment's own")
+    return COLUMNS.get(name)
+
+
+def validate_sample(sample: Sample) -> None:
+    """Raise InvalidSampleError unless ids, columns and spans fit together."""
+    tokens = sample.token_ids
+    if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.ndim != 1:
+        raise InvalidSampleError(
+            sample.sample_id, "token_ids", "is not an int32 array of one dimension"
+        )
+    if not 1 <= sample.prompt_length <= len(tokens):
+        raise InvalidSampleError(
+            sample.sample_id,
+            "prompt_length",
+            f"is {sample.prompt_length}, not within 1..{len(tokens)}",
+        )
+    if tokens.min() < 0:
+        raise InvalidSampleError(sample.sample_id, "token_ids", "has a negative id")
+    for name, values in sample.columns.items():
+        _validate_column(sample, name, values)
+    _validate_spans(sample)
+    _validate_experts(sample)
+
+
+def _validate_column(sample: Sample, name: str, values: np.ndarray | float) -> None:
+    column = find_column(name)
+    if column is None:
+        raise UnknownColumnError(sample.sample_id, name)
+    where = f"columns[{name!r}]"
+    if not column.per_token:
+        if not isinstance(values, (int, float, np.number)) or isinstance(values, bool):
+            raise InvalidSampleError(sample.sample_id, where, "is not one number")
+        return
+    if not isinstance(values, np.ndarray) or values.ndim != 1:
+        raise InvalidSampleError(sample.sample_id, where, "is not an array of one dimension")
+    if values.dtype != column.dtype:
+        raise InvalidSampleError(sample.sample_id, where, f"is {values.dtype}, not {column.dtype}")
+    if len(values) != sample.response_length:
+        raise ColumnLengthError(sample.sample_id, name, sample.response_length, len(values))
+
+
+def _validate_spans(sample: Sample) -> None:
+    covered = -1
+    for span in sample.spans:
+        if not covered < span.first_token <= span.last_token < sample.response_length:
+            raise InvalidSampleError(
+                sample.sample_id,
+                "spans",
+                f"hold tokens {span.first_token}..{span.last_token} after {covered}, "
+                f"of {sample.response_length}",
+            )
+        covered = span.last_token
+
+
+def _validate_experts(sample: Sample) -> None:
+    experts = sample.routed_experts
+    if experts is None:
+        return
+    if experts.dtype != np.int16 or experts.ndim != 3:
+        raise InvalidSampleError(
+            sample.sample_id, "routed_experts", "is not an int16 array of three dimensions"
+        )
+    if len(experts) != len(sample.token_ids) - 1:
+        raise InvalidSampleError(
+            sample.sample_id,
+            "routed_experts",
+            f"are of {len(experts)} tokens, not of {len(sample.token_ids) - 1}",
+        )

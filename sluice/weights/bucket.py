@@ -32,13 +32,15 @@ from sluice.weights.manifest import (
     MANIFEST_NAME,
     Manifest,
     ShardFile,
+    StoredVersion,
     TensorEntry,
+    Versions,
     decode_manifest,
     encode_manifest,
+    fields_of,
 )
 from sluice.weights.objects import ObjectInfo, Objects
 from sluice.weights.staging import Staging, close_staging, open_staging, sweep_staging
-from sluice.weights.version import StoredVersion, Versions, fields_of
 
 RETIRING_SECONDS = 3600.0  # after which a remover is long dead; it must not stall for longer
 UNFINISHED_SECONDS = 6 * 3600.0  # after which files without a manifest are a dead writer's

@@ -33,12 +33,14 @@ from sluice.weights.manifest import (
     MANIFEST_NAME,
     Manifest,
     ShardFile,
+    StoredVersion,
     TensorEntry,
+    Versions,
     encode_manifest,
+    fields_of,
     read_manifest,
 )
 from sluice.weights.staging import Staging, close_staging, open_staging, sweep_staging
-from sluice.weights.version import StoredVersion, Versions, fields_of
 
 __all__ = [
     "ShardFile",

@@ -13,8 +13,8 @@ import torch
 import xxhash
 
 from sluice.durable import write_pieces
-from sluice.weights.delta import codec
-from sluice.weights.delta.files import element_width, encode_file
+from sluice.weights import delta as delta_module
+from sluice.weights.delta import element_width, encode_file
 from sluice.weights.digest import digest_bytes
 from sluice.weights.errors import DuplicateFileError, StagingLostError
 from sluice.weights.header import BITS, byte_order, encode_header
@@ -136,7 +136,7 @@ class PublishedShards:
         changed = elements = 0
         for name, (dtype, _) in kept.layout.items():
             new, old, width = _bytes(tensors[name]), kept.part(name), element_width(dtype)
-            encoded = codec.encode(old, new, width)
+            encoded = delta_module.encode(old, new, width)
             payloads[name] = encoded.payload
             changed += encoded.changed
             elements += len(new) // width

@@ -15,14 +15,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from sluice.weights.convert.conversion import convert
-from sluice.weights.convert.envelope import find_bytes
-from sluice.weights.convert.errors import (
-    ForbiddenObjectError,
-    UncoveredTensorError,
-)
+from sluice.weights.convert.errors import ForbiddenObjectError, UncoveredTensorError
 from sluice.weights.convert.options import ConvertOptions
 from sluice.weights.convert.pieces import Files
-from sluice.weights.convert.stored import _MetadataUnpickler, read_keys
+from sluice.weights.convert.stored import _MetadataUnpickler, find_bytes, read_keys
 from sluice.weights.convert.verify import compare
 from sluice.weights.errors import (
     DamagedFileError,

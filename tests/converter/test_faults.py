@@ -19,8 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sluice import faults
-from sluice.weights.convert.control import Control
-from sluice.weights.convert.conversion import Result, convert
+from sluice.weights.convert.conversion import Result, convert, locked_target, staging_of
 from sluice.weights.convert.errors import (
     BusyTargetError,
     CancelledConversionError,
@@ -28,15 +27,11 @@ from sluice.weights.convert.errors import (
     DiskFullError,
     TargetExistsError,
 )
-from sluice.weights.convert.execute import locked_target, staging_of
-from sluice.weights.convert.journal import JOURNAL, Journal
 from sluice.weights.convert.options import ConvertOptions
 from sluice.weights.convert.verify import compare
-from sluice.weights.errors import (
-    InvalidCheckpointError,
-    MissingTensorError,
-    UnexpectedTensorError,
-)
+from sluice.weights.convert.work import JOURNAL, Control, Journal
+from sluice.weights.errors import InvalidCheckpointError, MissingTensorError, UnexpectedTensorError
+from tests.patience import PATIENCE
 
 TO_HF = ConvertOptions(target_format="hf", sync=False, max_file_bytes=60_000)
 TO_MEGATRON = ConvertOptions(vocab_multiple=8, sync=False, max_file_bytes=60_000)
@@ -64,7 +59,7 @@ def run_killed(source: Path, target: Path, kind: str, point: str, passing: int) 
         [sys.executable, "-c", RUN, str(source), str(target), kind, MULTIPLE[kind]],
         env={**os.environ, "PYTHONPATH": os.getcwd(), faults.VARIABLE: str(directory)},
         capture_output=True,
-        timeout=240,
+        timeout=PATIENCE,
     )
     shutil.rmtree(directory.parent)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -295,8 +290,8 @@ def test_memory_stays_at_buffers(qwen3: Path, tmp_path: Path) -> None:
     source = tmp_path / "model"
     source.mkdir()
     (source / "config.json").write_text(json.dumps(config))
-    from sluice.weights.convert.hf_source import read_config
-    from sluice.weights.convert.model import read_weights
+    from sluice.weights.convert.hf import read_config
+    from sluice.weights.convert.plan import read_weights
 
     shapes = read_weights(read_config(source), source).hf_tensors()
     save_file(

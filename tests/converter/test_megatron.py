@@ -22,6 +22,7 @@ from sluice.weights.convert.verify import compare
 from tests.converter.megatron_reader import TOKENS
 from tests.megatron.models import build_checkpoint
 from tests.megatron.pool import Pool
+from tests.patience import PATIENCE
 from tests.unit.weights_rules.models import HUGGING_FACE, save_model
 
 # plain_norms: Megatron's layers without TransformerEngine have other names in these families
@@ -59,7 +60,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env={**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return root

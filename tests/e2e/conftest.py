@@ -20,6 +20,7 @@ from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice import faults
 from sluice.loop.ledger import Ledger, LedgerGroup
 from sluice.loop.report import read_metrics
+from tests.patience import PATIENCE
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 GRIM = {
@@ -30,7 +31,7 @@ GRIM = {
 }
 
 
-def wait_until(condition, seconds: float = 200.0, what: str = "") -> Any:
+def wait_until(condition, seconds: float = PATIENCE, what: str = "") -> Any:
     """The first true value of `condition()`; fails after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
@@ -46,7 +47,7 @@ class Training:
     run_dir: Path
     process: subprocess.Popen
 
-    def finish(self, seconds: float = 240.0) -> str:
+    def finish(self, seconds: float = PATIENCE) -> str:
         """Wait for its end; its output. Fails unless it ended well."""
         output, _ = self.process.communicate(timeout=seconds)
         assert self.process.returncode == 0, output
@@ -56,7 +57,7 @@ class Training:
         """Be killed (-9) at a later passing of a point of `sluice.faults`."""
         faults.arm(self.run_dir / "faults", point, passing)
 
-    def died(self, seconds: float = 240.0) -> None:
+    def died(self, seconds: float = PATIENCE) -> None:
         """Wait for its death at the point of `die_at`."""
         output, _ = self.process.communicate(timeout=seconds)
         assert self.process.returncode == -signal.SIGKILL, output
@@ -173,8 +174,8 @@ def stop_stack(stack: Stack) -> None:
     """Ctrl-C; it ends well and leaves no process behind."""
     pids = [psutil.Process(stack.process.pid), *psutil.Process(stack.process.pid).children(True)]
     stack.process.send_signal(signal.SIGINT)
-    assert stack.process.wait(timeout=150) == 0
-    _, alive = psutil.wait_procs(pids, timeout=60)
+    assert stack.process.wait(timeout=PATIENCE) == 0
+    _, alive = psutil.wait_procs(pids, timeout=PATIENCE)
     assert not alive, f"left behind: {alive}"
 
 

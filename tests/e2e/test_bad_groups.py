@@ -4,6 +4,7 @@ import json
 import sqlite3
 
 from tests.e2e.conftest import Stack
+from tests.patience import PATIENCE
 
 
 def test_bad_prompts_are_dropped_with_their_reason_and_the_others_trained_on(stack: Stack) -> None:
@@ -36,7 +37,7 @@ def test_graders_that_all_crash_end_the_run_with_their_error(stack: Stack) -> No
         group_attempts=1,
         groups_per_step=2,
     )
-    output, _ = training.process.communicate(timeout=240)
+    output, _ = training.process.communicate(timeout=PATIENCE)
     assert training.process.returncode == 2
     assert "8 groups in a row were dropped" in output
     assert "ZeroDivisionError: no mercy" in output.replace("\n", " ")

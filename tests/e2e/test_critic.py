@@ -1,13 +1,16 @@
 """PPO with a critic: two trainers, one run."""
 
+from __future__ import annotations
+
 import os
 import signal
 
 import psutil
 import pytest
 
-from sluice.loop.cut import latest_cut
+from sluice.loop.run_checkpoint import latest_cut
 from tests.e2e.conftest import start_stack, stop_stack
+from tests.patience import PATIENCE
 
 PPO = {
     "algorithm": {"advantage": {"name": "gae", "gae_lambda": 0.95}},
@@ -33,7 +36,7 @@ def test_a_run_with_a_critic_survives_the_death_of_each(stack):
     os.kill(rank.pid, signal.SIGKILL)
     training.wait_for_step(5)
     training.die_at("consumed")  # never between the last cut and the removal of the one before
-    training.process.wait(timeout=200)
+    training.process.wait(timeout=PATIENCE)
     stack.train("ppo", resume=True, **PPO).finish()
     rows = training.rows()
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -64,8 +67,8 @@ def test_a_critic_that_is_missing_or_idle_is_refused(stack):
         ({**PPO, "critic": {"service": "trainer"}}, "has no head: value"),
     ):
         training = stack.train(f"refused-{abs(hash(message))}", **changes)
-        output, _ = training.process.communicate(timeout=200)
+        output, _ = training.process.communicate(timeout=PATIENCE)
         assert training.process.returncode == 2, output
         assert message in output
-    output, _ = stack.train("ppo", resume=True).process.communicate(timeout=200)
+    output, _ = stack.train("ppo", resume=True).process.communicate(timeout=PATIENCE)
     assert "critic: the run to resume had one" in output

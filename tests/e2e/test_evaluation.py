@@ -8,6 +8,7 @@ from typing import Any
 
 from sluice.loop.report import read_metrics
 from tests.e2e.conftest import Stack
+from tests.patience import PATIENCE
 
 DENSE = {"name": "prompts", "settings": {"reward": "position_match"}}
 
@@ -15,7 +16,7 @@ DENSE = {"name": "prompts", "settings": {"reward": "position_match"}}
 def run_eval(path: Path) -> list[dict[str, Any]]:
     """`sluice eval`: what it printed."""
     command = [sys.executable, "-m", "sluice.cli", "eval", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

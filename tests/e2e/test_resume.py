@@ -1,6 +1,9 @@
 """Runs that go on: what they need, what they find damaged, what they refuse."""
 
-from sluice.loop.cut import latest_cut
+from __future__ import annotations
+
+from sluice.loop.run_checkpoint import latest_cut
+from tests.patience import PATIENCE
 
 
 def test_blobs_that_are_gone_or_damaged_are_generated_again(stack):
@@ -24,7 +27,7 @@ def test_blobs_that_are_gone_or_damaged_are_generated_again(stack):
 def test_a_run_resumed_with_another_seed_is_refused(stack):
     stack.train("seeded", steps=1).finish()
     training = stack.train("seeded", steps=2, resume=True, seed=7)
-    output, _ = training.process.communicate(timeout=200)
+    output, _ = training.process.communicate(timeout=PATIENCE)
     assert training.process.returncode == 2
     assert "seed: is 7, the run to resume has 0" in output
 

@@ -8,11 +8,12 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import Stack, Training
+from tests.patience import PATIENCE
 
 
 def refusal(training: Training) -> str:
     """The one line it ends with."""
-    output, _ = training.process.communicate(timeout=200)
+    output, _ = training.process.communicate(timeout=PATIENCE)
     assert training.process.returncode == 2, output
     assert "Traceback" not in output
     (line,) = [line for line in output.splitlines() if line.startswith("sluice: ")]
@@ -33,7 +34,7 @@ def ended_by(training, number: int) -> str:
         for _ in range(3):
             training.process.send_signal(number)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                return training.process.communicate(timeout=60)[0]
+                return training.process.communicate(timeout=PATIENCE)[0]
     finally:
         training.process.kill()  # services are shared: no second run may go on beside others
     raise AssertionError(f"three times signal {number} ended nothing")

@@ -5,6 +5,8 @@ import math
 
 import pytest
 
+from tests.patience import PATIENCE
+
 
 def test_importance_weights_are_measured_where_the_loss_corrects_for_age(stack):
     loss = {
@@ -37,7 +39,7 @@ def test_rollouts_that_all_crash_end_the_run_with_the_reason(stack, tmp_path):
         group_attempts=2,
         max_staleness=1,
     )
-    output, _ = training.process.communicate(timeout=200)
+    output, _ = training.process.communicate(timeout=PATIENCE)
     assert training.process.returncode == 2, output
     assert "groups in a row were dropped" in output
     assert "Traceback" not in output
@@ -61,7 +63,7 @@ def used_stack(stack):
 )
 def test_a_run_that_cannot_be_what_it_says_is_refused_in_one_line(used_stack, changes, message):
     training = used_stack.train(f"refused-{len(message)}", **changes)
-    output, _ = training.process.communicate(timeout=200)
+    output, _ = training.process.communicate(timeout=PATIENCE)
     assert training.process.returncode == 2, output
     (line,) = [line for line in output.splitlines() if line.startswith("sluice: ")]
     assert message in line

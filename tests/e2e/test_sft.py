@@ -16,6 +16,7 @@ from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice import faults
 from sluice.loop.ledger import Ledger
 from sluice.loop.report import read_metrics
+from tests.patience import PATIENCE
 
 STEPS = 12
 TEMPLATE = (  # `1 turn =` of the user, then the assistant's, which ends
@@ -77,7 +78,7 @@ def run(folder: Path, name: str, fault: str = "", **changes: Any) -> subprocess.
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
     )
 
 

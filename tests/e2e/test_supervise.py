@@ -18,6 +18,7 @@ from sluice.config import parse_config
 from sluice.durable import DirectoryError
 from sluice.supervise import ServiceDiedError, Supervisor, UpConfig
 from tests.e2e.conftest import ENVIRONMENT, wait_until
+from tests.patience import PATIENCE
 
 
 def config(run_dir, **changes) -> UpConfig:
@@ -30,7 +31,7 @@ def known(run_dir, name="router") -> dict:
 
 
 async def pid_after(run_dir, old: int, name="router") -> int:
-    async with asyncio.timeout(200):
+    async with asyncio.timeout(PATIENCE):
         while (pid := known(run_dir, name)["pid"]) == old:
             await asyncio.sleep(0.02)
     return pid
@@ -64,7 +65,7 @@ async def test_a_killed_rollout_comes_back_at_the_address_its_clients_know(tmp_p
     await pid_after(tmp_path, before["pid"], "rollout")
     assert known(tmp_path, "rollout")["openai_url"] == before["openai_url"]
     async with AsyncOpenAI(base_url=before["openai_url"], api_key="none") as client:
-        async with asyncio.timeout(200):
+        async with asyncio.timeout(PATIENCE):
             while True:
                 with contextlib.suppress(APIError):  # it loads its model
                     await client.completions.create(model="policy", prompt="1=", max_tokens=1)
@@ -96,7 +97,7 @@ async def test_a_service_that_dies_while_it_restarts_is_tried_again_and_given_up
     watching = asyncio.create_task(supervisor.watch())
     os.kill(known(tmp_path)["pid"], signal.SIGKILL)
     with pytest.raises(ExceptionGroup) as caught:
-        async with asyncio.timeout(200):
+        async with asyncio.timeout(PATIENCE):
             await watching
     (error,) = caught.value.exceptions
     assert isinstance(error, ServiceDiedError)
@@ -115,6 +116,6 @@ def test_a_killed_supervisor_leaves_no_service_behind(tmp_path):
     wait_until(lambda: (tmp_path / "services.json").exists(), what="sluice up")
     router = psutil.Process(known(tmp_path)["pid"])
     process.kill()
-    process.wait(timeout=60)
-    gone, alive = psutil.wait_procs([router], timeout=60)
+    process.wait(timeout=PATIENCE)
+    gone, alive = psutil.wait_procs([router], timeout=PATIENCE)
     assert gone and not alive

@@ -1,14 +1,16 @@
 """The trace of a real run, and the page that `sluice trace` makes of it."""
 
+from __future__ import annotations
+
 import subprocess
 import sys
 
 import pytest
 
-from sluice.loop.timeline.spans import load
-from sluice.loop.timeline.summary import summarise
+from sluice.loop.timeline.summary import load, summarise
 from sluice.loop.trace import LOOP, STEP
 from tests.e2e.conftest import ENVIRONMENT
+from tests.patience import PATIENCE
 
 CLOCKS = 0.05  # seconds by which the wall clock and the monotonic one may drift apart
 PHASES = ("wait for groups", "upload", "advantages", "forward_backward", "optimizer", "publish")
@@ -46,7 +48,9 @@ def test_a_run_leaves_a_trace_that_adds_up(stack):
 def test_the_page_is_written_beside_the_run(stack):
     run_dir = stack.run_dir / "runs" / "traced"  # of the test before
     command = [sys.executable, "-m", "sluice.cli", "trace", str(run_dir)]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        command, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.returncode == 0, done.stderr
     assert "decode" in done.stdout
     page = (run_dir / "trace.html").read_text()

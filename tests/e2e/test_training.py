@@ -1,5 +1,7 @@
 """The main job over real processes, in short."""
 
+from __future__ import annotations
+
 import math
 import os
 import signal
@@ -8,7 +10,8 @@ import sys
 
 import yaml
 
-from sluice.loop.cut import latest_cut
+from sluice.loop.run_checkpoint import latest_cut
+from tests.patience import PATIENCE
 
 
 def consumed(training) -> dict[str, int]:
@@ -31,7 +34,7 @@ def test_a_run_trains_every_group_once_and_leaves_its_report(stack):
 
 def test_a_run_is_not_overwritten(stack):
     training = stack.train("plain")  # the run directory of the test before
-    output, _ = training.process.communicate(timeout=200)
+    output, _ = training.process.communicate(timeout=PATIENCE)
     assert training.process.returncode == 2
     assert "holds a run" in output
 
@@ -78,7 +81,7 @@ def test_bad_settings_end_in_one_line(stack, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({"run_dir": str(tmp_path), "setps": 3}))
     command = [sys.executable, "-m", "sluice.cli", "train", str(path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert ended.returncode == 2
     assert "setps: unknown key" in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -4,19 +4,18 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.patience import PATIENCE
 from tools.fault_matrix import running_stack
 from tools.fault_stack import Outcome, Stack, small_services
-
-SECONDS = 200.0  # until a run counts as hung
 
 
 @pytest.fixture(scope="session")
 def seconds() -> float:
-    return SECONDS
+    return PATIENCE
 
 
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, Outcome]]:
     directory = tmp_path_factory.mktemp("faults")
-    with running_stack(directory, small_services, SECONDS) as (stack, reference):
+    with running_stack(directory, small_services, PATIENCE) as (stack, reference):
         yield stack, reference

@@ -1,9 +1,11 @@
 """A run leaves in the store what it needs, and little else."""
 
+from __future__ import annotations
+
 import pytest
 
-from sluice.loop.cut import list_cuts
 from sluice.loop.ledger import Ledger
+from sluice.loop.run_checkpoint import list_cuts
 from sluice.samples.blobs import BlobStore
 from sluice.weights.store import WeightStore
 from tools.fault_stack import GROUPS, FaultRun

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from services.rollout.process import RolloutProcess
 from sluice.samples.tokenizer import TextTokenizer
+from tests.patience import PATIENCE
 
 HARNESS = Path(os.environ.get("LM_EVAL", "build/lm-eval/bin/lm-eval"))
 ROWS = [
@@ -76,7 +77,7 @@ async def evaluate(process: RolloutProcess, task: dict[str, Any], root: Path) ->
         stderr=asyncio.subprocess.STDOUT,
     )
     try:
-        output, _ = await asyncio.wait_for(run.communicate(), 200)
+        output, _ = await asyncio.wait_for(run.communicate(), PATIENCE)
     finally:
         if run.returncode is None:
             run.kill()

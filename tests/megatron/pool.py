@@ -16,11 +16,10 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from services.trainer.rank.failures import FAILURES
+from tests.patience import PATIENCE
 
 Job = Callable[[int, int, dict[str, Any]], dict[str, Any]]
-START_SECONDS = 200.0  # patience with a busy machine, like the others
-JOB_SECONDS = 200.0
-COLLECTIVE_SECONDS = 120.0
+JOB_SECONDS = 2 * PATIENCE  # longer than a collective may take, whose error says more
 JOBS_PER_LIFE = 20  # torch keeps the threads of every gloo group that ever was: start afresh
 
 
@@ -75,7 +74,7 @@ class Pool:
             self._connections.append(mine)
             self._processes.append(process)
         for connection in self._connections[started:]:
-            _receive(connection, START_SECONDS)
+            _receive(connection, JOB_SECONDS)
 
 
 def _receive(connection: Connection, seconds: float) -> dict[str, Any]:
@@ -109,7 +108,7 @@ def _run(rank: int, task: dict[str, Any]) -> dict[str, Any]:
             store=dist.TCPStore("127.0.0.1", task["port"]),
             rank=rank,
             world_size=task["world"],
-            timeout=timedelta(seconds=COLLECTIVE_SECONDS),
+            timeout=timedelta(seconds=PATIENCE),
         )
         job: Job = getattr(importlib.import_module("tests.megatron.jobs"), task["job"])
         return {"result": job(rank, task["world"], task["arguments"])}

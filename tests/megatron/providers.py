@@ -11,8 +11,12 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from services.trainer.backends.megatron.layer_spec import decoder_spec
-from services.trainer.backends.megatron.provider import ModelRequest, gpt_model, register_factory
+from services.trainer.backends.megatron.provider import (
+    ModelRequest,
+    decoder_spec,
+    gpt_model,
+    register_factory,
+)
 
 CALLS: list[str] = []
 

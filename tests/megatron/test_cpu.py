@@ -11,6 +11,7 @@ import torch
 
 from services.trainer.backends.megatron import cpu, upstream
 from sluice.platform import PlatformError
+from tests.patience import PATIENCE
 
 CONFINED = """
 import torch
@@ -54,7 +55,7 @@ print("initialised")
 
 def _run(script: str, *arguments: str) -> str:
     command = [sys.executable, "-W", "ignore", "-c", script, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from services.rollout.backends.sglang.engine import SglangEngine
-from services.rollout.engine_config import EngineConfig
-from services.rollout.sglang_config import SglangConfig
+from services.rollout.engine.config import EngineConfig, SglangConfig
+from services.rollout.engine.sglang.engine import SglangEngine
 from sluice.weights.store import VersionRecord, WeightStore, import_checkpoint
 from tests.contract.engine.cases import Model, build_model
 from tests.sglang_servers import PYTHON, SharedServers
@@ -23,7 +22,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.sglang)
-            item.add_marker(pytest.mark.timeout(900))  # some start four servers, a minute each
 
 
 @pytest.fixture(scope="session")

@@ -12,15 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.rollout.backends.sglang.engine import SglangEngine
-from services.rollout.engine import PauseMode
+from services.rollout.engine.interface import PauseMode
+from services.rollout.engine.sglang.engine import SglangEngine
 from services.rollout.errors import EngineFailedError
 from sluice.weights.store import VersionRecord
-from tests.contract.engine.cases import PATIENCE, Model, complete, request_of
+from tests.contract.engine.cases import Model, complete, request_of
+from tests.patience import PATIENCE
 from tests.sglang.conftest import Start
 from tests.sglang_servers import PYTHON
-
-RESTART_SECONDS = 240
 
 
 def family(pids: list[int]) -> list[psutil.Process]:
@@ -29,7 +28,7 @@ def family(pids: list[int]) -> list[psutil.Process]:
 
 
 async def restarted(engine: SglangEngine) -> None:
-    async with asyncio.timeout(RESTART_SECONDS):
+    async with asyncio.timeout(PATIENCE):
         while engine.status().version is None:
             assert not engine.status().failure, engine.status().failure
             await asyncio.sleep(0.2)
@@ -81,7 +80,7 @@ async def test_weights_committed_while_the_server_is_away_are_those_it_comes_bac
     new = versions[1]
     await engine.prepare(new.version, new.digest, new.directory)
     os.kill(engine.pids[0], signal.SIGKILL)
-    async with asyncio.timeout(RESTART_SECONDS):
+    async with asyncio.timeout(PATIENCE):
         while engine.status().version is not None:
             await asyncio.sleep(0.02)
         await engine.commit(new.version, PauseMode.IN_PLACE)
@@ -94,9 +93,9 @@ async def test_weights_committed_while_the_server_is_away_are_those_it_comes_bac
 OWNER = """
 import asyncio, sys
 from pathlib import Path
-from services.rollout.backends.sglang.engine import SglangEngine
-from services.rollout.engine_config import EngineConfig
-from services.rollout.sglang_config import SglangConfig
+from services.rollout.engine.sglang.engine import SglangEngine
+from services.rollout.engine.config import EngineConfig
+from services.rollout.engine.config import SglangConfig
 
 async def main():
     sglang = SglangConfig(python=Path(sys.argv[2]), staging=Path(sys.argv[3]))

@@ -16,17 +16,17 @@ import pytest
 import xxhash
 from PIL import Image
 
-from services.rollout.backends.sglang.engine import SglangEngine
-from services.rollout.backends.sglang.prompts import PromptAlteredError
-from services.rollout.engine import Delta, Generation, Media, MediaKind, Sampling
+from services.rollout.engine.interface import Delta, Generation, Media, MediaKind, Sampling
+from services.rollout.engine.sglang.engine import SglangEngine
+from services.rollout.engine.sglang.jobs import PromptAlteredError
 from services.rollout.errors import MediaUnsupportedError
 from tests.contract.engine.cases import Model, complete
+from tests.patience import PATIENCE
 from tests.sglang.conftest import Start
 from tests.sglang_servers import PYTHON
 
 BUILDER = Path(__file__).with_name("build_vision_model.py")
 VISION_START, VISION_END, IMAGE = 2, 3, 4
-SECONDS = 240
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +34,7 @@ def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("vision")
     environment = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1"}
     command = [str(PYTHON), str(BUILDER), str(directory)]
-    subprocess.run(command, check=True, timeout=200, env=environment, capture_output=True)
+    subprocess.run(command, check=True, timeout=PATIENCE, env=environment, capture_output=True)
     return directory
 
 
@@ -81,11 +81,11 @@ async def test_an_encoder_apart_gives_the_same_tokens_as_one_server(
 
     os.kill(apart.pids[1], signal.SIGKILL)  # it comes back at another port
     before = apart._replica._servers._encoders[0].launch.url
-    async with asyncio.timeout(SECONDS):
+    async with asyncio.timeout(PATIENCE):
         while apart._replica._servers.published_count < 1:
             await asyncio.sleep(0.2)
     assert apart._replica._servers._encoders[0].launch.url != before
-    again = await asyncio.wait_for(complete(apart, request_for("new", [picture(5)])), SECONDS)
+    again = await asyncio.wait_for(complete(apart, request_for("new", [picture(5)])), PATIENCE)
     assert len(again[0].token_ids) == 12
     check_same(await answers(apart), expected)
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from services.rollout.engine import Delta, FinishReason, PauseMode
+from services.rollout.engine.interface import Delta, FinishReason, PauseMode
 from sluice.weights.store import WeightStore, import_checkpoint
-from tests.contract.engine.cases import PATIENCE, SIZES, Model, complete, request_of
+from tests.contract.engine.cases import SIZES, Model, complete, request_of
+from tests.patience import PATIENCE
 from tests.sglang.conftest import Start
 
 CHOSEN, EXPERTS = 2, 8

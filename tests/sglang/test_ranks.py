@@ -6,11 +6,12 @@ import asyncio
 
 import pytest
 
-from services.rollout.backends.sglang.engine import SglangEngine
-from services.rollout.engine import Generation, PauseMode, Sampling
+from services.rollout.engine.interface import Generation, PauseMode, Sampling
+from services.rollout.engine.sglang.engine import SglangEngine
 from sluice.runtime.errors import InvalidFieldError
 from sluice.weights.store import VersionRecord
-from tests.contract.engine.cases import PATIENCE, Model, complete
+from tests.contract.engine.cases import Model, complete
+from tests.patience import PATIENCE
 from tests.sglang.conftest import Start
 
 

@@ -7,11 +7,12 @@ from contextlib import aclosing
 
 import pytest
 
-from services.rollout.backends.reference.engine import ReferenceEngine
-from services.rollout.engine import Engine, FinishReason, PauseMode
-from services.rollout.engine_config import EngineConfig
-from tests.contract.engine.cases import PATIENCE, Model, complete, gather, request_of
+from services.rollout.engine.config import EngineConfig
+from services.rollout.engine.interface import Engine, FinishReason, PauseMode
+from services.rollout.engine.reference.engine import ReferenceEngine
+from tests.contract.engine.cases import Model, complete, gather, request_of
 from tests.contract.engine.test_life import started, tokens
+from tests.patience import PATIENCE
 from tests.sglang.conftest import Start
 
 PROMPTS = [[5], [1, 2, 3], list(range(90)), [7] * 19]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.backends.sglang.engine import SglangEngine
-from services.rollout.engine import Delta, IncomingWeights, PauseMode
+from services.rollout.engine.interface import Delta, IncomingWeights, PauseMode
+from services.rollout.engine.sglang.engine import SglangEngine
 from services.rollout.errors import DigestMismatchError, EngineFailedError
 from sluice.runtime.errors import ServiceError
 from sluice.weights.manifest import Manifest, read_manifest
@@ -19,9 +19,9 @@ from sluice.weights.store import VersionRecord
 from sluice.weights.transfer.group import Deadline, Meeting
 from sluice.weights.transfer.plan import Bucket, Membership, plan_buckets
 from tests.contract.engine.cases import Model, complete, request_of
+from tests.patience import PATIENCE
 from tests.sglang.conftest import Start
 
-SECONDS = 240.0
 LENGTH = 1000  # tokens: an update comes before the end
 
 
@@ -29,7 +29,7 @@ async def running(engine: SglangEngine, name: str, count: int = 4) -> asyncio.Ta
     """A request of which every sample has drawn tokens."""
     request = request_of(name, [1, 2, 3], count, max_new_tokens=LENGTH)
     task = asyncio.create_task(complete(engine, request))
-    async with asyncio.timeout(SECONDS):
+    async with asyncio.timeout(PATIENCE):
         while engine.status().rank_loads[0].running_count < count:
             await asyncio.sleep(0.01)
     return task
@@ -63,7 +63,7 @@ async def test_an_update_from_disk_while_generating(
     await engine.prepare(new.version, new.digest, new.directory)
     assert not task.done()
     pause = await engine.commit(new.version, PauseMode.IN_PLACE)
-    samples = await asyncio.wait_for(task, SECONDS)
+    samples = await asyncio.wait_for(task, PATIENCE)
     check_spans(samples, [(0, old.digest), (new.version, new.digest)], models[0])
     (fresh,) = await complete(engine, request_of("b", [1, 2, 3]))  # a prefix of the old weights
     expected = models[1].logprobs([1, 2, 3], fresh.token_ids)
@@ -80,7 +80,7 @@ class Sender(threading.Thread):
         files = sorted({stored.file for stored in manifest.tensors.values()})
         self.buckets = plan_buckets(manifest, files, 8192)
         self._tensors = dict(load_verified(record.directory, manifest))
-        self._meeting = Meeting("127.0.0.1", 2, SECONDS)
+        self._meeting = Meeting("127.0.0.1", 2, PATIENCE)
         self._count = len(self.buckets) if stop_after is None else stop_after
         self._go = threading.Event()
         self.membership = Membership(
@@ -88,10 +88,10 @@ class Sender(threading.Thread):
         )
 
     def run(self) -> None:
-        group = self._meeting.join(self.membership.group, "gloo", Deadline(SECONDS))
-        assert self._go.wait(SECONDS)
+        group = self._meeting.join(self.membership.group, "gloo", Deadline(PATIENCE))
+        assert self._go.wait(PATIENCE)
         for bucket in self.buckets[: self._count]:
-            group.broadcast(self._bytes(bucket), Deadline(SECONDS))
+            group.broadcast(self._bytes(bucket), Deadline(PATIENCE))
         group.close()
         self._meeting.close()
 
@@ -109,10 +109,10 @@ class Sender(threading.Thread):
 
 async def meet(engine: SglangEngine, sender: Sender) -> None:
     sender.start()
-    await engine.join_transfer([sender.membership], SECONDS)
+    await engine.join_transfer([sender.membership], PATIENCE)
 
 
-def incoming(record: VersionRecord, sender: Sender, seconds: float = SECONDS) -> IncomingWeights:
+def incoming(record: VersionRecord, sender: Sender, seconds: float = PATIENCE) -> IncomingWeights:
     manifest: Manifest = read_manifest(record.directory)
     return IncomingWeights(manifest=manifest, buckets=[sender.buckets], seconds=seconds)
 
@@ -132,12 +132,12 @@ async def test_an_update_over_gloo_while_generating(
     await engine.receive(incoming(new, sender))
     status = engine.status()
     assert (status.version, status.digest) == (new.version, new.digest)
-    samples = await asyncio.wait_for(task, SECONDS)
+    samples = await asyncio.wait_for(task, PATIENCE)
     check_spans(samples, [(0, old.digest), (new.version, new.digest)], models[0])
     (fresh,) = await complete(engine, request_of("b", [1, 2, 3]))
     expected = models[1].logprobs([1, 2, 3], fresh.token_ids)
     assert fresh.logprobs == pytest.approx(expected, abs=1e-3)
-    sender.join(SECONDS)
+    sender.join(PATIENCE)
 
 
 async def test_other_bytes_than_announced_are_found_and_the_old_weights_go_on(
@@ -155,7 +155,7 @@ async def test_other_bytes_than_announced_are_found_and_the_old_weights_go_on(
     (after,) = await complete(engine, request_of("b", [1, 2, 3]))
     expected = models[0].logprobs([1, 2, 3], after.token_ids)
     assert after.logprobs == pytest.approx(expected, abs=1e-3)
-    sender.join(SECONDS)
+    sender.join(PATIENCE)
 
 
 async def test_a_sender_that_dies_is_an_error_in_time_and_the_server_is_started_anew(
@@ -172,7 +172,7 @@ async def test_a_sender_that_dies_is_an_error_in_time_and_the_server_is_started_
     assert asyncio.get_running_loop().time() - began < 15
     with pytest.raises(EngineFailedError):
         await complete(engine, request_of("a", [1]))
-    async with asyncio.timeout(200):
+    async with asyncio.timeout(PATIENCE):
         while engine.status().version is None:
             await asyncio.sleep(0.2)
     assert engine.status().digest == old.digest

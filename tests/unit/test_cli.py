@@ -5,6 +5,7 @@ import pytest
 
 from sluice import cli
 from sluice.durable import DirectoryError, owned
+from tests.patience import PATIENCE
 
 
 @pytest.fixture
@@ -96,7 +97,7 @@ def test_a_directory_has_one_owner_who_is_named(tmp_path):
         with owned(tmp_path / "run", "train"):  # another role
             pass
         holder.kill()
-        holder.wait(timeout=60)
+        holder.wait(timeout=PATIENCE)
         with owned(tmp_path / "run", "up"):  # the kernel ended the claim
             pass
 

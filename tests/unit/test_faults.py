@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from sluice import faults
+from tests.patience import PATIENCE
 
 CODE = """
 from sluice import faults
@@ -22,7 +23,9 @@ def run(directory: Path | None) -> subprocess.CompletedProcess[str]:
     if directory is not None:
         environment[faults.VARIABLE] = str(directory)
     command = [sys.executable, "-c", CODE]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PATIENCE
+    )
 
 
 def test_a_process_dies_at_the_passing_named_and_its_next_life_does_not(tmp_path):

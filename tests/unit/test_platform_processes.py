@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE
+
 ROOT = Path(__file__).parents[2]
 FAKE_NPU = ROOT / "tests" / "fake_npu"
 
@@ -31,7 +33,7 @@ def run(script: str, *paths: Path, **environment: str) -> subprocess.CompletedPr
         },
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
         check=False,
     )
 
@@ -250,7 +252,7 @@ def test_hccl_groups_of_two_ranks_reduce(tmp_path: Path):
         for rank in range(2)
     ]
     try:
-        assert [rank.wait(timeout=240) for rank in ranks] == [0, 0]
+        assert [rank.wait(timeout=PATIENCE) for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:
             rank.kill()

@@ -6,13 +6,19 @@ one inside the episode worker must answer in microseconds and is given the token
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import TracebackType
 from typing import Any, ClassVar, Protocol
 
+import grpc
+
 from sluice.config import Config
+from sluice.runtime.errors import ServiceError
 
 
 class SettingError(ValueError):
@@ -191,3 +197,38 @@ class Environment(ABC):
         It runs in a thread of the episode worker, wherever the environment does.
         """
         return None
+
+
+logger = logging.getLogger(__name__)
+
+
+class EnvironmentFailedError(ServiceError):
+    """An environment raised, or gave what makes no sense; the message says what."""
+
+    code = grpc.StatusCode.INTERNAL
+    reason = "ENVIRONMENT_FAILED"
+
+
+class UserCode(AbstractContextManager[None]):
+    """Around code of users in this process: what it raises becomes EnvironmentFailedError.
+
+    What is typed already goes on as it is. Its TimeoutError must not look like a deadline of
+    whoever waits for it, nor its `sys.exit` end this process.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, ServiceError | SettingError | TaskError | UnknownEnvironmentError):
+            return
+        if isinstance(error, Exception | SystemExit):
+            logger.error("%s failed", self._name, exc_info=error)
+            raise EnvironmentFailedError(
+                f"{self._name}: {type(error).__name__}: {error}", environment=self._name
+            ) from error

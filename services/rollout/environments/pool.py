@@ -14,8 +14,11 @@ import grpc
 
 from services.rollout import metrics
 from services.rollout.config import GraderPoolConfig
-from services.rollout.environments.environment import SettingError, TaskError
-from services.rollout.environments.failures import EnvironmentFailedError
+from services.rollout.environments.environment import (
+    EnvironmentFailedError,
+    SettingError,
+    TaskError,
+)
 from sluice.runtime.errors import DeadlineError, ServiceError
 
 logger = logging.getLogger(__name__)

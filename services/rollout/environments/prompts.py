@@ -26,8 +26,7 @@ from services.rollout.environments.graders.registry import (
     needs_text,
     place_grader,
 )
-from services.rollout.environments.paths import load_function
-from services.rollout.environments.registry import required_row
+from services.rollout.environments.registry import load_function, required_row
 from sluice.config import Config
 
 

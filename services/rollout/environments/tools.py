@@ -1,12 +1,20 @@
-"""`tools`: rows of a prompt file that a model may use functions on, before it gives its answer."""
+"""Tool calls as models of the Hermes and Qwen families write them, and functions that answer them.
+
+`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, one or more in an answer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from types import TracebackType
 from typing import Any
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, PydanticSchemaGenerationError, ValidationError, create_model
 
 from services.rollout.environments.environment import (
     Placement,
@@ -18,9 +26,112 @@ from services.rollout.environments.environment import (
     TaskRequest,
     TextTokenizer,
 )
-from services.rollout.environments.paths import load_function
 from services.rollout.environments.prompts import PromptsEnvironment, PromptsSettings
-from services.rollout.environments.tool_calls import Tool, ToolAnswer, ToolCall, parse_calls
+from services.rollout.environments.registry import load_function
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_CALL = re.compile(
+    re.escape(OPEN) + r"(.*?)(?:" + re.escape(CLOSE) + r"|(?=<tool_call>)|\Z)", re.DOTALL
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolCall:
+    """What a model asked for; `error` instead says why it cannot be understood."""
+
+    name: str = ""
+    arguments: Mapping[str, Any] | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class ToolAnswer:
+    """What the model is told."""
+
+    text: str
+    is_error: bool = False
+
+
+def parse_calls(text: str) -> list[ToolCall]:
+    """The calls in an answer, in order; malformed ones with their error."""
+    return [_parse(match.group(1), match.group(0)) for match in _CALL.finditer(text)]
+
+
+def _parse(body: str, whole: str) -> ToolCall:
+    if not whole.endswith(CLOSE):
+        return ToolCall(error=f"a tool call must end with {CLOSE}")
+    try:
+        call = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        return ToolCall(error=f"a tool call must be one JSON object: {error}")
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return ToolCall(error="a tool call must be a JSON object with a name")
+    arguments = call.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return ToolCall(error="arguments must be a JSON object")
+    return ToolCall(name=call["name"], arguments=arguments)
+
+
+class Tool:
+    """A function with annotated parameters, whose docstring tells the model what it does."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        """Raises ValueError for parameters that cannot be described."""
+        self._name, self._function = name, function
+        if inspect.iscoroutinefunction(function):
+            raise ValueError(f"{name}: is a coroutine function; a tool has a process to itself")
+        fields: dict[str, Any] = {}
+        try:
+            hints = inspect.get_annotations(function, eval_str=True)
+            for parameter in inspect.signature(function).parameters.values():
+                if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                    raise ValueError(f"{name}: {parameter} cannot be given by name")
+                default = ... if parameter.default is parameter.empty else parameter.default
+                fields[parameter.name] = (hints.get(parameter.name, Any), default)
+            self._arguments = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+        except (NameError, PydanticSchemaGenerationError) as error:
+            raise ValueError(f"{name}: {error}") from None
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """What chat templates show, in the form of OpenAI's API."""
+        parameters = self._arguments.model_json_schema()
+        parameters.pop("title", None)
+        description = inspect.getdoc(self._function) or ""
+        function = {"name": self._name, "description": description, "parameters": parameters}
+        return {"type": "function", "function": function}
+
+    def answer(self, arguments: Mapping[str, Any]) -> ToolAnswer:
+        """What the function returns as text, or what is wrong."""
+        try:
+            given = self._arguments(**arguments)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            return ToolAnswer(f"error: {self._name}: {where}: {first['msg']}", is_error=True)
+        values = {name: getattr(given, name) for name in self._arguments.model_fields}
+        with _Telling() as telling:
+            result = self._function(**values)
+            text = result if isinstance(result, str) else json.dumps(result, default=str)
+            return ToolAnswer(text)
+        return ToolAnswer(f"error: {telling.raised}", is_error=True)
+
+
+class _Telling(AbstractContextManager["_Telling"]):
+    """Keeps what a function raises, whatever its library calls it: the model is to be told."""
+
+    raised = ""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self.raised = f"{type(error).__name__}: {error}"
+        return True
 
 
 class ToolsSettings(PromptsSettings):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from services.rollout.engine import Delta, FinishReason, Generation, Sampling
+from services.rollout.engine.interface import Delta, FinishReason, Generation, Sampling
+from services.rollout.engine.wire import VersionBounds, join_deltas, join_experts
 from services.rollout.episodes.leases import NO_HINTS, Hints
-from services.rollout.episodes.timeline import Timeline
-from services.rollout.wire import VersionBounds, join_deltas, join_experts
+from services.rollout.episodes.trajectory import Timeline
 from sluice.api.rollout.v1 import trace_pb2 as pb
 from sluice.client import new_request_id
 from sluice.samples.sample import VersionSpan

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
 
-from services.rollout.engine import Delta, Engine, Generation, Scores
-from services.rollout.generations import complete, score, stream
-from services.rollout.wire import (
+from services.rollout.engine.generations import complete, score, stream
+from services.rollout.engine.interface import Delta, Engine, Generation, Scores
+from services.rollout.engine.wire import (
     VersionBounds,
     bounds_to_proto,
     delta_from_proto,

@@ -8,40 +8,38 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from services.rollout import metrics
-from services.rollout.concurrency import all_of
-from services.rollout.engine import Delta, Sampling
+from services.rollout.engine.interface import Delta, Sampling
+from services.rollout.engine.requests import all_of
+from services.rollout.engine.wire import VersionBounds
 from services.rollout.environments.environment import (
+    EnvironmentFailedError,
     Response,
     Reward,
     Task,
     TaskError,
     TaskRequest,
 )
-from services.rollout.environments.failures import EnvironmentFailedError
-from services.rollout.environments.graders.answers import InvalidRewardError, rewards_from
+from services.rollout.environments.graders.grader import InvalidRewardError, rewards_from
 from services.rollout.environments.runner import Runner
 from services.rollout.episodes.drafts import Prompt
-from services.rollout.episodes.episode import Episode, Steps
+from services.rollout.episodes.episode import THREAD_CHARACTERS, Episode, Steps, text_length
 from services.rollout.episodes.leases import NO_HINTS, Hints
-from services.rollout.episodes.observations import THREAD_CHARACTERS, text_length
 from services.rollout.episodes.sampler import Sampler
 from services.rollout.episodes.spool import Spool
-from services.rollout.episodes.timeline import Timeline
-from services.rollout.episodes.trajectory import Trajectory
+from services.rollout.episodes.trajectory import Timeline, Trajectory
 from services.rollout.errors import MediaUnsupportedError
-from services.rollout.wire import VersionBounds
 from sluice.api.rollout.v1 import trace_pb2
 from sluice.runtime.errors import DeadlineError
 from sluice.runtime.waits import Waits
 from sluice.samples.blobs import BlobReference
 from sluice.samples.chat_template import ChatTemplateError
-from sluice.samples.columns import (
+from sluice.samples.sample import (
     SCORE_PREFIX,
     InvalidSampleError,
+    Sample,
     find_column,
     validate_sample,
 )
-from sluice.samples.sample import Sample
 from sluice.samples.tokenizer import TextTokenizer
 
 THREAD_TOKENS = 4000

@@ -10,7 +10,7 @@ from typing import Protocol, Self
 
 import grpc
 
-from services.rollout.wire import VersionBounds
+from services.rollout.engine.wire import VersionBounds
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.client import typed_errors
 from sluice.router_client import Lease, LeaseClient, Wanted

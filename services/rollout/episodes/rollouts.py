@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import xxhash
 
 from services.rollout.config import EpisodesConfig
 from services.rollout.environments.environment import (
@@ -19,7 +16,6 @@ from services.rollout.environments.environment import (
     UnknownEnvironmentError,
 )
 from services.rollout.environments.runner import Environments, Runner
-from services.rollout.episodes.events import failed_event, finished_event
 from services.rollout.episodes.group import (
     GroupResult,
     GroupRunner,
@@ -27,19 +23,25 @@ from services.rollout.episodes.group import (
     GroupSpec,
     GroupTools,
 )
-from services.rollout.episodes.requests import (
+from services.rollout.episodes.rollout import (
+    CancelledGroupError,
+    DrainingError,
+    Rollout,
+    failed_event,
+    finished_event,
     groups_from_proto,
     settings_from_proto,
     values_from_proto,
 )
-from services.rollout.episodes.rollout import CancelledGroupError, DrainingError, Rollout
 from services.rollout.episodes.spool import StoreFailedError
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
-from sluice.runtime.errors import (
-    InvalidFieldError,
-    NotFoundError,
-    QueueFullError,
-    RequestIdReusedError,
+from sluice.runtime.errors import InvalidFieldError, NotFoundError, QueueFullError
+from sluice.runtime.idempotency import (
+    RequestTable,
+    cancel_all,
+    check_same_body,
+    has_failed,
+    request_digest,
 )
 
 logger = logging.getLogger(__name__)
@@ -62,8 +64,7 @@ ROLLOUTS = Lane()
 
 
 @dataclass(frozen=True)
-class _Entry:
-    body: str
+class _OpeningRollout:
     opening: asyncio.Task[Rollout]
     group_count: int
 
@@ -81,7 +82,7 @@ class Rollouts:
         self._tools, self._spool, self._waits = tools, tools.spool, tools.waits
         self._running = asyncio.Semaphore(config.max_running_groups)
         self._evaluating = asyncio.Semaphore(config.max_evaluated_groups)
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._entries: RequestTable[_OpeningRollout] = RequestTable(config.kept_rollouts)
         self._orphans: dict[str, asyncio.TimerHandle] = {}
         self._chores: set[asyncio.Task[None]] = set()
 
@@ -132,24 +133,19 @@ class Rollouts:
         """Stop all rollouts; what is finished stays in the store."""
         for timer in self._orphans.values():
             timer.cancel()
-        for entry in self._entries.values():
-            entry.opening.cancel()
-        await asyncio.gather(
-            *(entry.opening for entry in self._entries.values()), return_exceptions=True
-        )
+        await cancel_all([entry.opening for entry in self._entries])
         await asyncio.gather(*(rollout.stop() for rollout in self._begun()))
         await asyncio.gather(*self._chores, return_exceptions=True)
 
     async def _open(self, request: pb.RolloutRequest, lane: Lane) -> Rollout:
         name = request.request_id
-        body = xxhash.xxh3_128_hexdigest(request.SerializeToString(deterministic=True))
-        entry = self._entries.get(name)
+        body = request_digest(request)
+        entry = self._entries.find(name, body)
         if entry is None:
             self._check_room(len(request.groups))
             opening = asyncio.create_task(self._begin(request, body, lane), name=f"open {name}")
-            entry = self._entries[name] = _Entry(body, opening, len(request.groups))
+            entry = self._entries.add(name, body, _OpeningRollout(opening, len(request.groups)))
             opening.add_done_callback(lambda done: self._opened(name, done))
-        _check_body(name, body, entry.body)
         return await _rollout_of(entry)
 
     async def _begin(self, request: pb.RolloutRequest, body: str, lane: Lane) -> Rollout:
@@ -160,7 +156,7 @@ class Rollouts:
             groups = groups_from_proto(request)
         runner = await self._create_runner(request.environment, groups)
         progress = await self._spool.open(request.request_id, body)
-        _check_body(request.request_id, body, progress.body)
+        check_same_body(request.request_id, body, progress.body)
         rollout = Rollout(request.request_id, body, self._on_settled)
         wanted = {group.group_id for group in groups}
         for group_id in progress.cancelled & wanted:
@@ -207,7 +203,7 @@ class Rollouts:
         if count > config.max_open_groups:
             raise InvalidFieldError("groups", f"must not exceed {config.max_open_groups}")
         rollouts = self._begun()
-        opening = [e.group_count for e in self._entries.values() if not e.opening.done()]
+        opening = [e.group_count for e in self._entries if not e.opening.done()]
         open_rollouts = len(opening) + sum(rollout.open_count > 0 for rollout in rollouts)
         open_groups = sum(opening) + sum(rollout.open_count for rollout in rollouts)
         if open_rollouts >= config.max_open_rollouts:
@@ -221,23 +217,21 @@ class Rollouts:
 
     def _opened(self, name: str, opening: asyncio.Task[Rollout]) -> None:
         """A failure is forgotten. Whoever asked may have gone away since; else they follow now."""
-        if opening.cancelled() or opening.exception() is not None:
-            self._entries.pop(name, None)
+        if has_failed(opening):
+            self._entries.discard(name)
         elif opening.result().open_count:
             self._watch_orphan(opening.result())
 
     def _on_settled(self, rollout: Rollout) -> None:
         self._unwatch_orphan(rollout)
         self._start_chore(self._settle(rollout))
-        done = [other.request_id for other in self._begun() if other.settled.is_set()]
-        for name in done[: max(0, len(done) - self._config.kept_rollouts)]:
-            del self._entries[name]
+        if (entry := self._entries.get(rollout.request_id)) is not None:
+            self._entries.done(rollout.request_id, entry)
 
     def _begun(self) -> list[Rollout]:
-        """Oldest first; without those that are opening or were refused."""
-        tasks = [entry.opening for entry in self._entries.values()]
-        done = [task for task in tasks if task.done() and not task.cancelled()]
-        return [task.result() for task in done if task.exception() is None]
+        """Those that are neither opening nor were refused."""
+        tasks = [entry.opening for entry in self._entries]
+        return [task.result() for task in tasks if task.done() and not has_failed(task)]
 
     async def _settle(self, rollout: Rollout) -> None:
         try:
@@ -263,7 +257,7 @@ class Rollouts:
         if rollout.listener_count or rollout.settled.is_set():  # in that very moment
             return
         await rollout.stop()
-        self._entries.pop(rollout.request_id, None)
+        self._entries.discard(rollout.request_id)
         logger.info("rollout %s has no listener; stopped", rollout.request_id)
 
     def _start_chore(self, work: Coroutine[Any, Any, None]) -> None:
@@ -284,7 +278,7 @@ async def _run(
         return await runner.run(group, settings)
 
 
-async def _rollout_of(entry: _Entry) -> Rollout:
+async def _rollout_of(entry: _OpeningRollout) -> Rollout:
     """The rollout, once it has begun. Raises DrainingError when the worker closes before."""
     try:
         return await asyncio.shield(entry.opening)
@@ -292,10 +286,3 @@ async def _rollout_of(entry: _Entry) -> Rollout:
         if entry.opening.cancelled():  # the caller was not, and waits for an answer
             raise DrainingError from None
         raise
-
-
-def _check_body(request_id: str, body: str, known: str) -> None:
-    if body != known:
-        raise RequestIdReusedError(
-            f"request_id {request_id} was used for another request", request_id=request_id
-        )

@@ -1,28 +1,52 @@
-"""Samples the continuations of one prompt on leased engines, and on others when one is lost."""
+"""How long answers to a prompt were, for the next time it is asked."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import grpc
 
 from services.rollout import metrics
-from services.rollout.engine import Delta, FinishReason, Generation
+from services.rollout.engine.interface import Delta, FinishReason, Generation
+from services.rollout.engine.wire import join_deltas
 from services.rollout.episodes.drafts import Drafts, Prompt
 from services.rollout.episodes.engines import EngineAccess
-from services.rollout.episodes.history import PromptHistory
 from services.rollout.episodes.leases import Leases
-from services.rollout.wire import join_deltas
 from sluice.api.rollout.v1 import trace_pb2
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.client import RemoteError
 from sluice.router_client import Lease, outcome_of
 from sluice.runtime.errors import ServiceError
 from sluice.runtime.waits import Waits
+
+PROMPTS = 65_536  # remembered, those asked last
+_NEW_SHARE = 0.5  # of the latest group in the mean; the policy changes from epoch to epoch
+
+
+class PromptHistory:
+    """Mean sampled tokens of the samples of a prompt, by its token ids."""
+
+    def __init__(self, capacity: int = PROMPTS) -> None:
+        self._capacity = capacity
+        self._means: OrderedDict[int, float] = OrderedDict()  # by hash; a clash misleads a little
+
+    def expected(self, prompt: tuple[int, ...]) -> float:
+        """Tokens of a sample, 0 where nothing is known."""
+        return self._means.get(hash(prompt), 0.0)
+
+    def learn(self, prompt: tuple[int, ...], lengths: Sequence[int]) -> None:
+        """Samples of one group, at least one, have ended."""
+        key, mean = hash(prompt), sum(lengths) / len(lengths)
+        before = self._means.pop(key, mean)
+        self._means[key] = before + _NEW_SHARE * (mean - before)
+        if len(self._means) > self._capacity:
+            self._means.popitem(last=False)
+
 
 logger = logging.getLogger(__name__)
 

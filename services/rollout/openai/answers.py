@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.rollout.engine import Delta, FinishReason
+from services.rollout.engine.interface import Delta, FinishReason
 from services.rollout.openai.generation import Answer
 from services.rollout.openai.requests import CommonRequest
 from sluice.samples.tokenizer import TextTokenizer

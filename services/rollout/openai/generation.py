@@ -1,25 +1,122 @@
-"""Answers to one prompt, by the same leases and engines that episodes are sampled with."""
+"""Tokens as text while they come, with stop strings."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Sequence
+import itertools
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from services.rollout.concurrency import all_of
-from services.rollout.engine import Delta, FinishReason, Sampling, Scores
+from services.rollout.engine.interface import Delta, Engine, FinishReason, Sampling, Scores
+from services.rollout.engine.requests import all_of
+from services.rollout.engine.wire import VersionBounds, join_deltas
 from services.rollout.episodes.drafts import Prompt
 from services.rollout.episodes.engines import EngineAccess
-from services.rollout.episodes.leases import Leases
+from services.rollout.episodes.leases import NO_HINTS, Hints, Leases
 from services.rollout.episodes.sampler import Sampler, is_retried
-from services.rollout.openai.text import TextStream
-from services.rollout.wire import VersionBounds, join_deltas
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.client import RemoteError, new_request_id
-from sluice.router_client import outcome_of
+from sluice.router_client import Lease, outcome_of
 from sluice.samples.sample import VersionSpan
 from sluice.samples.tokenizer import TextTokenizer
+
+
+class TextStream:
+    """The text of one answer. Text that may turn out to be part of a stop string is held back."""
+
+    def __init__(
+        self, tokenizer: TextTokenizer, stops: Sequence[str], *, special: bool, keep_stop: bool
+    ) -> None:
+        """`special`: show special tokens; `keep_stop`: the stop string belongs to the text."""
+        self._tokenizer, self._stops = tokenizer, tuple(stops)
+        self._special, self._keep_stop = special, keep_stop
+        self._decode = tokenizer.decoder(special=special)
+        self._token_ids: list[int] = []
+        self._shown = 0  # characters
+        self.text = ""
+        self.stopped = False
+
+    def add(self, token_ids: Sequence[int]) -> tuple[str, int]:
+        """Text to show now, and how many of the tokens were taken: up to the end of a stop."""
+        for count, token_id in enumerate(token_ids, 1):
+            self._token_ids.append(token_id)
+            if piece := self._decode(token_id):
+                self._grow(piece)
+            if self.stopped:
+                return self._show(len(self.text)), count
+        return self._show(len(self.text) - self._held_back()), len(token_ids)
+
+    def finish(self) -> str:
+        """The rest, once no token follows."""
+        if not self.stopped:
+            (whole,) = self._tokenizer.decode([self._token_ids], special=self._special)
+            if len(whole) > len(self.text) and whole.startswith(self.text):
+                self._grow(whole[len(self.text) :])  # bytes that never became a character
+        return self._show(len(self.text))
+
+    def _grow(self, piece: str) -> None:
+        longest = max(map(len, self._stops), default=1)
+        first = max(0, len(self.text) - longest + 1)
+        self.text += piece
+        found = [(at, stop) for stop in self._stops if (at := self.text.find(stop, first)) >= 0]
+        if found:
+            at, stop = min(found)
+            self.text = self.text[: at + len(stop) if self._keep_stop else at]
+            self.stopped = True
+
+    def _held_back(self) -> int:
+        """Characters at the end with which a stop string begins."""
+        longest = max(map(len, self._stops), default=1) - 1
+        for size in range(min(longest, len(self.text)), 0, -1):
+            if any(stop.startswith(self.text[-size:]) for stop in self._stops):
+                return size
+        return 0
+
+    def _show(self, end: int) -> str:
+        start, self._shown = self._shown, max(self._shown, end)
+        return self.text[start : self._shown]
+
+
+ADDRESS = "local"
+
+
+class LocalLeases:
+    """The engine itself queues what it has no room for; its dp ranks take turns."""
+
+    def __init__(self, engine: Engine, engine_id: str) -> None:
+        self._engine, self._engine_id = engine, engine_id
+        self._turns = itertools.count()
+
+    async def request(
+        self,
+        group_id: str,
+        count: int,
+        bounds: VersionBounds,
+        pool: str,
+        hints: Hints = NO_HINTS,
+    ) -> list[asyncio.Future[Lease]]:
+        """One lease per sample, at once."""
+        ranks = max(1, len(self._engine.status().rank_loads))
+        rank = next(self._turns) % ranks  # one for all: they share the prompt
+        futures = []
+        for _ in range(count):
+            future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+            future.set_result(Lease(0, self._engine_id, ADDRESS, rank))
+            futures.append(future)
+        return futures
+
+    def release(
+        self, pool: str, leases: Sequence[Lease], outcome: router_pb.Outcome, tokens: Sequence[int]
+    ) -> None:
+        """Nobody counts them."""
+
+    def give_up(self, pool: str, futures: Iterable[asyncio.Future[Lease]]) -> None:
+        """Nobody counts them."""
+
+    def end(self, pool: str, hints: Hints) -> None:
+        """Nobody keeps them."""
+
 
 BACKOFF_SECONDS = 0.2
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from services.rollout.engine import Delta, FinishReason
+from services.rollout.engine.interface import Delta, FinishReason
 from services.rollout.environments.environment import Reward
 from services.rollout.episodes.trajectory import Trajectory
 from services.rollout.openai.generation import Answer

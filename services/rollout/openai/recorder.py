@@ -19,17 +19,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
-from services.rollout.engine import FinishReason
-from services.rollout.openai.config import OpenAIConfig
-from services.rollout.openai.errors import ApiError
+from services.rollout.config import OpenAIConfig
+from services.rollout.engine.interface import FinishReason
 from services.rollout.openai.generation import Answer
 from services.rollout.openai.group_record import GroupRecord, Line
 from services.rollout.openai.prompts import Earlier, Prompt
-from services.rollout.openai.requests import Record
+from services.rollout.openai.requests import ApiError, Record
 from sluice.durable import locked
 from sluice.samples.arrow import encode_group
 from sluice.samples.blobs import BlobStore
-from sluice.samples.columns import validate_sample
+from sluice.samples.sample import validate_sample
 from sluice.samples.tokenizer import TextTokenizer
 
 OPEN, CLOSED = ".open", ".closed"

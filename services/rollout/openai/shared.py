@@ -6,15 +6,14 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from services.rollout.engine import Delta
+from services.rollout.config import OpenAIConfig
+from services.rollout.engine.interface import Delta
 from services.rollout.openai import answers as encode
 from services.rollout.openai.answers import Names, Scored
-from services.rollout.openai.config import OpenAIConfig
-from services.rollout.openai.errors import ApiError
 from services.rollout.openai.generation import Answer, Ask, Generator, Piece
 from services.rollout.openai.prompts import Prompt
 from services.rollout.openai.recorder import Recorder
-from services.rollout.openai.requests import CommonRequest, Record
+from services.rollout.openai.requests import ApiError, CommonRequest, Record
 from sluice.samples.tokenizer import TextTokenizer
 
 Chunk = dict[str, Any]

@@ -20,7 +20,7 @@ from sluice import logs, platform
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.config import parse_config, read_yaml
 from sluice.runtime.errors import LoadingError
-from sluice.runtime.parent import die_with
+from sluice.runtime.server import die_with
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def _follow(config: TrainerConfig, stream: FrontStream) -> int:
         _refuse(stream, error)
         return 2
     try:
-        from services.trainer.rank.executor import Executor  # imports torch
+        from services.trainer.rank.executor import Executor
 
         executor = Executor.load(config)
     except FAILURES as error:

@@ -1,15 +1,19 @@
-"""Executes the commands of the front on the device thread."""
+"""Where this rank stands among the others, and the process group they share."""
 
 from __future__ import annotations
 
+import datetime
 import logging
+import math
 import os
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from services.trainer.backend import (
     CriticBackend,
+    Mesh,
     ModelName,
     PassSums,
     TrainingBackend,
@@ -17,18 +21,133 @@ from services.trainer.backend import (
 )
 from services.trainer.config import TrainerConfig
 from services.trainer.errors import CheckpointMismatchError
-from services.trainer.rank.advantages import add_advantages
 from services.trainer.rank.failures import FAILURES
-from services.trainer.rank.group import find_mesh, join_group, leave_group
 from services.trainer.rank.publishing import RankPublisher
-from services.trainer.rank.table import RowTable
-from sluice import faults
+from services.trainer.rank.table import OwnedRow, RowTable
+from sluice import faults, platform
+from sluice.algo.advantages import AdvantageColumns, AdvantageRow, compute_advantages
+from sluice.algo.moments import Moments
+from sluice.algo.spec import AdvantageSpec
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.balance.planner_inputs import OversizePolicy
 from sluice.runtime.errors import DataLossError, NotFoundError, ServiceError
 from sluice.runtime.wire import advantage_from_proto, blob_to_proto, loss_from_proto
 from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobStore
+
+
+def find_mesh(config: TrainerConfig, rank: int, world_size: int) -> Mesh:
+    """The place of a rank under the backend's layout; raises ValueError if none fits."""
+    if config.backend == "megatron":
+        from services.trainer.backends.megatron.parallel import mesh_of
+
+        return mesh_of(config.megatron, rank, world_size)
+    return Mesh(rank=rank, world_size=world_size, data_rank=rank, data_size=world_size)
+
+
+def join_group(config: TrainerConfig, mesh: Mesh) -> None:
+    """Meet the other ranks at MASTER_ADDR:MASTER_PORT. Collectives end with the command timeout.
+
+    A single rank of the reference backend needs no group.
+    """
+    if mesh.world_size == 1 and config.backend == "reference":
+        return
+    timeout = datetime.timedelta(seconds=config.ranks.command_timeout)
+    dist.init_process_group(
+        platform.current().collective,
+        timeout=timeout,
+        rank=mesh.rank,
+        world_size=mesh.world_size,
+        store=_local_store(mesh, timeout) if config.ranks.launch == "local" else None,
+    )
+
+
+def _local_store(mesh: Mesh, timeout: datetime.timedelta) -> dist.Store:
+    """Where ranks of one host meet: at a socket of the front's, for loopback alone."""
+    listener = int(os.environ["MASTER_LISTEN_FD"]) if mesh.rank == 0 else None
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        mesh.world_size,
+        is_master=mesh.rank == 0,
+        timeout=timeout,
+        master_listen_fd=listener,
+    )
+
+
+def leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+REWARDS = ("reward", "raw_reward")
+
+
+def add_advantages(
+    rows: dict[int, OwnedRow],
+    spec: AdvantageSpec,
+    command: pb.AdvantagesCommand,
+    result: pb.CommandResult,
+) -> None:
+    """Add the columns, or answer with the moments that whitening needs of every rank."""
+    order = sorted(rows)
+    inputs = [_input(rows[position]) for position in order]
+    given = command.moments
+    whole = Moments(given.count, given.mean, given.m2) if command.HasField("moments") else None
+    found = compute_advantages(inputs, spec, lambda own: own if whole is None else whole)
+    result.advantages.moments.count = found.moments.count
+    result.advantages.moments.mean = found.moments.mean
+    result.advantages.moments.m2 = found.moments.m2
+    if command.moments_only:
+        return
+    for index, position in enumerate(order):
+        rows[position].columns["advantages"] = found.advantages[index]
+        if found.returns is not None:
+            rows[position].columns["returns"] = found.returns[index]
+    result.advantages.has_returns = found.returns is not None
+    _report(rows, order, spec, found, result)
+
+
+def _input(row: OwnedRow) -> AdvantageRow:
+    return AdvantageRow(
+        sample_id=row.sample_id,
+        group_id=row.group_id,
+        loss_mask=row.loss_mask,
+        rewards={name: row.scalars[name] for name in REWARDS if name in row.scalars},
+        columns=row.columns,
+        episode=int(row.scalars["episode"]) if "episode" in row.scalars else None,
+    )
+
+
+def _report(
+    rows: dict[int, OwnedRow],
+    order: list[int],
+    spec: AdvantageSpec,
+    found: AdvantageColumns,
+    result: pb.CommandResult,
+) -> None:
+    sums = result.sums
+    for name, (total, weight) in found.metrics.items():
+        sums.metrics[name].sum, sums.metrics[name].weight = total, weight
+    column = spec.reward_column or "reward"
+    rewards = [rows[row].scalars[column] for row in order if column in rows[row].scalars]
+    sums.metrics["reward"].sum, sums.metrics["reward"].weight = math.fsum(rewards), len(rewards)
+    if not order:
+        return
+    masks_T = torch.cat([rows[row].loss_mask for row in order])
+    sizes_T = torch.where(masks_T, torch.cat(found.advantages).abs(), 0.0)
+    absolute = sums.metrics["advantage_abs"]
+    absolute.sum, absolute.weight = float(sizes_T.double().sum()), int(masks_T.sum())
+    lengths = torch.tensor([len(rows[row].loss_mask) for row in order])
+    owner_T = torch.repeat_interleave(torch.arange(len(order)), lengths)
+    speaks = torch.zeros(len(order), dtype=torch.bool)
+    speaks[owner_T[sizes_T > 0]] = True
+    # A NaN is no zero: `>` alone would call its row silent and hide it.
+    speaks[owner_T[sizes_T.isnan()]] = True
+    result.advantages.silent_rows.extend(
+        row for row, loud in zip(order, speaks.tolist(), strict=True) if not loud
+    )
+
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from services.trainer.backend import Row
-from services.trainer.oversize import cut_sample
+from services.trainer.errors import cut_sample
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.runtime.wire import blob_from_proto
 from sluice.samples.arrow import decode_group, encode_group

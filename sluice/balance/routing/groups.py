@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sluice.balance.routing.masks import all_of, any_of
+from sluice.balance.routing.types import all_of, any_of
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sluice.balance.routing.masks import all_of
+from sluice.balance.routing.types import all_of
 
 IntArray = NDArray[np.int64]
 
@@ -43,6 +43,7 @@ class LeaseTable:
         self.first_id = first_id
         self.next_id = first_id
         self.live_count = 0  # leases that are bound or queued
+        self.local_count = 0  # of these, with negative ids: picked while no router was there
         self._base = first_id  # ids in [base, next_id) are in the window
         # Rows: target, client, session, group. FREE and NOBODY where there is no lease.
         self._columns = np.full((4, _FIRST_WINDOW), FREE, dtype=np.int32)
@@ -80,6 +81,7 @@ class LeaseTable:
             else:
                 self._old[lease] = (target, client, -1, -1)
         self.live_count += len(ids)
+        self.local_count += int((ids < 0).sum())
         self._held_by(client).extend(ids)
 
     def bind(self, lease: int, target: int) -> None:
@@ -199,6 +201,7 @@ class LeaseTable:
             self._columns[:2, ids[inside] - self._base] = FREE
             for index in np.flatnonzero(~inside).tolist():
                 del self._old[int(ids[index])]
+            self.local_count -= int((ids < 0).sum())
         self.live_count -= len(ids)
         return Leases(ids, columns[0], columns[2], columns[3])
 

@@ -10,12 +10,11 @@ from numpy.typing import NDArray
 
 from sluice.balance.routing.groups import NO_GROUP
 from sluice.balance.routing.leases import QUEUED
-from sluice.balance.routing.masks import filled
+from sluice.balance.routing.load_reports import UNIT
 from sluice.balance.routing.policies import PlaceHints, create_policy
 from sluice.balance.routing.sessions import NO_SESSION, UNPLACED
-from sluice.balance.routing.speed import UNIT
 from sluice.balance.routing.tables import Tables
-from sluice.balance.routing.types import LeaseRequest
+from sluice.balance.routing.types import LeaseRequest, filled
 from sluice.balance.routing.waterfill import Fleet
 
 IntArray = NDArray[np.int64]

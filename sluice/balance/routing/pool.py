@@ -12,15 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sluice.balance.routing.admission import admit
 from sluice.balance.routing.breaker import Outcome
 from sluice.balance.routing.clients import ClientRow
 from sluice.balance.routing.groups import NO_GROUP
 from sluice.balance.routing.leases import QUEUED, Leases
-from sluice.balance.routing.masks import any_of, filled
+from sluice.balance.routing.load_reports import RankReport
 from sluice.balance.routing.placement import Placement, Sticky
 from sluice.balance.routing.renewals import Renewals
-from sluice.balance.routing.reported import RankReport
+from sluice.balance.routing.settling import Settling
 from sluice.balance.routing.tables import Tables
 from sluice.balance.routing.targets import EngineRow
 from sluice.balance.routing.types import (
@@ -30,7 +29,11 @@ from sluice.balance.routing.types import (
     Held,
     LeaseRequest,
     PoolConfig,
+    Refusal,
+    RefusedError,
     Renewal,
+    any_of,
+    filled,
 )
 from sluice.balance.routing.waiting import WaitingRoom
 
@@ -61,6 +64,7 @@ class Pool:
         self._placement = Placement(self.tables, rng)
         self.waiting = WaitingRoom(self.tables, self._placement)
         self._renewals = Renewals(self.tables)
+        self._settling = Settling(config.client_ttl, first_epoch=self.epoch)
 
     @property
     def epoch(self) -> int:
@@ -75,6 +79,16 @@ class Pool:
     @property
     def session_count(self) -> int:
         return len(self.tables.sessions)
+
+    @property
+    def local_count(self) -> int:
+        """Leases out that clients picked while they could reach no router."""
+        return self.tables.leases.local_count
+
+    @property
+    def closed_count(self) -> int:
+        """Engines that wait for what clients hold of an earlier router."""
+        return len(self.tables.targets.closed)
 
     # Engines
 
@@ -92,14 +106,20 @@ class Pool:
             return None
         return self.tables.targets.view(engine), target - engine.first
 
-    def register(self, spec: EngineSpec, now: float) -> EngineView:
-        """Add an engine, or take its heartbeat and news. Leases of an earlier process end."""
+    def register(self, spec: EngineSpec, now: float, *, known_epoch: int = 0) -> EngineView:
+        """Add an engine, or take its heartbeat and news. Leases of an earlier process end.
+
+        known_epoch: the last one its process was told, by this router or another; 0 for none.
+        """
         targets = self.tables.targets
         known = targets.find(spec.name)
-        if known is not None and known.replaced_by(spec):
+        if known is None:
+            self._settling.engine_came(spec.name, known_epoch, self.epoch, now)
+        elif known.replaced_by(spec):
             self._void(known, now)
         engine = targets.register(spec, now)
         self.tables.sessions.widen(len(targets))
+        self._open_settled(now)
         self.waiting.dispatch(now)
         return targets.view(engine)
 
@@ -119,6 +139,7 @@ class Pool:
             return False
         self._void(engine, now)
         self.tables.targets.remove(engine)
+        self._settling.engine_left(name)
         return True
 
     def report_load(
@@ -136,16 +157,38 @@ class Pool:
             return False
         self.tables.targets.snapshot(now)
         self.tables.targets.report(engine, ranks, seconds_per_token, now - age, now)
+        charged = self.tables.targets.charges[engine.first : engine.stop].tolist()
+        self._settling.engine_reported(
+            name,
+            unexplained=any(
+                rank.running_count + rank.waiting_count > count
+                for rank, count in zip(ranks, charged, strict=False)
+            ),
+        )
+        self._open_settled(now)
         self.waiting.dispatch(now)
         return True
 
     def engines(self) -> list[EngineView]:
         return [self.tables.targets.view(engine) for engine in self.tables.targets.engines]
 
+    def is_closed(self, name: str) -> bool:
+        """Whether the engine waits for what clients hold of an earlier router."""
+        return name in self.tables.targets.closed
+
     # Leases
+
+    def greet(self, client: str, known_epoch: int, now: float) -> None:
+        """Note that a client called which last heard of `known_epoch`, 0 for none."""
+        if client not in self.tables.clients:
+            self._settling.client_came(client, known_epoch, self.epoch, now)
+            self._open_settled(now)
+        self.tables.clients.touch(client, now)
 
     def acquire(self, client: str, request: LeaseRequest, now: float) -> Grant:
         """Lease `request.count` targets. Raises RefusedError; nothing is charged then."""
+        if request.count and self._settling.owes(client, now):
+            raise RefusedError(Refusal.RENEW_FIRST, f"{client} knew another router", 0.1)
         row = self.tables.clients.touch(client, now)
         groups, all_new = self._group_slots(request, now)
         expected = self._placement.expected(request, groups, all_new)
@@ -200,15 +243,18 @@ class Pool:
         self.waiting.dispatch(now)
         return len(released)
 
-    def renew(self, client: str, held: Held, now: float) -> Renewal:
+    def renew(self, client: str, held: Held, now: float, *, known_epoch: int = 0) -> Renewal:
         """Take a client's heartbeat with all it holds, and bring the table in line with that.
 
         Ids granted by an earlier router, or before the client had expired, are charged again;
         leases granted here that are absent from two renewals in a row, some time apart, were
         never received.
         """
+        self.greet(client, known_epoch, now)
         row = self.tables.clients.touch(client, now)
         renewal = self._renewals.take(row, held, now)
+        self._settling.client_renewed(client, renewal.awaited, now, held_before=renewal.held_before)
+        self._open_settled(now)
         self.waiting.dispatch(now)
         return renewal
 
@@ -250,6 +296,7 @@ class Pool:
         gone = tables.clients.expired(now)
         count, clients = 0, []
         for row in gone:
+            self._settling.client_left(row.name)
             released = tables.leases.release_client(row.slot)
             tables.give_back(released, row, now)
             count += len(released)
@@ -262,6 +309,7 @@ class Pool:
         tables.groups.expire(now)
         ended = tables.sessions.expire(now)
         self.waiting.sweep()
+        self._open_settled(now)
         self.waiting.dispatch(now)
         return Expired(
             lease_count=count,
@@ -269,6 +317,9 @@ class Pool:
             engines=tuple(lost),
             session_count=ended,
         )
+
+    def _open_settled(self, now: float) -> None:
+        self.tables.targets.close(self._settling.closed(now))
 
     def _expire_engines(self, now: float) -> list[str]:
         lost = []
@@ -360,3 +411,38 @@ class Pool:
             released, _ = self.tables.leases.release(slot, ids[clients == slot])
             self.tables.give_back(released, self.tables.clients.at(slot), now)
         self.tables.sessions.clear_target(engine.first, engine.stop)
+
+
+def admit(
+    tables: Tables, waiting: WaitingRoom, row: ClientRow, request: LeaseRequest, unbound: int
+) -> None:
+    """Raise RefusedError unless the pool can take `request`, `unbound` leases of which need a
+    target."""
+    config, leases = tables.config, tables.leases
+    if leases.live_count + request.count > config.max_leases:
+        raise RefusedError(Refusal.TOO_MANY_LEASES, f"{config.max_leases} leases are out", 1.0)
+    if leases.count_of(row.slot) + request.count > config.max_leases_per_client:
+        raise RefusedError(
+            Refusal.TOO_MANY_LEASES_OF_CLIENT,
+            f"{row.name} may hold {config.max_leases_per_client} leases",
+            1.0,
+        )
+    if not unbound:
+        return
+    if not request.may_wait and not tables.targets.able(request.needs).any():
+        if tables.targets.any_usable():
+            raise RefusedError(
+                Refusal.NO_ENGINE_WITH_VERSION, f"no engine serves {request.needs}", 1.0
+            )
+        raise RefusedError(Refusal.NO_ENGINE, "no engine takes requests", 1.0)
+    missing = unbound
+    if not waiting.has(request.needs):
+        missing -= tables.targets.fleet(request.needs).free_count
+    if missing > 0 and not request.may_wait:
+        if tables.targets.is_closed(request.needs):
+            raise RefusedError(
+                Refusal.SETTLING, "the clients of an earlier router are awaited", 0.5
+            )
+        raise RefusedError(Refusal.NO_CREDIT, f"{missing} leases exceed the credits", 0.5)
+    if missing > 0 and waiting.count + missing > config.max_queued:
+        raise RefusedError(Refusal.QUEUE_FULL, f"{config.max_queued} leases wait", 1.0)

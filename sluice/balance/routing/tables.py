@@ -10,10 +10,9 @@ from numpy.typing import NDArray
 from sluice.balance.routing.clients import ClientRow, ClientTable
 from sluice.balance.routing.groups import GroupTable
 from sluice.balance.routing.leases import Leases, LeaseTable
-from sluice.balance.routing.masks import all_of
 from sluice.balance.routing.sessions import SessionTable
 from sluice.balance.routing.targets import TargetTable
-from sluice.balance.routing.types import PoolConfig
+from sluice.balance.routing.types import PoolConfig, all_of
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]

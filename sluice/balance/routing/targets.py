@@ -9,15 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sluice.balance.routing.breaker import Breaker, BreakerState, Outcome
-from sluice.balance.routing.reported import NO_LIMIT, RankReport, ReportedLoad
-from sluice.balance.routing.speed import UNIT, SpeedTable
-from sluice.balance.routing.types import (
-    EngineSpec,
-    EngineState,
-    EngineView,
-    Needs,
-    PoolConfig,
-)
+from sluice.balance.routing.load_reports import NO_LIMIT, UNIT, RankReport, ReportedLoad, SpeedTable
+from sluice.balance.routing.types import EngineSpec, EngineState, EngineView, Needs, PoolConfig
 from sluice.balance.routing.waterfill import Fleet
 
 IntArray = NDArray[np.int64]
@@ -81,6 +74,7 @@ class TargetTable:
         self._by_name: dict[str, EngineRow] = {}
         self._sizes: list[int] = []
         self._usable = np.zeros(0, dtype=bool)  # may get leases now, version aside
+        self.closed: set[str] = set()  # engines without credit until they have settled
         self._version = np.zeros(0, dtype=np.int64)
         self._credit = np.zeros(0, dtype=np.int64)
         self._half_open: set[int] = set()
@@ -148,6 +142,12 @@ class TargetTable:
         if engine.draining != draining:
             engine.draining = draining
             self.refresh(engine)
+
+    def close(self, names: set[str]) -> None:
+        """Give these engines no credit until the next call, and all others theirs."""
+        if names != self.closed:
+            self.closed = names
+            self._forget_fleets()
 
     def lose(self, engine: EngineRow) -> None:
         """Its heartbeat is overdue."""
@@ -223,6 +223,8 @@ class TargetTable:
             return cached
         load = self.load()
         limit = self._limit(needs, unlimited)
+        if load is not self.charges:  # a place is taken by its lease, whether it runs yet or not
+            limit = limit - np.maximum(self.charges - load, 0)
         if self._half_open:
             limit = limit.copy()
             for row in self._half_open:
@@ -286,6 +288,8 @@ class TargetTable:
             else:
                 credit = np.where(able, self._credit, 0)[self.engine_of]
                 limit = np.minimum(credit, self.reported.kv_limit)
+            for engine in filter(None, map(self._by_name.get, self.closed)):
+                limit[engine.first : engine.stop] = 0
             self._limits[needs, unlimited] = limit
         return limit
 
@@ -298,6 +302,11 @@ class TargetTable:
         if needs.exact is not None:
             return self._usable & (self._version == needs.exact)
         return self._usable & (self._version >= needs.minimum)
+
+    def is_closed(self, needs: Needs) -> bool:
+        """Whether an engine that would do waits for the clients of an earlier router."""
+        able = self.able(needs)
+        return any(able[row.row] for row in filter(None, map(self._by_name.get, self.closed)))
 
     def any_usable(self) -> bool:
         return bool(self._usable.any())

@@ -16,6 +16,7 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 NO_VERSION = -1
+HEARTBEATS_PER_TTL = 3  # of a client
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,11 +138,14 @@ class Held:
 @dataclass(frozen=True, kw_only=True)
 class Renewal:
     """adopted: taken over from an earlier router; unknown: int64[n], ids not charged here;
-    dropped: leases granted here that the client does not hold."""
+    dropped: leases granted here that the client does not hold; awaited: engines of unknown ones
+    that have not registered; held_before: whether a router granted one of those adopted."""
 
     adopted_count: int
     unknown: IntArray
     dropped_count: int
+    awaited: frozenset[str] = frozenset()
+    held_before: bool = False
 
 
 class Refusal(StrEnum):
@@ -150,6 +154,8 @@ class Refusal(StrEnum):
     NO_ENGINE = "NO_ENGINE"
     NO_ENGINE_WITH_VERSION = "NO_ENGINE_WITH_VERSION"
     NO_CREDIT = "NO_CREDIT"
+    SETTLING = "SETTLING"  # engines wait for the clients of an earlier router
+    RENEW_FIRST = "RENEW_FIRST"  # the client knew another router, and may hold leases of it
     TOO_MANY_LEASES = "TOO_MANY_LEASES"
     TOO_MANY_LEASES_OF_CLIENT = "TOO_MANY_LEASES_OF_CLIENT"
     QUEUE_FULL = "QUEUE_FULL"
@@ -162,3 +168,17 @@ class RefusedError(Exception):
         super().__init__(message)
         self.reason = reason
         self.retry_seconds = retry_seconds
+
+
+def all_of(mask: NDArray[np.bool_]) -> bool:
+    return int(np.count_nonzero(mask)) == len(mask)
+
+
+def filled(count: int, value: int) -> NDArray[np.int64]:
+    array = np.empty(count, dtype=np.int64)
+    array.fill(value)
+    return array
+
+
+def any_of(mask: NDArray[np.bool_]) -> bool:
+    return int(np.count_nonzero(mask)) > 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sluice.balance.routing.masks import any_of
+from sluice.balance.routing.types import any_of
 
 IntArray = NDArray[np.int64]
 

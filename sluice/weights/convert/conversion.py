@@ -1,33 +1,365 @@
-"""`convert`: a checkpoint in one format to a directory in another, all or nothing."""
+"""Writing the files of a conversion: threads, memory, progress, and what a crash leaves behind.
+
+Files grow in a hidden directory beside the target, under a lock that dies with its owner, and
+appear under the target's name in one rename after all of them are on the disk.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import errno
+import fcntl
 import json
+import os
 import shutil
-from collections.abc import Mapping
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
+import torch
 import xxhash
 
+from sluice import faults
+from sluice.durable import sync_path, write_new
 from sluice.weights.checkpoint import INDEX_NAME
-from sluice.weights.convert.control import Control
-from sluice.weights.convert.errors import CancelledConversionError, TargetExistsError
-from sluice.weights.convert.execute import (
-    Execution,
-    full_disk_as,
-    locked_target,
-    publish,
-    staging_of,
+from sluice.weights.convert.errors import (
+    BusyTargetError,
+    CancelledConversionError,
+    DiskFullError,
+    TargetExistsError,
 )
 from sluice.weights.convert.known import RECORD
 from sluice.weights.convert.options import ConvertOptions
-from sluice.weights.convert.pieces import Files
+from sluice.weights.convert.pieces import Content, Files, Piece
 from sluice.weights.convert.plan import Plan, plan_conversion
 from sluice.weights.convert.stored import CONFIG, METADATA
 from sluice.weights.convert.torch_dist_target import COMMON
-from sluice.weights.convert.work import Report
+from sluice.weights.convert.work import (
+    JOURNAL,
+    Check,
+    Control,
+    Group,
+    Journal,
+    Report,
+    Task,
+    is_same_work,
+)
 from sluice.weights.digest import digest_file
+from sluice.weights.errors import TensorDigestError
+from sluice.weights.rules import InexactTensorError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def staging_of(target: Path) -> Path:
+    """Where a conversion to `target` grows."""
+    return target.with_name(f".{target.name}.converting")
+
+
+@contextlib.contextmanager
+def locked_target(target: Path) -> Iterator[None]:
+    """Keep others from `target`. Raises BusyTargetError."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    path = target.with_name(f".{target.name}.lock")
+    is_ours = False
+    while not is_ours:
+        with path.open("ab") as file:
+            try:
+                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise BusyTargetError(target) from error
+            is_ours = os.fstat(file.fileno()).st_nlink > 0  # else its holder has just removed it
+            if is_ours:
+                try:
+                    yield
+                finally:
+                    path.unlink(missing_ok=True)
+
+
+class Execution:
+    """One run of a plan in a staging directory, up to files that are whole."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        staging: Path,
+        files: Files,
+        control: Control,
+        *,
+        workers: int,
+        sync: bool,
+    ) -> None:
+        self._plan, self._work, self._staging = plan, plan.work, staging
+        self._files, self._control = files, control
+        self._workers, self._sync = workers, sync
+        self._out: dict[str, int] = {}
+        self._left: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._memory = _Memory(2 * max(self._work.largest_group, self._largest_need()))
+        self._on_the_way: dict[tuple[Piece, ...], list[Check]] = {}
+        self.digests: dict[str, str] = {}
+
+    def run(self, fingerprint: str) -> None:
+        """Write what is missing; afterwards `digests` holds every tensor's, by task name."""
+        progress = self._control.progress
+        progress.total_bytes = self._work.size
+        progress.total_tensors = sum(len(group.tasks) for group in self._work.groups)
+        progress.started = time.monotonic()
+        if not is_same_work(self._staging, fingerprint):
+            shutil.rmtree(self._staging, ignore_errors=True)
+        self._staging.mkdir(exist_ok=True)
+        with Journal(self._staging, fingerprint) as journal:
+            try:
+                self._open_files()
+                self._write_groups(journal)
+            finally:
+                for descriptor in self._out.values():
+                    os.close(descriptor)
+            self._plan.finish(self._staging)
+            for name, data in self._work.texts.items():
+                (self._staging / name).unlink(missing_ok=True)
+                write_new(self._staging / name, data, sync=self._sync)
+
+    def _open_files(self) -> None:
+        free = shutil.disk_usage(self._staging).free  # a full disk is known before anything
+        there = sum(path.stat().st_blocks * 512 for path in self._staging.iterdir())
+        if self._work.size > free + there:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        for file in self._work.files:
+            descriptor = os.open(
+                self._staging / file.name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644
+            )
+            self._out[file.name] = descriptor
+            self._left[file.name] = 0
+            os.ftruncate(descriptor, file.size)
+            if file.size:
+                _reserve(descriptor, file.size)
+            for offset, data in file.frames:
+                _write_at(descriptor, memoryview(data), offset)
+        for group in self._work.groups:
+            for task in group.tasks:
+                self._left[task.file] += 1
+
+    def _write_groups(self, journal: Journal) -> None:
+        waiting = _Queue((*self._work.groups, *self._checks()))
+        failed = threading.Event()
+
+        def work() -> None:
+            try:
+                for item in waiting:
+                    if failed.is_set():
+                        return
+                    if isinstance(item, Check):
+                        _compare(item, self._hash(item.content))
+                    else:
+                        self._do(item, journal)
+            except BaseException:
+                failed.set()
+                raise
+
+        with ThreadPoolExecutor(self._workers, thread_name_prefix="convert") as pool:
+            running = [pool.submit(work) for _ in range(self._workers)]
+        for future in running:
+            future.result()
+
+    def _do(self, group: Group, journal: Journal) -> None:
+        known = journal.finished.get(group.name)
+        if known is not None and self._is_written(group, known):
+            digests = known
+            self._advance(group.size, len(group.tasks), resumed=True)
+        else:
+            if known is not None:
+                journal.forget(group.name)
+            with self._memory.taken(group.working_bytes):
+                digests = {task.name: self._write(task) for task in group.tasks}
+            journal.add(group.name, digests)
+            faults.point("convert.group")
+        with self._lock:
+            self.digests |= digests
+            for task in group.tasks:
+                self._left[task.file] -= 1
+            whole = {task.file for task in group.tasks if not self._left[task.file]}
+        for name in whole:
+            self._sync_file(name)
+
+    def _is_written(self, group: Group, known: dict[str, str]) -> bool:
+        if set(known) != {task.name for task in group.tasks}:
+            return False
+        return all(self._digest(task) == known[task.name] for task in group.tasks)
+
+    def _checks(self) -> list[Check]:
+        """Those that no tensor is written of byte for byte: the others are made on the way."""
+        whole = {
+            task.content.pieces
+            for group in self._work.groups
+            for task in group.tasks
+            if task.content.is_copy
+        }
+        apart = [check for check in self._work.checks if check.content.pieces not in whole]
+        for check in self._work.checks:
+            if check.content.pieces in whole:
+                self._on_the_way.setdefault(check.content.pieces, []).append(check)
+        return apart
+
+    def _digest(self, task: Task) -> str:
+        piece = Piece(self._staging / task.file, task.offset, task.content.size)
+        return self._hash(Content(task.content.dtype, task.content.shape, (piece,)))
+
+    def _hash(self, content: Content) -> str:
+        hasher = xxhash.xxh3_128()
+        for view in self._files.stream(content):
+            self._check_stop()
+            hasher.update(view)
+        return hasher.hexdigest()
+
+    def _write(self, task: Task) -> str:
+        hasher, offset = xxhash.xxh3_128(), task.offset
+        narrowed = task.content.dtype is torch.float16 and not task.content.is_copy
+        for view in self._files.stream(task.content):
+            self._check_stop()
+            if narrowed and not np.isfinite(np.frombuffer(view, np.float16)).all():
+                raise InexactTensorError(f"{task.name!r} has numbers that float16 cannot hold")
+            hasher.update(view)
+            _write_at(self._out[task.file], view, offset)
+            offset += len(view)
+            self._advance(len(view), 0)
+        assert offset == task.offset + task.content.size, task.name
+        self._advance(0, 1)
+        digest = hasher.hexdigest()
+        if task.content.is_copy:
+            for check in self._on_the_way.get(task.content.pieces, ()):
+                _compare(check, digest)
+        return digest
+
+    def _advance(self, size: int, tensors: int, *, resumed: bool = False) -> None:
+        with self._lock:
+            progress = self._control.progress
+            progress.done_bytes += size
+            progress.done_tensors += tensors
+            progress.resumed_bytes += size if resumed else 0
+
+    def _check_stop(self) -> None:
+        if self._control.stop.is_set():
+            raise CancelledConversionError("the conversion was stopped")
+
+    def _sync_file(self, name: str) -> None:
+        if self._sync:
+            os.fsync(self._out[name])
+
+    def _largest_need(self) -> int:
+        return max((group.working_bytes for group in self._work.groups), default=0) // 2
+
+
+class _Queue:
+    """Work for threads: each stays with a file as long as it can, for writers of one wait."""
+
+    def __init__(self, items: Sequence[Group | Check]) -> None:
+        self._lock = threading.Lock()
+        by_file: dict[str, deque[Group | Check]] = {}
+        for item in items:
+            file = "" if isinstance(item, Check) else item.tasks[0].file
+            by_file.setdefault(file, deque()).append(item)
+        self._free = [deque(sorted(line, key=_place)) for line in by_file.values()]
+        self._taken: list[deque[Group | Check]] = []
+
+    def __iter__(self) -> Iterator[Group | Check]:
+        while (line := self._take()) is not None:
+            while line:
+                try:
+                    item = line.popleft()
+                except IndexError:  # another thread helped
+                    break
+                yield item
+
+    def _take(self) -> deque[Group | Check] | None:
+        with self._lock:
+            if self._free:
+                self._taken.append(self._free.pop(0))
+                return self._taken[-1]
+            longest = max(self._taken, key=len, default=None)
+            return longest or None
+
+
+def _place(item: Group | Check) -> int:
+    """Where in its file an item is written: files grow from front to back."""
+    return 0 if isinstance(item, Check) else item.tasks[0].offset
+
+
+def _compare(check: Check, digest: str) -> None:
+    if digest != check.digest:
+        raise TensorDigestError(check.name, check.digest, digest)
+
+
+class _Memory:
+    """Bytes that threads may use together; one alone may always go on."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._used = limit, 0
+        self._free = threading.Condition()
+
+    @contextlib.contextmanager
+    def taken(self, size: int) -> Iterator[None]:
+        with self._free:
+            while self._used and self._used + size > self._limit:
+                self._free.wait(timeout=1.0)
+            self._used += size
+        try:
+            yield
+        finally:
+            with self._free:
+                self._used -= size
+                self._free.notify_all()
+
+
+@contextlib.contextmanager
+def full_disk_as(target: Path, needed: Callable[[], int]) -> Iterator[None]:
+    """Turn an OSError of a full disk into DiskFullError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise DiskFullError(target, needed(), os.strerror(error.errno)) from error
+        raise
+
+
+def publish(staging: Path, target: Path, record: object) -> None:
+    """Let `target` appear, whole, with a record of how it was made."""
+    (staging / RECORD).unlink(missing_ok=True)
+    write_new(staging / RECORD, (json.dumps(record, indent=1) + "\n").encode())
+    sync_path(staging)
+    faults.point("convert.whole")
+    (staging / JOURNAL).unlink()
+    staging.rename(target)
+    sync_path(target.parent)
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Have the file system find all of the room at once, where it can.
+
+    Not by os.posix_fallocate: where a file system cannot, libc writes to every block of the file.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    fallocate = getattr(libc, "fallocate64", None) or getattr(libc, "fallocate", None)
+    if fallocate is None:
+        return
+    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    if fallocate(descriptor, 0, 0, size):
+        number = ctypes.get_errno()
+        if number in FULL:
+            raise OSError(number, os.strerror(number))
+
+
+def _write_at(descriptor: int, view: memoryview, offset: int) -> None:
+    while view:
+        count = os.pwrite(descriptor, view, offset)
+        view, offset = view[count:], offset + count
+
 
 MADE = (METADATA, CONFIG, COMMON, INDEX_NAME)  # small files that only we write
 

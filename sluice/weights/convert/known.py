@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from sluice.weights.convert.hf_source import HfSource
+from sluice.weights.convert.hf import HfSource
 from sluice.weights.convert.pieces import Content
 from sluice.weights.convert.torch_dist_source import TorchDistSource
 from sluice.weights.convert.work import Check

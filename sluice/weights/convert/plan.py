@@ -1,4 +1,4 @@
-"""From a checkpoint and options to the whole work of a conversion; nothing is written here."""
+"""The rules of the model that a directory describes."""
 
 from __future__ import annotations
 
@@ -9,23 +9,66 @@ from pathlib import Path
 
 import torch
 
-from sluice.weights.checkpoint import companion_files
+from sluice.weights.checkpoint import companion_files, shard_paths
 from sluice.weights.convert import fp8
 from sluice.weights.convert.errors import ConflictingTensorError
-from sluice.weights.convert.hf_source import CONFIG, HfSource, read_config
-from sluice.weights.convert.hf_target import Part, lay_out_hf
-from sluice.weights.convert.known import check_files, find_checks
-from sluice.weights.convert.model import read_weights
+from sluice.weights.convert.hf import (
+    CONFIG,
+    HfSource,
+    Merge,
+    Part,
+    fill_from_origin,
+    lay_out_hf,
+    read_config,
+    read_names,
+)
+from sluice.weights.convert.known import RECORD, check_files, find_checks
 from sluice.weights.convert.options import ConvertOptions
-from sluice.weights.convert.origin import Merge, fill_from_origin
 from sluice.weights.convert.pieces import Content, Files
 from sluice.weights.convert.stored import is_torch_dist
-from sluice.weights.convert.to_torch_dist import ToTorchDist
 from sluice.weights.convert.torch_dist_source import TorchDistSource
-from sluice.weights.convert.torch_dist_target import TorchDistLayout
+from sluice.weights.convert.torch_dist_target import TorchDistLayout, ToTorchDist
 from sluice.weights.convert.work import Report, Work
-from sluice.weights.errors import InvalidCheckpointError
-from sluice.weights.rules import InexactTensorError, UnknownArchitectureError, WeightMap
+from sluice.weights.errors import DamagedFileError, InvalidCheckpointError, MissingFileError
+from sluice.weights.rules import (
+    InexactTensorError,
+    UnknownArchitectureError,
+    WeightMap,
+    family_of,
+    read_shape,
+)
+
+CRITIC = "ForTokenClassification"
+STACKED = ".experts.gate_up_proj"
+
+
+def read_weights(config: dict[str, object], checkpoint: Path) -> WeightMap:
+    """The rules of a model, by its `config.json` and the names in an HF checkpoint of it.
+
+    Names tell apart checkpoints with a tensor for each expert and with one of all. A torch_dist
+    checkpoint that was converted from the latter says so in its record.
+    """
+    family = family_of(config)
+    architectures = config["architectures"]
+    critic = isinstance(architectures, list) and str(architectures[0]).endswith(CRITIC)
+    stacked = any(name.endswith(STACKED) for name in _names(checkpoint))
+    shape = read_shape(family, config, value_head=critic, stacked_experts=stacked)
+    return WeightMap(family, shape)
+
+
+def _names(checkpoint: Path) -> list[str]:
+    try:
+        return [name for path in shard_paths(checkpoint) for name in read_names(path)]
+    except MissingFileError:
+        pass
+    try:
+        report = json.loads((checkpoint / RECORD).read_bytes())["report"]
+        return [str(name) for name in report["converted"]]
+    except FileNotFoundError:
+        return []
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedFileError(RECORD, f"is malformed: {error}") from error
+
 
 Groups = list[tuple[str, list[Part]]]
 

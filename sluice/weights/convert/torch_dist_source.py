@@ -9,11 +9,10 @@ from pathlib import Path
 
 import torch
 
-from sluice.weights.convert.envelope import find_bytes
 from sluice.weights.convert.errors import UncoveredTensorError
-from sluice.weights.convert.keys import Naming, Place, find_namings
+from sluice.weights.convert.options import Naming, Place, find_namings
 from sluice.weights.convert.pieces import Content, Files, Piece
-from sluice.weights.convert.stored import Chunk, StoredKey, read_keys
+from sluice.weights.convert.stored import Chunk, StoredKey, find_bytes, read_keys
 from sluice.weights.errors import MissingTensorError, UnexpectedTensorError
 from sluice.weights.rules import (
     Binding,

@@ -1,15 +1,123 @@
-"""A conversion written out before it starts: every file, and what goes where in it.
-
-Because all places are known first, groups of tensors are written in any order, by several
-threads, and after a crash the ones that are there need not be written again.
-"""
+"""What the caller of a conversion watches and says."""
 
 from __future__ import annotations
 
+import json
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from sluice.weights.convert.pieces import Content
+from sluice.weights.digest import digest_bytes
+
+
+@dataclass
+class Progress:
+    """How far a conversion is; written by its threads, read by anyone."""
+
+    total_bytes: int = 0
+    total_tensors: int = 0
+    done_bytes: int = 0
+    done_tensors: int = 0
+    resumed_bytes: int = 0  # of done_bytes: found written by an earlier run
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At the rate so far; None before there is one."""
+        made = self.done_bytes - self.resumed_bytes
+        if made <= 0:
+            return None
+        return (time.monotonic() - self.started) * (self.total_bytes - self.done_bytes) / made
+
+
+@dataclass(frozen=True)
+class Control:
+    """What the caller watches and says. `stop` ends the work before the next piece.
+
+    With `keep` set as well, what is written stays for a later run to go on from.
+    """
+
+    progress: Progress = field(default_factory=Progress)
+    stop: threading.Event = field(default_factory=threading.Event)
+    keep: threading.Event = field(default_factory=threading.Event)
+
+
+JOURNAL = "journal.jsonl"
+FORMAT = 1
+
+
+class Journal:
+    """Digests by group name and task name; `fingerprint` names the work that they belong to."""
+
+    def __init__(self, directory: Path, fingerprint: str) -> None:
+        self._path = directory / JOURNAL
+        self._fingerprint = fingerprint
+        self._lock = threading.Lock()
+        self.finished, whole = self._read()
+        self._file = self._path.open("ab", buffering=0)
+        self._file.truncate(whole)  # what follows a line that was cut short would not be read
+        if not whole:
+            self._append({"format": FORMAT, "fingerprint": fingerprint})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def add(self, group: str, digests: Mapping[str, str]) -> None:
+        """Note a group whose bytes are written."""
+        self._append({"group": group, "digests": dict(digests)})
+        with self._lock:
+            self.finished[group] = dict(digests)
+
+    def forget(self, group: str) -> None:
+        """Do not count on a group whose bytes are not as they were noted."""
+        with self._lock:
+            del self.finished[group]
+
+    def _append(self, line: Mapping[str, object]) -> None:
+        text = json.dumps(line)
+        data = f"{text}\t{digest_bytes(text.encode())}\n".encode()
+        with self._lock:
+            self._file.write(data)
+
+    def _read(self) -> tuple[dict[str, dict[str, str]], int]:
+        """Whole lines of the same work, up to one that a crash cut short, and their bytes."""
+        lines, size = [], 0
+        try:
+            for line in self._path.read_bytes().splitlines(keepends=True):
+                text, _, digest = line.rpartition(b"\t")
+                if f"{digest_bytes(text)}\n".encode() != digest:
+                    break
+                lines.append(json.loads(text))
+                size += len(line)
+        except FileNotFoundError:
+            return {}, 0
+        first = {"format": FORMAT, "fingerprint": self._fingerprint}
+        if not lines or lines[0] != first:
+            return {}, 0
+        return {line["group"]: line["digests"] for line in lines[1:]}, size
+
+
+def is_same_work(directory: Path, fingerprint: str) -> bool:
+    """Whether a staging directory was made for this work."""
+    try:
+        with (directory / JOURNAL).open() as file:
+            line = file.readline()
+        return bool(json.loads(line.rpartition("\t")[0])["fingerprint"] == fingerprint)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 @dataclass(frozen=True)

@@ -5,18 +5,24 @@ Every process group is used by one thread at a time. Calls block until the deadl
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from sluice.weights.errors import TransferBrokenError
-from sluice.weights.transfer.plan import Membership
+from sluice import faults, platform
+from sluice.weights.digest import digest_bytes
+from sluice.weights.errors import TensorDigestError, TransferBrokenError
+from sluice.weights.shards import TORCH_DTYPES
+from sluice.weights.transfer.plan import Bucket, Membership
 
 
 class Deadline:
@@ -125,3 +131,115 @@ def _breaking(group: str) -> Iterator[None]:
         yield
     except (RuntimeError, ValueError) as error:  # DistBackendError and its kin are RuntimeErrors
         raise TransferBrokenError(group, str(error).splitlines()[0]) from error
+
+
+def send(
+    group: TransferGroup,
+    buckets: Sequence[Bucket],
+    read: Callable[[Bucket], torch.Tensor],
+    deadline: Deadline,
+) -> int:
+    """Broadcast `buckets`, whose bytes `read` gives as uint8[size] on the host; bytes sent.
+
+    Raises TransferBrokenError.
+    """
+    device = platform.current().device()
+    for bucket in buckets:
+        group.broadcast(read(bucket).to(device), deadline)
+        faults.point("transfer.sent")
+    return sum(bucket.size for bucket in buckets)
+
+
+def receive(
+    senders: Sequence[tuple[TransferGroup, Sequence[Bucket]]], deadline: Deadline
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of every sender, on the device, as views of memory that their bucket shares.
+
+    Each is digested, but broadcasts go on after a wrong one, for the sake of the other members:
+    serve the tensors only after the iterator has ended without TensorDigestError (which names
+    the first wrong one) or TransferBrokenError.
+    """
+    device = platform.current().device()
+    wrong: TensorDigestError | None = None
+    for group, buckets in senders:
+        for bucket in buckets:
+            flat = torch.empty(bucket.size, dtype=torch.uint8, device=device)
+            group.broadcast(flat, deadline)
+            faults.point("transfer.received")
+            host = flat.cpu().numpy().data
+            for piece in bucket.pieces:
+                actual = digest_bytes(host[piece.begin : piece.end])
+                if actual != piece.digest:
+                    wrong = wrong or TensorDigestError(piece.name, piece.digest, actual)
+                tensor = flat[piece.begin : piece.end].view(TORCH_DTYPES[piece.dtype])
+                yield piece.name, tensor.reshape(piece.shape)
+    if wrong is not None:
+        raise wrong
+
+
+T = TypeVar("T")
+
+
+class Receiver:
+    """One membership. After an error it is of no use: close it and make another.
+
+    `close` ends what is waited for at once; the thread ends with the deadline that it has.
+    """
+
+    def __init__(self, initializer: Callable[[], None] = lambda: None) -> None:
+        """`initializer` runs first on the thread."""
+        self._thread = ThreadPoolExecutor(1, "weight-receiver", initializer=initializer)
+        self._groups: list[TransferGroup] = []
+        self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def join(self, members: Sequence[Membership], seconds: float) -> None:
+        """Meet the other members of each group. Raises TransferBrokenError."""
+        await self._run(self._join, members, Deadline(seconds))
+
+    async def receive(
+        self,
+        buckets: Sequence[Sequence[Bucket]],
+        seconds: float,
+        use: Callable[[Iterator[tuple[str, torch.Tensor]]], T],
+    ) -> T:
+        """What `use`, on the thread, makes of the tensors; see `exchange.receive`."""
+        return await self._run(self._receive, buckets, Deadline(seconds), use)
+
+    def close(self) -> None:
+        """Leave the groups; does not wait."""
+        if not self._closed.done():
+            self._closed.set_result(None)
+            self._thread.submit(self._leave)
+            self._thread.shutdown(wait=False)
+
+    async def _run(self, call: Callable[..., T], *arguments: object) -> T:
+        running = asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
+        either: list[asyncio.Future[Any]] = [running, self._closed]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            running.add_done_callback(_ignore)
+            raise TransferBrokenError("", "it was left")
+        return running.result()
+
+    def _join(self, members: Sequence[Membership], deadline: Deadline) -> None:
+        for member in members:
+            self._groups.append(join_group(member, deadline))
+
+    def _receive(
+        self,
+        buckets: Sequence[Sequence[Bucket]],
+        deadline: Deadline,
+        use: Callable[[Iterator[tuple[str, torch.Tensor]]], T],
+    ) -> T:
+        return use(receive(list(zip(self._groups, buckets, strict=True)), deadline))
+
+    def _leave(self) -> None:
+        for group in self._groups:
+            group.close()
+        self._groups = []
+
+
+def _ignore(running: asyncio.Future[Any]) -> None:
+    """Nobody waits any more for what it comes to."""
+    if not running.cancelled():
+        running.exception()

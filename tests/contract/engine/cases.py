@@ -17,10 +17,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from services.rollout.engine import Delta, Engine, Generation, Sampling
+from services.rollout.engine.interface import Delta, Engine, Generation, Sampling
 
 StartEngine = Callable[..., Awaitable[Engine]]
-PATIENCE = 240.0  # seconds that nothing takes, however busy the machine is
 
 SIZES = {
     "vocab_size": 97,

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engine import Engine, create_engine
-from services.rollout.engine_config import EngineConfig
-from services.rollout.sglang_config import SglangConfig
+from services.rollout.engine.config import EngineConfig, SglangConfig
+from services.rollout.engine.interface import Engine, create_engine
 from sluice.weights.store import VersionRecord, WeightStore, import_checkpoint
 from tests.contract.engine.cases import Model, StartEngine, build_model, family_of
 from tests.sglang_servers import PYTHON, SharedServers

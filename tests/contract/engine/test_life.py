@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
-from services.rollout.engine import Delta, Engine, FinishReason, PauseMode
+from services.rollout.engine.interface import Delta, Engine, FinishReason, PauseMode
 from services.rollout.errors import (
     DuplicateRequestError,
     EngineFailedError,
@@ -16,14 +16,8 @@ from services.rollout.errors import (
     PromptTooLongError,
 )
 from sluice.runtime.errors import InvalidFieldError, QueueFullError
-from tests.contract.engine.cases import (
-    PATIENCE,
-    Model,
-    StartEngine,
-    complete,
-    gather,
-    request_of,
-)
+from tests.contract.engine.cases import Model, StartEngine, complete, gather, request_of
+from tests.patience import PATIENCE
 
 
 async def started(

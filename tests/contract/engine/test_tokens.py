@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from services.rollout.engine import FinishReason
+from services.rollout.engine.interface import FinishReason
 from tests.contract.engine.cases import Model, StartEngine, complete, gather, request_of
 
 PROMPTS = [[5], [1, 2, 3], list(range(40)), [7] * 19]

@@ -8,21 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.engine import PauseMode
-from services.rollout.errors import (
-    DigestMismatchError,
-    UnfitWeightsError,
-    VersionNotPreparedError,
-)
+from services.rollout.engine.interface import PauseMode
+from services.rollout.errors import DigestMismatchError, UnfitWeightsError, VersionNotPreparedError
 from sluice.weights.store import VersionRecord, WeightStore, import_checkpoint
-from tests.contract.engine.cases import (
-    PATIENCE,
-    Model,
-    StartEngine,
-    build_model,
-    complete,
-    request_of,
-)
+from tests.contract.engine.cases import Model, StartEngine, build_model, complete, request_of
+from tests.patience import PATIENCE
 
 Versions = list[tuple[VersionRecord, Model]]
 LENGTH = 1000  # tokens, of a sample that is seen to run before it ends

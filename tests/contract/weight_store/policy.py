@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from sluice.weights.manifest import StoredVersion
 from sluice.weights.open import AnyWeightStore
-from sluice.weights.version import StoredVersion
 from sluice.weights.writer import PublishedShards
 
 

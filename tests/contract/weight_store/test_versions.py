@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from sluice.weights.cache import HostCache
 from sluice.weights.errors import (
     InvalidCheckpointError,
     MissingFileError,
@@ -16,6 +15,7 @@ from sluice.weights.errors import (
     VersionExistsError,
     VersionNotFoundError,
 )
+from sluice.weights.host_cache import HostCache
 from sluice.weights.manifest import read_manifest
 from sluice.weights.open import AnyWeightStore, open_store
 from sluice.weights.shards import load_verified, write_shard

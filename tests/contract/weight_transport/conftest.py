@@ -13,15 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.rollout.backends.reference.engine import ReferenceEngine
-from services.rollout.engine import Engine, PauseMode
-from services.rollout.engine_config import EngineConfig
-from services.rollout.engine_transfers import Transfer
-from services.rollout.engine_weights import EngineWeights
+from services.rollout.engine.config import EngineConfig
+from services.rollout.engine.interface import Engine, PauseMode
+from services.rollout.engine.reference.engine import ReferenceEngine
+from services.rollout.engine.weights import EngineWeights, Transfer
 from sluice import platform
 from sluice.runtime.errors import ServiceError
-from sluice.weights.cache import HostCache
 from sluice.weights.header import parse_header
+from sluice.weights.host_cache import HostCache
 from sluice.weights.manifest import delta_name
 from sluice.weights.store import VersionRecord, WeightStore
 from sluice.weights.transfer.plan import Membership

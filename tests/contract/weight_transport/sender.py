@@ -17,13 +17,12 @@ from sluice import faults, platform
 from sluice.weights.checkpoint import companion_files
 from sluice.weights.errors import WeightStoreError
 from sluice.weights.store import VersionRecord, WeightStore
-from sluice.weights.transfer.exchange import send
-from sluice.weights.transfer.group import Deadline, Meeting, TransferGroup
+from sluice.weights.transfer.group import Deadline, Meeting, TransferGroup, send
 from sluice.weights.transfer.plan import Bucket, plan_shards
 from sluice.weights.writer import PublishedShards
+from tests.patience import PATIENCE
 
 SPAWN = multiprocessing.get_context("spawn")
-PATIENCE = 200.0
 
 
 @dataclass(frozen=True)

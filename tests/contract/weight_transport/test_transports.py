@@ -8,14 +8,15 @@ import time
 
 import pytest
 
-from services.rollout.backends.reference.engine import ReferenceEngine
-from services.rollout.engine import IncomingWeights, PauseMode
+from services.rollout.engine.interface import IncomingWeights, PauseMode
+from services.rollout.engine.reference.engine import ReferenceEngine
 from services.rollout.errors import DigestMismatchError, TransferFailedError, UnfitWeightsError
 from sluice.runtime.errors import NotFoundError, ServiceError
-from sluice.weights.cache import HostCache
+from sluice.weights.host_cache import HostCache
 from tests.contract.engine.cases import Model, complete, request_of
 from tests.contract.weight_transport.conftest import FILES, SECONDS, Stage, started
 from tests.contract.weight_transport.sender import Sender
+from tests.patience import PATIENCE
 
 EMBEDDINGS = "model.embed_tokens.weight"
 PROJECTION = "model.layers.1.mlp.down_proj.weight"
@@ -51,7 +52,7 @@ async def test_running_requests_see_one_swap(stage: Stage, mode: PauseMode) -> N
         await asyncio.sleep(0)
     await stage.deliver(second)
     await stage.weights.commit(second.version, second.digest, mode)
-    (sample,) = await asyncio.wait_for(running, 200)
+    (sample,) = await asyncio.wait_for(running, PATIENCE)
     versions = [(span.version, span.digest) for span in sample.spans]
     spans = [(span.first_token, span.last_token) for span in sample.spans]
     assert spans[0][0] == 0 and spans[-1][1] == len(sample.token_ids) - 1

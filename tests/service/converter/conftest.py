@@ -14,10 +14,9 @@ import pytest
 import pytest_asyncio
 
 from sluice import faults
-from sluice.converter_client import ConverterClient
+from sluice.convert_command import ConverterClient
+from tests.patience import PATIENCE
 from tests.unit.weights_rules.models import save_model
-
-PATIENCE = 200.0  # seconds for anything on a busy machine
 
 
 class Converter:

@@ -18,10 +18,9 @@ from services.converter.config import ConverterConfig
 from services.converter.servicer import ConverterServicer
 from sluice.api.converter.v1 import converter_service_pb2 as pb
 from sluice.runtime.server import Server
-from sluice.weights.convert.control import Control
 from sluice.weights.convert.errors import CancelledConversionError
-
-PATIENCE = 60.0  # seconds for anything on a busy machine
+from sluice.weights.convert.work import Control
+from tests.patience import PATIENCE
 
 
 class Conversions:

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 
 from sluice.api.converter.v1 import converter_service_pb2 as pb
-from sluice.converter_client import ConverterClient
-from sluice.runtime.remote import RemoteError
+from sluice.convert_command import ConverterClient
+from sluice.runtime.errors import RemoteError
 from sluice.weights.convert.conversion import convert
 from sluice.weights.convert.options import ConvertOptions
 from sluice.weights.convert.verify import compare
-from tests.service.converter.conftest import PATIENCE, Converter
+from tests.patience import PATIENCE
+from tests.service.converter.conftest import Converter
 
 
 def request(source: Path, target: Path, **more: Any) -> pb.ConvertCheckpointRequest:

@@ -17,6 +17,7 @@ import pytest
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.client import TrainerClient
 from tests.e2e.conftest import Stack
+from tests.patience import PATIENCE
 from tests.service.security.trust import Trust
 from tools.gen_protos import GOOGLEAPIS, PROTOS, ROOT, copy_googleapis
 
@@ -49,7 +50,7 @@ def settings(secured: Stack, trust: Trust, tmp_path_factory: pytest.TempPathFact
 
 async def _is_active(address: str, trust: Trust) -> None:
     """The ranks have loaded."""
-    async with TrainerClient(address, trust.right) as client, asyncio.timeout(120):
+    async with TrainerClient(address, trust.right) as client, asyncio.timeout(PATIENCE):
         while (await client.get()).state != pb.Trainer.STATE_ACTIVE:
             await asyncio.sleep(0.1)
 

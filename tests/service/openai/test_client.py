@@ -8,15 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from openai import (
-    APIStatusError,
-    AsyncOpenAI,
-    BadRequestError,
-    NotFoundError,
-)
+from openai import APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError
 from transformers import AutoModelForCausalLM
 
-from services.rollout.engine import Delta, Generation
+from services.rollout.engine.interface import Delta, Generation
 from services.rollout.openai.generation import Answer
 from services.rollout.openai.prompts import Prompt
 from services.rollout.process import RolloutProcess

@@ -7,16 +7,11 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from services.rollout.engine import Engine, PauseMode
+from services.rollout.engine.interface import Engine, PauseMode
 from services.rollout.process import RolloutProcess
+from tests.patience import PATIENCE
 from tests.service.openai.conftest import client_of, running_face
-from tests.service.rollout.harness import (
-    PATIENCE,
-    Store,
-    running_rollout,
-    running_router,
-    wait_for_engines,
-)
+from tests.service.rollout.harness import Store, running_rollout, running_router, wait_for_engines
 
 REQUEST: dict[str, Any] = {"model": "policy", "prompt": "12=", "max_tokens": 40}
 

@@ -17,11 +17,12 @@ from openai import (
     RateLimitError,
 )
 
-from services.rollout.engine import PauseMode
+from services.rollout.engine.interface import PauseMode
 from services.rollout.process import RolloutProcess
 from sluice.config import ConfigError
+from tests.patience import PATIENCE
 from tests.service.openai.conftest import client_of, running_face
-from tests.service.rollout.harness import PATIENCE, SERVER, Store, running_rollout
+from tests.service.rollout.harness import SERVER, Store, running_rollout
 from tests.service.security.trust import create_trust
 
 LONG = {"model": "policy", "prompt": "1=", "max_tokens": 40}

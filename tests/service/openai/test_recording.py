@@ -15,8 +15,7 @@ from services.rollout.process import RolloutProcess
 from sluice.client import TrainerClient
 from sluice.samples.arrow import decode_group, read_metadata
 from sluice.samples.blobs import BlobReference, BlobStore
-from sluice.samples.columns import validate_sample
-from sluice.samples.sample import Sample
+from sluice.samples.sample import Sample, validate_sample
 from tests.service.openai.conftest import client_of, running_face
 from tests.service.rollout.harness import Store
 from tests.service.trainer.harness import ACTIVE, GRPO, PPO, running_trainer, until

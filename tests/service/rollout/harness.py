@@ -11,9 +11,9 @@ from typing import Any
 
 from google.protobuf import json_format
 
-from services.rollout.backends.reference.engine import ReferenceEngine
 from services.rollout.config import RolloutConfig
-from services.rollout.engine import PauseMode
+from services.rollout.engine.interface import PauseMode
+from services.rollout.engine.reference.engine import ReferenceEngine
 from services.rollout.process import RolloutProcess
 from services.router.config import RouterConfig
 from services.router.process import RouterProcess
@@ -28,10 +28,10 @@ from sluice.samples.arrow import decode_group
 from sluice.samples.blobs import BlobStore
 from sluice.samples.sample import Sample
 from sluice.weights.store import VersionRecord, WeightStore
+from tests.patience import PATIENCE
 from tests.unit.rollout import grim
 
 SERVER = {"drain_seconds": 0.2}
-PATIENCE = 120.0  # seconds that nothing takes, however busy the machine is
 ENGINE = {"max_running": 32, "max_model_length": 64, "threads": 1}
 
 

@@ -13,10 +13,10 @@ import pytest
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.api.rollout.v1 import trace_pb2
 from sluice.client import EngineClient, RolloutClient
+from tests.patience import PATIENCE
 from tests.service.rollout import talk
 from tests.service.rollout.harness import (
     ENGINE,
-    PATIENCE,
     SERVER,
     Episodes,
     Models,

@@ -12,7 +12,8 @@ from services.rollout.process import RolloutProcess
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as pb
 from sluice.client import EngineClient, RemoteError, new_request_id, typed_errors
-from tests.service.rollout.harness import PATIENCE, Store, hold_after, load_weights, named
+from tests.patience import PATIENCE
+from tests.service.rollout.harness import Store, hold_after, load_weights, named
 
 PROMPT = (1, 2, 3, 10)
 LONG = {"max_new_tokens": 50, "top_k": 1}  # greedy, so that no stop token comes before

@@ -12,20 +12,19 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from services.rollout.engine import Delta, Generation
+from services.rollout.engine.interface import Delta, Generation
 from services.rollout.environments.environment import Response, Reward, Task
 from services.rollout.episodes.episode import Episode
-from services.rollout.episodes.events import digest_of
+from services.rollout.episodes.rollout import digest_of
 from services.rollout.episodes.trajectory import Trajectory
 from services.trainer.rank.table import RowTable
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as worker_pb
 from sluice.client import RemoteError, error_from_status
 from sluice.samples.blobs import BlobStore
-from sluice.samples.columns import validate_sample
-from sluice.samples.sample import Sample
+from sluice.samples.sample import Sample, validate_sample
+from tests.patience import PATIENCE
 from tests.service.rollout.harness import (
-    PATIENCE,
     Episodes,
     Models,
     Store,

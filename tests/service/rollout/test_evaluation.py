@@ -10,8 +10,8 @@ import pytest
 
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.client import RemoteError
+from tests.patience import PATIENCE
 from tests.service.rollout.harness import (
-    PATIENCE,
     Episodes,
     Models,
     Store,

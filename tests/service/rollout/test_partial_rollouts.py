@@ -4,8 +4,8 @@ import asyncio
 
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.client import EngineClient
+from tests.patience import PATIENCE
 from tests.service.rollout.harness import (
-    PATIENCE,
     Models,
     Store,
     copy_rows,

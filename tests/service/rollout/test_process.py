@@ -17,15 +17,15 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.rollout import registration
+from services.rollout import process as process_module
 from services.rollout.__main__ import main
-from services.rollout.backends.sglang.process import free_port
+from services.rollout.engine.sglang.servers import free_port
 from services.rollout.process import ENGINE_SERVICE, ROLLOUT_SERVICE
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.client import EngineClient, RemoteError, RouterClient
+from tests.patience import PATIENCE
 from tests.service.rollout.harness import (
-    PATIENCE,
     SERVER,
     Models,
     Store,
@@ -42,7 +42,7 @@ from tests.service.rollout.harness import (
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "services.rollout", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
 
 def test_a_wrong_configuration_is_one_line_and_exit_code_2(
@@ -113,7 +113,7 @@ async def test_a_process_ends_well_on_sigterm(store: Store, models: Models, tmp_
         )
         async with (
             ending(process),
-            asyncio.timeout(240),  # it imports torch
+            asyncio.timeout(PATIENCE),  # it imports torch
             RouterClient(router.server.address) as client,
         ):
             (engine,) = await wait_for_engines(router.server.address, 1)
@@ -143,7 +143,7 @@ def _read(address: str) -> str:
 async def test_the_router_knows_new_weights_when_their_commit_is_answered(
     store: Store, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registration, "ANNOUNCE_SECONDS", PATIENCE)  # later, a heartbeat tells it
+    monkeypatch.setattr(process_module, "ANNOUNCE_SECONDS", PATIENCE)  # later, a heartbeat tells it
     async with running_router() as router, RouterClient(router.server.address) as client:
         values: dict[str, Any] = {"roles": ["engine"], "router": router.server.address}
         incarnations = set()

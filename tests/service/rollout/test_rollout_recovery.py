@@ -27,8 +27,8 @@ from sluice.client import (
     typed_errors,
 )
 from sluice.samples.blobs import BlobStore
+from tests.patience import PATIENCE
 from tests.service.rollout.harness import (
-    PATIENCE,
     Models,
     Store,
     copy_rows,

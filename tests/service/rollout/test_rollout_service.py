@@ -14,11 +14,11 @@ from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.client import RemoteError, RouterClient, error_from_status
 from sluice.samples.blobs import BlobStore
-from sluice.samples.columns import validate_sample
+from sluice.samples.sample import validate_sample
 from sluice.samples.tokenizer import TextTokenizer
+from tests.patience import PATIENCE
 from tests.service.rollout import talk
 from tests.service.rollout.harness import (
-    PATIENCE,
     Episodes,
     Models,
     Store,

@@ -12,9 +12,9 @@ from services.rollout.episodes.trajectory import Trajectory
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.api.rollout.v1 import trace_pb2
+from tests.patience import PATIENCE
 from tests.service.rollout import talk
 from tests.service.rollout.harness import (
-    PATIENCE,
     Episodes,
     Models,
     Store,

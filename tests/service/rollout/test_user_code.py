@@ -26,9 +26,9 @@ from services.rollout.episodes.episode import Episode
 from services.rollout.episodes.trajectory import Trajectory
 from sluice.client import RemoteError, error_from_status
 from sluice.config import Config
+from tests.patience import PATIENCE
 from tests.service.rollout import import_gate
 from tests.service.rollout.harness import (
-    PATIENCE,
     Episodes,
     Models,
     Store,

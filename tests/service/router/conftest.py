@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
@@ -23,6 +24,7 @@ from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
 from sluice.config import parse_config
 from sluice.router_client import LeaseClient
 from sluice.runtime.channel import create_channel
+from tests.patience import PATIENCE
 
 FOREVER = 600.0  # seconds until an engine of a test is lost, which sends no heartbeats
 
@@ -45,17 +47,20 @@ class Router:
         assert tables.targets.charges.min(initial=0) >= 0
         return int(tables.targets.charges.sum())
 
-    async def register(self, engine_id: str, **fields: object) -> pb.RegisterEngineResponse:
+    async def register(
+        self, engine_id: str, *, known_epoch: int = 0, **fields: object
+    ) -> pb.RegisterEngineResponse:
         values = {"address": "localhost:1", "role": pb.ROLE_ENGINE, "incarnation": "a", **fields}
         version = values.pop("version", 1)
         if version is not None:
             values["weights"] = sample_pb2.WeightVersion(version=version, digest="d")  # type: ignore[arg-type]
         engine = pb.Engine(engine_id=engine_id, **values)  # type: ignore[arg-type]
-        return await self.stub.RegisterEngine(pb.RegisterEngineRequest(engine=engine), timeout=60)
+        request = pb.RegisterEngineRequest(engine=engine, known_epoch=known_epoch)
+        return await self.stub.RegisterEngine(request, timeout=PATIENCE)
 
     async def acquire(self, client: str, count: int, **fields: object) -> pb.AcquireLeasesResponse:
         request = pb.AcquireLeasesRequest(client_id=client, count=count, **fields)  # type: ignore[arg-type]
-        return await self.stub.AcquireLeases(request, timeout=60)
+        return await self.stub.AcquireLeases(request, timeout=PATIENCE)
 
 
 class Clock:
@@ -125,16 +130,14 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
 
 @pytest.fixture
 def start_router(stack: AsyncExitStack) -> Callable[..., Awaitable[Router]]:
-    async def start(
-        port: int = 0, drain: float = 0.2, clock: Clock | None = None, **pool: object
-    ) -> Router:
+    async def start(drain: float = 0.2, clock: Clock | None = None, **pool: object) -> Router:
         config = parse_config(
             RouterConfig,
             {
                 "seed": 7,
                 "tick_seconds": 0.05,
                 "default_pool": PoolSettings(**{"engine_ttl": FOREVER, **pool}),
-                "server": {"port": port, "drain_seconds": drain},
+                "server": {"port": 0, "drain_seconds": drain},
             },
         )
         process = RouterProcess(config, CollectorRegistry())
@@ -187,13 +190,22 @@ class Relay:
         self.target = target
         self._server: asyncio.Server | None = None
         self._writers: list[asyncio.StreamWriter] = []
-        self.port = 0
+        # Bound for good: nobody else, a client on its way here included, gets the port while cut.
+        self._bound = socket.socket()
+        self._bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self._bound.bind(("127.0.0.1", 0))
+        self.port: int = self._bound.getsockname()[1]
         self.is_deaf = False
 
     async def mend(self) -> None:
         self.is_deaf = False
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
-        self.port = self._server.sockets[0].getsockname()[1]
+        self._server = await asyncio.start_server(
+            self._serve, "127.0.0.1", self.port, reuse_port=True
+        )
+
+    async def close(self) -> None:
+        await self.cut()
+        self._bound.close()
 
     async def cut(self) -> None:
         if self._server is not None:
@@ -224,13 +236,13 @@ def relay(stack: AsyncExitStack) -> Callable[[int], Awaitable[Relay]]:
     async def start(target: int) -> Relay:
         line = Relay(target)
         await line.mend()
-        stack.push_async_callback(line.cut)
+        stack.push_async_callback(line.close)
         return line
 
     return start
 
 
-async def eventually(check: Callable[[], bool], seconds: float = 30.0) -> None:
+async def eventually(check: Callable[[], bool], seconds: float = PATIENCE) -> None:
     """Wait until `check` holds; fails after `seconds`."""
     async with asyncio.timeout(seconds):
         while not check():

@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from tests.patience import PATIENCE
+
 TTL = 1.5
 
 
@@ -41,7 +43,7 @@ class Processes:
             *("--server.port", port, "--tick_seconds", "0.1"),
             *("--default_pool.client_ttl", str(ttl), "--default_pool.engine_ttl", str(ttl)),
         )
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(PATIENCE):
             while not self._file.exists():
                 assert process.returncode is None
                 await asyncio.sleep(0.02)

@@ -14,7 +14,9 @@ from sluice import faults
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
-from sluice.router_client import LeaseClient, Wanted, link
+from sluice.router_client import LeaseClient, Wanted
+from sluice.router_client import client as client_module
+from tests.patience import PATIENCE
 from tests.service.router.processes import processes
 
 ENGINE = """
@@ -52,7 +54,7 @@ asyncio.run(main(*sys.argv[1:]))
 
 async def until(address: str, expected: Callable[[dict[str, int], int], bool]) -> None:
     """Wait until states by engine and the number of charged leases are as expected."""
-    async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(60):
+    async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(PATIENCE):
         stub = pb_grpc.RouterServiceStub(channel)
         while True:
             try:
@@ -68,16 +70,16 @@ async def until(address: str, expected: Callable[[dict[str, int], int], bool]) -
 
 
 async def test_nothing_leaks_when_processes_are_killed(tmp_path, connect, monkeypatch):
-    monkeypatch.setattr(link, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(client_module, "RETRY_SECONDS", 0.05)
     async with processes(tmp_path) as started:
         router = await started.router()
         engines = {n: await started.spawn("-c", ENGINE, started.address, n) for n in BOTH}
         await until(started.address, lambda states, _: states == BOTH)
         client = await connect(started.address)
-        mine = await client.acquire(Wanted(count=6), timeout=60)
+        mine = await client.acquire(Wanted(count=6), timeout=PATIENCE)
         other = await started.spawn("-c", HOLDER, started.address, "10")
         assert other.stdout is not None
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             await other.stdout.readline()
         await until(started.address, lambda _, charged: charged == 16)
 
@@ -93,7 +95,7 @@ async def test_nothing_leaks_when_processes_are_killed(tmp_path, connect, monkey
         lost = [lease for lease in mine if lease.engine_id == "a"]
         client.release(lost, pb.OUTCOME_CONNECT_ERROR)
         await until(started.address, lambda _, charged: charged == 6 - len(lost))
-        again = await client.acquire(Wanted(count=4), timeout=60)
+        again = await client.acquire(Wanted(count=4), timeout=PATIENCE)
         assert {lease.engine_id for lease in again} == {"b"}
 
         await started.spawn("-c", ENGINE, started.address, "a")
@@ -135,7 +137,7 @@ class Traffic:
 
 
 async def test_nothing_leaks_in_the_middle_of_traffic(tmp_path, connect, monkeypatch):
-    monkeypatch.setattr(link, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(client_module, "RETRY_SECONDS", 0.05)
     async with processes(tmp_path) as started:
         router = await started.router()
         engines = {n: await started.spawn("-c", ENGINE, started.address, n, "8") for n in BOTH}
@@ -153,7 +155,7 @@ async def test_nothing_leaks_in_the_middle_of_traffic(tmp_path, connect, monkeyp
             await until(started.address, lambda states, _: states == BOTH)
             other = await started.spawn("-c", HOLDER, started.address, "7")
             assert other.stdout is not None
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE):
                 await other.stdout.readline()
             await started.kill(other)
         await traffic.more()
@@ -163,7 +165,7 @@ async def test_nothing_leaks_in_the_middle_of_traffic(tmp_path, connect, monkeyp
 
 async def test_a_call_whose_answer_is_lost_is_sent_again_as_it_was(tmp_path, monkeypatch):
     """What it gave back the first time stays in it, though that has gone with others since."""
-    monkeypatch.setattr(link, "RETRY_SECONDS", 0.2)
+    monkeypatch.setattr(client_module, "RETRY_SECONDS", 0.2)
     lost = tmp_path / "faults"
     monkeypatch.setenv(faults.VARIABLE, str(lost))
     async with processes(tmp_path) as started:
@@ -175,11 +177,11 @@ async def test_a_call_whose_answer_is_lost_is_sent_again_as_it_was(tmp_path, mon
             engine = pb.Engine(engine_id="a", address="localhost:1", role=pb.ROLE_ENGINE)
             engine.weights.version = 1
             request = pb.RegisterEngineRequest(engine=engine)
-            await pb_grpc.RouterServiceStub(channel).RegisterEngine(request, timeout=60)
-            held = await client.acquire(Wanted(count=3), timeout=60)
+            await pb_grpc.RouterServiceStub(channel).RegisterEngine(request, timeout=PATIENCE)
+            held = await client.acquire(Wanted(count=3), timeout=PATIENCE)
             faults.arm(lost, "reply.AcquireLeases")
             client.release(held[:1])
-            again = await client.acquire(Wanted(count=4), timeout=60)
+            again = await client.acquire(Wanted(count=4), timeout=PATIENCE)
             assert not faults.disarm(lost)  # it fired
             assert len({lease.lease_id for lease in (*held, *again)}) == 7
             await until(started.address, lambda _, charged: charged == 6)
@@ -190,7 +192,7 @@ async def test_a_killed_engine_that_returns_voids_what_ran_before(router, connec
     """Same name, another process: its old leases end at once, whoever held them."""
     await router.register("a", dp_size=2)
     client = await connect(router.address)
-    before = await client.acquire(Wanted(count=4), timeout=60)
+    before = await client.acquire(Wanted(count=4), timeout=PATIENCE)
     engine = pb.Engine(
         engine_id="a",
         address="localhost:2",
@@ -199,9 +201,9 @@ async def test_a_killed_engine_that_returns_voids_what_ran_before(router, connec
         incarnation="second",
         weights=sample_pb2.WeightVersion(version=version),
     )
-    await router.stub.RegisterEngine(pb.RegisterEngineRequest(engine=engine), timeout=60)
+    await router.stub.RegisterEngine(pb.RegisterEngineRequest(engine=engine), timeout=PATIENCE)
     assert router.leases_out() == 0
-    after = await client.acquire(Wanted(count=2, min_version=version), timeout=60)
+    after = await client.acquire(Wanted(count=2, min_version=version), timeout=PATIENCE)
     assert {lease.address for lease in after} == {"localhost:2"}
     client.release(before)  # they are void: nothing else is given back with them
     await asyncio.sleep(0.1)

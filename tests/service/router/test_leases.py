@@ -11,6 +11,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from sluice.api.router.v1 import router_service_pb2 as pb
+from tests.patience import PATIENCE
 from tests.service.router.conftest import new_id, released
 
 
@@ -69,7 +70,7 @@ async def test_a_repeated_answer_comes_with_the_engines_of_now(router):
     assert [engine.engine_id for engine in first.engines] == ["a"]
     assert [engine.engine_id for engine in again.engines] == ["a", "b"]
     assert again.epoch > first.epoch and again.engines[0].first_target_index == 0
-    remembered = router.process._servicer._answers._known[request_id][1]
+    remembered = router.process._servicer._answers.get(request_id)
     assert not remembered.engines
 
 
@@ -121,7 +122,7 @@ async def test_refusals_have_a_reason_and_a_delay(router, setup, fields, code, e
         await router.register("a", **setup)
     request = pb.AcquireLeasesRequest(client_id="c", count=2, **fields)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await router.stub.AcquireLeases(request, timeout=60)
+        await router.stub.AcquireLeases(request, timeout=PATIENCE)
     assert (caught.value.code(), reason(caught.value)) == (code, expected)
     delay = error_details_pb2.RetryInfo()
     assert rpc_status.from_call(caught.value).details[1].Unpack(delay)

@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from sluice.api.router.v1 import router_service_pb2 as pb
+from tests.patience import PATIENCE
 from tests.service.router.conftest import Clock, eventually, released
 
 
@@ -26,7 +27,7 @@ def held(answer: pb.AcquireLeasesResponse, engine: str, count: int, rank: int = 
 
 
 async def states(router) -> dict[str, int]:
-    answer = await router.stub.ListEngines(pb.ListEnginesRequest(), timeout=60)
+    answer = await router.stub.ListEngines(pb.ListEnginesRequest(), timeout=PATIENCE)
     return {engine.engine_id: engine.state for engine in answer.engines}
 
 
@@ -38,7 +39,7 @@ async def test_a_silent_client_loses_its_leases_and_a_renewing_one_keeps_them(st
     await router.acquire("dead", 7)
     for _ in range(3):
         clock.now += 4.0
-        await router.stub.RenewLeases(held(kept, "a", 5), timeout=60)
+        await router.stub.RenewLeases(held(kept, "a", 5), timeout=PATIENCE)
     await eventually(lambda: router.leases_out() == 5)
     clock.now += 9.0
     router.process.pools.expire()
@@ -60,18 +61,18 @@ async def test_a_restarted_router_rebuilds_its_table_without_double_charging(sta
         dp_ranks=answer.target_indices,
         engine_indices=[0] * 4,
     )
-    early = await second.stub.RenewLeases(renewal, timeout=60)  # before the engine is back
+    early = await second.stub.RenewLeases(renewal, timeout=PATIENCE)  # before the engine is back
     assert sorted(early.void_lease_ids) == ids and second.leases_out() == 0
     await second.register("a", dp_size=2)
     for expected in (4, 0):
-        again = await second.stub.RenewLeases(renewal, timeout=60)
+        again = await second.stub.RenewLeases(renewal, timeout=PATIENCE)
         assert again.adopted_count == expected and not again.void_lease_ids
-    listed = await second.stub.ListEngines(pb.ListEnginesRequest(), timeout=60)
+    listed = await second.stub.ListEngines(pb.ListEnginesRequest(), timeout=PATIENCE)
     assert list(listed.engines[0].leased_counts) == [len(on_zero), 4 - len(on_zero)]
     await second.acquire("c", 0, released=released(ids))
     assert second.leases_out() == 0
     # A renewal that was under way while the leases were given back charges nothing.
-    late = await second.stub.RenewLeases(renewal, timeout=60)
+    late = await second.stub.RenewLeases(renewal, timeout=PATIENCE)
     assert late.adopted_count == 0 and second.leases_out() == 0
 
 
@@ -82,7 +83,7 @@ async def test_leases_whose_answer_was_lost_are_given_back(start_router):
     kept = await router.acquire("c", 1)
     await router.acquire("c", 9)  # the client never hears of these
     for dropped in (0, 9, 0):
-        answer = await router.stub.RenewLeases(held(kept, "a", 1), timeout=60)
+        answer = await router.stub.RenewLeases(held(kept, "a", 1), timeout=PATIENCE)
         assert answer.dropped_count == dropped
         clock.now += 0.25  # an answer on its way would have come by then
     assert router.leases_out() == 1
@@ -103,18 +104,20 @@ async def test_a_drained_engine_gets_no_lease_until_resumed(router):
     await router.register("a")
     await router.register("b")
     before = await router.acquire("c", 2)
-    answer = await router.stub.DrainEngine(pb.DrainEngineRequest(engine_id="a"), timeout=60)
+    answer = await router.stub.DrainEngine(pb.DrainEngineRequest(engine_id="a"), timeout=PATIENCE)
     assert answer.engine.state == pb.ENGINE_STATE_DRAINING
     assert list(answer.engine.leased_counts) == [1]
     assert answer.epoch > before.epoch
     await router.register("a")  # a heartbeat does not end a drain
     after = await router.acquire("c", 4)
     assert len(set(after.target_indices)) == 1
-    await router.stub.DrainEngine(pb.DrainEngineRequest(engine_id="a", resume=True), timeout=60)
+    await router.stub.DrainEngine(
+        pb.DrainEngineRequest(engine_id="a", resume=True), timeout=PATIENCE
+    )
     resumed = await router.acquire("c", 4)
     assert set(resumed.target_indices) == set(before.target_indices) - set(after.target_indices)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await router.stub.DrainEngine(pb.DrainEngineRequest(engine_id="x"), timeout=60)
+        await router.stub.DrainEngine(pb.DrainEngineRequest(engine_id="x"), timeout=PATIENCE)
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
@@ -125,7 +128,7 @@ async def test_a_silent_engine_is_lost_and_its_heartbeat_brings_it_back(start_ro
     await router.register("e", role=pb.ROLE_EPISODES)
     assert await states(router) == {"a": pb.ENGINE_STATE_ACTIVE, "e": pb.ENGINE_STATE_ACTIVE}
     clock.now += 11.0
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while await states(router) != {"a": pb.ENGINE_STATE_LOST, "e": pb.ENGINE_STATE_LOST}:
             await asyncio.sleep(0.01)
     with pytest.raises(grpc.aio.AioRpcError):
@@ -176,7 +179,7 @@ async def test_failures_of_the_engine_break_it_and_refusals_never_do(router):
 
 async def test_watchers_hear_of_every_change(router):
     await router.register("a")
-    watch = router.stub.WatchEngines(pb.WatchEnginesRequest(), timeout=60)
+    watch = router.stub.WatchEngines(pb.WatchEnginesRequest(), timeout=PATIENCE)
     seen = await watch.read()
     assert [engine.engine_id for engine in seen.engines] == ["a"]
     await router.register("a")
@@ -206,18 +209,18 @@ async def test_a_session_stays_on_its_rank_until_it_ends(router):
         again = await router.acquire("c", 8, session_ids=[f"s{i}" for i in range(8)])
         assert again.target_indices == first.target_indices
     request = pb.EndSessionRequest(session_ids=["s0", "s1", "unknown"])
-    assert (await router.stub.EndSession(request, timeout=60)).ended_count == 2
+    assert (await router.stub.EndSession(request, timeout=PATIENCE)).ended_count == 2
 
 
 async def test_stopping_ends_waits_and_watches_at_once(start_router):
-    router = await start_router(drain=60.0)
+    router = await start_router(drain=2 * PATIENCE)
     await router.register("a", max_running_count=1)
     await router.acquire("c", 1)
-    watch = router.stub.WatchEngines(pb.WatchEnginesRequest(), timeout=60)
+    watch = router.stub.WatchEngines(pb.WatchEnginesRequest(), timeout=PATIENCE)
     await watch.read()
-    waiting = asyncio.create_task(router.acquire("c", 1, max_wait={"seconds": 60}))
+    waiting = asyncio.create_task(router.acquire("c", 1, max_wait={"seconds": 600}))
     await eventually(lambda: router.process.pools.room("").pool.waiting.count == 1)
-    async with asyncio.timeout(30):  # half of what the wait, the watch or the drain may take
+    async with asyncio.timeout(PATIENCE / 2):  # less than the wait, the watch or the drain
         await router.process.server.stop()
         answer = await waiting
         assert list(answer.target_indices) == [-1]
@@ -233,7 +236,7 @@ def test_the_router_imports_neither_torch_nor_transformers():
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
         check=True,
         env={**os.environ, "PYTHONPATH": os.getcwd()},
     )

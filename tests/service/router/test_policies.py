@@ -11,6 +11,7 @@ from services.router.config import RouterConfig
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.config import ConfigError, parse_config
+from tests.patience import PATIENCE
 
 ENGINES, RANKS = 4, 2
 
@@ -75,9 +76,11 @@ async def test_an_engine_that_reports_slow_steps_gets_less(start_router):
     router = await start(start_router, "step_time")
     for number in range(ENGINES):
         milliseconds = 60 if number == 1 else 20
-        answer = await router.stub.ReportLoad(slow_report(f"e{number}", milliseconds), timeout=60)
+        answer = await router.stub.ReportLoad(
+            slow_report(f"e{number}", milliseconds), timeout=PATIENCE
+        )
         assert answer.known
-    listed = await router.stub.ListEngines(pb.ListEnginesRequest(), timeout=60)
+    listed = await router.stub.ListEngines(pb.ListEnginesRequest(), timeout=PATIENCE)
     slow = {engine.engine_id: engine.slowdown for engine in listed.engines}
     assert slow["e1"] > 2 and {slow[name] for name in ("e0", "e2", "e3")} == {1.0}
     chosen = Counter(await engines_of(router, 60))
@@ -85,5 +88,5 @@ async def test_an_engine_that_reports_slow_steps_gets_less(start_router):
 
 
 async def test_a_router_that_has_forgotten_an_engine_says_so(router):
-    answer = await router.stub.ReportLoad(slow_report("gone", 20), timeout=60)
+    answer = await router.stub.ReportLoad(slow_report("gone", 20), timeout=PATIENCE)
     assert not answer.known

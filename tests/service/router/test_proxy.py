@@ -10,6 +10,7 @@ import pytest
 from sluice.api.rollout.v1 import engine_service_pb2 as pb
 from sluice.api.rollout.v1 import engine_service_pb2_grpc as pb_grpc
 from sluice.api.router.v1 import router_service_pb2 as router_pb
+from tests.patience import PATIENCE
 from tests.service.router.conftest import Clock, eventually, new_id
 
 
@@ -31,7 +32,7 @@ async def test_requests_reach_all_ranks_and_all_charges_end(router, stub, start_
     engine = await start_engine()
     await router.register("a", dp_size=4, address=engine.address)
     engine.gate.clear()
-    calls = [asyncio.ensure_future(stub.Generate(generate(2), timeout=60)) for _ in range(8)]
+    calls = [asyncio.ensure_future(stub.Generate(generate(2), timeout=PATIENCE)) for _ in range(8)]
     await eventually(lambda: len(engine.requests) == 8)
     assert router.leases_out() == 16  # a request weighs what it samples
     assert sorted(request.dp_rank for request in engine.requests) == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -45,7 +46,7 @@ async def test_another_engine_is_tried_when_one_cannot_be_reached(router, stub, 
     engine = await start_engine()
     await router.register("dead", address="localhost:1", max_running_count=8)
     await router.register("good", address=engine.address, max_running_count=8)
-    answers = await asyncio.gather(*(stub.Generate(generate(), timeout=60) for _ in range(6)))
+    answers = await asyncio.gather(*(stub.Generate(generate(), timeout=PATIENCE) for _ in range(6)))
     assert all(answer.completions[0].token_ids == [7, 7, 7] for answer in answers)
     assert router.leases_out() == 0
 
@@ -56,11 +57,11 @@ async def test_an_engines_refusal_is_passed_on_with_its_code(router, stub, start
     await router.register("a", address=engine.address)
     for _ in range(8):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Generate(generate(), timeout=60)
+            await stub.Generate(generate(), timeout=PATIENCE)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert caught.value.details() == "the engine says no"
     assert len(engine.requests) == 8 and router.leases_out() == 0
-    listed = await router.stub.ListEngines(router_pb.ListEnginesRequest(), timeout=60)
+    listed = await router.stub.ListEngines(router_pb.ListEnginesRequest(), timeout=PATIENCE)
     assert listed.engines[0].state == router_pb.ENGINE_STATE_ACTIVE
 
 
@@ -68,11 +69,11 @@ async def test_streams_pass_through_and_a_broken_one_is_not_sent_twice(router, s
     engine = await start_engine()
     await router.register("a", address=engine.address)
     request = pb.StreamGenerateRequest(generate=generate())
-    tokens = [m.delta.token_ids[0] async for m in stub.StreamGenerate(request, timeout=60)]
+    tokens = [m.delta.token_ids[0] async for m in stub.StreamGenerate(request, timeout=PATIENCE)]
     assert tokens == [0, 1, 2]
     engine.fail = grpc.StatusCode.UNAVAILABLE
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async for _ in stub.StreamGenerate(request, timeout=60):
+        async for _ in stub.StreamGenerate(request, timeout=PATIENCE):
             pass
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     assert len(engine.requests) == 2 and router.leases_out() == 0
@@ -82,9 +83,9 @@ async def test_a_caller_that_leaves_frees_the_rank(router, stub, start_engine):
     engine = await start_engine()
     await router.register("a", address=engine.address, max_running_count=1)
     engine.gate.clear()
-    running = stub.Generate(generate(), timeout=60)
+    running = stub.Generate(generate(), timeout=PATIENCE)
     await eventually(lambda: len(engine.requests) == 1)
-    waiting = stub.Generate(generate(), timeout=60)
+    waiting = stub.Generate(generate(), timeout=PATIENCE)
     await asyncio.sleep(0.1)
     assert len(engine.requests) == 1, "it waits for the credit"
     running.cancel()
@@ -99,9 +100,9 @@ async def test_a_rank_that_comes_free_serves_who_waits_and_nobody_else_notices(
     engine = await start_engine()
     await router.register("a", address=engine.address, max_running_count=1)
     engine.gate.clear()
-    calls = [asyncio.ensure_future(stub.Generate(generate(), timeout=60)) for _ in range(2)]
+    calls = [asyncio.ensure_future(stub.Generate(generate(), timeout=PATIENCE)) for _ in range(2)]
     pool = router.process.pools.room("").pool
-    await eventually(lambda: len(engine.requests) == 1 and pool.waiting.count == 1, 60)
+    await eventually(lambda: len(engine.requests) == 1 and pool.waiting.count == 1)
     engine.gate.set()
     answers = await asyncio.gather(*calls)  # of whom gave the rank back, too
     assert [len(answer.completions) for answer in answers] == [1, 1]
@@ -117,13 +118,13 @@ async def test_a_rank_of_a_silent_client_serves_who_waits_and_the_next_silent_on
     await router.register("a", address=engine.address, max_running_count=1)
     await router.acquire("silent", 1)
     stub = pb_grpc.EngineServiceStub(router.channel)
-    call = asyncio.ensure_future(stub.Generate(generate(), timeout=60))
-    await eventually(lambda: router.process.pools.room("").pool.waiting.count == 1, 60)
+    call = asyncio.ensure_future(stub.Generate(generate(), timeout=PATIENCE))
+    await eventually(lambda: router.process.pools.room("").pool.waiting.count == 1)
     clock.now += 11.0
     assert len((await call).completions) == 1
     await router.acquire("silent, too", 1)
     clock.now += 11.0
-    await eventually(lambda: router.leases_out() == 0, 60)
+    await eventually(lambda: router.leases_out() == 0)
 
 
 async def test_a_request_that_has_to_wait_again_is_let_go_where_the_router_stops(
@@ -134,11 +135,11 @@ async def test_a_request_that_has_to_wait_again_is_let_go_where_the_router_stops
     await router.register("a", address=engine.address)
     engine.gate.clear()
     stub = pb_grpc.EngineServiceStub(router.channel)
-    call = asyncio.ensure_future(stub.Generate(generate(), timeout=60))
-    await eventually(lambda: len(engine.requests) == 1, 60)
+    call = asyncio.ensure_future(stub.Generate(generate(), timeout=PATIENCE))
+    await eventually(lambda: len(engine.requests) == 1)
     stopping = asyncio.create_task(router.process.server.stop())
     room = router.process.pools.room("")
-    await eventually(lambda: room.closed, 60)
+    await eventually(lambda: room.closed)
     room.pool.drain("a", True, router.process.pools.clock())  # its process stops as well
     engine.fail = grpc.StatusCode.UNAVAILABLE
     engine.gate.set()
@@ -155,7 +156,7 @@ async def test_a_reader_that_leaves_a_stream_frees_the_rank_and_ends_the_engines
     engine = await start_engine()
     await router.register("a", address=engine.address)
     engine.gate.clear()
-    call = stub.StreamGenerate(pb.StreamGenerateRequest(generate=generate()), timeout=60)
+    call = stub.StreamGenerate(pb.StreamGenerateRequest(generate=generate()), timeout=PATIENCE)
     assert (await call.read()).delta.token_ids == [0]
     assert router.leases_out() == 1
     call.cancel()
@@ -176,13 +177,15 @@ async def test_a_session_keeps_its_rank_and_abort_finds_the_engine(router, stub,
     await router.register("a", dp_size=8, address=engine.address)
     metadata = (("x-sluice-session", "talk"),)
     for _ in range(4):
-        await stub.Generate(generate(), timeout=60, metadata=metadata)
+        await stub.Generate(generate(), timeout=PATIENCE, metadata=metadata)
     assert len({request.dp_rank for request in engine.requests}) == 1
     engine.gate.clear()
     request = generate()
-    running = stub.Generate(request, timeout=60)
+    running = stub.Generate(request, timeout=PATIENCE)
     await eventually(lambda: len(engine.requests) == 5)
-    answer = await stub.Abort(pb.AbortRequest(request_ids=[request.request_id, "x"]), timeout=60)
+    answer = await stub.Abort(
+        pb.AbortRequest(request_ids=[request.request_id, "x"]), timeout=PATIENCE
+    )
     assert list(answer.aborted_request_ids) == engine.aborted == [request.request_id]
     running.cancel()
 
@@ -195,11 +198,11 @@ async def test_abort_finds_a_call_whose_id_an_ended_one_had_too(router, stub, st
     request = generate()
     calls = []
     for count in (1, 2):
-        calls.append(stub.Generate(request, timeout=60))
-        await eventually(lambda count=count: len(engine.requests) == count, 60)
+        calls.append(stub.Generate(request, timeout=PATIENCE))
+        await eventually(lambda count=count: len(engine.requests) == count)
     calls[0].cancel()
-    await eventually(lambda: router.leases_out() == 1, 60)
-    answer = await stub.Abort(pb.AbortRequest(request_ids=[request.request_id]), timeout=60)
+    await eventually(lambda: router.leases_out() == 1)
+    answer = await stub.Abort(pb.AbortRequest(request_ids=[request.request_id]), timeout=PATIENCE)
     assert list(answer.aborted_request_ids) == [request.request_id]
     calls[1].cancel()
 
@@ -210,11 +213,11 @@ async def test_an_engine_out_of_reach_keeps_no_other_from_aborting(router, stub,
         engine.gate.clear()
         await router.register(f"e{number}", address=engine.address, max_running_count=1)
     requests = [generate() for _ in engines]
-    running = [stub.Generate(request, timeout=60) for request in requests]
+    running = [stub.Generate(request, timeout=PATIENCE) for request in requests]
     await eventually(lambda: all(engine.requests for engine in engines))
     engines[0].fail = grpc.StatusCode.UNAVAILABLE
     ids = [request.request_id for request in requests]
-    answer = await stub.Abort(pb.AbortRequest(request_ids=ids), timeout=60)
+    answer = await stub.Abort(pb.AbortRequest(request_ids=ids), timeout=PATIENCE)
     assert list(answer.aborted_request_ids) == [engines[1].requests[0].request_id]
     for call in running:
         call.cancel()
@@ -226,8 +229,8 @@ async def test_scores_pass_and_what_the_router_cannot_do_is_unimplemented(
     engine = await start_engine()
     await router.register("t", pool="teacher", address=engine.address)
     request = pb.ScoreRequest(token_ids=[1, 2], prompt_length=1)
-    answer = await stub.Score(request, timeout=60, metadata=(("x-sluice-pool", "teacher"),))
+    answer = await stub.Score(request, timeout=PATIENCE, metadata=(("x-sluice-pool", "teacher"),))
     assert list(answer.logprobs) == [-1.0]
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.Pause(pb.PauseRequest(mode=pb.PAUSE_MODE_WAIT), timeout=60)
+        await stub.Pause(pb.PauseRequest(mode=pb.PAUSE_MODE_WAIT), timeout=PATIENCE)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -10,6 +10,7 @@ import psutil
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
+from tests.patience import PATIENCE
 from tests.service.router.processes import processes
 
 ENGINES, RANKS, CLIENTS, LEASES, BATCH = 256, 8, 64, 100_000, 1000
@@ -28,17 +29,19 @@ async def test_a_full_router_is_small_and_even(tmp_path):
                     dp_size=RANKS,
                     weights=sample_pb2.WeightVersion(version=1),
                 )
-                await stub.RegisterEngine(pb.RegisterEngineRequest(engine=engine), timeout=60)
+                await stub.RegisterEngine(pb.RegisterEngineRequest(engine=engine), timeout=PATIENCE)
             charges: Counter[int] = Counter()
+            epoch = 0
             for call in range(LEASES // BATCH):
                 request = pb.AcquireLeasesRequest(
                     client_id=f"c{call % CLIENTS}",
                     count=BATCH,
                     group_ids=[f"{call}-{group}" for group in range(BATCH // 8)],
                     group_sizes=[8] * (BATCH // 8),
-                    known_epoch=1 if call else 0,
+                    known_epoch=epoch,
                 )
-                answer = await stub.AcquireLeases(request, timeout=60)
+                answer = await stub.AcquireLeases(request, timeout=PATIENCE)
+                epoch = answer.epoch
                 charges.update(answer.target_indices)
                 assert len(charges) <= ENGINES * RANKS
                 if len(charges) == ENGINES * RANKS:

@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 
-PATIENCE = 240.0  # seconds: some import torch, on a busy machine
+from tests.patience import PATIENCE
+
 _RUN = """
 import runpy, sys
 sys.argv.pop(0)

@@ -22,7 +22,7 @@ Server._write_address = write_and_end
 """
 LOADS_FOREVER = """
 import asyncio
-from services.rollout.backends.reference.engine import ReferenceEngine
+from services.rollout.engine.reference.engine import ReferenceEngine
 async def start(self):
     await asyncio.Event().wait()
 ReferenceEngine.start = start

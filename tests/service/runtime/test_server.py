@@ -26,6 +26,7 @@ from sluice.runtime.channel import create_channel
 from sluice.runtime.errors import NotFoundError, QueueFullError
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import Server, ServerConfig
+from tests.patience import PATIENCE
 
 NAME = "sluice.api.trainer.v1.TrainerService"
 
@@ -228,9 +229,9 @@ async def test_reflection_lists_the_services(served):
 
 async def test_waits_name_what_on_whom_and_why(served):
     _, servicer, channel, stub = served
-    call = asyncio.ensure_future(stub.GetTrainer(pb.GetTrainerRequest(), timeout=60))
+    call = asyncio.ensure_future(stub.GetTrainer(pb.GetTrainerRequest(), timeout=PATIENCE))
     waits = wait_service_pb2_grpc.WaitServiceStub(channel)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while not (listed := (await waits.ListWaits(wait_service_pb2.ListWaitsRequest())).waits):
             await asyncio.sleep(0.01)
     servicer.gate.set()
@@ -301,10 +302,10 @@ async def test_token_is_needed_on_every_port(tmp_path):
     assert reasons == ["TOKEN_MISSING_OR_WRONG", "TOKEN_MISSING_OR_WRONG", "BATCH_NOT_FOUND"]
     url = f"http://{server.metrics_address}/metrics"
     with pytest.raises(urllib.error.HTTPError) as caught:
-        await asyncio.to_thread(urllib.request.urlopen, url, timeout=60)
+        await asyncio.to_thread(urllib.request.urlopen, url, timeout=PATIENCE)
     assert caught.value.code == 401
     allowed = urllib.request.Request(url, headers={"Authorization": "Bearer right"})
-    page = await asyncio.to_thread(lambda: urllib.request.urlopen(allowed, timeout=60).read())
+    page = await asyncio.to_thread(lambda: urllib.request.urlopen(allowed, timeout=PATIENCE).read())
     assert b"sluice_rpc_duration_seconds" in page
     await server.stop()
 

@@ -16,10 +16,10 @@ from sluice.api.trainer.v1 import worker_service_pb2_grpc
 from sluice.client import RemoteError, typed_errors
 from sluice.runtime.channel import create_channel
 from sluice.runtime.security import SecurityConfig
+from tests.patience import PATIENCE
 
 UNREACHABLE = "UNAVAILABLE/"  # the handshake failed
 TOKEN_REFUSED = "UNAUTHENTICATED/TOKEN_MISSING_OR_WRONG"
-SECONDS = 60.0
 
 
 async def ask_service(address: str, security: SecurityConfig) -> str:
@@ -28,7 +28,7 @@ async def ask_service(address: str, security: SecurityConfig) -> str:
         stub = wait_service_pb2_grpc.WaitServiceStub(channel)
         try:
             with typed_errors():
-                await stub.ListWaits(wait_service_pb2.ListWaitsRequest(), timeout=SECONDS)
+                await stub.ListWaits(wait_service_pb2.ListWaitsRequest(), timeout=PATIENCE)
         except RemoteError as error:
             return f"{error.code.name}/{error.reason}"
     return "OK"
@@ -45,7 +45,7 @@ async def ask_workers_port(address: str, security: SecurityConfig) -> str:
         stub = worker_service_pb2_grpc.WorkerServiceStub(channel)
         try:
             with typed_errors():
-                async for _ in stub.Follow(hello(), timeout=SECONDS):
+                async for _ in stub.Follow(hello(), timeout=PATIENCE):
                     return "OK"
         except RemoteError as error:
             return f"{error.code.name}/{error.reason}"
@@ -68,7 +68,7 @@ def _scrape(address: str, security: SecurityConfig) -> str:
             context.load_cert_chain(tls.cert, tls.key)
     request = urllib.request.Request(url, headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=SECONDS, context=context) as page:
+        with urllib.request.urlopen(request, timeout=PATIENCE, context=context) as page:
             return "OK" if b"sluice_rpc_duration_seconds" in page.read() else "no metrics"
     except urllib.error.HTTPError as error:
         error.close()

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
-from services.rollout.registration import Registration
+from services.rollout.process import Registration
 from services.router.__main__ import main as router_main
 from services.router.config import RouterConfig
 from services.router.process import RouterProcess
@@ -28,6 +28,7 @@ from sluice.config import ConfigError, load_config, parse_config
 from sluice.runtime.channel import create_channel
 from sluice.runtime.security import SecurityConfig, TlsConfig, server_credentials
 from sluice.runtime.server import Server, ServerConfig
+from tests.patience import PATIENCE
 from tests.service.security.ports import UNREACHABLE, answer_of, ask_metrics, ask_service
 from tests.service.security.trust import Trust, with_tls
 
@@ -92,7 +93,9 @@ async def test_the_routers_proxy_asks_only_engines_that_prove_themselves(
                 request = engine_pb.GenerateRequest(
                     request_id="r", prompt_token_ids=[1], sampling={"max_new_tokens": 1}
                 )
-                assert await answer_of(proxy.stub.Generate(request, timeout=60)) == UNREACHABLE
+                assert (
+                    await answer_of(proxy.stub.Generate(request, timeout=PATIENCE)) == UNREACHABLE
+                )
     await engine.stop(0)
 
 
@@ -100,8 +103,8 @@ async def test_a_rollout_the_router_does_not_trust_says_so_once(
     trust: Trust, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr("services.rollout.registration.RETRY_SECONDS", 0.01)
-    monkeypatch.setattr("services.rollout.registration.ANNOUNCE_SECONDS", 60.0)
+    monkeypatch.setattr("services.rollout.process.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("services.rollout.process.ANNOUNCE_SECONDS", 60.0)
     callers = {
         "stranger": (trust.strangers["another CA's certificate"], "router: UNAVAILABLE"),
         "tokenless": (trust.tokenless["wrong token"], "router: UNAUTHENTICATED/TOKEN_MISSING"),
@@ -128,7 +131,7 @@ async def test_a_rollout_the_router_does_not_trust_says_so_once(
             assert [engine.engine_id for engine in await client.list_engines()] == ["known"]
 
 
-async def eventually(check: Callable[[], bool], seconds: float = 60.0) -> None:
+async def eventually(check: Callable[[], bool], seconds: float = PATIENCE) -> None:
     async with asyncio.timeout(seconds):
         while not check():
             await asyncio.sleep(0.01)
@@ -148,7 +151,9 @@ async def test_a_certificate_for_another_host_is_refused_unless_that_name_is_exp
     for name in ("", "trainer"):
         async with create_channel(address, trust.right, name=name) as channel:
             stub = engine_grpc.EngineServiceStub(channel)
-            answers.append(await answer_of(stub.Generate(engine_pb.GenerateRequest(), timeout=60)))
+            answers.append(
+                await answer_of(stub.Generate(engine_pb.GenerateRequest(), timeout=PATIENCE))
+            )
     await engine.stop(0)
     assert answers == [UNREACHABLE, "OK"]
 
@@ -192,7 +197,7 @@ async def test_strangers_get_no_further_than_the_handshake(trust: Trust) -> None
 async def test_a_peer_that_says_nothing_stalls_no_scrape(
     trust: Trust, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sluice.runtime.exposition.SILENT_SECONDS", 600.0)
+    monkeypatch.setattr("sluice.runtime.metrics.SILENT_SECONDS", 600.0)
     async with running_server(security=trust.right) as server:
         port = int(server.metrics_address.rpartition(":")[2])
         silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]

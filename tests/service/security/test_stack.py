@@ -19,6 +19,7 @@ from sluice.config import parse_config
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import ServerConfig
 from tests.e2e.conftest import ENVIRONMENT, Stack
+from tests.patience import PATIENCE
 from tests.service.security.ports import (
     TOKEN_REFUSED,
     UNREACHABLE,
@@ -104,7 +105,7 @@ def test_nothing_listens_beyond_loopback(trained: Stack) -> None:
 async def test_a_loop_with_the_wrong_token_ends_in_one_line(trained: Stack, trust: Trust) -> None:
     wrong = trust.tokenless["wrong token"].model_dump(mode="json")
     training = trained.train("wrong-token", security=wrong)
-    output, _ = await asyncio.to_thread(partial(training.process.communicate, timeout=200))
+    output, _ = await asyncio.to_thread(partial(training.process.communicate, timeout=PATIENCE))
     assert training.process.returncode == 2
     assert output.splitlines()[-1].startswith("sluice: UNAUTHENTICATED/TOKEN_MISSING_OR_WRONG")
     assert "Traceback" not in output
@@ -113,7 +114,7 @@ async def test_a_loop_with_the_wrong_token_ends_in_one_line(trained: Stack, trus
 async def test_a_loop_that_trusts_another_authority_says_so(trained: Stack, trust: Trust) -> None:
     wrong = trust.strangers["trusts another CA"].model_dump(mode="json")
     training = trained.train("wrong-ca", security=wrong, service_timeout_seconds=8)
-    output, _ = await asyncio.to_thread(partial(training.process.communicate, timeout=200))
+    output, _ = await asyncio.to_thread(partial(training.process.communicate, timeout=PATIENCE))
     assert training.process.returncode == 2
     assert "was not ready in 8 s: UNAVAILABLE" in output and "CERTIFICATE_VERIFY" in output
 
@@ -137,7 +138,7 @@ async def ask_as_rank(stack: Stack, security: SecurityConfig, directory: Path) -
         stderr=asyncio.subprocess.PIPE,
     )
     try:
-        _, said = await asyncio.wait_for(rank.communicate(), 200)
+        _, said = await asyncio.wait_for(rank.communicate(), PATIENCE)
     finally:
         if rank.returncode is None:
             rank.kill()
@@ -199,7 +200,7 @@ async def test_health_needs_a_certificate_but_no_token(trained: Stack, trust: Tr
     files = ["--ca", str(tls.ca), "--cert", str(tls.cert), "--key", str(tls.key)]
     for arguments, expected in (([service, *files], 0), ([service], 1), ([service, *files[:2]], 1)):
         checked = await asyncio.create_subprocess_exec(*command, *arguments)
-        assert await asyncio.wait_for(checked.wait(), 200) == expected, arguments
+        assert await asyncio.wait_for(checked.wait(), PATIENCE) == expected, arguments
 
 
 async def test_the_stack_serves_on_after_all_that(trained: Stack, trust: Trust) -> None:

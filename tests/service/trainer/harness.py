@@ -24,11 +24,11 @@ from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.client import TrainerClient, typed_errors
 from sluice.runtime.security import SecurityConfig
 from sluice.samples.sample import Sample
+from tests.patience import PATIENCE
 
 PPO = LossSpec(name="ppo_clip", clip_low=0.2)
 GRPO = AdvantageSpec(name="grpo")
 ACTIVE, FAILED = pb.Trainer.STATE_ACTIVE, pb.Trainer.STATE_FAILED
-PATIENCE = 200.0  # seconds for anything on a busy machine: a rank alone may load for a minute
 
 
 @dataclass

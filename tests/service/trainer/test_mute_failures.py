@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.trainer.front import generation as generation_module
+from services.trainer.controller import rank_incarnation as generation_module
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from tests.service.runtime.ends import run_service
 from tests.unit.trainer.ranks import until
@@ -24,7 +24,7 @@ def unpin(self, *_):
 BlobStore.unpin = unpin
 """
 LAUNCH_FAILS = """
-from services.trainer.front.launcher import ExternalLauncher
+from services.trainer.controller.rank_group import ExternalLauncher
 async def launch(self, *_):
     raise KeyError("what nobody expected")
 ExternalLauncher.launch = launch

@@ -17,9 +17,9 @@ import pytest
 from sluice.algo.spec import AdvantageSpec
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.client import RemoteError, TrainerClient, typed_errors
+from tests.patience import PATIENCE
 from tests.service.trainer.harness import (
     ACTIVE,
-    PATIENCE,
     PPO,
     RunningTrainer,
     end,

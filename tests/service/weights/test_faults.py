@@ -13,9 +13,9 @@ from sluice import faults
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.client import EngineClient, RemoteError, TrainerClient
 from sluice.weights.store import WeightStore
+from tests.patience import PATIENCE
 from tests.service.trainer.harness import (
     ACTIVE,
-    PATIENCE,
     RunningTrainer,
     make_groups,
     poll,

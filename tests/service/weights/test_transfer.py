@@ -17,9 +17,9 @@ from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice import faults, platform
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.client import EngineClient, RemoteError, TrainerClient
+from tests.patience import PATIENCE
 from tests.service.trainer.harness import (
     ACTIVE,
-    PATIENCE,
     RunningTrainer,
     make_groups,
     poll,

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE
+
 RANKS = Path(__file__).parent / "ranks"
 SOURCES = "".join((RANKS / name).read_text() for name in ("parity.py", "sequence.py"))
 NAMES = re.findall(r"^def check_(\w+)\(", SOURCES, flags=re.MULTILINE)
 ROOT = Path(__file__).parents[3]
 WORLD = 4
-DEADLINE_SECONDS = 240
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def answers(tmp_path_factory):
     ]
     try:
         for process in ranks:
-            process.wait(timeout=DEADLINE_SECONDS)
+            process.wait(timeout=2 * PATIENCE)
     finally:
         for process in ranks:
             process.kill()

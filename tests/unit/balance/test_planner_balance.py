@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.balance.planner import PlanLimits, PlanRows, assign_owners, plan_micro_batches
-from sluice.balance.planner_filling import fill_bins
-from sluice.balance.planner_packing import min_bin_count
+from sluice.balance.planner_packing import fill_bins, min_bin_count
 from sluice.balance.planner_spread import Arrangement, fill_empty_bins
 
 

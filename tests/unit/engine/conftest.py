@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from services.rollout.backends.reference.core import EngineCore
-from services.rollout.backends.reference.weights import open_model
-from services.rollout.engine_config import EngineConfig
+from services.rollout.engine.config import EngineConfig
+from services.rollout.engine.reference.core import EngineCore
+from services.rollout.engine.reference.model import open_model
 from tests.contract.engine.cases import Model, build_model
 
 CPU = torch.device("cpu")

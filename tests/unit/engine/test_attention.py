@@ -17,13 +17,14 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from services.rollout.backends.reference.core import EngineCore
-from services.rollout.backends.reference.engine import ReferenceEngine
-from services.rollout.engine import Delta, PauseMode
-from services.rollout.engine_config import EngineConfig
+from services.rollout.engine.config import EngineConfig
+from services.rollout.engine.interface import Delta, PauseMode
+from services.rollout.engine.reference.core import EngineCore
+from services.rollout.engine.reference.engine import ReferenceEngine
 from services.rollout.errors import UnfitWeightsError, UnsupportedModelError
 from sluice.weights.store import WeightStore, import_checkpoint
-from tests.contract.engine.cases import PATIENCE, SIZES, Model, complete, request_of
+from tests.contract.engine.cases import SIZES, Model, complete, request_of
+from tests.patience import PATIENCE
 
 
 def save(module: torch.nn.Module, directory: Path) -> Model:

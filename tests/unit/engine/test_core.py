@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from services.rollout.backends.reference.attention import DecodeBlock
-from services.rollout.backends.reference.core import EngineCore
-from services.rollout.backends.reference.weights import open_model
-from services.rollout.engine import Delta, FinishReason, PauseMode
+from services.rollout.engine.interface import Delta, FinishReason, PauseMode
+from services.rollout.engine.reference.attention import DecodeBlock
+from services.rollout.engine.reference.core import EngineCore
+from services.rollout.engine.reference.model import open_model
 from services.rollout.errors import NonFiniteLogitsError
 from tests.contract.engine.cases import Model, build_model, request_of
 

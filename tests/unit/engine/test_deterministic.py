@@ -11,9 +11,9 @@ import torch
 from pydantic import ValidationError
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from services.rollout.backends.reference.core import EngineCore
-from services.rollout.engine import Delta, Generation, Sampling
-from services.rollout.engine_config import EngineConfig
+from services.rollout.engine.config import EngineConfig
+from services.rollout.engine.interface import Delta, Generation, Sampling
+from services.rollout.engine.reference.core import EngineCore
 
 VOCABULARY = 500
 Drawn = dict[tuple[str, int], tuple[object, ...]]

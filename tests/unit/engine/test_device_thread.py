@@ -7,11 +7,12 @@ import asyncio
 import pytest
 import torch
 
-from services.rollout.backends.reference.engine import ReferenceEngine
-from services.rollout.engine import PauseMode
-from services.rollout.engine_config import EngineConfig
+from services.rollout.engine.config import EngineConfig
+from services.rollout.engine.interface import PauseMode
+from services.rollout.engine.reference.engine import ReferenceEngine
 from services.rollout.errors import EngineFailedError
-from tests.contract.engine.cases import PATIENCE, Model, complete, request_of
+from tests.contract.engine.cases import Model, complete, request_of
+from tests.patience import PATIENCE
 
 
 async def test_a_step_that_raises_reaches_everyone_and_the_engine_says_so(qwen3: Model) -> None:

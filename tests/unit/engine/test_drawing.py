@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.rollout.backends.reference.drawing import Drawn, DrawSettings, draw, uniform
-from services.rollout.engine import Sampling
+from services.rollout.engine.interface import Sampling
+from services.rollout.engine.reference.drawing import Drawn, DrawSettings, draw, uniform
 from services.rollout.errors import NonFiniteLogitsError
 
 CPU = torch.device("cpu")

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.rollout.backends.reference.core import EngineCore
-from services.rollout.backends.reference.lanes import Prompt
-from services.rollout.backends.reference.prefix_cache import BLOCK, PrefixCache
-from services.rollout.backends.reference.weights import open_model
-from services.rollout.engine import Delta
+from services.rollout.engine.interface import Delta
+from services.rollout.engine.reference.core import EngineCore
+from services.rollout.engine.reference.lanes import Prompt
+from services.rollout.engine.reference.model import open_model
+from services.rollout.engine.reference.prefix_cache import BLOCK, PrefixCache
 from tests.contract.engine.cases import Model, build_model, request_of
 
 CreateCore = Callable[..., EngineCore]

@@ -10,14 +10,13 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from services.rollout.backends.reference.core import EngineCore
-from services.rollout.backends.reference.engine import ReferenceEngine
-from services.rollout.backends.reference.experts import ExpertTap
-from services.rollout.backends.reference.weights import open_model
-from services.rollout.engine import Delta, Engine, FinishReason
-from services.rollout.engine_config import EngineConfig
+from services.rollout.engine.config import EngineConfig
+from services.rollout.engine.interface import Delta, Engine, FinishReason
+from services.rollout.engine.reference.core import EngineCore
+from services.rollout.engine.reference.engine import ReferenceEngine
+from services.rollout.engine.reference.model import ExpertTap, open_model
+from services.rollout.engine.wire import join_deltas
 from services.rollout.errors import UnsupportedModelError
-from services.rollout.wire import join_deltas
 from tests.contract.engine.cases import SIZES, Model, request_of
 
 EXPERTS = {

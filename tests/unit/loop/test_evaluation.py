@@ -20,6 +20,7 @@ from sluice.loop.workers import EpisodeWorkers
 from sluice.runtime.errors import InvalidFieldError
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import Server, ServerConfig
+from tests.patience import PATIENCE
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT.value[0]
 INTERNAL = grpc.StatusCode.INTERNAL.value[0]
@@ -129,7 +130,7 @@ async def world(tmp_path):
 
 
 async def test_every_data_set_has_its_own_sampling_and_its_row(world) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         await world.lane().measure("before", 0, 3)
     greedy, sampled = world.episodes.requests
     assert greedy.rollout.environment.name == "train"
@@ -152,7 +153,7 @@ async def test_every_data_set_has_its_own_sampling_and_its_row(world) -> None:
 
 async def test_seeds_are_those_of_the_task_at_every_step(world) -> None:
     lane = world.lane()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         await lane.measure("before", 0, 3)
         await lane.measure("after", 7, 4)
     first, later = (world.episodes.requests[i].rollout for i in (1, 3))
@@ -167,13 +168,13 @@ async def test_it_runs_beside_training_and_at_most_once_at_a_time(world) -> None
     assert lane.is_beside
     world.episodes.gate.clear()
     lane.begin(2, 3)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while not world.episodes.requests:
             await asyncio.sleep(0.01)
     lane.begin(4, 4)  # returns at once: training does not wait
     assert world.rows() == []
     world.episodes.gate.set()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         await lane.settle()
     rows = world.rows()
     assert [(row["step"], row["evaluation"]) for row in rows] == [(2, "during")] * 2
@@ -189,13 +190,13 @@ async def test_deterministic_runs_and_those_that_say_so_wait(world) -> None:
 async def test_failures_are_tried_again_and_hopeless_tasks_counted(world) -> None:
     episodes = world.episodes
     episodes.failing = {"eval-0-greedy-1": 2}
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         await world.lane({"greedy": DATASETS["greedy"]}).measure("before", 0, 3)
     asked = Counter(g.group_id for r in episodes.requests for g in r.rollout.groups)
     assert asked == {"eval-0-greedy-0": 1, "eval-0-greedy-1": 3, "eval-0-greedy-2": 1}
     assert len({r.rollout.request_id for r in episodes.requests}) == 3, "a failure is not repeated"
     episodes.failing, episodes.failure = {"eval-1-greedy-0": 99}, INVALID
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         await world.lane({"greedy": DATASETS["greedy"]}).measure("after", 1, 3)
     row = world.rows()[-1]
     assert (row["groups"], row["failed_groups"], row["score"]) == (2, 1, 0.0)
@@ -203,7 +204,7 @@ async def test_failures_are_tried_again_and_hopeless_tasks_counted(world) -> Non
 
 async def test_a_lost_worker_is_asked_again_for_the_same(world) -> None:
     world.episodes.breaks = 5  # the channel itself tries four times
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         await world.lane({"greedy": DATASETS["greedy"]}).measure("before", 0, 3)
     assert len({r.rollout.request_id for r in world.episodes.requests}) == 1
     assert world.rows()[0]["groups"] == 3
@@ -215,7 +216,7 @@ async def test_nothing_scored_is_an_error_and_beside_training_a_note(world, caps
     with pytest.raises(EvaluationError, match=r"greedy: all 3 tasks failed.*is unknown"):
         await lane.measure("before", 0, 3)
     lane.begin(1, 3)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         await lane.settle()
     assert world.rows() == []
     assert "evaluation failed" in capsys.readouterr().err
@@ -223,7 +224,7 @@ async def test_nothing_scored_is_an_error_and_beside_training_a_note(world, caps
 
 async def test_what_was_reported_is_not_measured_again_but_what_was_undone_is(world) -> None:
     lane = world.lane()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         await lane.measure("during", 4, 3)
         await lane.measure("during", 4, 3)
         assert len(world.rows()) == 2
@@ -237,18 +238,18 @@ async def test_a_score_that_is_good_enough_ends_the_run(world) -> None:
     data = {**DATASETS["greedy"], "stop_at_score": 0.3}
     lane = world.lane({"greedy": data})
     assert not lane.has_reached
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         await lane.measure("before", 0, 3)
     assert lane.has_reached
     world.report.truncate(-1)
     assert not lane.has_reached, "the weights that earned it are gone"
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         await lane.measure("before", 0, 3)
     again = world.lane({"greedy": data})
     world.report.truncate(0)
     assert again.has_reached, "a run that goes on knows what it measured"
     higher = world.lane({"greedy": {**data, "stop_at_score": 0.4}})
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         await higher.measure("after", 0, 3)
     assert not higher.has_reached
 

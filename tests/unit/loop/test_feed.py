@@ -1,5 +1,7 @@
 """The feed over a real server whose episodes follow a script."""
 
+from __future__ import annotations
+
 import asyncio
 import random
 
@@ -11,12 +13,13 @@ from sluice.api.rollout.v1 import rollout_service_pb2_grpc as pb_grpc
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.api.router.v1 import router_service_pb2_grpc as router_grpc
 from sluice.client import RemoteError, RouterClient
-from sluice.loop.feed import FeedConfig, GroupFeed, RolloutFailedError
+from sluice.loop.dispatcher import FeedConfig, GroupFeed, RolloutFailedError
 from sluice.loop.ledger import Ledger
 from sluice.loop.workers import EpisodeWorkers
 from sluice.runtime.errors import InvalidFieldError
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import Server, ServerConfig
+from tests.patience import PATIENCE
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE.value[0]
 INTERNAL = grpc.StatusCode.INTERNAL.value[0]
@@ -124,7 +127,7 @@ async def world(tmp_path):
 
 
 async def step(world: World, feed: GroupFeed, number: int) -> list[str]:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         await feed.fill(number)
         groups = await feed.take(number)
     world.ledger.consume((g.group_id for g in groups), number + 1)
@@ -162,7 +165,7 @@ async def test_late_groups_are_overtaken_only_while_later_steps_have_room_for_th
     world.episodes.hold = {"g0000004"}  # and what its call has behind it: eight of twelve
     assert await step(world, feed, 0) == [f"g{i:07}" for i in range(4)]
     await feed.fill(1)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while feed.ready_count < 4:  # of the second call; the eight need the next two steps whole
             await asyncio.sleep(0.01)
     waiting = asyncio.create_task(step(world, feed, 1))
@@ -216,7 +219,7 @@ async def test_groups_are_not_left_to_age_when_rollouts_are_fast(world):
     feed = world.feed(max_staleness=4)
     for number in range(12):
         await step(world, feed, number)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             while feed.in_flight_count:
                 await asyncio.sleep(0.005)
     ages: dict[int, set[int]] = {}
@@ -232,7 +235,7 @@ async def test_training_that_waits_gets_more_groups_in_flight(world):
     feed = world.feed(max_staleness=4)
     for number in range(12):
         await step(world, feed, number)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             while feed.in_flight_count:
                 await asyncio.sleep(0.005)
     world.episodes.hold = {f"g{i:07}" for i in range(48, 200)}
@@ -287,7 +290,7 @@ async def test_engines_that_stay_away_end_the_run(world):
 async def test_a_lost_blob_is_generated_again(world):
     feed = world.feed()
     await feed.fill(0)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while feed.ready_count < 4:
             await asyncio.sleep(0.01)
     (lost,) = [g for g in world.ledger.groups("generated") if g.group_id == "g0000002"]
@@ -330,7 +333,7 @@ async def test_a_new_feed_takes_what_was_generated_and_issues_what_was_in_flight
     feed = world.feed()
     world.episodes.hold = {"g0000002"}
     await feed.fill(0)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while feed.ready_count < 2:
             await asyncio.sleep(0.01)
     await feed.close()
@@ -345,7 +348,7 @@ async def test_a_new_feed_takes_what_was_generated_and_issues_what_was_in_flight
 async def test_groups_too_old_are_dropped_and_replaced(world):
     feed = world.feed(max_staleness=0)
     await feed.fill(0)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while feed.ready_count < 4:
             await asyncio.sleep(0.01)
     world.publish(3)

@@ -15,6 +15,7 @@ from sluice.config import ConfigError
 from sluice.loop.fleet import EngineFleet, FleetConfig, NoEngineError
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import Server, ServerConfig
+from tests.patience import PATIENCE
 
 FIRST = sample_pb2.WeightVersion(version=1, digest="one")
 
@@ -105,7 +106,7 @@ async def test_a_router_that_refuses_is_an_error_at_once(world):
     fleet = await world.fleet()
     world.router.failures = [grpc.StatusCode.UNAUTHENTICATED]
     with pytest.raises(Exception, match="UNAUTHENTICATED"):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             await fleet.commit(FIRST, wait_seconds=200)
 
 
@@ -140,7 +141,7 @@ async def test_an_engine_that_comes_late_is_brought_up(world):
     await fleet.commit(FIRST, wait_seconds=60)
     late = await world.add_engine("late")
     keeping = asyncio.create_task(fleet.keep_up())
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while late.weights is None:
             await asyncio.sleep(0.01)
     keeping.cancel()

@@ -8,6 +8,7 @@ import pytest
 
 from sluice.loop.ledger import Ledger, LedgerGroup
 from sluice.samples.blobs import BlobReference
+from tests.patience import PATIENCE
 
 
 def made(position: int, **changes) -> LedgerGroup:
@@ -130,7 +131,7 @@ def test_what_was_committed_survives_kill_9(tmp_path):
             break
     os.kill(writer.pid, signal.SIGKILL)
     confirmed = max([20, *(int(line) for line in writer.stdout)])
-    writer.wait(timeout=60)
+    writer.wait(timeout=PATIENCE)
     ledger = Ledger(path)
     issued = ids(ledger.groups("issued"))
     ledger.close()
@@ -157,7 +158,7 @@ ledger.close()
 def test_a_full_disk_is_named_and_leaves_nothing_half_done(tmp_path):
     path = tmp_path / "ledger.sqlite"
     command = [sys.executable, "-c", FULL, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert "rollback" not in done.stdout
     assert "disk" in done.stdout

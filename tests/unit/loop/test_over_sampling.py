@@ -1,5 +1,7 @@
 """More groups in flight than a step wants; filters that replace groups. The server is scripted."""
 
+from __future__ import annotations
+
 import asyncio
 from collections import Counter
 
@@ -12,12 +14,13 @@ from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.api.router.v1 import router_service_pb2_grpc as router_grpc
 from sluice.client import RouterClient
 from sluice.loop.config import FilterConfig
-from sluice.loop.feed import FeedConfig, GroupFeed, RolloutFailedError
+from sluice.loop.dispatcher import FeedConfig, GroupFeed, RolloutFailedError
 from sluice.loop.filters import GroupFilters
 from sluice.loop.ledger import Ledger
 from sluice.loop.workers import EpisodeWorkers
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import Server, ServerConfig
+from tests.patience import PATIENCE
 
 CANCELLED = grpc.StatusCode.CANCELLED.value[0]
 STD = GroupFilters([FilterConfig(name="reward_std")])
@@ -118,7 +121,7 @@ class World:
         return GroupFeed(FeedConfig(**config), self.ledger, self.workers, request, filters=filters)
 
     async def step(self, feed: GroupFeed, number: int) -> list[str]:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             await feed.fill(number)
             groups = await feed.take(number)
         self.ledger.consume((g.group_id for g in groups), number + 1)
@@ -127,7 +130,7 @@ class World:
         return [g.group_id for g in groups]
 
     async def until_cancelled(self, *group_ids: str) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             while not set(group_ids) <= set(self.episodes.cancelled):
                 await asyncio.sleep(0.01)
 
@@ -198,7 +201,7 @@ async def test_a_replacement_that_is_not_needed_any_more_is_asked_for_once(world
     feed = world.feed(STD, over_sampling=1.5)
     world.episodes.dull = set(name(0))
     await feed.fill(0)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while feed.in_flight_count:
             await asyncio.sleep(0.01)
     await feed.fill(0)  # one for the group that was filtered, and before anybody asks for it
@@ -274,7 +277,7 @@ async def test_a_resumed_run_does_not_train_on_what_was_filtered(world) -> None:
     feed = world.feed(STD)
     world.episodes.dull = set(name(0))
     await feed.fill(0)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while feed.ready_count < 3:
             await asyncio.sleep(0.01)
     await feed.close()
@@ -306,7 +309,7 @@ async def test_a_filter_that_raises_ends_the_run_and_loses_no_group(world) -> No
 async def test_what_finished_beyond_the_target_is_generated_anew_by_the_next_weights(world) -> None:
     feed = world.feed(over_sampling=1.5)
     await feed.fill(0)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while feed.ready_count < 6:
             await asyncio.sleep(0.01)
     assert await world.step(feed, 0) == name(0, 1, 2, 3)

@@ -1,5 +1,7 @@
 """What a run holds of the store, and what it lets go."""
 
+from __future__ import annotations
+
 import asyncio
 import shutil
 import threading
@@ -9,12 +11,12 @@ import torch
 
 from sluice.config import ConfigError
 from sluice.loop.config import RetentionConfig
-from sluice.loop.cut import Cut, list_cuts, write_cut
 from sluice.loop.ledger import Ledger, LedgerGroup
-from sluice.loop.retention import Retention
+from sluice.loop.run_checkpoint import Cut, Retention, list_cuts, write_cut
 from sluice.samples.blobs import BlobReference, BlobStore
 from sluice.weights.shards import write_shard
 from sluice.weights.store import WeightStore
+from tests.patience import PATIENCE
 
 
 class World:
@@ -144,7 +146,7 @@ def slow_disk(monkeypatch):
     door, remove = threading.Event(), shutil.rmtree
 
     def wait_and_remove(path, **named):
-        assert ".removed-" not in path.name or door.wait(60)
+        assert ".removed-" not in path.name or door.wait(PATIENCE)
         remove(path, **named)
 
     monkeypatch.setattr(shutil, "rmtree", wait_and_remove)

@@ -1,5 +1,7 @@
 """What a run directory must be for a run to begin or go on in it."""
 
+from __future__ import annotations
+
 import errno
 import json
 import os
@@ -12,9 +14,9 @@ import pytest
 from sluice.config import ConfigError, parse_config
 from sluice.durable import DirectoryError
 from sluice.loop.config import RunConfig
-from sluice.loop.cut import Cut, write_cut
 from sluice.loop.ledger import Ledger, LedgerGroup
 from sluice.loop.prompts import load_prompts
+from sluice.loop.run_checkpoint import Cut, write_cut
 from sluice.loop.run_directory import (
     RunDirectoryError,
     check_ledger,

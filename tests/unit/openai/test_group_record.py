@@ -10,12 +10,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.rollout.engine import Delta, FinishReason
+from services.rollout.engine.interface import Delta, FinishReason
 from services.rollout.openai.generation import Answer
 from services.rollout.openai.group_record import GroupRecord
 from services.rollout.openai.prompts import Prompt
-from sluice.samples.columns import validate_sample
-from sluice.samples.sample import VersionSpan
+from sluice.samples.sample import VersionSpan, validate_sample
 
 Call = tuple[int, int, int, int]  # session, which earlier thread to go on from, tokens, choices
 

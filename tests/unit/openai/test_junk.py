@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from services.rollout.openai.errors import ApiError
+from services.rollout.engine.wire import sampling_to_proto
+from services.rollout.openai.completions import ToolCalls
 from services.rollout.openai.prompts import chat_prompt, plain_prompt
-from services.rollout.openai.requests import ChatRequest, CompletionRequest, known_fields
-from services.rollout.openai.tools import ToolCalls
-from services.rollout.wire import sampling_to_proto
+from services.rollout.openai.requests import ApiError, ChatRequest, CompletionRequest, known_fields
 from sluice.samples.tokenizer import TextTokenizer
 
 # As Qwen's: it takes apart what it is given.

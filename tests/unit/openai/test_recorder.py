@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engine import Delta, FinishReason
-from services.rollout.openai.config import OpenAIConfig
+from services.rollout.config import OpenAIConfig
+from services.rollout.engine.interface import Delta, FinishReason
 from services.rollout.openai.generation import Answer
 from services.rollout.openai.prompts import Prompt
 from services.rollout.openai.recorder import Recorder

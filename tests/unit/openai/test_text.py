@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from services.rollout.openai.text import TextStream
+from services.rollout.openai.generation import TextStream
 from sluice.samples.tokenizer import TextTokenizer
 
 TEXTS = ["naïve café 漢字 🙂🙂 end", "a stop here. stop there", "12 + 34 = 46\n\nUser: next"]

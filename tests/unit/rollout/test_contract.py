@@ -10,12 +10,6 @@ from typing import Any
 import pytest
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
-from services.rollout.environments.contract import (
-    ContractError,
-    check_environment,
-    check_generate,
-    check_reward,
-)
 from services.rollout.environments.environment import (
     Environment,
     Placement,
@@ -27,6 +21,12 @@ from services.rollout.environments.environment import (
     TextTokenizer,
 )
 from services.rollout.environments.registry import ENVIRONMENTS
+from services.rollout.episodes.environment_contract import (
+    ContractError,
+    check_environment,
+    check_generate,
+    check_reward,
+)
 from services.rollout.episodes.episode import Episode
 from services.rollout.episodes.trajectory import Trajectory
 from sluice.config import Config

@@ -1,5 +1,7 @@
 """Samples cut off at any token, on any version, end as if they had come in one piece."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import numpy as np
@@ -7,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.rollout.engine import Delta, FinishReason, Sampling
+from services.rollout.engine.interface import Delta, FinishReason, Sampling
+from services.rollout.engine.wire import VersionBounds
 from services.rollout.episodes.drafts import Drafts, Prompt
 from services.rollout.episodes.trajectory import Trajectory
-from services.rollout.wire import VersionBounds
 from sluice.samples.sample import VersionSpan
 
 PROMPT_IDS = (1, 2, 3)

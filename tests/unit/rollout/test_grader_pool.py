@@ -26,9 +26,9 @@ from services.rollout.environments.pool import (
 )
 from services.rollout.environments.registry import ENVIRONMENTS
 from services.rollout.environments.runner import Environments, PooledRunner, Runner
+from tests.patience import PATIENCE
 from tests.unit.rollout import grim
 
-PATIENCE = 120.0  # seconds that nothing takes, however busy the machine is
 ANSWERS = [Response(text="a"), Response(text="b")]
 
 

@@ -17,8 +17,11 @@ from services.rollout.environments.environment import (
     Task,
     TaskError,
 )
-from services.rollout.environments.graders.answers import InvalidRewardError, rewards_from
-from services.rollout.environments.graders.grader import last_boxed
+from services.rollout.environments.graders.grader import (
+    InvalidRewardError,
+    last_boxed,
+    rewards_from,
+)
 from services.rollout.environments.graders.registry import GRADERS, create_grader, place_grader
 from services.rollout.environments.graders.texts import overlap, words
 

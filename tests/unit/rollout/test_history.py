@@ -1,6 +1,8 @@
 """What is remembered of a prompt's answers."""
 
-from services.rollout.episodes.history import PromptHistory
+from __future__ import annotations
+
+from services.rollout.episodes.sampler import PromptHistory
 
 
 def test_the_latest_group_counts_half_and_other_prompts_not_at_all():

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.rollout.episodes.journal import ABANDONED_SECONDS, Journals
-from services.rollout.episodes.spool import Spool, StoreFailedError
+from services.rollout.episodes.spool import ABANDONED_SECONDS, Journals, Spool, StoreFailedError
 from sluice.samples.arrow import decode_group, read_metadata
 from sluice.samples.blobs import BlobReference, BlobStore
 from sluice.samples.sample import Sample
+from tests.patience import PATIENCE
 
 
 @pytest.fixture
@@ -229,7 +229,7 @@ async def test_a_bug_in_the_writer_leaves_nobody_waiting(blobs: BlobStore) -> No
     bad = Sample(
         sample_id="s", group_id="g", token_ids=np.zeros(1), prompt_length=1, columns={"no": 1.0}
     )
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         with pytest.raises(ValueError, match="unknown"):
             await spool.put("r", [*broken, bad], {})
         await spool.put("r", samples("g"), {})
@@ -266,7 +266,7 @@ async def test_a_cancelled_write_is_waited_for(blobs: BlobStore) -> None:
     record = store.record
 
     def held_record(request_id: str, groups: Mapping[str, BlobReference]) -> None:
-        assert go.wait(60)
+        assert go.wait(PATIENCE)
         record(request_id, groups)
 
     store.record = held_record  # type: ignore[method-assign]

@@ -11,17 +11,15 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from services.rollout.engine import Delta, FinishReason, Sampling
+from services.rollout.engine.interface import Delta, FinishReason, Sampling
+from services.rollout.engine.wire import VersionBounds
 from services.rollout.environments.environment import Response, Reward, Step, Task, TaskError
 from services.rollout.environments.runner import InlineRunner
 from services.rollout.episodes.drafts import Prompt
-from services.rollout.episodes.episode import Episode, Steps
-from services.rollout.episodes.observations import Conversation
+from services.rollout.episodes.episode import Conversation, Episode, Steps
 from services.rollout.episodes.trajectory import Trajectory
-from services.rollout.wire import VersionBounds
 from sluice.runtime.waits import Waits
-from sluice.samples.columns import validate_sample
-from sluice.samples.sample import VersionSpan
+from sluice.samples.sample import VersionSpan, validate_sample
 from sluice.samples.tokenizer import TextTokenizer
 from tests.service.rollout.talk import TalkEnvironment, TalkSettings
 

@@ -32,18 +32,17 @@ from services.rollout.episodes.group import (
     GroupSpec,
     GroupTools,
 )
-from services.rollout.episodes.journal import Journals
 from services.rollout.episodes.rollout import DrainingError, Rollout
 from services.rollout.episodes.rollouts import Rollouts
-from services.rollout.episodes.spool import Spool
+from services.rollout.episodes.spool import Journals, Spool
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.api.rollout.v1 import trace_pb2
 from sluice.config import Config
 from sluice.runtime.waits import Waits
 from sluice.samples.blobs import BlobReference, BlobStore
 from sluice.samples.sample import Sample
+from tests.patience import PATIENCE
 
-PATIENCE = 60.0  # seconds that nothing takes, however busy the machine is
 TURNS = 100  # of the loop: more than any answer takes that waits for nothing
 HERE = "tests.unit.rollout.test_rollouts"
 

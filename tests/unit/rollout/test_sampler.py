@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engine import Sampling
+from services.rollout.engine.interface import Sampling
+from services.rollout.engine.wire import VersionBounds
 from services.rollout.episodes.drafts import Prompt
 from services.rollout.episodes.sampler import Sampler
-from services.rollout.wire import VersionBounds
 from sluice.router_client import Lease
 from sluice.runtime.waits import Waits
 

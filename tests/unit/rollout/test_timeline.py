@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.rollout.engine import Delta, FinishReason, Timing
-from services.rollout.episodes.timeline import ALL, Timeline
+from services.rollout.engine.interface import Delta, FinishReason, Timing
+from services.rollout.episodes.trajectory import ALL, Timeline
 from sluice.api.rollout.v1 import trace_pb2 as pb
 
 EPISODES = 3

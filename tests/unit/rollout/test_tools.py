@@ -19,7 +19,7 @@ from services.rollout.environments.environment import (
     Turn,
 )
 from services.rollout.environments.registry import ENVIRONMENTS, create_environment
-from services.rollout.environments.tool_calls import parse_calls
+from services.rollout.environments.tools import parse_calls
 
 HERE = "tests.unit.rollout.test_tools"
 

@@ -21,11 +21,10 @@ from sluice.balance.routing import (
     Refusal,
 )
 from sluice.balance.routing.breaker import Breaker, BreakerState
-from sluice.balance.routing.fallback import KnownEngine, pick_locally
-from sluice.balance.routing.speed import UNIT, SpeedTable
+from sluice.balance.routing.load_reports import UNIT, SpeedTable
 from sluice.balance.routing.types import RefusedError
 from sluice.router_client import Wanted
-from sluice.router_client.known import KnownEngines
+from sluice.router_client.engine_view import KnownEngine, KnownEngines, pick_locally
 
 FAILURES = [Outcome.CONNECT_ERROR, Outcome.SERVER_ERROR, Outcome.TIMEOUT]
 HARMLESS = [Outcome.UNKNOWN, Outcome.CLIENT_ERROR, Outcome.ABORTED, Outcome.OK]

@@ -6,9 +6,8 @@ import asyncio
 import random
 
 from sluice.api.router.v1 import router_service_pb2 as pb
-from sluice.router_client.known import KnownEngines
-from sluice.router_client.ledger import Ledger
-from sluice.router_client.tickets import Ticket
+from sluice.router_client.engine_view import KnownEngines
+from sluice.router_client.lease_book import Ledger, Ticket
 from sluice.router_client.types import Lease, Wanted
 
 

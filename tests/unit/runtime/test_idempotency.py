@@ -4,7 +4,7 @@ import pytest
 
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.runtime.errors import RequestIdReusedError
-from sluice.runtime.idempotency import RequestLog
+from sluice.runtime.idempotency import RequestLog, RequestTable
 
 REQUEST = pb.DeleteBatchRequest(batch="batches/a")
 
@@ -60,3 +60,31 @@ async def test_finished_calls_beyond_capacity_are_forgotten():
     for name in ("a", "b", "c", "a"):
         await log.once(name, REQUEST, run)
     assert len(runs) == 4
+
+
+def test_a_table_forgets_what_is_done_by_weight_and_never_what_is_not():
+    table: RequestTable[str] = RequestTable(5, weigh=len)
+    table.add("running", "digest", "a long value that is not done")
+    for name in ("aaa", "bb", "c"):
+        table.add(name, "digest", name)
+        table.done(name, name)
+    assert [table.find(name, "digest") for name in ("aaa", "bb", "c")] == [None, "bb", "c"]
+    assert table.get("running") is not None
+    with pytest.raises(RequestIdReusedError):
+        table.find("bb", "another digest")
+
+
+def test_a_table_tells_the_value_of_an_id_from_a_later_one():
+    table: RequestTable[list[int]] = RequestTable(1)
+    first = table.add("a", "digest", [1])
+    second = table.add("a", "digest", [1])
+    table.done("a", first)
+    table.discard("a", first)
+    assert table.find("a", "digest") is second
+    table.done("a", second)
+    table.discard("a", second)
+    assert list(table) == []
+    for number in range(3):  # what was discarded weighs no more
+        value = table.add(str(number), "digest", [number])
+        table.done(str(number), value)
+        assert list(table) == [[number]]

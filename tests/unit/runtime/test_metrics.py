@@ -14,13 +14,14 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import Metric
 
-from services.rollout.engine import EngineStatus, RankLoad
+from services.rollout.engine.interface import EngineStatus, RankLoad
 from services.rollout.metrics import EngineCollector
 from services.router.metrics import PoolCollector, open_pool
 from sluice.balance.routing import EngineSpec, LeaseRequest, Pool, PoolConfig
 from sluice.runtime import waits as waits_module
 from sluice.runtime.metrics import Reading, with_values
 from sluice.runtime.waits import Waits
+from tests.patience import PATIENCE
 from tools.metrics_docs import MODULES, PAGE, Declared, declared
 
 UNITS = ("seconds", "bytes", "tokens", "ratio", "versions", "logprob")
@@ -43,7 +44,7 @@ def test_names_and_labels_follow_the_house(service: str, metric: Declared) -> No
 def test_the_page_is_what_the_code_declares() -> None:
     # a process of its own: label values that other tests brought about are no declarations
     command = [sys.executable, "-m", "tools.metrics_docs", "--check"]
-    checked = subprocess.run(command, cwd=PAGE.parent.parent, capture_output=True, timeout=240)
+    checked = subprocess.run(command, cwd=PAGE.parent.parent, capture_output=True, timeout=PATIENCE)
     assert checked.returncode == 0, checked.stderr.decode()
     names = [metric.name for _, metric in EVERY]
     assert len(names) == len(set(names))

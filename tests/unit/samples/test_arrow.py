@@ -13,15 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import feather
 
-from sluice.samples.arrow import (
-    InvalidGroupError,
-    decode_group,
-    encode_group,
-    read_metadata,
-)
+from sluice.samples.arrow import InvalidGroupError, decode_group, encode_group, read_metadata
 from sluice.samples.blobs import BlobStore
-from sluice.samples.columns import COLUMNS, UnknownColumnError
-from sluice.samples.sample import Sample, VersionSpan
+from sluice.samples.sample import COLUMNS, Sample, UnknownColumnError, VersionSpan
 
 
 def same(one: Sample, other: Sample) -> bool:

@@ -18,8 +18,8 @@ import pytest
 import xxhash
 
 from sluice.durable import LockTimeoutError, locked
-from sluice.samples.blobs import BlobNotFoundError, BlobReference, BlobStore
-from sluice.samples.pins import PinBoard
+from sluice.samples.blobs import BlobNotFoundError, BlobReference, BlobStore, PinBoard
+from tests.patience import PATIENCE
 
 HERE = Path(__file__).parent
 CONTENTS = 200
@@ -117,7 +117,7 @@ def test_a_collector_beside_writers_takes_nothing_that_is_named(tmp_path: Path) 
     ]
     for process in processes:
         process.start()
-    finished = stop.wait(200)
+    finished = stop.wait(PATIENCE)
     stop.set()
     for process in processes:
         process.join(60)

@@ -12,8 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReference, BlobStore
-from sluice.samples.pins import COMPACT_LINES, append, pin_path
+from sluice.samples.blobs import (
+    COMPACT_LINES,
+    BlobDigestError,
+    BlobNotFoundError,
+    BlobReference,
+    BlobStore,
+    append,
+    pin_path,
+)
 
 NOW = -5.0  # a grace that spares nothing, not even what was put this moment
 

@@ -7,14 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sluice.samples.columns import (
+from sluice.samples.sample import (
     COLUMNS,
     ColumnLengthError,
     InvalidSampleError,
+    Sample,
     UnknownColumnError,
+    VersionSpan,
     validate_sample,
 )
-from sluice.samples.sample import Sample, VersionSpan
 
 GOOD = Sample(
     sample_id="g/0",

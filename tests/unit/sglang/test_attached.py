@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from services.rollout.backends.sglang import replica
-from services.rollout.backends.sglang.client import SglangClient
-from services.rollout.backends.sglang.engine import SglangEngine
-from services.rollout.backends.sglang.process import free_port
-from services.rollout.engine import Generation, IncomingWeights, PauseMode, Sampling
-from services.rollout.engine_config import EngineConfig
+from services.rollout.engine.config import EngineConfig, SglangConfig
+from services.rollout.engine.interface import Generation, IncomingWeights, PauseMode, Sampling
+from services.rollout.engine.sglang import replica
+from services.rollout.engine.sglang.client import SglangClient
+from services.rollout.engine.sglang.engine import SglangEngine
+from services.rollout.engine.sglang.servers import free_port
 from services.rollout.errors import (
     EngineFailedError,
     NoSleepError,
@@ -24,9 +24,9 @@ from services.rollout.errors import (
     NoWeightsError,
     UnfitWeightsError,
 )
-from services.rollout.sglang_config import SglangConfig
 from sluice.weights.manifest import read_manifest
 from sluice.weights.store import VersionRecord, WeightStore, import_checkpoint
+from tests.patience import PATIENCE
 from tests.unit.sglang.test_handshake import SERVER, openapi
 from tests.unit.sglang.test_weights import write_model
 
@@ -168,11 +168,11 @@ async def test_an_attached_server_that_comes_back_before_any_weights_is_given_th
     with pytest.raises(EngineFailedError):
         await engine.commit(record.version, PauseMode.ABORT)
     refused.set()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while engine._replica.is_up:
             await asyncio.sleep(0.02)
     async with await asyncio.start_server(recorded.serve, "127.0.0.1", port):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             while not engine.status().extra["restarts_total"]:
                 await asyncio.sleep(0.02)
         await engine.commit(record.version, PauseMode.ABORT)
@@ -193,12 +193,12 @@ async def test_an_attached_server_that_comes_back_is_given_the_weights_it_had(
     await engine.commit(record.version, PauseMode.IN_PLACE)
     server.close()
     await server.wait_closed()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while engine.status().version is not None:
             await asyncio.sleep(0.02)
     recorded.asked.clear()
     async with await asyncio.start_server(recorded.serve, "127.0.0.1", port):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             while engine.status().version is None:
                 await asyncio.sleep(0.02)
         assert (engine.status().version, engine.status().digest) == (record.version, record.digest)

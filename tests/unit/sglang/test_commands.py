@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.rollout.backends.sglang.commands import (
+from services.rollout.engine.config import EngineConfig, SglangConfig
+from services.rollout.engine.sglang.commands import (
     command,
     dp_size,
     engine_arguments,
@@ -12,7 +13,7 @@ from services.rollout.backends.sglang.commands import (
     flags,
     model_arguments,
 )
-from services.rollout.backends.sglang.topology import (
+from services.rollout.engine.sglang.topology import (
     Encoders,
     ServerGroup,
     Topology,
@@ -20,8 +21,6 @@ from services.rollout.backends.sglang.topology import (
     encoder_arguments,
     launches,
 )
-from services.rollout.engine_config import EngineConfig
-from services.rollout.sglang_config import SglangConfig
 
 SHARED = {"model_path": "/m", "tp_size": 4, "device": "gpu"}
 LAUNCH = "py -m sglang.launch_server --model-path /m --tp-size 4 --device gpu"

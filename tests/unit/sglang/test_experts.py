@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.rollout.backends.sglang.experts import Routing, parse_experts, read_routing
-from services.rollout.backends.sglang.handshake import MissingFeatureError
-from services.rollout.backends.sglang.jobs import WARM_TOKENS
-from services.rollout.backends.sglang.samples import Sample
-from services.rollout.engine import Delta, FinishReason, Generation, Sampling
+from services.rollout.engine.interface import Delta, FinishReason, Generation, Sampling
+from services.rollout.engine.sglang.client import MissingFeatureError
+from services.rollout.engine.sglang.jobs import WARM_TOKENS
+from services.rollout.engine.sglang.samples import Routing, Sample, parse_experts, read_routing
 from services.rollout.errors import EngineFailedError, UnfitWeightsError
 from sluice.weights.store import WeightStore, import_checkpoint
+from tests.patience import PATIENCE
 from tests.unit.sglang.test_attached import Recorded, attached
 from tests.unit.sglang.test_weights import write_model
 
@@ -238,11 +238,15 @@ def test_the_process_in_front_of_sglang_needs_no_torch() -> None:
     """Also where it reads the layout of a mixture."""
     script = (
         "import sys; sys.modules['torch'] = None\n"
-        "import services.rollout.backends.sglang.engine\n"
-        "from services.rollout.backends.sglang.experts import read_routing\n"
+        "import services.rollout.engine.sglang.engine\n"
+        "from services.rollout.engine.sglang.samples import read_routing\n"
         f"read_routing({MIXTURE!r})"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.rollout.backends.sglang.gate import Gate
-from services.rollout.backends.sglang.load import Load
+from services.rollout.engine.sglang.load import Gate, Load
 
 
 async def test_slots_go_to_who_came_first_and_as_many_as_there_are() -> None:

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from services.rollout.backends.sglang.client import RefusedError, SglangClient
-from services.rollout.backends.sglang.handshake import (
+from services.rollout.engine.sglang.client import (
     FOR_CHECKSUMS,
     FOR_EXPERTS,
     FOR_TRANSFERS,
     NEEDED,
     MissingFeatureError,
+    RefusedError,
+    SglangClient,
     shake_hands,
 )
 from services.rollout.errors import EngineFailedError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.backends.sglang import process
+from services.rollout.engine.sglang import servers as servers_module
 from services.rollout.errors import EngineFailedError
 
 HANDED_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -15,13 +15,13 @@ HANDED_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 def test_ports_are_none_that_the_kernel_hands_out() -> None:
     lowest = int(HANDED_OUT.read_text().split()[0])
-    assert all(process.free_port("127.0.0.1") < lowest for _ in range(20))
+    assert all(servers_module.free_port("127.0.0.1") < lowest for _ in range(20))
 
 
 def test_a_port_with_a_listener_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = process.free_port("127.0.0.1")  # one that nobody is given once it is free again
+    port = servers_module.free_port("127.0.0.1")  # one that nobody is given once it is free again
     with socket.create_server(("127.0.0.1", port)):
-        monkeypatch.setattr(process, "PORTS", range(port, port + 1))
+        monkeypatch.setattr(servers_module, "PORTS", range(port, port + 1))
         with pytest.raises(EngineFailedError, match="no free port"):
-            process.free_port("127.0.0.1")
-    assert process.free_port("127.0.0.1") == port
+            servers_module.free_port("127.0.0.1")
+    assert servers_module.free_port("127.0.0.1") == port

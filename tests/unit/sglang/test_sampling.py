@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from services.rollout.backends.sglang.samples import sampling_parameters
-from services.rollout.engine import Generation, Sampling
+from services.rollout.engine.interface import Generation, Sampling
+from services.rollout.engine.sglang.samples import sampling_parameters
 
 SAMPLING = Sampling(
     max_new_tokens=9,

@@ -9,10 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.rollout.backends.sglang.servers import Servers
-from services.rollout.engine_config import EngineConfig
+from services.rollout.engine.config import EngineConfig
+from services.rollout.engine.sglang.servers import Servers
 from services.rollout.errors import EngineFailedError
 from sluice.config import parse_config
+from tests.patience import PATIENCE
 
 # The first one that comes is healthy; the second ends once somebody has seen that.
 ENCODER = """\
@@ -43,7 +44,7 @@ async def test_an_encoder_that_runs_is_ended_when_another_never_does(tmp_path: P
     program.chmod(0o755)
     values = {"backend": "sglang", "sglang": {"python": str(program), "encoders": 2}}
     servers = Servers(parse_config(EngineConfig, values))
-    async with asyncio.timeout(240):
+    async with asyncio.timeout(PATIENCE):
         with pytest.raises(EngineFailedError, match="encoder server ended"):
             await servers.start(tmp_path, "1")
     assert (tmp_path / "seen").exists()

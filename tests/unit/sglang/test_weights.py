@@ -13,26 +13,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from services.rollout.backends.sglang.checksums import (
+from services.rollout.config import RolloutConfig
+from services.rollout.engine.sglang.jobs import is_expansion
+from services.rollout.engine.sglang.samples import of_tokens, parse_tag, tag, versions_of
+from services.rollout.engine.sglang.staging import (
+    HostStaging,
+    HostVersions,
+    check_fit,
+    plain_version,
+)
+from services.rollout.engine.sglang.weights import (
     CheckpointChecksums,
     from_answer,
     tensors_of,
     wrong_changes,
     wrong_values,
 )
-from services.rollout.backends.sglang.prompts import is_expansion
-from services.rollout.backends.sglang.spans import of_tokens, parse_tag, tag, versions_of
-from services.rollout.backends.sglang.staging import HostStaging, check_fit, plain_version
-from services.rollout.backends.sglang.versions import HostVersions
-from services.rollout.config import RolloutConfig
-from services.rollout.errors import (
-    DigestMismatchError,
-    UnfitWeightsError,
-    VersionNotPreparedError,
-)
+from services.rollout.errors import DigestMismatchError, UnfitWeightsError, VersionNotPreparedError
 from sluice.config import parse_config
-from sluice.weights.cache import HostCache
+from sluice.weights.host_cache import HostCache
 from sluice.weights.store import VersionRecord, WeightStore, import_checkpoint
+from tests.patience import PATIENCE
 
 RNG = np.random.default_rng(0)
 NAMES = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -115,7 +116,7 @@ def test_a_version_is_fetched_once_and_goes_with_the_last_engine(
             pool.submit(engine.stage, record.version, record.digest, record.directory)
             for engine in engines
         ]
-        held = [future.result(timeout=120) for future in stage]
+        held = [future.result(timeout=PATIENCE) for future in stage]
     directory = held[0].directory
     assert {staged.directory for staged in held} == {directory}
     inode = (directory / "model.safetensors").stat().st_ino

@@ -12,8 +12,7 @@ from services.trainer.config import RanksConfig
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.api.trainer.v1 import worker_service_pb2_grpc as pb_grpc
-
-PATIENCE = 60.0  # seconds for anything on a busy machine
+from tests.patience import PATIENCE
 
 Answer = Callable[[pb.FollowResponse], Awaitable[pb.CommandResult | None]]
 

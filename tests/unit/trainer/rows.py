@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.trainer.front.batches import Batch, RowLimits, StoredRows, describe_rows
+from services.trainer.controller.batches import Batch, RowLimits, StoredRows, describe_rows
 from sluice.samples.blobs import BlobReference
 from sluice.samples.sample import Sample
 

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from services.trainer.config import TrainerConfig
-from services.trainer.front.passes import GradientsRequest
-from services.trainer.front.trainer import Trainer
-from services.trainer.front.worker_service import WorkerServer
+from services.trainer.controller.passes import GradientsRequest
+from services.trainer.controller.rank_group import WorkerServer
+from services.trainer.controller.trainer import Trainer
 from sluice.algo.spec import LossSpec
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb

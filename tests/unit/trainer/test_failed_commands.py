@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from services.trainer.config import TrainerConfig
+from services.trainer.controller.uploads import ColumnUpdate
 from services.trainer.errors import RankError
-from services.trainer.front.columns import ColumnUpdate
 from services.trainer.rank.executor import Executor
 from sluice.algo.spec import AdvantageSpec
 from sluice.api.trainer.v1 import worker_service_pb2 as pb

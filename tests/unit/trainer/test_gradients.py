@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from services.trainer.controller.state import GradientLedger, Part
 from services.trainer.errors import (
     AggregationMismatchError,
     GradientsIncompleteError,
@@ -11,7 +12,6 @@ from services.trainer.errors import (
     PartReusedError,
     PartsMismatchError,
 )
-from services.trainer.front.gradients import GradientLedger, Part
 
 TOKEN_MEAN = ("token_mean", None)
 

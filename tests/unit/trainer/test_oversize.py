@@ -7,19 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.trainer.errors import OversizeSampleError
-from services.trainer.front.batches import RowLimits, describe_rows
-from services.trainer.front.columns import bare
-from services.trainer.front.planning import Planner
-from services.trainer.oversize import cut_sample
+from services.trainer.controller.batches import RowLimits, describe_rows
+from services.trainer.controller.planning import Planner
+from services.trainer.controller.uploads import bare
+from services.trainer.errors import OversizeSampleError, cut_sample
 from services.trainer.rank.table import RowTable
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.balance.planner import OversizePolicy, PlanLimits
 from sluice.runtime.wire import blob_to_proto
 from sluice.samples.arrow import encode_group
 from sluice.samples.blobs import BlobStore
-from sluice.samples.columns import validate_sample
-from sluice.samples.sample import Sample, VersionSpan
+from sluice.samples.sample import Sample, VersionSpan, validate_sample
 from tests.unit.trainer.rows import make_batch, make_sample, make_samples
 from tests.unit.trainer.test_planning import SHAPE
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.config import TrainerConfig
-from services.trainer.front import commands
-from services.trainer.front.planning import (
+from services.trainer.controller import commands
+from services.trainer.controller.planning import (
     Packing,
     Planner,
     find_missing,

@@ -12,20 +12,19 @@ import grpc
 import pytest
 
 from services.trainer.config import TrainerConfig
+from services.trainer.controller import rank_incarnation as generation_module
+from services.trainer.controller.commands import same_for_all
+from services.trainer.controller.rank_group import ExternalLauncher, RankGroup, WorkerServer
+from services.trainer.controller.rank_incarnation import Generation
 from services.trainer.errors import RankError, RankLostError, TrainerFailedError
-from services.trainer.front import generation as generation_module
-from services.trainer.front.commands import same_for_all
-from services.trainer.front.generation import Generation
-from services.trainer.front.launcher import ExternalLauncher
-from services.trainer.front.rank_group import RankGroup
-from services.trainer.front.worker_service import WorkerServer
 from sluice.api.common.v1 import wait_service_pb2
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.config import parse_config
 from sluice.runtime.errors import LoadingError, NotFoundError
 from sluice.runtime.waits import Waits
-from tests.unit.trainer.ranks import PATIENCE, ScriptedRank, ranks_config, until
+from tests.patience import PATIENCE
+from tests.unit.trainer.ranks import ScriptedRank, ranks_config, until
 
 ACTIVE, FAILED = trainer_pb.Trainer.STATE_ACTIVE, trainer_pb.Trainer.STATE_FAILED
 DISCARD = same_for_all(pb.FollowResponse(discard=pb.DiscardCommand()))

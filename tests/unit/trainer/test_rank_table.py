@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.rank.advantages import add_advantages
+from services.trainer.rank.executor import add_advantages
 from services.trainer.rank.table import RowTable
 from sluice.algo.spec import AdvantageSpec
 from sluice.api.trainer.v1 import worker_service_pb2 as pb

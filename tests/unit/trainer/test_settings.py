@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from services.trainer.config import OptimConfig, TrainerConfig
-from services.trainer.schedule import learning_rate
+from services.trainer.controller.state import learning_rate
 from sluice.config import ConfigError, parse_config
+from tests.patience import PATIENCE
 
 MEGATRON: dict[str, Any] = {"backend": "megatron"}
 
@@ -93,7 +94,7 @@ def test_the_resolved_config_survives_json(tmp_path: Path) -> None:
 
 def test_the_command_line_refuses_what_is_wrong() -> None:
     command = [sys.executable, "-m", "services.trainer", "--store", "x", "--model", "/no/such"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert found.returncode == 2
     assert found.stderr.startswith("trainer: model: ")
     assert "Traceback" not in found.stderr
@@ -106,6 +107,6 @@ def test_the_front_can_be_imported_without_torch() -> None:
         "sys.exit(f'imported {bad}' if bad else 0)"
     )
     found = subprocess.run(
-        [sys.executable, "-c", code], timeout=240, capture_output=True, text=True
+        [sys.executable, "-c", code], timeout=PATIENCE, capture_output=True, text=True
     )
     assert found.returncode == 0, found.stderr

@@ -12,20 +12,21 @@ import pytest
 import torch
 
 from services.trainer.config import TrainerConfig
-from services.trainer.front.publication import Publisher
-from services.trainer.front.state import TrainerState
+from services.trainer.controller.publication import Publisher
+from services.trainer.controller.state import TrainerState
 from services.trainer.rank.publishing import _shard_to_proto
 from sluice import faults
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.config import parse_config
 from sluice.runtime.waits import Waits
 from sluice.weights.bucket import BucketWeightStore
-from sluice.weights.cache import HostCache
 from sluice.weights.errors import MissingTensorError
+from sluice.weights.host_cache import HostCache
 from sluice.weights.open import AnyWeightStore
 from sluice.weights.shards import write_shard
 from sluice.weights.store import WeightStore
-from tests.unit.trainer.ranks import PATIENCE, until
+from tests.patience import PATIENCE
+from tests.unit.trainer.ranks import until
 from tests.unit.trainer.stage import Stage
 
 

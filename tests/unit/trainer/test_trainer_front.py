@@ -255,7 +255,7 @@ async def test_uploads_are_written_off_the_event_loop(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While a slow disk takes them, heartbeats are heard and health is answered."""
-    monkeypatch.setattr("services.trainer.front.uploads.SPOOL_ROWS", 2)
+    monkeypatch.setattr("services.trainer.controller.uploads.SPOOL_ROWS", 2)
     stage.trainer.blobs = NotingStore(stage.config.store, sync=False)
 
     async def messages() -> AsyncIterator[trainer_pb.UploadBatchRequest]:
@@ -281,7 +281,7 @@ async def test_passes_are_planned_off_the_event_loop(
         planners.add(threading.get_ident())
         return plan_micro_batches(rows, limits)
 
-    monkeypatch.setattr("services.trainer.front.planning.plan_micro_batches", noting)
+    monkeypatch.setattr("services.trainer.controller.planning.plan_micro_batches", noting)
     batch = await stage.upload()
     await stage.trainer.compute_logprobs(batch, 1, 1.0)
     await stage.trainer.compute_values(batch)

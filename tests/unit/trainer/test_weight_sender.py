@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from services.trainer.config import TransferConfig
-from services.trainer.front.transfer import BROKEN, Shipment, Target, WeightSender
+from services.trainer.controller.transfer import BROKEN, Shipment, Target, WeightSender
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb

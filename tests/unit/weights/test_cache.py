@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from sluice.durable import LockTimeoutError
-from sluice.weights.cache import CachedVersion, HostCache
 from sluice.weights.errors import TensorDigestError, VersionNotFoundError
+from sluice.weights.host_cache import CachedVersion, HostCache
 from sluice.weights.manifest import read_manifest
 from sluice.weights.shards import load_verified
 from sluice.weights.store import WeightStore
+from tests.patience import PATIENCE
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -175,13 +176,13 @@ def test_another_process_that_hangs_is_waited_for_only_so_long(policy, store, tm
     class Slow(WeightStore):
         def local_file(self, version: int, name: str, scratch: Path) -> Path:
             began.set()
-            assert let_go.wait(240)
+            assert let_go.wait(PATIENCE)
             return super().local_file(version, name, scratch)
 
     with ThreadPoolExecutor(1) as pool:
         slow = HostCache(tmp_path / "cache", Slow(store.root))
         made = pool.submit(slow.take, version)
-        assert began.wait(240)
+        assert began.wait(PATIENCE)
         with pytest.raises(LockTimeoutError):
             HostCache(tmp_path / "cache", store, fetch_seconds=0.2).take(version)
         let_go.set()

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.weights.delta import codec
-from sluice.weights.delta.codec import DeltaError, Form
+from sluice.weights import delta
+from sluice.weights.delta import DeltaError, Form
 
 
 def applied(old: np.ndarray, payload: bytes, width: int) -> bytes:
     target = old.copy()
-    codec.apply(memoryview(payload), target, width)
+    delta.apply(memoryview(payload), target, width)
     return target.tobytes()
 
 
@@ -35,7 +35,7 @@ def test_any_two_arrays_differ_losslessly(
     moved = random.random(count) < share
     elements[moved] += np.array(step % 2 ** (8 * width), elements.dtype)
     new = elements.view(np.uint8)
-    encoded = codec.encode(old, new, width)
+    encoded = delta.encode(old, new, width)
     assert applied(old, encoded.payload, width) == new.tobytes()
     assert encoded.changed == int((old.view(f"<u{width}") != elements).sum())
 
@@ -46,7 +46,7 @@ def test_gaps_around_the_end_of_a_byte(gap: int) -> None:
     new = old.copy()
     new.view("<u2")[::gap] = 3
     new.view("<u2")[-1] = 5
-    encoded = codec.encode(old, new, 2)
+    encoded = delta.encode(old, new, 2)
     assert applied(old, encoded.payload, 2) == new.tobytes()
 
 
@@ -59,7 +59,7 @@ def test_the_form_follows_the_size_of_the_step(rate: float, form: Form, at_most:
     weights = torch.randn(200_000) * 0.02
     moved = weights + rate * torch.sign(torch.randn(200_000))
     old, new = (w.to(torch.bfloat16).view(torch.uint8).numpy() for w in (weights, moved))
-    encoded = codec.encode(old, new, 2)
+    encoded = delta.encode(old, new, 2)
     assert Form(encoded.payload[0]) is form
     assert len(encoded.payload) < at_most * len(new)
     assert applied(old, encoded.payload, 2) == new.tobytes()
@@ -68,7 +68,7 @@ def test_the_form_follows_the_size_of_the_step(rate: float, form: Form, at_most:
 def test_what_has_nothing_in_common_costs_no_more_than_its_bytes() -> None:
     random = np.random.default_rng(0)
     old, new = (random.integers(0, 256, 40_000, dtype=np.uint8) for _ in range(2))
-    encoded = codec.encode(old, new, 2)
+    encoded = delta.encode(old, new, 2)
     assert len(encoded.payload) < len(new) + 100
     assert applied(old, encoded.payload, 2) == new.tobytes()
 
@@ -78,7 +78,7 @@ def test_a_damaged_payload_is_an_error_or_other_bytes_never_a_crash() -> None:
     old = random.integers(0, 256, 4000, dtype=np.uint8)
     new = old.copy()
     new[::50] += 1
-    payload = codec.encode(old, new, 2).payload
+    payload = delta.encode(old, new, 2).payload
     refused = 0
     for position in range(len(payload)):
         damaged = bytearray(payload)
@@ -95,6 +95,6 @@ def test_a_damaged_payload_is_an_error_or_other_bytes_never_a_crash() -> None:
 
 def test_a_payload_of_another_tensor_is_refused() -> None:
     old, new = np.zeros(20, np.uint8), np.ones(20, np.uint8)
-    payload = codec.encode(old, new, 2).payload
+    payload = delta.encode(old, new, 2).payload
     with pytest.raises(DeltaError, match="10 elements, not 11"):
-        codec.apply(memoryview(payload), np.zeros(22, np.uint8), 2)
+        delta.apply(memoryview(payload), np.zeros(22, np.uint8), 2)

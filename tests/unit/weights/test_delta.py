@@ -12,8 +12,6 @@ import torch
 from safetensors.torch import load_file
 
 from sluice.weights.assembly import assemble
-from sluice.weights.cache import HostCache
-from sluice.weights.checkout import check_out
 from sluice.weights.errors import (
     FileDigestError,
     InvalidCheckpointError,
@@ -22,6 +20,7 @@ from sluice.weights.errors import (
     VersionNotFoundError,
     WeightStoreError,
 )
+from sluice.weights.host_cache import HostCache, check_out
 from sluice.weights.manifest import MANIFEST_NAME, Manifest, encode_manifest, read_manifest
 from sluice.weights.shards import load_verified
 from sluice.weights.store import WeightStore

@@ -11,17 +11,15 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engine import EngineStatus, IncomingWeights
-from services.rollout.engine_transfers import Transfer
-from services.rollout.engine_weights import EngineWeights
+from services.rollout.engine.interface import EngineStatus, IncomingWeights
+from services.rollout.engine.weights import EngineWeights, Transfer
 from services.rollout.errors import TransferGroupNotJoinedError
-from sluice.weights.cache import CachedVersion, HostCache
+from sluice.weights.host_cache import CachedVersion, HostCache
 from sluice.weights.manifest import Manifest
 from sluice.weights.open import AnyWeightStore
 from sluice.weights.store import WeightStore
 from sluice.weights.transfer.plan import Membership
-
-PATIENCE = 60.0  # seconds for anything on a busy machine
+from tests.patience import PATIENCE
 
 
 class BareEngine:

@@ -12,6 +12,7 @@ import pytest
 from sluice.weights.shards import load_verified
 from sluice.weights.staging import LOCK_SUFFIX
 from sluice.weights.store import WeightStore
+from tests.patience import PATIENCE
 
 WRITER = Path(__file__).with_name("publish_forever.py")
 ROOT = Path(__file__).parents[3]
@@ -33,7 +34,7 @@ def kill_after(writer: subprocess.Popen[str], lines: int) -> list[str]:
     assert all(told), "the writer died by itself"
     writer.kill()
     told += writer.stdout.readlines()
-    writer.wait(240)
+    writer.wait(PATIENCE)
     return [line for line in told if line.endswith("\n")]
 
 
@@ -78,5 +79,5 @@ def test_sweep_spares_a_live_writer_of_another_process(tmp_path: Path) -> None:
             assert writer.stdout.readline(), "the writer lost its directory and died"
     finally:
         writer.kill()
-        writer.wait(240)
+        writer.wait(PATIENCE)
         writer.stdout.close()

@@ -26,6 +26,7 @@ from sluice.weights.errors import (
 from sluice.weights.manifest import MANIFEST_NAME, ShardFile
 from sluice.weights.shards import write_shard
 from sluice.weights.store import Staging, VersionRecord, WeightStore
+from tests.patience import PATIENCE
 from tests.unit.weights.allocating import allocate_many
 
 
@@ -76,7 +77,7 @@ def test_processes_share_the_numbers(tmp_path: Path) -> None:
     ]
     for process in processes:
         process.start()
-    versions = [found.get(timeout=200) for _ in processes]
+    versions = [found.get(timeout=PATIENCE) for _ in processes]
     for process in processes:
         process.join(200)
     assert sorted(itertools.chain.from_iterable(versions)) == list(range(1, 121))

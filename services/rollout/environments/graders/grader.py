@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import model_validator
@@ -12,9 +14,11 @@ from services.rollout.environments.environment import (
     Placement,
     Response,
     Reward,
+    SettingError,
     Task,
     TextTokenizer,
 )
+from services.rollout.environments.registry import load_function
 from sluice.config import Config
 
 
@@ -87,3 +91,77 @@ def last_boxed(text: str) -> str:
                 return text[start + len("\\boxed{") : index]
         end = start
     return ""
+
+
+_FIELDS = {"reward", "raw_reward", "scores", "trained"}
+
+
+class InvalidRewardError(ValueError):
+    """Something that is no list of rewards; the message says what is wrong with it."""
+
+
+def rewards_from(values: Any, count: int) -> list[Reward]:
+    """One per response. Raises InvalidRewardError."""
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise InvalidRewardError(f"rewards must be a list, not {type(values).__name__}")
+    if len(values) != count:
+        raise InvalidRewardError(f"{len(values)} rewards for {count} responses")
+    return [_reward_from(value, index) for index, value in enumerate(values)]
+
+
+def _reward_from(value: Any, index: int) -> Reward:
+    where = f"rewards[{index}]"
+    if isinstance(value, Reward):
+        value = {
+            "reward": value.reward,
+            "raw_reward": value.raw_reward,
+            "scores": value.scores,
+            "trained": value.trained,
+        }
+    if not isinstance(value, Mapping):
+        number = _number(value, where)
+        return Reward(reward=number, raw_reward=number)
+    if unknown := value.keys() - _FIELDS:
+        raise InvalidRewardError(f"{where} has unknown keys: {', '.join(sorted(unknown))}")
+    if "reward" not in value:
+        raise InvalidRewardError(f"{where} has no reward")
+    raw, scores = value.get("raw_reward"), value.get("scores") or {}
+    trained = value.get("trained", True)
+    if not isinstance(scores, Mapping) or not isinstance(trained, bool):
+        raise InvalidRewardError(f"{where}: scores must be an object, trained true or false")
+    return Reward(
+        reward=_number(value["reward"], f"{where}.reward"),
+        raw_reward=None if raw is None else _number(raw, f"{where}.raw_reward"),
+        scores={name: _number(score, f"{where}.scores.{name}") for name, score in scores.items()},
+        trained=trained,
+    )
+
+
+def _number(value: Any, where: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise InvalidRewardError(f"{where} is {value!r}, not a number") from None
+    if isinstance(value, str) or not math.isfinite(number):
+        raise InvalidRewardError(f"{where} is {value!r}, not a finite number")
+    return number
+
+
+class UserFunction(Grader):
+    """An exception of the function fails the group, and ends the process."""
+
+    placement = Placement.PROCESS
+
+    def __init__(self, path: str, settings: Mapping[str, Any]) -> None:
+        """Raises SettingError for a path or settings that do not fit."""
+        self._path, self._values = path, dict(settings)
+        self._function: Callable[..., Any] = load_function(path, "reward")
+        try:
+            inspect.signature(self._function).bind(None, [], **self._values)
+        except TypeError as error:
+            raise SettingError("reward_settings", f"{path}: {error}") from None
+
+    def grade(self, task: Task, responses: Sequence[Response]) -> list[Reward]:
+        """Raises InvalidRewardError, and what the function raises."""
+        values = self._function(task, list(responses), **self._values)
+        return rewards_from(values, len(responses))

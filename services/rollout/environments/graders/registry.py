@@ -7,8 +7,7 @@ from typing import Any
 
 from services.rollout.environments.environment import Placement, SettingError, TextTokenizer
 from services.rollout.environments.graders.grader import Grader
-from services.rollout.environments.paths import load
-from services.rollout.environments.registry import parse_settings
+from services.rollout.environments.registry import load, parse_settings
 
 _HERE = "services.rollout.environments.graders"
 GRADERS = {  # nothing heavy is imported until chosen
@@ -41,7 +40,7 @@ def create_grader(
 ) -> Grader:
     """Raises SettingError, whose key is `reward` or below `reward_settings`."""
     if is_function(name):
-        from services.rollout.environments.graders.user import UserFunction
+        from services.rollout.environments.graders.grader import UserFunction
 
         return UserFunction(name, settings)
     found = _find(name)

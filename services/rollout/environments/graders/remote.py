@@ -20,8 +20,7 @@ import grpc
 from pydantic import Field
 
 from services.rollout.environments.environment import Response, Reward, Task
-from services.rollout.environments.graders.answers import InvalidRewardError, rewards_from
-from services.rollout.environments.graders.grader import Grader
+from services.rollout.environments.graders.grader import Grader, InvalidRewardError, rewards_from
 from sluice.config import Config
 from sluice.runtime.errors import DeadlineError, ServiceError
 

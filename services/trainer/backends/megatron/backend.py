@@ -24,17 +24,31 @@ from services.trainer.backend import (  # noqa: E402
     StepOutcome,
 )
 from services.trainer.backends.megatron import parallel  # noqa: E402
-from services.trainer.backends.megatron.batch import PackedBatch, check_tokens, pack_batch  # noqa: E402
-from services.trainer.backends.megatron.checkpoint import begin_save, describe, load  # noqa: E402
+from services.trainer.backends.megatron.batch import (  # noqa: E402
+    PackedBatch,
+    check_tokens,
+    pack_batch,
+)
+from services.trainer.backends.megatron.checkpoint import (  # noqa: E402
+    PendingSave,
+    begin_save,
+    describe,
+    load,
+)
 from services.trainer.backends.megatron.config import MegatronConfig  # noqa: E402
-from services.trainer.backends.megatron.device import current_device  # noqa: E402
-from services.trainer.backends.megatron.export import write_shards  # noqa: E402
-from services.trainer.backends.megatron.forward import Passes  # noqa: E402
-from services.trainer.backends.megatron.policy import Policy, create_policy  # noqa: E402
+from services.trainer.backends.megatron.forward import (  # noqa: E402
+    Passes,
+    share_responses,
+    share_sums,
+)
+from services.trainer.backends.megatron.policy import (  # noqa: E402
+    Policy,
+    create_policy,
+)
 from services.trainer.backends.megatron.replay import RoutingReplay  # noqa: E402
-from services.trainer.backends.megatron.results import share_responses, share_sums  # noqa: E402
-from services.trainer.backends.megatron.saving import PendingSave  # noqa: E402
 from services.trainer.backends.megatron.stepping import Stepper  # noqa: E402
+from services.trainer.backends.megatron.upstream import current_device  # noqa: E402
+from services.trainer.backends.megatron.weights import write_shards  # noqa: E402
 from services.trainer.config import TrainerConfig  # noqa: E402
 from sluice import platform  # noqa: E402
 from sluice.algo.spec import LossSpec  # noqa: E402

@@ -14,17 +14,16 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from services.trainer.backends.megatron.config import MegatronConfig
-from services.trainer.backends.megatron.device import current_device
 from services.trainer.backends.megatron.head import OutputHead
-from services.trainer.backends.megatron.loading import LocalTensor, load_hf, local_tensors
 from services.trainer.backends.megatron.model_config import (
     ModelSource,
     read_model,
     transformer_config,
     uses_transformer_engine,
 )
-from services.trainer.backends.megatron.provider import ModelRequest, build_model
-from services.trainer.backends.megatron.rotary import PositionRotary
+from services.trainer.backends.megatron.provider import ModelRequest, PositionRotary, build_model
+from services.trainer.backends.megatron.upstream import current_device
+from services.trainer.backends.megatron.weights import LocalTensor, load_hf, local_tensors
 from services.trainer.config import Head
 
 

@@ -1,9 +1,4 @@
-"""Where models come from: the built-in GPTModel, a registered factory, or a user's dotted path.
-
-A path may name a factory, a layer spec, or a callable that returns either; what it returned
-decides what it was. A callable is handed the arguments that it names, out of those of
-ModelRequest: `request`, `config`, `hf_config`, `pre_process`, `post_process`, `vp_stage`.
-"""
+"""RMSNorm that Megatron's own layers lack: the stock one refuses sequence parallelism."""
 
 from __future__ import annotations
 
@@ -15,12 +10,103 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from services.trainer.backends.megatron.layer_spec import decoder_spec
-from services.trainer.backends.megatron.rotary import PositionRotary
-from services.trainer.backends.megatron.value_head import place_value_head
+from services.trainer.backends.megatron.attention import PackAttention
+from services.trainer.backends.megatron.head import place_value_head
+from services.trainer.backends.megatron.upstream import current_device
+
+
+class RMSNorm(torch.nn.Module):
+    """Normalises in float32 and multiplies by the weight in the input's dtype, as HF models do.
+
+    Under sequence parallelism each rank sees part of the tokens, so the weight is marked for
+    Megatron to sum its gradient over tensor-parallel ranks.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        ones = torch.ones(hidden_size, dtype=config.params_dtype, device=current_device())
+        self.weight = torch.nn.Parameter(ones)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        normed = torch.nn.functional.rms_norm(hidden.float(), hidden.shape[-1:], None, self.eps)
+        return normed.to(hidden.dtype) * self.weight
+
+
+SUPPORTED = ("default", "linear", "llama3", "yarn")  # others change with the sequence length
+
+
+class RotaryScalingError(ValueError):
+    """The model scales its rotary embedding in a way that is not supported."""
+
+
+class PositionRotary(torch.nn.Module):
+    """Angles for given positions, with the inverse frequencies that transformers computes.
+
+    `attention_scaling` multiplies cosine and sine in transformers. Megatron only takes angles,
+    so it belongs, squared, into the softmax scale.
+    """
+
+    def __init__(self, hf_config: Any, device: torch.device) -> None:
+        super().__init__()
+        reference = LlamaRotaryEmbedding(hf_config)
+        if reference.rope_type not in SUPPORTED:
+            raise RotaryScalingError(
+                f"rope_type {reference.rope_type!r} is not one of {', '.join(SUPPORTED)}"
+            )
+        self.attention_scaling = float(reference.attention_scaling)
+        # Not a buffer: a cast of the model to bfloat16 must leave it alone.
+        self.frequencies = reference.inv_freq.to(device=device, dtype=torch.float32)
+
+    def forward(
+        self, position_ids: torch.Tensor, mrope_section: object = None, cp_group: object = None
+    ) -> torch.Tensor:
+        """int64[batch, tokens] -> float32[tokens, batch, 1, head_dim], of this rank's tokens."""
+        angles = position_ids[..., None].float() * self.frequencies
+        return torch.cat((angles, angles), dim=-1).transpose(0, 1).unsqueeze(2)
+
+
+def decoder_spec(
+    config: TransformerConfig, *, transformer_engine: bool, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """Layers of one model chunk. Attention is PackAttention with either kind of layer."""
+    block = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=transformer_engine,
+        normalization="RMSNorm",
+        vp_stage=vp_stage,
+    )
+    for layer in block.layer_specs:
+        _adapt_layer(layer.submodules, config, transformer_engine)
+    if not transformer_engine:
+        block.layer_norm = RMSNorm
+    return block
+
+
+def _adapt_layer(layer: Any, config: TransformerConfig, transformer_engine: bool) -> None:
+    attention = layer.self_attention.submodules
+    attention.core_attention = PackAttention
+    if transformer_engine:
+        return
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if layer.mlp.module is MoELayer:
+        # Checkpoints keep the names of TransformerEngine's layers. There the norm is fused into
+        # the first linear layer, except before experts, where the stock table is wrong.
+        layer.sharded_state_dict_keys_map = {
+            name: key
+            for name, key in layer.sharded_state_dict_keys_map.items()
+            if name != "pre_mlp_layernorm."
+        }
+
 
 LAYER_SPECS = (ModuleSpec, TransformerBlockSubmodules)
 MAX_CALLS = 3  # a callable that returns a callable that returns a spec

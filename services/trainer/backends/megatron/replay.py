@@ -21,9 +21,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from services.trainer.backend import Row
 from services.trainer.backends.megatron.batch import PackedBatch
-from services.trainer.backends.megatron.device import any_rank
+from services.trainer.backends.megatron.head import find_decoder
 from services.trainer.backends.megatron.model_config import ModelSource
-from services.trainer.backends.megatron.value_head import find_decoder
+from services.trainer.backends.megatron.upstream import any_rank
 from services.trainer.errors import RoutingMissingError
 
 Mode = Literal["recorded", "rollout"]

@@ -12,8 +12,8 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from services.trainer.backend import StepOutcome
 from services.trainer.backends.megatron import upstream
 from services.trainer.backends.megatron.config import MegatronConfig
-from services.trainer.backends.megatron.device import any_rank
 from services.trainer.backends.megatron.policy import Policy
+from services.trainer.backends.megatron.upstream import any_rank
 from services.trainer.config import OptimConfig
 
 FLOAT16_SCALE = 2.0**12  # losses are sums: the usual 2**32 would skip the first forty steps

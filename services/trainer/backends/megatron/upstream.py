@@ -1,12 +1,4 @@
-"""Megatron-Core as this backend uses it: loaded in the right order, with two known faults mended.
-
-Faults of 0.16.1 that show on any device without TransformerEngine:
-- `moe_utils` looks up `te_general_gemm`, which only TransformerEngine defines: NameError in
-  every mixture of experts. The name is defined as absent.
-- `DistributedOptimizer` forgets that torch's Adam keeps a `step` for every parameter: loading
-  raises KeyError, or shares one step tensor so that later steps advance it once per parameter
-  (a wrong resume without any error). `keep_steps` and `own_steps` give each parameter its own.
-"""
+"""This rank's device, by the platform's word alone."""
 
 from __future__ import annotations
 
@@ -19,9 +11,30 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from services.trainer.backends.megatron import cpu
 from sluice import platform
+
+
+def on_cpu() -> bool:
+    return platform.current().device_type == platform.CPU.device_type
+
+
+def current_device() -> torch.device:
+    """The one that the rank's process made current."""
+    chosen = platform.current()
+    if on_cpu():
+        return chosen.device()
+    return torch.device(chosen.device_type, chosen.module.current_device())
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether `flag` is set on any rank of the world; collective."""
+    found = torch.tensor(float(flag), device=current_device())
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return bool(found.item())
+
 
 VERSION = "0.16.1"  # the one whose faults are known; others are refused
 

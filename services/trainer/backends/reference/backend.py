@@ -21,7 +21,7 @@ from services.trainer.backend import (
 )
 from services.trainer.backends.reference import storage
 from services.trainer.backends.reference.model import ScoredModel
-from services.trainer.backends.reference.optimizer import FlatOptimizer
+from services.trainer.backends.reference.storage import FlatOptimizer
 from services.trainer.config import TrainerConfig
 from sluice import platform
 from sluice.algo.inputs import pack_rows

@@ -86,18 +86,22 @@ class Engine(_message.Message):
     def __init__(self, engine_id: _Optional[str] = ..., address: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., pool: _Optional[str] = ..., dp_size: _Optional[int] = ..., max_running_count: _Optional[int] = ..., weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., incarnation: _Optional[str] = ..., state: _Optional[_Union[EngineState, str]] = ..., leased_counts: _Optional[_Iterable[int]] = ..., heartbeat_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., first_target_index: _Optional[int] = ..., slowdown: _Optional[float] = ...) -> None: ...
 
 class RegisterEngineRequest(_message.Message):
-    __slots__ = ("engine",)
+    __slots__ = ("engine", "known_epoch")
     ENGINE_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_EPOCH_FIELD_NUMBER: _ClassVar[int]
     engine: Engine
-    def __init__(self, engine: _Optional[_Union[Engine, _Mapping]] = ...) -> None: ...
+    known_epoch: int
+    def __init__(self, engine: _Optional[_Union[Engine, _Mapping]] = ..., known_epoch: _Optional[int] = ...) -> None: ...
 
 class RegisterEngineResponse(_message.Message):
-    __slots__ = ("heartbeat_interval", "state")
+    __slots__ = ("heartbeat_interval", "state", "epoch")
     HEARTBEAT_INTERVAL_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     heartbeat_interval: _duration_pb2.Duration
     state: EngineState
-    def __init__(self, heartbeat_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., state: _Optional[_Union[EngineState, str]] = ...) -> None: ...
+    epoch: int
+    def __init__(self, heartbeat_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., state: _Optional[_Union[EngineState, str]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class DrainEngineRequest(_message.Message):
     __slots__ = ("engine_id", "resume")
@@ -130,10 +134,14 @@ class ListEnginesResponse(_message.Message):
     def __init__(self, engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ...) -> None: ...
 
 class WatchEnginesRequest(_message.Message):
-    __slots__ = ("pool",)
+    __slots__ = ("pool", "client_id", "known_epoch")
     POOL_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_EPOCH_FIELD_NUMBER: _ClassVar[int]
     pool: str
-    def __init__(self, pool: _Optional[str] = ...) -> None: ...
+    client_id: str
+    known_epoch: int
+    def __init__(self, pool: _Optional[str] = ..., client_id: _Optional[str] = ..., known_epoch: _Optional[int] = ...) -> None: ...
 
 class WatchEnginesResponse(_message.Message):
     __slots__ = ("engines", "epoch")
@@ -206,20 +214,22 @@ class AcquireLeasesResponse(_message.Message):
     def __init__(self, first_lease_id: _Optional[int] = ..., target_indices: _Optional[_Iterable[int]] = ..., bound_lease_ids: _Optional[_Iterable[int]] = ..., bound_target_indices: _Optional[_Iterable[int]] = ..., engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., epoch: _Optional[int] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class RenewLeasesRequest(_message.Message):
-    __slots__ = ("client_id", "lease_ids", "engine_ids", "dp_ranks", "engine_indices", "pool")
+    __slots__ = ("client_id", "lease_ids", "engine_ids", "dp_ranks", "engine_indices", "pool", "known_epoch")
     CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_IDS_FIELD_NUMBER: _ClassVar[int]
     DP_RANKS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_INDICES_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_EPOCH_FIELD_NUMBER: _ClassVar[int]
     client_id: str
     lease_ids: _containers.RepeatedScalarFieldContainer[int]
     engine_ids: _containers.RepeatedScalarFieldContainer[str]
     dp_ranks: _containers.RepeatedScalarFieldContainer[int]
     engine_indices: _containers.RepeatedScalarFieldContainer[int]
     pool: str
-    def __init__(self, client_id: _Optional[str] = ..., lease_ids: _Optional[_Iterable[int]] = ..., engine_ids: _Optional[_Iterable[str]] = ..., dp_ranks: _Optional[_Iterable[int]] = ..., engine_indices: _Optional[_Iterable[int]] = ..., pool: _Optional[str] = ...) -> None: ...
+    known_epoch: int
+    def __init__(self, client_id: _Optional[str] = ..., lease_ids: _Optional[_Iterable[int]] = ..., engine_ids: _Optional[_Iterable[str]] = ..., dp_ranks: _Optional[_Iterable[int]] = ..., engine_indices: _Optional[_Iterable[int]] = ..., pool: _Optional[str] = ..., known_epoch: _Optional[int] = ...) -> None: ...
 
 class RenewLeasesResponse(_message.Message):
     __slots__ = ("void_lease_ids", "ttl", "adopted_count", "dropped_count", "bound_lease_ids", "bound_target_indices", "engines", "epoch")

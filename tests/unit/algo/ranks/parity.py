@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 from toy_model import BATCHES, HIDDEN, SPECS, VOCAB, close, compare, make_rows, reference, run_local
 
-from sluice.algo.advantages import AdvantageRow, compute_advantages
+from sluice.algo.advantages import (
+    AdvantageRow,
+    compute_advantages,
+    generalized_advantages,
+    place_terminal,
+)
 from sluice.algo.exchange import gather_responses, redistribute
 from sluice.algo.inputs import pack_rows
 from sluice.algo.layout import SequenceLayout
@@ -13,7 +18,6 @@ from sluice.algo.linear_logprobs import linear_logprobs
 from sluice.algo.logprobs import VocabShard, token_logprobs
 from sluice.algo.losses import compute_loss
 from sluice.algo.moments import Moments
-from sluice.algo.scan import generalized_advantages, place_terminal
 from sluice.algo.spec import AdvantageSpec
 
 WORLD = 4

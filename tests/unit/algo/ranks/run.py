@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 
 from sluice.algo.collectives import Collectives, create_monitor
+from tests.patience import PATIENCE
 
 WORLD = 4
-TIMEOUT = timedelta(seconds=180)
+TIMEOUT = timedelta(seconds=PATIENCE)
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from sluice.algo.exchange import gather_places, redistribute
 from sluice.algo.layout import SequenceLayout
 from sluice.algo.linear_logprobs import linear_logprobs
 from sluice.algo.logprobs import VocabShard
+from tests.patience import PATIENCE
 
 WORLD = 4
-TIMEOUT = timedelta(seconds=180)
+TIMEOUT = timedelta(seconds=PATIENCE)
 
 
 def check_same_collectives_with_and_without_tokens(context):

@@ -1,0 +1,112 @@
+"""Settings of the SGLang backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from sluice.config import Config
+
+_NOT_ITS_OWN = {  # what this process has to know, by where it is told
+    "api_key": "set engine.sglang.api_key",
+    "host": "set engine.sglang.host",
+    "model_path": "set engine.model",
+    "port": "a free one is taken",
+    "weight_version": "it follows from the weights",
+}
+
+
+class SglangConfig(Config):
+    """An SGLang server that this process starts, or, with `url`, one that runs already.
+
+    `server_args` are SGLang's own, by name with underscores: they win over those that follow
+    from the engine's settings. True gives the bare flag, null leaves the argument out, a list
+    gives several values, a mapping JSON.
+    """
+
+    url: str = Field("", description="http://host:port of a running server; empty starts one.")
+    python: Path | None = Field(
+        None, description="Interpreter that has SGLang; default: the one that runs this process."
+    )
+    server_args: dict[str, Any] = Field(default_factory=dict, description="Of SGLang.")
+    environment: dict[str, str] = Field(default_factory=dict, description="Added for SGLang.")
+    host: str = Field("127.0.0.1", description="Where a started server listens.")
+    api_key: str = Field("", description="Sent to, and asked of, the server.")
+    staging: Path | None = Field(
+        None,
+        description="Folder of this host for weights; default: inside `weights_cache`, where "
+        "files are linked and not copied once more, else in the temporary folder.",
+    )
+    encoders: int = Field(0, ge=0, description="Encoder-only servers to start for a vision model.")
+    encoder_args: dict[str, Any] = Field(default_factory=dict, description="Of the encoders.")
+    encoder_backend: str = Field(
+        "zmq_to_scheduler", description="How an encoder sends what it computed."
+    )
+    verify: Literal["checksum", "off"] = Field(
+        "checksum", description="What must match before new weights serve."
+    )
+    start_seconds: float = Field(900.0, gt=0, description="From start to the first answer.")
+    stop_seconds: float = Field(10.0, gt=0, description="From SIGTERM to SIGKILL.")
+    update_seconds: float = Field(600.0, gt=0, description="One update of weights.")
+    restarts: int = Field(5, ge=0, description="In a row, before the engine is given up.")
+    backoff_seconds: float = Field(1.0, gt=0, description="Before a restart; doubles each time.")
+
+    @model_validator(mode="after")
+    def _arguments_are_for_the_server_alone(self) -> SglangConfig:
+        for name in self.server_args:
+            if "-" in name:
+                raise ValueError(f"server_args.{name}: write it with underscores")
+            if name in _NOT_ITS_OWN:
+                raise ValueError(f"server_args.{name}: {_NOT_ITS_OWN[name]}")
+        if self.url and (self.server_args or self.encoders):
+            raise ValueError("url: a running server takes no server_args and no encoders")
+        return self
+
+
+class EngineConfig(Config):
+    """Backend, model and limits of an engine.
+
+    Without `model` the engine starts empty and builds itself from the first prepared version.
+    """
+
+    backend: Literal["reference", "sglang"] = "reference"
+    model: str | None = Field(None, description="HF model directory, served as version 0.")
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    max_running: int = Field(256, ge=1, description="Samples that decode at once.")
+    max_model_length: int = Field(4096, ge=2, description="Prompt and response together.")
+    max_cached_tokens: int = Field(
+        0, ge=0, description="Tokens that may be reserved at once; 0: all slots at full length."
+    )
+    prefill_chunk_tokens: int = Field(
+        512, ge=1, description="Prompt tokens per step; bounds how long a step delays decoding."
+    )
+    prefix_cache_tokens: int = Field(
+        8192, ge=0, description="Prompt tokens kept for prompts that begin alike; 0: none."
+    )
+    waiting_limit: int = Field(4096, ge=1, description="Samples that may wait for a slot.")
+    threads: int = Field(0, ge=0, description="Threads of one operation; 0 leaves torch's own.")
+    deterministic: bool = Field(
+        False,
+        description="A sample's tokens and log-probs do not depend, to the bit, on its neighbours;"
+        " every decode step then costs max_running rows on one thread, and no prefix is shared.",
+    )
+    routed_experts: bool = Field(
+        False,
+        description="Completions bring the experts that their tokens were sent to, for a trainer"
+        " that replays them (routing_replay: rollout); needs a mixture of experts.",
+    )
+    sglang: SglangConfig = SglangConfig()
+
+    @model_validator(mode="after")
+    def _one_thread_when_deterministic(self) -> EngineConfig:
+        # How work is cut over threads depends on how much there is.
+        if self.deterministic and self.threads > 1:
+            raise ValueError("threads: deterministic needs 1")
+        return self
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens of all running samples together that may be reserved."""
+        return self.max_cached_tokens or self.max_running * self.max_model_length

@@ -1,0 +1,274 @@
+"""What an engine backend does: tokens in, tokens and log-probabilities out."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from services.rollout.errors import NoSleepError, NoTopTokensError
+from sluice.samples.sample import VersionSpan
+
+if TYPE_CHECKING:
+    from services.rollout.engine.config import EngineConfig
+    from sluice.weights.manifest import Manifest
+    from sluice.weights.transfer.plan import Bucket, Membership
+
+ENGINES = {  # nothing heavy is imported until chosen
+    "reference": "services.rollout.engine.reference.engine:ReferenceEngine",
+    "sglang": "services.rollout.engine.sglang.engine:SglangEngine",
+}
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"
+
+
+class PauseMode(StrEnum):
+    """WAIT lets running requests end, ABORT ends them with what they have, IN_PLACE holds them."""
+
+    WAIT = "wait"
+    ABORT = "abort"
+    IN_PLACE = "in_place"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn. `top_k` 0 and `top_p` 1 turn them off; temperature 0 is greedy.
+
+    The model's own end-of-sequence tokens stop a sample too; the stop token is part of it.
+    Top-p cuts what top-k left. A seed and a position in the sequence (prompt included) fix a
+    draw, so that a sample cut off and continued by token ids draws as if never cut.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    seeds: tuple[int, ...] = ()  # one per sample; empty draws fresh ones
+
+
+class MediaKind(StrEnum):
+    IMAGE = "image"
+
+
+@dataclass(frozen=True)
+class Media:
+    """A file that a prompt shows, at the placeholder token of its place."""
+
+    kind: MediaKind
+    digest: str
+    data: memoryview
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """One request: `sample_count` continuations of one prompt, whose KV cache they share.
+
+    With `stream` deltas come with every step; without, one delta per sample when it ends.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    sampling: Sampling
+    sample_count: int = 1
+    dp_rank: int = 0
+    stream: bool = False
+    media: tuple[Media, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Seconds of one sample in the engine; they add up to all of its time there."""
+
+    queue: float  # until its prompt was taken up
+    prefill: float  # until its first token
+    decode: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delta:
+    """Tokens added to sample `index` of a request; `finish_reason` only on its last one.
+
+    `logprobs` are of the tempered distribution before truncation by top-k and top-p (of
+    temperature 1 when greedy), `logprobs_t1` the same at temperature 1, or
+    nothing where the engine measures one of them alone. Spans count from the
+    start of the response. `timing` comes with `finish_reason`, where the engine knows; so does
+    `routed_experts`, where it is configured to tell: int16[prompt + sampled - 1, mixture layers,
+    chosen], of every token that the model took in.
+    """
+
+    index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    logprobs_t1: tuple[float, ...]
+    spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason | None = None
+    timing: Timing | None = None
+    routed_experts: np.ndarray | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """Log-probabilities (temperature 1) of given tokens, and the likeliest tokens in their places.
+
+    `top` has one entry a place, (token, log-probability) from the likeliest on, or is empty.
+    """
+
+    logprobs: tuple[float, ...]
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankLoad:
+    running_count: int
+    waiting_count: int
+    used_tokens: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class IncomingWeights:
+    """A version that comes over transfer groups.
+
+    `buckets` are those of each sender, in the order of the groups; `manifest` names all that the
+    model must end up with. `mode` is for an engine that pauses in order to receive.
+    """
+
+    manifest: Manifest
+    buckets: Sequence[Sequence[Bucket]]
+    seconds: float
+    mode: PauseMode = PauseMode.IN_PLACE
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStatus:
+    """`version` is None before the first weights; `failure` says why an engine serves no more.
+
+    `deterministic`: a seeded sample is the same to the bit whatever runs beside it.
+    """
+
+    version: int | None
+    digest: str
+    prepared_versions: tuple[int, ...]
+    paused: bool
+    rank_loads: tuple[RankLoad, ...]
+    max_running: int
+    max_model_length: int
+    last_pause_seconds: float = 0.0
+    last_prepare_seconds: float = 0.0
+    decode_tokens_total: int = 0
+    prefill_tokens_total: int = 0
+    failure: str = ""
+    deterministic: bool = False
+    transfer_ranks: int = 0  # that it takes in a transfer group; 0: it reads directories only
+    extra: dict[str, float] = field(default_factory=dict)
+
+
+class Engine(ABC):
+    """One replica. All methods are called on one event loop, which they never block."""
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Start serving; with a configured model the weights are loaded as version 0."""
+
+    @abstractmethod
+    def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
+        """Deltas of all samples as they come; closing the iterator aborts the request.
+
+        The request begins with the first `anext`, which raises NoWeightsError without weights,
+        PromptTooLongError, MediaUnsupportedError, DuplicateRequestError, QueueFullError or
+        InvalidFieldError.
+        EngineFailedError comes at any time when the engine breaks or closes.
+        """
+
+    @abstractmethod
+    async def score(self, token_ids: Sequence[int], prompt_length: int) -> list[float]:
+        """Log-probabilities (temperature 1) of token_ids[prompt_length:]."""
+
+    async def score_top(
+        self, token_ids: Sequence[int], prompt_length: int, top_count: int
+    ) -> Scores:
+        """`score` with the `top_count` likeliest tokens at each place.
+
+        Raises NoTopTokensError where the engine cannot name them.
+        """
+        raise NoTopTokensError("this engine names no likeliest tokens")
+
+    @abstractmethod
+    async def abort(self, request_ids: Sequence[str]) -> list[str]:
+        """End requests, keeping their partial tokens; returns those that were found."""
+
+    @abstractmethod
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop decoding; new requests wait until `resume`. Returns when nothing decodes."""
+
+    @abstractmethod
+    async def resume(self) -> None: ...
+
+    @abstractmethod
+    async def prepare(self, version: int, digest: str, directory: Path) -> None:
+        """Load and verify a version beside the serving one, while generating.
+
+        Raises DigestMismatchError naming the tensor when bytes differ from the manifest, or
+        the manifest from `digest`; UnfitWeightsError for weights of another architecture.
+        """
+
+    async def join_transfer(self, groups: Sequence[Membership], seconds: float) -> None:
+        """Join these groups, one for each sender, and leave those joined before.
+
+        The engine takes the ranks from `Membership.rank` on, as many as `transfer_ranks` of its
+        status says; a backend of which that is 0 is never asked. See
+        `sluice.weights.transfer.plan`.
+        Raises TransferBrokenError when the others do not come in time.
+        """
+        raise NotImplementedError
+
+    async def receive(self, incoming: IncomingWeights) -> None:
+        """Take a version from the groups joined last, as `prepare` does from a directory.
+
+        An engine that cannot hold two versions takes it in a pause and serves it at the return.
+        Returns, or raises, within `incoming.seconds`: TransferBrokenError, DigestMismatchError
+        naming the tensor, UnfitWeightsError. After an error the serving version is as before.
+        """
+        raise NotImplementedError
+
+    @abstractmethod
+    async def commit(self, version: int, mode: PauseMode) -> float:
+        """Swap a prepared version in; returns the seconds in which nothing was decoded.
+
+        Raises VersionNotPreparedError. A paused engine stays paused.
+        """
+
+    async def sleep(self) -> None:
+        """Give up the device's memory, weights and cache; free when asleep already.
+
+        Raises NoSleepError, or NotQuietError unless the engine is paused and holds no request.
+        """
+        raise NoSleepError("this engine keeps its memory")
+
+    async def wake(self) -> None:
+        """Take the memory back; the next version may then be committed. Raises NoSleepError."""
+        raise NoSleepError("this engine keeps its memory")
+
+    @abstractmethod
+    def status(self) -> EngineStatus: ...
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+
+def create_engine(name: str, config: EngineConfig) -> Engine:
+    """Import and build the engine `name` (a key of ENGINES; the config checked it)."""
+    module, _, attribute = ENGINES[name].partition(":")
+    engine: Engine = getattr(importlib.import_module(module), attribute)(config)
+    return engine

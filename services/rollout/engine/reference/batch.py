@@ -1,0 +1,335 @@
+"""What a decode step needs to know of each lane, as tensors in packed order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import pad
+
+from services.rollout.engine.interface import Delta, FinishReason
+from services.rollout.engine.reference.attention import (
+    Block,
+    CacheShape,
+    DecodeBlock,
+    PaddingBlock,
+    RowStore,
+    capacity_for,
+)
+from services.rollout.engine.reference.drawing import Drawn, DrawSettings, draw, draw_fixed
+from services.rollout.engine.reference.lanes import Lane, Outputs, Request, Version
+
+
+@dataclass(frozen=True)
+class Columns:
+    """One row per lane, int64[B] where not said otherwise.
+
+    tokens: drawn last, not yet in the cache; positions: where it stands; counts: tokens drawn;
+    budgets: tokens allowed; slots: in the outputs; stops: int64[B, S], filled up with -1.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    counts: torch.Tensor
+    budgets: torch.Tensor
+    slots: torch.Tensor
+    stops: torch.Tensor
+    settings: DrawSettings
+
+    @staticmethod
+    def of(
+        requests: Sequence[Request],
+        repeats: torch.Tensor,
+        tokens: torch.Tensor,
+        slots: Sequence[int],
+        settings: DrawSettings,
+    ) -> Columns:
+        """Lanes with their first token: repeats[i] of requests[i]."""
+        widest = max(len(request.stops) for request in requests)
+        stops = [[*r.stops, *[-1] * (widest - len(r.stops))] for r in requests]
+
+        def column(values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
+            each = torch.tensor(values, dtype=torch.int64, device=tokens.device)
+            return each.repeat_interleave(repeats, 0)
+
+        return Columns(
+            tokens=tokens,
+            positions=column([request.prompt.length for request in requests]),
+            counts=torch.ones_like(tokens),
+            budgets=column([request.budget for request in requests]),
+            slots=torch.tensor(slots, device=tokens.device),
+            stops=column(stops),
+            settings=settings,
+        )
+
+    def select(self, rows: torch.Tensor) -> Columns:
+        return _columns([column[rows] for column in self._plain()], self.settings.select(rows))
+
+    def joined(self, other: Columns) -> Columns:
+        width = max(self.stops.shape[1], other.stops.shape[1])
+        mine, theirs = self._plain(width), other._plain(width)
+        plain = [torch.cat(pair) for pair in zip(mine, theirs, strict=True)]
+        return _columns(plain, self.settings.joined(other.settings))
+
+    def stopped(self) -> torch.Tensor:
+        """bool[B]: the last token is a stop token."""
+        return (self.tokens[:, None] == self.stops).any(1)
+
+    def advance(self, tokens: torch.Tensor) -> None:
+        """Every lane drew one more token."""
+        self.tokens.copy_(tokens)
+        self.positions.add_(1)
+        self.counts.add_(1)
+
+    def _plain(self, stops: int = 0) -> tuple[torch.Tensor, ...]:
+        wide = pad(self.stops, (0, max(0, stops - self.stops.shape[1])), value=-1)
+        return self.tokens, self.positions, self.counts, self.budgets, self.slots, wide
+
+
+def _columns(plain: Sequence[torch.Tensor], settings: DrawSettings) -> Columns:
+    tokens, positions, counts, budgets, slots, stops = plain
+    return Columns(tokens, positions, counts, budgets, slots, stops, settings)
+
+
+class CacheRows:
+    """Stores by row size. A lane is known by its packed index: by row size, then by row.
+
+    `place`, `free` and `promote` break that order; `order` tells how to restore it.
+    """
+
+    def __init__(self, shape: CacheShape, max_length: int) -> None:
+        self._shape, self._max_length = shape, max_length
+        self._stores: dict[int, RowStore] = {}
+        self._members: dict[int, list[int]] = {}  # capacity -> packed index of each row
+
+    def place(self, prompt: torch.Tensor, members: Sequence[int]) -> None:
+        """Rows that begin with `prompt` [layers, 2, kv_heads, length, head_dim]."""
+        capacity = self._store(prompt.shape[3] + 1)
+        self._stores[capacity].extend(prompt, len(members))
+        self._members[capacity].extend(members)
+
+    def free(self, gone: Collection[int]) -> None:
+        """Give back the rows of some packed indices."""
+        for capacity, members in self._members.items():
+            kept = [row for row, member in enumerate(members) if member not in gone]
+            if len(kept) < len(members):
+                self._keep(capacity, kept)
+
+    def promote(self, places: Sequence[int]) -> None:
+        """Move lanes whose next token, at places[packed index], is beyond their row."""
+        for capacity in sorted(self._members):
+            members = self._members[capacity]
+            leaving = [row for row, member in enumerate(members) if places[member] >= capacity]
+            if leaving:
+                larger = self._store(capacity + 1)
+                self._stores[larger].adopt(self._stores[capacity], leaving)
+                self._members[larger].extend(members[row] for row in leaving)
+                gone = set(leaving)
+                self._keep(capacity, [row for row in range(len(members)) if row not in gone])
+
+    def order(self) -> list[int]:
+        """Packed indices in the order they should have; they count as renumbered so."""
+        order: list[int] = []
+        for capacity in sorted(self._members):
+            members = self._members[capacity]
+            self._members[capacity] = list(range(len(order), len(order) + len(members)))
+            order += members
+        return order
+
+    def blocks(self, places: Sequence[int], *, whole_rows: bool) -> list[DecodeBlock]:
+        """Attention blocks in packed order; places[i] is where the next token of lane i goes.
+
+        With `whole_rows` a lane attends to all of its row, masked, whatever others need.
+        """
+        device, blocks = self._shape.device, []
+        for capacity in sorted(self._members):
+            if not (members := self._members[capacity]):
+                continue
+            mine = places[members[0] : members[-1] + 1]
+            positions = torch.tensor(mine, device=device)
+            heads = torch.arange(len(mine) * self._shape.kv_heads, device=device)
+            each = positions.repeat_interleave(self._shape.kv_heads)
+            blocks.append(
+                DecodeBlock(
+                    kv=self._stores[capacity].kv,
+                    slots=heads * capacity + each,
+                    positions=positions,
+                    length=max(mine) + 1,
+                    attended=capacity if whole_rows else 0,
+                    uniform=not whole_rows and min(mine) == max(mine),
+                )
+            )
+        return blocks
+
+    def _keep(self, capacity: int, rows: list[int]) -> None:
+        members = self._members[capacity]
+        self._members[capacity] = [members[row] for row in self._stores[capacity].keep(rows)]
+
+    def _store(self, length: int) -> int:
+        capacity = capacity_for(length, self._max_length)
+        if capacity not in self._stores:
+            self._stores[capacity] = RowStore(self._shape, capacity)
+            self._members[capacity] = []
+        return capacity
+
+
+Deltas = list[tuple[Lane, Delta]]
+
+
+class DecodeBatch:
+    """Lanes in packed order, which is that of the rows they have in the cache.
+
+    With `fixed_rows` every pass has that many rows and every sample attends to its whole row,
+    so that shapes, and with them rounding, do not depend on who else runs.
+    """
+
+    def __init__(self, shape: CacheShape, max_length: int, fixed_rows: int = 0) -> None:
+        self.lanes: list[Lane] = []
+        self.streaming = False  # some lane wants its tokens as they come
+        self._device, self._fixed_rows = shape.device, fixed_rows
+        self._rows = CacheRows(shape, max_length)
+        self._outputs = Outputs(shape.device)
+        self._columns: Columns | None = None
+        self._blocks: list[DecodeBlock] = []
+        self._steps_left = 0  # until the first lane has used up its budget
+
+    def __len__(self) -> int:
+        return len(self.lanes)
+
+    @property
+    def width(self) -> int:
+        """Rows of a pass."""
+        return (self._fixed_rows or len(self.lanes)) if self.lanes else 0
+
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, list[Block]]:
+        """Tokens and positions int64[width] of the next pass, and its attention blocks."""
+        assert self._columns is not None
+        tokens, positions = self._columns.tokens, self._columns.positions
+        blocks: list[Block] = list(self._blocks)
+        if padding := self.width - len(self.lanes):
+            tokens, positions = pad(tokens, (0, padding)), pad(positions, (0, padding))
+            blocks.append(PaddingBlock(padding))
+        return tokens, positions, blocks
+
+    def note_experts(self, experts: torch.Tensor) -> None:
+        """Where the tokens of this pass were sent, int16[at least the lanes, layers, chosen]."""
+        assert self._columns is not None
+        columns = self._columns
+        self._outputs.write_experts(columns.slots, columns.counts - 1, experts[: len(self)])
+
+    def advance(self, logits: torch.Tensor) -> bool:
+        """Draw the next tokens from `logits` [width, V].
+
+        True when a lane ended or outgrew its row: `settle` must run before the next pass.
+        """
+        assert self._columns is not None
+        columns, full = self._columns, False
+        drawn = self._draw(logits[: len(self)], columns.settings, columns.positions + 1)
+        self._outputs.write(columns.slots, columns.counts, drawn)
+        columns.advance(drawn.tokens)
+        for block in self._blocks:
+            block.advance()
+            full |= block.length > block.capacity
+        self._steps_left -= 1
+        return full or self._steps_left == 0 or bool(columns.stopped().any())
+
+    def start(self, groups: Sequence[tuple[Request, list[Lane]]], version: Version) -> None:
+        """Draw the first tokens of samples whose prompt is ready; `settle` must follow."""
+        requests = [request for request, _ in groups]
+        lanes = [lane for _, members in groups for lane in members]
+        counts = [len(members) for _, members in groups]
+        repeats = torch.tensor(counts, device=self._device)
+        seeds = [lane.request.seeds[lane.index] for lane in lanes]
+        samplings = [request.sampling for request in requests]
+        settings = DrawSettings.of(samplings, counts, seeds, self._device)
+        logits = torch.stack([r.prompt.logits for r in requests if r.prompt.logits is not None])
+        lengths = torch.tensor([request.prompt.length for request in requests])
+        positions = lengths.to(self._device).repeat_interleave(repeats)
+        drawn = self._draw(logits.repeat_interleave(repeats, 0), settings, positions)
+        slots = self._outputs.reserve(len(lanes), max(request.budget for request in requests))
+        now = time.monotonic()
+        for lane, slot in zip(lanes, slots, strict=True):
+            lane.slot, lane.began = slot, now
+            lane.mark(0, version)
+            lane.prompt_experts = lane.request.prompt.experts
+        fresh = Columns.of(requests, repeats, drawn.tokens, slots, settings)
+        self._outputs.write(fresh.slots, fresh.counts - 1, drawn)
+        self._columns = fresh if self._columns is None else self._columns.joined(fresh)
+        first = len(self.lanes)
+        self.lanes += lanes
+        for request, members in groups:
+            assert request.prompt.kv is not None
+            self._rows.place(request.prompt.kv, range(first, first + len(members)))
+            first += len(members)
+
+    def settle(self) -> Deltas:
+        """Take out lanes that ended and get ready for the next pass."""
+        if self._columns is None:
+            return []
+        stopped = self._columns.stopped()
+        rows = (stopped | (self._columns.counts >= self._columns.budgets)).nonzero()[:, 0]
+        reasons = [
+            FinishReason.STOP if stop else FinishReason.LENGTH for stop in stopped[rows].tolist()
+        ]
+        return self._remove(rows.tolist(), reasons)
+
+    def abort(self, lanes: Collection[Lane]) -> Deltas:
+        """Take out some lanes with what they have."""
+        rows = [row for row, lane in enumerate(self.lanes) if lane in lanes]
+        return self._remove(rows, [FinishReason.ABORTED] * len(rows))
+
+    def stream(self) -> Deltas:
+        """What streaming lanes drew and did not hand out yet."""
+        streams = [row for row, lane in enumerate(self.lanes) if lane.request.generation.stream]
+        return self._read(streams, [None] * len(streams))
+
+    def mark(self, version: Version) -> None:
+        """Tokens drawn from now on come from `version`."""
+        if self._columns is not None:
+            for lane, count in zip(self.lanes, self._columns.counts.tolist(), strict=True):
+                lane.mark(count, version)
+
+    def _draw(self, logits: torch.Tensor, settings: DrawSettings, positions: torch.Tensor) -> Drawn:
+        if self._fixed_rows:
+            return draw_fixed(logits, settings, positions, self._fixed_rows)
+        return draw(logits, settings, positions)
+
+    def _read(self, rows: list[int], reasons: Sequence[FinishReason | None]) -> Deltas:
+        if self._columns is None or not rows:
+            return []
+        lanes, counts = [self.lanes[row] for row in rows], self._columns.counts.tolist()
+        written = self._outputs.read(
+            [lane.slot for lane in lanes],
+            [(lane.sent, counts[row]) for row, lane in zip(rows, lanes, strict=True)],
+            [lane.tempered for lane in lanes],
+        )
+        return [
+            (lane, lane.delta(tokens, reason))
+            for lane, tokens, reason in zip(lanes, written, reasons, strict=True)
+        ]
+
+    def _remove(self, rows: list[int], reasons: Sequence[FinishReason]) -> Deltas:
+        deltas = self._read(rows, reasons)
+        self._outputs.release([lane.slot for lane, _ in deltas])
+        self._rows.free(set(rows))
+        self._form()
+        return deltas
+
+    def _form(self) -> None:
+        """Bring rows, columns and lanes into one order, and set up the next pass."""
+        if self._columns is None:
+            return
+        self._rows.promote(self._columns.positions.tolist())
+        order = self._rows.order()
+        if order != list(range(len(self.lanes))):
+            self.lanes = [self.lanes[index] for index in order]
+            rows = torch.tensor(order, dtype=torch.int64, device=self._device)
+            self._columns = self._columns.select(rows) if order else None
+        self._blocks = []
+        self.streaming = any(lane.request.generation.stream for lane in self.lanes)
+        if self._columns is not None:
+            places = self._columns.positions.tolist()
+            self._blocks = self._rows.blocks(places, whole_rows=self._fixed_rows > 0)
+            self._steps_left = int((self._columns.budgets - self._columns.counts).min())

@@ -1,0 +1,363 @@
+"""Requests from their arrival until all their samples have begun, in order of arrival."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+
+from services.rollout.engine.config import EngineConfig
+from services.rollout.engine.interface import Delta, FinishReason, Generation, PauseMode, Scores
+from services.rollout.engine.reference.batch import DecodeBatch, Deltas
+from services.rollout.engine.reference.lanes import Lane, Prompt, Request, Scoring, Written
+from services.rollout.engine.reference.model import PreparedWeights, ServingModel
+from services.rollout.engine.reference.passes import PromptWork, run_pass
+from services.rollout.engine.reference.prefix_cache import PrefixCache
+from services.rollout.engine.requests import check_generation, check_score
+from services.rollout.errors import NoWeightsError
+from sluice.runtime.errors import QueueFullError, ServiceError
+
+Item = Request | Scoring
+
+
+class Intake:
+    """`waiting` items are untouched; `active` ones have prompts in work or samples to start."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.waiting: deque[Item] = deque()
+        self.active: list[Item] = []
+        self.unstarted = 0  # samples, and scorings that have not ended
+        self._config = config
+        # A prompt that continues a cached one is cut in other chunks than it would be alone.
+        self.prefixes = PrefixCache(0 if config.deterministic else config.prefix_cache_tokens)
+
+    def push(self, item: Item) -> None:
+        """Raises QueueFullError."""
+        limit = self._config.waiting_limit
+        if self.unstarted + item.unstarted > limit:
+            raise QueueFullError(f"{self.unstarted} samples wait already", limit=limit)
+        if isinstance(item, Request):
+            item.prompt.chain = self.prefixes.chain(item.prompt.token_ids)
+        self.unstarted += item.unstarted
+        self.waiting.append(item)
+
+    def admit(self, slots: int, tokens: int) -> None:
+        """Take up what waits, as long as free slots and cache tokens let a sample begin."""
+        for item in self.active:
+            slots -= item.samples_to_start
+            tokens -= item.samples_to_start * item.reserved
+        while self.waiting:
+            item = self.waiting[0]
+            if item.samples_to_start:
+                if slots < 1 or tokens < item.reserved:
+                    return
+                slots -= item.samples_to_start
+                tokens -= item.samples_to_start * item.reserved
+            self.active.append(self.waiting.popleft())
+            if isinstance(item, Request):
+                item.admitted = time.monotonic()
+
+    def next_chunks(self) -> list[PromptWork]:
+        """Prompt work of one pass: prefill_chunk_tokens together at most."""
+        limit = self._config.prefill_chunk_tokens
+        budget, works, openings = limit, [], set[int]()
+        for item in self.active:
+            prompt = item.prompt
+            if not budget:
+                break
+            if prompt.done == prompt.length or not self._open(prompt, openings):
+                continue
+            openings.update(prompt.chain[:1])
+            # Where a sample must not depend on others, chunks end where they would alone.
+            room = limit if self._config.deterministic else budget
+            chunk = min(prompt.length - prompt.done, room)
+            if chunk > budget:
+                break
+            if isinstance(item, Scoring):
+                works.append(PromptWork(prompt, chunk, item.first, item.top_count))
+            else:
+                works.append(PromptWork(prompt, chunk))
+            budget -= chunk
+        return works
+
+    def take(self, works: Iterable[PromptWork]) -> list[Scoring]:
+        """Note what a pass did; returns the scorings that are complete."""
+        by_prompt = {id(work.prompt): work for work in works}
+        for work in by_prompt.values():
+            if work.prompt.logits is not None:
+                self.prefixes.insert(work.prompt)
+        scorings = [item for item in self.active if isinstance(item, Scoring)]
+        for scoring in scorings:
+            if done := by_prompt.get(id(scoring.prompt)):
+                scoring.logprobs += done.logprobs
+                scoring.top += done.top
+        complete = [s for s in scorings if s.prompt.done == s.prompt.length]
+        self.drop([scoring.key for scoring in complete])
+        return complete
+
+    def startable(self, slots: int, tokens: int) -> list[tuple[Request, int]]:
+        """How many samples of which requests may begin: their prompt is encoded."""
+        found = []
+        for item in self.active:
+            if not isinstance(item, Request) or item.prompt.logits is None:
+                continue
+            count = min(item.unstarted, slots, tokens // item.reserved)
+            if count < 1:
+                break
+            found.append((item, count))
+            slots -= count
+            tokens -= count * item.reserved
+        return found
+
+    def start(self, request: Request, count: int) -> None:
+        """`count` more samples of a request have begun."""
+        request.started += count
+        self.unstarted -= count
+        if not request.unstarted:
+            self.active.remove(request)
+            request.prompt.restart()
+
+    def drop(self, keys: Collection[int]) -> None:
+        """Forget items."""
+        for item in (*self.waiting, *self.active):
+            if item.key in keys:
+                self.unstarted -= item.unstarted
+        self.waiting = deque(item for item in self.waiting if item.key not in keys)
+        self.active = [item for item in self.active if item.key not in keys]
+
+    def restart(self) -> None:
+        """Begin all prompts anew, for other weights."""
+        self.prefixes.clear()
+        for item in self.active:
+            item.prompt.restart()
+            if isinstance(item, Scoring):
+                item.logprobs.clear()
+                item.top.clear()
+
+    def _open(self, prompt: Prompt, openings: Collection[int]) -> bool:
+        """Whether to encode now; False when one in work begins alike and will be cached."""
+        if prompt.kv is not None or self.prefixes.adopt(prompt):
+            return True
+        return not any(block in openings for block in prompt.chain[:1])
+
+
+Outcome = Delta | Scores | ServiceError
+ROW_MULTIPLE = 16  # elementwise loops round otherwise in a vector register than in its remainder
+
+
+class EngineCore:
+    """Single-threaded. Requests have keys of the owner's; `outbox` gathers outcomes by key."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.model: ServingModel | None = None
+        self.version: tuple[int, str] | None = None
+        self.paused: PauseMode | None = None
+        self.draining = False  # someone waits for what runs to end: nothing new begins
+        self.outbox: list[tuple[int, Outcome]] = []
+        self.drawn_tokens = 0
+        self.prefill_tokens = 0
+        self.reserved_tokens = 0  # of the cache, promised to running samples
+        self._live: dict[int, Item] = {}  # by key
+        self._intake = Intake(config)
+        self._batch: DecodeBatch | None = None
+
+    @property
+    def max_length(self) -> int:
+        own = self.config.max_model_length
+        return own if self.model is None else min(own, self.model.max_length)
+
+    @property
+    def running_count(self) -> int:
+        return len(self._batch) if self._batch else 0
+
+    @property
+    def waiting_count(self) -> int:
+        return self._intake.unstarted
+
+    @property
+    def prefix_hit_tokens(self) -> int:
+        """Prompt tokens taken from the prefix cache instead of being encoded."""
+        return self._intake.prefixes.hit_tokens
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing decodes, and nothing that has begun is left to a graceful pause."""
+        held = self.paused in (PauseMode.IN_PLACE, PauseMode.ABORT)
+        return held or not (self._intake.active or self.running_count)
+
+    @property
+    def has_work(self) -> bool:
+        return not self.quiet or (self._admitting and bool(self._intake.waiting))
+
+    @property
+    def _admitting(self) -> bool:
+        return self.paused is None and not self.draining
+
+    def take_outbox(self) -> list[tuple[int, Outcome]]:
+        taken, self.outbox = self.outbox, []
+        return taken
+
+    def pause(self, mode: PauseMode) -> None:
+        """Admit nothing more. WAIT lets run what has begun, until `quiet`."""
+        self.paused = mode
+        if mode is PauseMode.ABORT:
+            self.abort_running()
+
+    def resume(self) -> None:
+        self.paused = None
+
+    @torch.inference_mode()
+    def serve(
+        self, model: ServingModel, weights: PreparedWeights
+    ) -> list[torch.nn.Parameter | None]:
+        """Serve `weights` of `model` from the next step on; running samples keep their cache.
+
+        Returns the parameters that served, for another thread to free.
+
+        Prompts whose samples have not all begun are encoded anew, since their first token
+        would otherwise be drawn from the old weights and reported under the new version.
+        """
+        if self._batch is None:
+            slots = self.config.max_running
+            fixed = slots + -slots % ROW_MULTIPLE if self.config.deterministic else 0
+            self.model = model
+            self._batch = DecodeBatch(model.cache_shape, self.max_length, fixed)
+        retired = model.swap(weights.parameters)
+        self.version = (weights.version, weights.digest)
+        self._batch.mark(self.version)
+        self._intake.restart()
+        return retired
+
+    def submit(self, key: int, generation: Generation) -> None:
+        """Queue a request; its deltas come to the outbox. Raises typed errors."""
+        model = self._serving()
+        check_generation(generation, model.vocabulary_size, self.max_length, self.config)
+        sampling, prompt = generation.sampling, Prompt.of(generation.prompt_token_ids)
+        fresh = (secrets.randbits(63) for _ in range(generation.sample_count))
+        request = Request(
+            key=key,
+            generation=generation,
+            prompt=prompt,
+            seeds=sampling.seeds or tuple(fresh),
+            stops=tuple(model.stop_token_ids | frozenset(sampling.stop_token_ids)),
+            budget=min(sampling.max_new_tokens, self.max_length - prompt.length),
+        )
+        self._intake.push(request)
+        self._live[key] = request
+
+    def submit_score(
+        self, key: int, token_ids: Sequence[int], prompt_length: int, top_count: int = 0
+    ) -> None:
+        """Queue a scoring; its Scores come to the outbox."""
+        model = self._serving()
+        check_score(token_ids, prompt_length, model.vocabulary_size, self.max_length)
+        scoring = Scoring(
+            key=key, prompt=Prompt.of(token_ids), first=prompt_length, top_count=top_count
+        )
+        self._intake.push(scoring)
+        self._live[key] = scoring
+
+    def abort(self, request_ids: Sequence[str]) -> list[str]:
+        """End requests with what they have; returns those that were here."""
+        wanted = set(request_ids)
+        requests = [item for item in self._live.values() if isinstance(item, Request)]
+        found = [request for request in requests if request.request_id in wanted]
+        self._drop(found)
+        return [request.request_id for request in found]
+
+    def abort_running(self) -> None:
+        """End all requests that have begun; what waits goes on waiting, scorings go on."""
+        self._drop([item for item in self._begun() if isinstance(item, Request)])
+
+    def fail_running(self, error: ServiceError) -> None:
+        """End all that has begun with an error."""
+        begun = self._begun()
+        self.outbox += [(item.key, error) for item in begun]
+        self._drop(begun)
+
+    def discard(self, key: int) -> None:
+        """End what `key` stands for, if it has not ended."""
+        if key in self._live:
+            self._drop([self._live[key]])
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """One pass over the model, if there is anything to do."""
+        assert self.model is not None
+        assert self._batch is not None
+        if self._admitting:
+            self._intake.admit(*self._room())
+        works = self._intake.next_chunks()
+        logits = run_pass(self.model, self._batch, works, apart=self.config.deterministic)
+        self.prefill_tokens += sum(work.chunk for work in works)
+        self.drawn_tokens += len(self._batch)
+        unsettled = logits is not None and self._batch.advance(logits)
+        for scoring in self._intake.take(works):
+            del self._live[scoring.key]
+            scores = Scores(logprobs=tuple(scoring.logprobs), top=tuple(scoring.top))
+            self.outbox.append((scoring.key, scores))
+        if self._start_lanes() or unsettled:
+            self._hand_out(self._batch.settle())
+        if self._batch.streaming:
+            self._hand_out(self._batch.stream())
+
+    def _serving(self) -> ServingModel:
+        if self.model is None or self.version is None:
+            raise NoWeightsError("the engine has no weights yet")
+        return self.model
+
+    def _begun(self) -> list[Item]:
+        waiting = set(self._intake.waiting)
+        return [item for item in self._live.values() if item not in waiting]
+
+    def _room(self) -> tuple[int, int]:
+        """Free slots and cache tokens."""
+        tokens = self.config.cache_tokens - self.reserved_tokens
+        return self.config.max_running - self.running_count, tokens
+
+    def _start_lanes(self) -> bool:
+        """Start as many samples as there is room for."""
+        assert self._batch is not None
+        assert self.version is not None
+        groups = [
+            (request, [Lane(request, request.started + number) for number in range(count)])
+            for request, count in self._intake.startable(*self._room())
+        ]
+        if not groups:
+            return False
+        self._batch.start(groups, self.version)
+        for request, lanes in groups:
+            self._intake.start(request, len(lanes))
+            self.reserved_tokens += len(lanes) * request.reserved
+            self.drawn_tokens += len(lanes)
+        return True
+
+    @torch.inference_mode()
+    def _drop(self, gone: Sequence[Item]) -> None:
+        if not gone:
+            return
+        keys = {item.key for item in gone}
+        self._intake.drop(keys)
+        if self._batch is not None:
+            lanes = {lane for lane in self._batch.lanes if lane.request.key in keys}
+            self._hand_out(self._batch.abort(lanes))
+        for item in gone:
+            self._live.pop(item.key, None)
+            if isinstance(item, Request):
+                for index in range(item.started, item.generation.sample_count):
+                    empty = Lane(item, index).delta(Written((), (), ()), FinishReason.ABORTED)
+                    self.outbox.append((item.key, empty))
+
+    def _hand_out(self, deltas: Deltas) -> None:
+        for lane, delta in deltas:
+            request = lane.request
+            self.outbox.append((request.key, delta))
+            if delta.finish_reason is not None:
+                self.reserved_tokens -= request.reserved
+                request.ended += 1
+                if request.ended == request.generation.sample_count:
+                    del self._live[request.key]

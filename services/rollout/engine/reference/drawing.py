@@ -1,0 +1,212 @@
+"""Drawing tokens for many rows at once, each row by its own temperature, truncation and seed.
+
+A draw is a pure function of (logits, sampling, seed, position): uniform numbers come from a
+counter-based hash, not from a generator with state, so neighbours and order do not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import pad
+
+from services.rollout.engine.interface import Sampling
+from services.rollout.errors import NonFiniteLogitsError
+
+SEGMENT = 256  # vocabulary entries per segment of the two-level search
+FEW = 128  # most likely tokens that a nucleus is first looked for in
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """tokens int64[B]; log-probabilities float32[B], of the tempered distribution and at 1."""
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+    logprobs_t1: torch.Tensor
+
+
+class DrawSettings:
+    """Sampling of B rows; what is off in every row costs nothing.
+
+    seeds: int64[B]; temperature: float32[B], 0 for greedy; top_k: int64[B], 0 for off;
+    top_p: float32[B], 1 for off.
+    """
+
+    def __init__(
+        self,
+        seeds: torch.Tensor,
+        temperature: torch.Tensor,
+        top_k: torch.Tensor,
+        top_p: torch.Tensor,
+    ) -> None:
+        self.seeds, self.temperature, self.top_k, self.top_p = seeds, temperature, top_k, top_p
+        greedy, cut = temperature == 0, (top_k > 0) | (top_p < 1)
+        divisor = temperature.masked_fill(greedy, 1)[:, None]
+        self.greedy = greedy if bool(greedy.any()) else None
+        self.all_greedy = bool(greedy.all())
+        self.divisor = divisor if bool((divisor != 1).any()) else None
+        self.truncated = cut.nonzero()[:, 0] if bool(cut.any()) else None
+
+    @staticmethod
+    def of(
+        samplings: Sequence[Sampling],
+        counts: Sequence[int],
+        seeds: Sequence[int],
+        device: torch.device,
+    ) -> DrawSettings:
+        """counts[i] rows of samplings[i], with one seed per row."""
+        repeats = torch.tensor(counts, device=device)
+
+        def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=device).repeat_interleave(repeats)
+
+        return DrawSettings(
+            torch.tensor(seeds, dtype=torch.int64, device=device),
+            column([sampling.temperature for sampling in samplings], torch.float32),
+            column([sampling.top_k for sampling in samplings], torch.int64),
+            column([sampling.top_p for sampling in samplings], torch.float32),
+        )
+
+    def select(self, rows: torch.Tensor) -> DrawSettings:
+        return DrawSettings(*(column[rows] for column in self._columns()))
+
+    def joined(self, other: DrawSettings) -> DrawSettings:
+        pairs = zip(self._columns(), other._columns(), strict=True)
+        return DrawSettings(*(torch.cat(pair) for pair in pairs))
+
+    def padded(self, rows: int) -> DrawSettings:
+        """With rows of plain sampling added."""
+        more = rows - len(self.seeds)
+        return DrawSettings(
+            pad(self.seeds, (0, more)),
+            pad(self.temperature, (0, more), value=1.0),
+            pad(self.top_k, (0, more)),
+            pad(self.top_p, (0, more), value=1.0),
+        )
+
+    def _columns(self) -> tuple[torch.Tensor, ...]:
+        return self.seeds, self.temperature, self.top_k, self.top_p
+
+
+def draw(logits: torch.Tensor, settings: DrawSettings, positions: torch.Tensor) -> Drawn:
+    """One token per row of `logits` float32[B, V]; `positions` int64[B] is where it will stand.
+
+    Log-probabilities are before truncation. A greedy row reports those at temperature 1.
+    Raises NonFiniteLogitsError, before anything is indexed with what they would give.
+    """
+    scaled = logits if settings.divisor is None else logits / settings.divisor
+    top = scaled.amax(-1, keepdim=True)
+    weights = (scaled - top).exp_()
+    normalizer = top[:, 0] + weights.sum(-1).log_()
+    if not bool(normalizer.isfinite().all()):
+        raise NonFiniteLogitsError("the weights give logits that are not finite")
+    if settings.all_greedy:
+        tokens = logits.argmax(-1)
+    else:
+        tokens = _choose(scaled, weights, settings, positions)
+        if settings.greedy is not None:
+            tokens = torch.where(settings.greedy, logits.argmax(-1), tokens)
+    logprobs = scaled.gather(1, tokens[:, None])[:, 0] - normalizer
+    if settings.divisor is None:
+        return Drawn(tokens, logprobs, logprobs)
+    plain = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+    return Drawn(tokens, logprobs, plain)
+
+
+def _choose(
+    scaled: torch.Tensor,
+    weights: torch.Tensor,
+    settings: DrawSettings,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """Tokens drawn in proportion to `weights`, which are exp(`scaled`) up to a factor."""
+    if settings.truncated is not None:
+        rows = settings.truncated
+        kept = scaled[rows] >= _thresholds(scaled[rows], weights[rows], settings)
+        weights[rows] = weights[rows] * kept
+    return _invert(weights, uniform(settings.seeds, positions))
+
+
+def draw_fixed(
+    logits: torch.Tensor, settings: DrawSettings, positions: torch.Tensor, rows: int
+) -> Drawn:
+    """`draw` on B rows filled up to `rows`, so that its shapes do not depend on B."""
+    more, count = rows - len(logits), len(logits)
+    drawn = draw(pad(logits, (0, 0, 0, more)), settings.padded(rows), pad(positions, (0, more)))
+    return Drawn(drawn.tokens[:count], drawn.logprobs[:count], drawn.logprobs_t1[:count])
+
+
+def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """float64[B] in [0, 1): SplitMix64 (Steele et al. 2014) of seed and position."""
+    state = _mix(seeds) + (positions + 1) * -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as int64
+    return _shift(_mix(state), 11).double() * 2.0**-53
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    x = (x ^ _shift(x, 30)) * -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
+    x = (x ^ _shift(x, 27)) * -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical right shift of int64, which torch has only arithmetically."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _invert(weights: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
+    """The index at which the running sum of `weights` [B, V] passes chance x total, in float64.
+
+    Wide rows are searched in two levels, since a running sum over all of V is the slow part.
+    """
+    width = weights.shape[1]
+    if width <= 4 * SEGMENT:
+        sums = weights.cumsum(-1, dtype=torch.float64)
+        target = chance[:, None] * sums[:, -1:]
+        return torch.searchsorted(sums, target, right=True)[:, 0]
+    padded = pad(weights, (0, -width % SEGMENT)).unflatten(1, (-1, SEGMENT))
+    totals = padded.sum(-1, dtype=torch.float64)
+    sums = totals.cumsum(-1)
+    target = chance[:, None] * sums[:, -1:]
+    segment = torch.searchsorted(sums, target, right=True)
+    rest = target - (sums - totals).gather(1, segment)
+    inner = padded.gather(1, segment[:, :, None].expand(-1, 1, SEGMENT))[:, 0]
+    inner_sums = inner.cumsum(-1, dtype=torch.float64)
+    # The two levels round differently: stay inside the segment's own sums.
+    rest = torch.minimum(rest.clamp_(min=0), inner_sums[:, -1:] * (1 - 2.0**-52))
+    return (segment * SEGMENT + torch.searchsorted(inner_sums, rest, right=True))[:, 0]
+
+
+def _thresholds(
+    scaled: torch.Tensor, weights: torch.Tensor, settings: DrawSettings
+) -> torch.Tensor:
+    """[R, 1]: the smallest value of `scaled` [R, V] that top-k, then top-p of the rest, leave.
+
+    Values that are equal stay or go together. Only as many of the largest values are looked
+    at as the rows need, and what comes out does not depend on how many that were.
+    """
+    assert settings.truncated is not None
+    top_k, top_p = settings.top_k[settings.truncated], settings.top_p[settings.truncated]
+    width = scaled.shape[1]
+    limits = torch.where(top_k > 0, top_k.clamp(max=width), width)[:, None]
+    largest = int(top_k.max())
+    while True:
+        largest = min(max(largest, FEW), width)
+        values = scaled.topk(largest).values
+        heights = (values - values[:, :1]).exp_()
+        sums = heights.cumsum(-1, dtype=torch.float64)
+        seen = limits.clamp(max=largest)
+        total = torch.where(
+            limits < width, sums.gather(1, seen - 1), weights.sum(-1, True, dtype=torch.float64)
+        )
+        wanted = top_p[:, None] * total
+        rank = torch.arange(largest, device=scaled.device)
+        counts = ((rank < limits) & (sums - heights < wanted)).sum(-1, keepdim=True)
+        short = (limits > largest) & (top_p[:, None] < 1) & (sums[:, -1:] < wanted)
+        if largest == width or not bool(short.any()):
+            break
+        largest *= 16
+    everything = (top_p[:, None] >= 1) & (limits == width)
+    return values.gather(1, counts - 1).masked_fill_(everything, float("-inf"))

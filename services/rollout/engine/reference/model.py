@@ -1,0 +1,283 @@
+"""Which experts a mixture sends its tokens to."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.utils import logging as transformers_logging
+
+from services.rollout.engine.reference.attention import IMPLEMENTATION, CacheShape, ForwardPlan
+from services.rollout.engine.version_files import checked_manifest, directory_digest, reading
+from services.rollout.errors import UnfitWeightsError, UnsupportedModelError
+from sluice.weights.errors import WeightStoreError
+from sluice.weights.manifest import Manifest
+from sluice.weights.shards import load_verified
+
+CHOSEN = 2  # place of the chosen experts in what a router answers, after logits and weights
+
+
+class ExpertTap:
+    """Listens to the routers of a transformers model, pass by pass."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Raises UnsupportedModelError for a model without routers that name their choice."""
+        recorded = getattr(model, "_can_record_outputs", None) or {}
+        kind = getattr(recorded.get("router_logits"), "target_class", None)
+        routers = [] if kind is None else [m for m in model.modules() if isinstance(m, kind)]
+        if not routers or not _tells(routers[0]):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no routers that tell their experts; leave "
+                "routed_experts off",
+                key="routed_experts",
+            )
+        self._chosen: list[Any] = [None] * len(routers)  # by depth, each of the last pass
+        for index, router in enumerate(routers):
+            router.register_forward_hook(partial(self._hear, index))
+
+    def take(self) -> torch.Tensor:
+        """int16[tokens, mixture layers, chosen] of the last pass."""
+        return torch.stack(self._chosen, dim=1).to(torch.int16)
+
+    def _hear(self, index: int, router: torch.nn.Module, inputs: Any, answer: Any) -> None:
+        self._chosen[index] = answer[CHOSEN]
+
+
+@torch.inference_mode()
+def _tells(router: torch.nn.Module) -> bool:
+    """Whether a router answers its choice; those of some families answer logits alone."""
+    weight = router.get_parameter("weight")
+    answer = router(torch.zeros_like(weight[:1]))
+    chosen = answer[CHOSEN] if isinstance(answer, tuple) and len(answer) > CHOSEN else None
+    return isinstance(chosen, torch.Tensor) and not chosen.is_floating_point()
+
+
+# Attention that keys, values and a window do not describe.
+FOREIGN_ATTENTION = ("attn_logit_softcapping", "kv_lora_rank", "num_kv_shared_layers")
+
+
+class ServingModel:
+    """The architecture, with parameters that `swap` replaces in microseconds per tensor."""
+
+    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
+        """Build from an HF directory; raises UnsupportedModelError, UnfitWeightsError."""
+        config = read_model_config(directory)
+        transformers_logging.disable_progress_bar()  # a server's log is no terminal
+        try:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                directory,
+                config=config,
+                dtype=dtype,
+                attn_implementation=IMPLEMENTATION,
+                output_loading_info=True,
+            )
+        except (ValueError, OSError, KeyError, RuntimeError) as error:
+            raise UnfitWeightsError(f"{directory.name!r} is no usable model: {error}") from error
+        for what in ("missing_keys", "mismatched_keys"):
+            if report[what]:
+                name = str(min(report[what]))
+                raise UnfitWeightsError(f"{what} of the checkpoint: {name}", tensor=name)
+        self.module = model.to(device).eval().requires_grad_(False)
+        self.vocabulary_size: int = config.get_text_config().vocab_size
+        self.max_length: int = config.get_text_config().max_position_embeddings
+        self.stop_token_ids = _stop_tokens(model.generation_config, config)
+        self.cache_shape = _cache_shape(config, dtype, device)
+        self._places = _places(model)
+        self._shapes = {names: model.get_parameter(names[0]).shape for names in self._places}
+        self._dtype, self._device = dtype, device
+        self._tap: ExpertTap | None = None
+
+    def watch_routers(self) -> None:
+        """From now on `take_experts` tells. Raises UnsupportedModelError without experts."""
+        self._tap = ExpertTap(self.module)
+
+    def take_experts(self) -> torch.Tensor | None:
+        """int16[T, mixture layers, chosen] of the last pass, where routers are watched."""
+        return None if self._tap is None else self._tap.take()
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, plan: ForwardPlan, keep: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits float32[len(keep), V] of the packed rows `keep`; tokens, positions int64[T]."""
+        logits = self.module(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=keep,
+            plan=plan,
+        ).logits
+        return logits[0].float()
+
+    def names_match(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether `fit` finds every parameter by name; further tensors do not matter."""
+        return all(any(name in tensors for name in names) for names in self._places)
+
+    def fit(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.nn.Parameter]:
+        """Parameters for `swap`. A tied one may stand under any of its names.
+
+        Raises UnfitWeightsError for a tensor that is missing or has another shape.
+        """
+        fitted: dict[str, torch.nn.Parameter] = {}
+        for names, expected in self._shapes.items():
+            found = next((tensors[name] for name in names if name in tensors), None)
+            if found is None:
+                raise UnfitWeightsError(f"tensor {names[0]!r} is missing", tensor=names[0])
+            if found.shape != expected:
+                message = f"tensor {names[0]!r} has shape {[*found.shape]}, not {[*expected]}"
+                raise UnfitWeightsError(message, tensor=names[0])
+            # A copy always: aligned memory of its own, whatever becomes of the file.
+            value = found.to(self._device, self._dtype, copy=True)
+            fitted[names[0]] = torch.nn.Parameter(value, requires_grad=False)
+        return fitted
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters that serve now, as `swap` takes them."""
+        return {names[0]: self.module.get_parameter(names[0]) for names in self._places}
+
+    def swap(self, parameters: Mapping[str, torch.nn.Parameter]) -> list[torch.nn.Parameter | None]:
+        """Serve `parameters` (from `fit`) from now on. Copies nothing.
+
+        Returns those that served: to free them takes as long as they are large, so let another
+        thread drop the list.
+        """
+        retired = []
+        for names, owners in self._places.items():
+            for owner, leaf in owners:
+                retired.append(owner._parameters[leaf])
+                owner._parameters[leaf] = parameters[names[0]]
+        return retired
+
+
+Owner = tuple[torch.nn.Module, str]
+
+
+def read_model_config(directory: Path) -> PretrainedConfig:
+    """config.json of a model directory; raises UnfitWeightsError, UnsupportedModelError."""
+    try:
+        config = AutoConfig.from_pretrained(directory)
+    except (ValueError, OSError, KeyError) as error:
+        raise UnfitWeightsError(f"{directory.name!r} has no usable config: {error}") from error
+    text = config.get_text_config()
+    for name in FOREIGN_ATTENTION:
+        if getattr(text, name, None):
+            raise UnsupportedModelError(f"{config.model_type}: {name} is not supported", key=name)
+    return config
+
+
+def _cache_shape(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> CacheShape:
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    return CacheShape(
+        layers=text.num_hidden_layers,
+        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _stop_tokens(*sources: object) -> frozenset[int]:
+    found: set[int] = set()
+    for source in sources:
+        value = getattr(source, "eos_token_id", None)
+        values: Iterable[int] = [value] if isinstance(value, int) else value or []
+        found.update(values)
+    return frozenset(found)
+
+
+def _places(model: torch.nn.Module) -> dict[tuple[str, ...], list[Owner]]:
+    """All names of each parameter (several when tied) -> the modules that hold it."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    modules = dict(model.named_modules())
+
+    def owner(name: str) -> Owner:
+        path, _, leaf = name.rpartition(".")
+        return modules[path], leaf
+
+    return {tuple(same): [owner(name) for name in same] for same in names.values()}
+
+
+LOADER_NICENESS = 5
+
+
+@dataclass(frozen=True)
+class PreparedWeights:
+    """Parameters on the device, ready to be swapped in."""
+
+    version: int
+    digest: str
+    parameters: dict[str, torch.nn.Parameter]
+
+
+def load_version(
+    model: ServingModel | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    version: int,
+    digest: str,
+    directory: Path,
+) -> tuple[ServingModel, PreparedWeights]:
+    """Read, verify and fit a version directory; a `model` that serves goes on serving.
+
+    Without a model the directory's config builds it. Raises DigestMismatchError,
+    UnfitWeightsError or UnsupportedModelError.
+    """
+    with reading(version):
+        manifest = checked_manifest(directory, version, digest)
+        tensors = dict(load_verified(directory, manifest))
+    model = model or ServingModel(directory, dtype, device)
+    if model.names_match(tensors):
+        return model, PreparedWeights(version, digest, model.fit(tensors))
+    # Checkpoints of some architectures name or cut tensors in another way than the module.
+    converted = ServingModel(directory, dtype, device)
+    return model, PreparedWeights(version, digest, model.fit(converted.parameters()))
+
+
+def fit_received(
+    model: ServingModel, manifest: Manifest, tensors: Iterator[tuple[str, torch.Tensor]]
+) -> PreparedWeights:
+    """Take a version that comes tensor by tensor; all of it is read, whatever it fits.
+
+    Raises UnfitWeightsError and what the iterator raises.
+    """
+    received = dict(tensors)
+    if not model.names_match(received):
+        raise UnfitWeightsError(
+            "the checkpoint names tensors in another way than the model: it needs the store",
+            version=manifest.version,
+        )
+    return PreparedWeights(manifest.version, manifest.digest, model.fit(received))
+
+
+def open_model(
+    directory: Path, dtype: torch.dtype, device: torch.device
+) -> tuple[ServingModel, PreparedWeights]:
+    """Build a model from a plain HF directory and take its weights as version 0.
+
+    Raises UnfitWeightsError or UnsupportedModelError.
+    """
+    try:
+        digest = directory_digest(directory)
+    except (WeightStoreError, OSError) as error:
+        raise UnfitWeightsError(f"{directory} cannot be read: {error}") from error
+    model = ServingModel(directory, dtype, device)
+    return model, PreparedWeights(0, digest, model.parameters())
+
+
+def yield_to_others() -> None:
+    """Make the calling thread one of low impact: a single core, and that last in line."""
+    torch.set_num_threads(1)
+    if sys.platform == "linux":  # elsewhere priorities are of processes only
+        thread = threading.get_native_id()
+        current = os.getpriority(os.PRIO_PROCESS, thread)  # going back from it needs a privilege
+        os.setpriority(os.PRIO_PROCESS, thread, max(current, LOADER_NICENESS))

@@ -1,0 +1,259 @@
+"""SGLang's HTTP API, as much of it as an engine needs. Every call has a deadline."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import httpx2
+
+from services.rollout.engine.sglang.commands import CONTEXT_MARGIN
+from services.rollout.engine.sglang.samples import Version, parse_tag
+from services.rollout.errors import EngineFailedError
+from sluice.runtime.errors import InvalidFieldError, ServiceError
+
+CONNECT_SECONDS = 5.0
+CONTROL_SECONDS = 30.0
+UNLIMITED = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
+
+Json = dict[str, Any]
+
+
+class RefusedError(Exception):
+    """SGLang answered with an error; `status` is HTTP's."""
+
+    def __init__(self, path: str, status: int, message: str) -> None:
+        self.path, self.status, self.message = path, status, message
+        super().__init__(f"{path} was refused with {status}: {message}")
+
+
+class SglangClient:
+    """One server. Raises EngineFailedError where it cannot be reached or breaks off."""
+
+    def __init__(self, url: str, api_key: str = "") -> None:
+        self.url = url
+        self._http = httpx2.AsyncClient(
+            base_url=url,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            limits=UNLIMITED,
+            timeout=httpx2.Timeout(None, connect=CONNECT_SECONDS),
+            trust_env=False,  # a proxy of this machine has no part in it
+        )
+
+    async def get(self, path: str, seconds: float = CONTROL_SECONDS) -> Json:
+        return await self._call("GET", path, None, seconds)
+
+    async def post(self, path: str, body: Mapping[str, Any], seconds: float) -> Json:
+        """Raises RefusedError for an answer of 400 or more, or one that says `success: false`."""
+        answer = await self._call("POST", path, body, seconds)
+        if answer.get("success") is False:
+            raise RefusedError(path, 200, str(answer.get("message", "")))
+        return answer
+
+    async def delete(self, path: str, body: Mapping[str, Any], seconds: float) -> Json:
+        return await self._call("DELETE", path, body, seconds)
+
+    async def answers(self) -> bool:
+        """Whether it is up; asks for nothing that costs a generation."""
+        try:
+            await self.get("/model_info", CONNECT_SECONDS)
+        except (EngineFailedError, RefusedError):
+            return False
+        return True
+
+    async def is_healthy(self) -> bool:
+        """The same for an encoder-only server, whose health is cheap to ask for."""
+        try:
+            await self._call("GET", "/health", None, CONNECT_SECONDS)
+        except (EngineFailedError, RefusedError):
+            return False
+        return True
+
+    async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Json, None]:
+        """What /generate sends, message by message; leaving it tells the server to stop."""
+        try:
+            async with self._http.stream("POST", "/generate", json=body) as response:
+                if response.status_code >= 400:
+                    raise RefusedError(
+                        "/generate", response.status_code, _message(await response.aread())
+                    )
+                async for line in response.aiter_lines():
+                    if not line.startswith("data:"):
+                        continue
+                    data = line[5:].strip()
+                    if data == "[DONE]":
+                        return
+                    yield json.loads(data)
+        except httpx2.HTTPError as error:
+            raise EngineFailedError(f"SGLang broke off: {_named(error)}") from error
+        raise EngineFailedError("SGLang broke off before the end of its answer")
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def _call(
+        self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float
+    ) -> Json:
+        if self._http.is_closed:
+            raise EngineFailedError("the connection to SGLang was closed")
+        timeout = httpx2.Timeout(seconds, connect=CONNECT_SECONDS)
+        try:
+            response = await self._http.request(method, path, json=body, timeout=timeout)
+        except httpx2.HTTPError as error:
+            raise EngineFailedError(f"SGLang at {path}: {_named(error)}") from error
+        if response.status_code >= 400:
+            raise RefusedError(path, response.status_code, _message(response.content))
+        try:
+            answer = json.loads(response.content) if response.content else None
+        except ValueError:  # a plain word
+            answer = None
+        return answer if isinstance(answer, dict) else {}
+
+
+def refusal(error: RefusedError, field: str) -> Exception:
+    """What a refused request is to its caller: a bad field, or an engine that fails."""
+    if error.status < 500:
+        return InvalidFieldError(field, error.message)
+    return EngineFailedError(str(error))
+
+
+def batch(items: Sequence[Any]) -> Any:
+    """One item as itself: SGLang answers it without an index."""
+    return list(items) if len(items) > 1 else items[0]
+
+
+def _message(content: bytes) -> str:
+    try:
+        document = json.loads(content)
+    except ValueError:
+        return content.decode(errors="replace")[:500]
+    if not isinstance(document, dict):
+        return str(document)[:500]
+    error = document.get("error", document)
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+# path: request schema and the fields of it that are needed
+NEEDED = {
+    "/generate": ("rid", "input_ids", "return_logprob", "routed_dp_rank", "extra_key"),
+    "/abort_request": ("rid",),
+    "/pause_generation": ("mode",),
+    "/continue_generation": (),
+    "/update_weights_from_disk": ("model_path", "weight_version", "flush_cache"),
+}
+FOR_EXPERTS = {"/generate": ("return_routed_experts",)}
+FOR_CHECKSUMS = {"/weights_checker": ("action",)}
+FOR_TRANSFERS = {
+    "/init_weights_update_group": ("master_address", "rank_offset", "group_name", "backend"),
+    "/begin_weight_update": (),
+    "/update_weights_from_distributed": ("names", "dtypes", "shapes", "group_name", "load_format"),
+    "/end_weight_update": (),
+    "/destroy_weights_update_group": ("group_name",),
+}
+
+
+class MissingFeatureError(ServiceError):
+    """The SGLang server lacks something that this engine needs; metadata names it."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "SGLANG_FEATURE_MISSING"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """`serving` is None where the weights were not named by us."""
+
+    release: str
+    dp_size: int
+    tp_size: int
+    pp_size: int
+    device: str
+    dtype: str
+    max_length: int
+    cache_tokens: int
+    is_incremental: bool
+    is_seeded: bool
+    can_transfer: bool
+    can_sleep: bool
+    has_radix_cache: bool
+    is_language_only: bool
+    serving: Version | None
+
+
+async def shake_hands(
+    client: SglangClient, *, checksums: bool, experts: bool = False
+) -> Capabilities:
+    """What is needed beyond `NEEDED` is for `checksums` and for routed `experts`.
+
+    Raises MissingFeatureError, or EngineFailedError where the server does not answer."""
+    try:
+        server = await client.get("/server_info")
+        offered = await client.get("/openapi.json")
+    except RefusedError as error:
+        raise MissingFeatureError(str(error), feature=error.path) from error
+    release = str(server.get("version", "unknown"))
+    gap = _gap(offered, NEEDED | (FOR_CHECKSUMS if checksums else {}))
+    if experts and not gap:
+        gap = _gap(offered, FOR_EXPERTS)
+    if gap:
+        raise MissingFeatureError(
+            f"SGLang {release} has no {gap}; this engine needs it", feature=gap, version=release
+        )
+    if experts and not server.get("enable_return_routed_experts"):
+        raise MissingFeatureError(
+            f"SGLang {release} was started without enable_return_routed_experts; "
+            "engine.routed_experts needs it",
+            feature="enable_return_routed_experts",
+            version=release,
+        )
+    tp_size, dp_size = int(server["tp_size"]), int(server["dp_size"])
+    return Capabilities(
+        release=release,
+        dp_size=dp_size,
+        tp_size=tp_size,
+        pp_size=int(server.get("pp_size", 1)),
+        device=str(server.get("device")),
+        dtype=str(server.get("dtype")),
+        max_length=int(server["max_req_input_len"]) + 6 - CONTEXT_MARGIN,
+        cache_tokens=int(server["max_total_num_tokens"]),
+        is_incremental=bool(server.get("incremental_streaming_output")),
+        is_seeded=bool(server.get("enable_deterministic_inference")),
+        can_transfer=dp_size == 1 and not _gap(offered, FOR_TRANSFERS),
+        can_sleep=bool(server.get("enable_memory_saver")),
+        has_radix_cache=not server.get("disable_radix_cache"),
+        is_language_only=bool(server.get("language_only")),
+        serving=parse_tag(server.get("weight_version")),
+    )
+
+
+def _gap(offered: Mapping[str, Any], needed: Mapping[str, tuple[str, ...]]) -> str:
+    """The first endpoint or field that is not offered; empty when all are."""
+    paths = offered.get("paths", {})
+    for path, fields in needed.items():
+        if "post" not in paths.get(path, {}):
+            return path
+        known = _fields(offered, paths[path]["post"])
+        for name in fields:
+            if known and name not in known:
+                return f"{path}: {name}"
+    return ""
+
+
+def _fields(offered: Mapping[str, Any], operation: Mapping[str, Any]) -> set[str]:
+    """Names in the request body; empty where the document does not say."""
+    content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+    schema = content.get("schema", {})
+    for option in (schema, *schema.get("anyOf", ())):
+        reference = str(option.get("$ref", ""))
+        if reference:
+            name = reference.rpartition("/")[2]
+            components: Mapping[str, Any] = offered.get("components", {}).get("schemas", {})
+            return set(components.get(name, {}).get("properties", {}))
+    return set()

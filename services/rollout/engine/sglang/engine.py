@@ -1,0 +1,360 @@
+"""SGLang behind the engine seam: one server, started here or running already."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from services.rollout.engine.config import EngineConfig
+from services.rollout.engine.interface import (
+    Delta,
+    Engine,
+    EngineStatus,
+    Generation,
+    IncomingWeights,
+    PauseMode,
+    Scores,
+)
+from services.rollout.engine.requests import check_generation, check_score
+from services.rollout.engine.sglang.commands import dp_size, reads_media
+from services.rollout.engine.sglang.jobs import Job, score
+from services.rollout.engine.sglang.load import Gate, Load
+from services.rollout.engine.sglang.replica import Replica
+from services.rollout.engine.sglang.samples import Routing, read_routing
+from services.rollout.engine.sglang.staging import (
+    HostVersions,
+    StagedVersion,
+    check_fit,
+    read_config,
+)
+from services.rollout.errors import (
+    DuplicateRequestError,
+    EngineFailedError,
+    NotQuietError,
+    NoWeightsError,
+    UnfitWeightsError,
+)
+from sluice.runtime.errors import QueueFullError, ServiceError
+from sluice.weights.transfer.plan import Membership
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PREPARED_LIMIT = 2  # versions that lie ready at once; the oldest gives way
+DRAIN_SECONDS = 3.0  # for what was aborted to end
+
+
+class SglangEngine(Engine):
+    """Requests pass a gate here, so that pauses, aborts and limits are those of every engine."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._replica = Replica(config)
+        self._versions = HostVersions(config.sglang.staging)
+        self._gate, self._load = Gate(0, 0), Load(0)
+        self._is_asleep = False
+        self._is_reviving = False  # the server ended, and has not its weights again
+        self._is_blank = False  # it has slept, and no weights since
+        self._jobs: dict[str, Job] = {}
+        self._serving: StagedVersion | None = None
+        self._vocabulary, self._reads_media = 0, False
+        self._routing: Routing | None = None
+        self._changing = asyncio.Lock()  # weights, pauses and restarts, one at a time
+        self._paused: PauseMode | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._failure = ""
+        self._pause_seconds = 0.0
+
+    async def start(self) -> None:
+        config = self._config
+        await self._versions.sweep()
+        size = dp_size(config)
+        if config.sglang.url:
+            size = (await self._replica.attach()).dp_size
+        self._gate, self._load = Gate(size, config.max_running), Load(size)
+        self._replica.open_line(self._gate, self._load)
+        if config.model:
+            model = await self._versions.open(Path(config.model))
+            self._routing_of(read_config(model.directory))  # or no server need be started
+            if config.sglang.url:
+                await self._replica.take_over(model)
+            else:
+                await self._replica.launch(model)
+            self._settle(model)
+            self._versions.restorable = model
+        self._keeper = asyncio.create_task(self._keep(), name="sglang")
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
+        self._check_serving()
+        length = self._max_length
+        size = len(self._load.by_rank(0))
+        check_generation(
+            generation,
+            self._vocabulary,
+            length,
+            self._config,
+            dp_size=size,
+            reads_media=self._reads_media,
+        )
+        name, count = generation.request_id, generation.sample_count
+        if name in self._jobs:
+            raise DuplicateRequestError(f"request {name!r} is here already", request_id=name)
+        if self._load.waiting + count > self._config.waiting_limit:
+            raise QueueFullError(f"{self._load.waiting} samples wait already")
+        room = length - len(generation.prompt_token_ids)
+        budget = min(generation.sampling.max_new_tokens, room)
+        job = self._jobs[name] = Job(generation, self._replica.line, budget, self._routing)
+        job.start()
+        try:
+            while count:
+                outcome = await job.outcomes.get()
+                if isinstance(outcome, ServiceError):
+                    raise outcome
+                count -= outcome.finish_reason is not None
+                yield outcome
+        finally:
+            del self._jobs[name]
+            await job.close()
+
+    async def score(self, token_ids: Sequence[int], prompt_length: int) -> list[float]:
+        return list((await self.score_top(token_ids, prompt_length, 0)).logprobs)
+
+    async def score_top(
+        self, token_ids: Sequence[int], prompt_length: int, top_count: int
+    ) -> Scores:
+        self._check_serving()
+        check_score(token_ids, prompt_length, self._vocabulary, self._max_length)
+        return await score(self._replica.line, token_ids, prompt_length, top_count)
+
+    async def abort(self, request_ids: Sequence[str]) -> list[str]:
+        found = [name for name in request_ids if name in self._jobs]
+        for name in found:
+            self._jobs[name].abort()
+        return found
+
+    async def pause(self, mode: PauseMode) -> None:
+        async with self._changing:
+            self._paused = mode
+            self._gate.shut()
+            await self._drain(mode)
+            await self._replica.hold()
+
+    async def resume(self) -> None:
+        async with self._changing:
+            self._paused = None
+            await self._replica.go_on()
+            self._gate.open()
+
+    async def prepare(self, version: int, digest: str, directory: Path) -> None:
+        def check(staged: StagedVersion) -> None:
+            self._routing_of(read_config(staged.directory))
+            if self._serving is not None:
+                check_fit(self._serving, staged)
+            self._replica.expect(staged)
+
+        await self._versions.prepare(version, digest, directory, check)
+
+    async def commit(self, version: int, mode: PauseMode) -> float:
+        async with self._changing:
+            with self._versions.using(version) as staged:
+                if self._is_asleep:
+                    raise NotQuietError("the engine sleeps; wake it first")
+                if self._serving is not None:
+                    check_fit(self._serving, staged)
+                if not self._replica.is_up:
+                    self._pause_seconds = await self._timed(self._replica.launch(staged))
+                else:
+                    async with self._still(mode):
+                        await self._swap(staged)
+                self._settle(staged)
+            await self._versions.served(staged)
+            return self._pause_seconds
+
+    async def join_transfer(self, groups: Sequence[Membership], seconds: float) -> None:
+        async with self._changing:
+            await self._replica.join(groups, seconds)
+
+    async def receive(self, incoming: IncomingWeights) -> None:
+        end = time.monotonic() + incoming.seconds
+        if self._serving is None:
+            raise UnfitWeightsError("the engine has no weights yet: it needs the store")
+        async with self._changing, self._still(incoming.mode):
+            try:
+                await self._replica.receive(incoming, end)
+            except ServiceError:
+                await self._go_back()
+                raise
+            self._serving = self._serving.renamed(incoming.manifest)
+            self._replica.serving = (self._serving.version, self._serving.digest)
+
+    def status(self) -> EngineStatus:
+        serves = self._replica.is_up and not (self._is_blank or self._is_reviving)
+        serving = self._serving if serves else None
+        capabilities = self._replica.capabilities
+        cache_tokens = capabilities.cache_tokens if capabilities else self._config.cache_tokens
+        transfers = capabilities is not None and capabilities.can_transfer
+        return EngineStatus(
+            version=serving.version if serving else None,
+            digest=serving.digest if serving else "",
+            prepared_versions=tuple(self._versions.prepared),
+            paused=self._paused is not None,
+            rank_loads=tuple(self._load.by_rank(cache_tokens)),
+            max_running=self._config.max_running,
+            max_model_length=self._max_length,
+            last_pause_seconds=self._pause_seconds,
+            last_prepare_seconds=self._versions.prepare_seconds,
+            decode_tokens_total=self._load.drawn_tokens,
+            prefill_tokens_total=self._load.prefill_tokens,
+            failure=self._failure,
+            transfer_ranks=capabilities.tp_size if capabilities and transfers else 0,
+            deterministic=bool(capabilities and capabilities.is_seeded),
+            extra={"restarts_total": self._replica.restart_count},
+        )
+
+    async def sleep(self) -> None:
+        async with self._changing:
+            if self._is_asleep:
+                return
+            if self._paused is None or self._load.inside:
+                raise NotQuietError("pause the engine, by abort or after its requests, to sleep")
+            await self._replica.occupy("release")
+            self._is_asleep = self._is_blank = True
+
+    async def wake(self) -> None:
+        async with self._changing:
+            if self._is_asleep:
+                await self._replica.occupy("resume")
+                self._is_asleep = False
+
+    @property
+    def pids(self) -> list[int]:
+        """Processes of this engine; empty for a server that runs elsewhere."""
+        return self._replica.pids
+
+    async def close(self) -> None:
+        self._failure = self._failure or "the engine was closed"
+        jobs = list(self._jobs.values())
+        self._fail_jobs()
+        await asyncio.gather(*(job.close() for job in jobs))
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        await self._replica.close()
+        await self._versions.close()
+
+    @property
+    def _max_length(self) -> int:
+        capabilities = self._replica.capabilities
+        own = self._config.max_model_length
+        return own if capabilities is None else min(own, capabilities.max_length)
+
+    def _check_serving(self) -> None:
+        if self._failure:
+            raise EngineFailedError(self._failure)
+        if self._serving is None or self._is_blank:
+            raise NoWeightsError("the engine has no weights yet")
+        if self._is_reviving or not self._replica.is_up:
+            raise EngineFailedError("SGLang is being restarted")
+
+    @contextlib.asynccontextmanager
+    async def _still(self, mode: PauseMode) -> AsyncIterator[None]:
+        """Nothing decodes inside; the time counts as a pause. A paused engine stays so."""
+        self._gate.shut()
+        try:
+            if self._paused is None:
+                await self._drain(mode)
+            began = time.monotonic()
+            await self._replica.hold()
+            try:
+                yield
+            finally:
+                if self._paused is None and self._replica.is_up:
+                    await self._replica.go_on()
+                self._pause_seconds = time.monotonic() - began
+        finally:
+            if self._paused is None and self._serving is not None:
+                self._gate.open()
+
+    async def _drain(self, mode: PauseMode) -> None:
+        """What `mode` says of those who have a slot."""
+        if mode is PauseMode.WAIT:
+            await self._load.empty()
+        if mode is PauseMode.ABORT:
+            for job in self._jobs.values():
+                job.interrupt()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DRAIN_SECONDS):
+                    await self._load.empty()
+
+    async def _swap(self, staged: StagedVersion) -> None:
+        """Load a version; if that fails, the one before is loaded again."""
+        try:
+            await self._replica.load(staged)
+        except ServiceError:
+            await self._go_back()
+            raise
+
+    async def _go_back(self) -> None:
+        """Serve the last version that is on the disk of this host, or nothing."""
+        self._replica.forget_weights()
+        restorable = self._versions.restorable
+        if restorable is None or not self._replica.is_up:
+            return
+        try:
+            await self._replica.load(restorable)
+            self._settle(restorable)
+        except ServiceError as error:
+            logger.error("SGLang does not take the weights it had: %s", error)
+            await self._replica.kill()  # a new server reads them from the disk
+
+    async def _keep(self) -> None:
+        """Watch the server; what ends is started again with the weights it had."""
+        while True:
+            await self._replica.gone()
+            self._fail_jobs(EngineFailedError("SGLang ended; its requests are lost"))
+            async with self._changing:
+                if self._failure or self._replica.is_up:
+                    continue
+                self._is_reviving = True  # one that answers has not yet the weights it had
+                try:
+                    restorable = self._versions.restorable
+                    await self._replica.revive(restorable, still=self._paused is not None)
+                    if restorable is not None:
+                        self._settle(restorable)
+                    self._is_asleep = False
+                except ServiceError as error:
+                    self._failure = str(error)
+                    return
+                finally:
+                    self._is_reviving = False
+
+    def _fail_jobs(self, error: EngineFailedError | None = None) -> None:
+        for job in list(self._jobs.values()):
+            job.fail(error or EngineFailedError(self._failure))
+
+    def _settle(self, staged: StagedVersion) -> None:
+        self._serving = staged
+        self._is_blank = False
+        self._replica.serving = (staged.version, staged.digest)
+        config = read_config(staged.directory)
+        vocabulary = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+        if not isinstance(vocabulary, int):
+            raise UnfitWeightsError("config.json has no vocab_size")
+        self._vocabulary, self._reads_media = vocabulary, reads_media(config)
+        self._routing = self._routing_of(config)
+
+    def _routing_of(self, config: Mapping[str, Any]) -> Routing | None:
+        """None where nobody wants to know. Raises UnfitWeightsError."""
+        return read_routing(config) if self._config.routed_experts else None
+
+    @staticmethod
+    async def _timed(work: Awaitable[None]) -> float:
+        began = time.monotonic()
+        await work
+        return time.monotonic() - began

@@ -1,0 +1,383 @@
+"""Whether SGLang has read the prompt that it was given.
+
+With images it turns token ids into text, replaces the placeholders and tokenises anew (0.5.23,
+`load_mm_data`): ids that do not survive this would be other ids than those trained on, and a
+placeholder that it does not find in the text drops the image without a word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import grpc
+
+from services.rollout.engine.interface import Delta, FinishReason, Generation, Scores
+from services.rollout.engine.sglang.client import (
+    Capabilities,
+    RefusedError,
+    SglangClient,
+    batch,
+    refusal,
+)
+from services.rollout.engine.sglang.load import Gate, Load
+from services.rollout.engine.sglang.samples import (
+    Routing,
+    Sample,
+    Version,
+    sampling_parameters,
+    tag,
+)
+from services.rollout.errors import EngineFailedError
+from sluice.runtime.errors import ServiceError
+
+
+class PromptAlteredError(ServiceError):
+    """The engine read another prompt than the request's; metadata has both lengths."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "PROMPT_ALTERED"
+
+
+def check_prompt(given: Sequence[int], read: Sequence[int], media_count: int) -> None:
+    """Raise PromptAlteredError unless `read` is `given` with its placeholders repeated."""
+    if not is_expansion(given, read, media_count):
+        raise PromptAlteredError(
+            f"the prompt of {len(given)} tokens with {media_count} images was read as "
+            f"{len(read)} other tokens: the tokenizer does not give back the text's tokens, or "
+            "the placeholders are not those of the model",
+            given=len(given),
+            read=len(read),
+        )
+
+
+def is_expansion(given: Sequence[int], read: Sequence[int], media_count: int) -> bool:
+    """The same runs of tokens in the same order, of which 1 to `media_count` have grown.
+
+    Only one token may grow: the placeholder.
+    """
+    before, after = _runs(given), _runs(read)
+    if [token for token, _ in before] != [token for token, _ in after]:
+        return False
+    growth = [
+        (token, after_length - before_length)
+        for (token, before_length), (_, after_length) in zip(before, after, strict=True)
+        if after_length != before_length
+    ]
+    grown = {token for token, _ in growth}
+    return len(grown) == 1 and len(growth) <= media_count and min(by for _, by in growth) > 0
+
+
+def _runs(tokens: Sequence[int]) -> list[tuple[int, int]]:
+    return [(token, len(list(run))) for token, run in groupby(tokens)]
+
+
+ABORT_SECONDS = 0.7  # for SGLang to hand over what it has drawn; then what came is all
+CALL_SECONDS = 10.0
+WARM_TOKENS = 64  # of a prompt that several samples share: it is read once, ahead of them
+
+
+@dataclass(frozen=True, eq=False)
+class Line:
+    """What jobs share: the server, its slots and its load."""
+
+    client: SglangClient
+    capabilities: Capabilities
+    gate: Gate
+    load: Load
+    serving: Callable[[], Version]
+
+    def request(self, rank: int) -> dict[str, Any]:
+        """What every request says: where it runs, and whose prefixes it may share.
+
+        The cache of one version's prompts is of no use to another.
+        """
+        body: dict[str, Any] = {"extra_key": tag(*self.serving()), "return_logprob": True}
+        if self.capabilities.dp_size > 1:
+            body["routed_dp_rank"] = rank
+        return body
+
+
+class Job:
+    """`outcomes` gets a delta for what comes of every sample, or an error, and then nothing."""
+
+    def __init__(
+        self, generation: Generation, line: Line, budget: int, routing: Routing | None = None
+    ) -> None:
+        self.generation, self._line, self._budget = generation, line, budget
+        self._routing = routing
+        self.outcomes: asyncio.Queue[Delta | ServiceError] = asyncio.Queue()
+        self._rank, nonce, now = generation.dp_rank, uuid.uuid4().hex, time.monotonic()
+        self._samples = [
+            Sample(
+                index=index,
+                rid=f"{nonce}-{index:06d}",  # SGLang aborts by prefix
+                follows=generation.stream,
+                temperature=generation.sampling.temperature,
+                arrived=now,
+                routing=routing,
+            )
+            for index in range(generation.sample_count)
+        ]
+        self._images = [base64.b64encode(one.data).decode() for one in generation.media]
+        self._unended = len(self._samples)
+        self._is_aborted = self._is_warm = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._released = asyncio.Event()  # a slot was given back
+        self._cut: list[str] = []  # ended here while SGLang went on
+        self._reserved = len(generation.prompt_token_ids) + budget
+        self._line.load.arrive(self._rank, len(self._samples))
+
+    def start(self) -> None:
+        self._spawn(self._enter(self._samples))
+
+    def abort(self) -> None:
+        """End every sample with what it has: what waits at once, the rest within a second."""
+        self._is_aborted = True
+        for sample in self._samples:
+            if not sample.sent:
+                self._finish(sample)
+        self.interrupt()
+
+    def interrupt(self) -> None:
+        """End what has drawn tokens; what was sent and has not goes back to the gate."""
+        if self._unended and any(sample.sent for sample in self._running()):
+            self._spawn(self._interrupt())
+
+    def fail(self, error: ServiceError) -> None:
+        """End with an error."""
+        self._cancel()
+        self.outcomes.put_nowait(error)
+
+    async def close(self) -> None:
+        """Leave nothing behind, neither here nor in SGLang."""
+        rids = [*self._cut, *(sample.rid for sample in self._running() if sample.sent)]
+        self._cut.clear()
+        await self._cancel_and_wait()
+        for sample in self._running():
+            self._finish(sample, tell=False)
+        with contextlib.suppress(EngineFailedError, RefusedError):
+            for rid in rids:
+                await self._line.client.post("/abort_request", {"rid": rid}, CALL_SECONDS)
+
+    def _running(self) -> list[Sample]:
+        return [sample for sample in self._samples if sample.finish is None]
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(self._reported(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _reported(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except ServiceError as error:
+            self.outcomes.put_nowait(error)
+
+    def _cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def _cancel_and_wait(self) -> None:
+        self._cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _enter(self, samples: Sequence[Sample]) -> None:
+        """Wait for slots; whoever gets in runs, the others wait on."""
+        waiting = [sample for sample in samples if sample.finish is None]
+        while waiting:
+            count = await self._line.gate.enter(self._rank, len(waiting))
+            waiting = [sample for sample in waiting if sample.finish is None]
+            chosen, waiting = waiting[:count], waiting[count:]
+            self._line.gate.leave(self._rank, count - len(chosen))
+            for sample in chosen:
+                sample.sent = time.monotonic()
+                self._line.load.enter(self._rank, self._reserved)
+            # Servers with encoders take the images of one sample at a time (0.5.23).
+            size = 1 if self._images else max(1, len(chosen))
+            for first in range(0, len(chosen), size):
+                self._spawn(self._run(chosen[first : first + size]))
+
+    async def _run(self, samples: Sequence[Sample]) -> None:
+        """A batch in SGLang, from first to last token."""
+        try:
+            await self._warm(len(samples))
+            async with contextlib.aclosing(self._line.client.stream(self._body(samples))) as stream:
+                async for message in stream:
+                    self._take(samples[message.get("index", 0)], message)
+        except RefusedError as error:
+            raise refusal(error, "request") from error
+        finally:
+            for sample in samples:
+                if sample.finish is None and sample.sent:
+                    self._release(sample)
+        again = [sample for sample in samples if sample.finish is None]
+        for sample in again:
+            sample.restart()
+        if again:
+            await self._enter(again)
+
+    def _body(self, samples: Sequence[Sample]) -> dict[str, Any]:
+        prompt, seeded = list(self.generation.prompt_token_ids), self._line.capabilities.is_seeded
+        body = self._request()
+        if self._routing is not None:
+            body["return_routed_experts"] = True
+        return body | {
+            "input_ids": batch([prompt] * len(samples)),
+            "rid": batch([sample.rid for sample in samples]),
+            "sampling_params": batch(
+                [
+                    sampling_parameters(
+                        self.generation, sample.index, self._budget, is_seeded=seeded
+                    )
+                    for sample in samples
+                ]
+            ),
+            "stream": True,
+        }
+
+    def _request(self) -> dict[str, Any]:
+        """What requests of this job share; images are in the order of the prompt."""
+        body = self._line.request(self._rank)
+        if self._images:
+            body["return_prompt_token_ids"] = True
+            body["image_data"] = self._images
+        return body
+
+    async def _warm(self, count: int) -> None:
+        """Have a long prompt read once before several samples of it start."""
+        prompt = self.generation.prompt_token_ids
+        useful = count > 1 and len(prompt) >= WARM_TOKENS
+        if self._is_warm or not (useful and self._line.capabilities.has_radix_cache):
+            return
+        self._is_warm = True
+        body = self._request() | {
+            "input_ids": list(prompt),
+            "sampling_params": {"max_new_tokens": 0},
+            "return_logprob": False,
+            "stream": True,
+        }
+        async with contextlib.aclosing(self._line.client.stream(body)) as stream:
+            async for _ in stream:
+                pass
+
+    def _take(self, sample: Sample, message: dict[str, Any]) -> None:
+        if sample.finish is not None:  # it was cut off here before SGLang said so
+            return
+        line, is_new = self._line, not sample.began
+        if self._images and is_new and "prompt_token_ids" in message:
+            given, read = list(self.generation.prompt_token_ids), message["prompt_token_ids"]
+            # With encoders the placeholders grow later, and out of sight.
+            if not (line.capabilities.is_language_only and read == given):
+                check_prompt(given, read, len(self._images))
+        count = sample.take(message, line.serving(), is_delta=line.capabilities.is_incremental)
+        if is_new and sample.began:
+            meta = message["meta_info"]
+            computed = meta["prompt_tokens"] - (meta.get("cached_tokens") or 0)
+            line.load.begin(self._rank, max(0, computed))
+        line.load.draw(count)
+        if sample.finish is FinishReason.ABORTED and not sample.token_ids and not self._is_aborted:
+            sample.finish = None  # a pause came before its first token
+            return
+        if sample.finish is not None:
+            self._release(sample)
+            self._unended -= 1
+        self._tell(sample)
+
+    def _tell(self, sample: Sample) -> None:
+        delta = sample.delta()
+        if delta is not None:
+            self.outcomes.put_nowait(delta)
+
+    def _finish(self, sample: Sample, *, tell: bool = True) -> None:
+        """End a sample here, with what has come."""
+        if sample.sent:
+            self._release(sample)
+        else:
+            self._line.load.depart(self._rank)
+        sample.finish = FinishReason.ABORTED
+        self._unended -= 1
+        if tell:
+            self._tell(sample)
+
+    def _release(self, sample: Sample) -> None:
+        """It decodes no more; without an end it waits again."""
+        self._line.load.leave(
+            self._rank, self._reserved, has_begun=bool(sample.began), ends=sample.finish is not None
+        )
+        self._line.gate.leave(self._rank)
+        self._released.set()
+        if sample.finish is None:
+            sample.sent = sample.began = 0.0
+
+    async def _interrupt(self) -> None:
+        """Ask SGLang to end what was sent, and do without its answer if it has none in time."""
+        wanted = [sample for sample in self._running() if sample.sent]
+        deadline = time.monotonic() + ABORT_SECONDS
+        with contextlib.suppress(RefusedError):
+            for sample in wanted:
+                await self._line.client.post("/abort_request", {"rid": sample.rid}, ABORT_SECONDS)
+        while _left(wanted) and (seconds := deadline - time.monotonic()) > 0:
+            self._released.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._released.wait()
+        for sample in _left(wanted):
+            if sample.token_ids or self._is_aborted:
+                self._cut.append(sample.rid)
+                self._finish(sample)
+
+
+def _left(samples: Sequence[Sample]) -> list[Sample]:
+    """Those that SGLang has not ended."""
+    return [sample for sample in samples if sample.finish is None and sample.sent]
+
+
+RANK = 0
+
+
+async def score(line: Line, token_ids: Sequence[int], prompt_length: int, top_count: int) -> Scores:
+    """Of token_ids[prompt_length:] at temperature 1. Takes a slot, as a sample does."""
+    await line.gate.enter(RANK, 1)
+    try:
+        meta = await _read(line, token_ids, prompt_length, top_count)
+    except RefusedError as error:
+        raise refusal(error, "token_ids") from error
+    finally:
+        line.gate.leave(RANK)
+    rows = meta["input_token_logprobs"][1:]  # the first is the last of the context
+    if len(rows) != len(token_ids) - prompt_length:
+        raise EngineFailedError(
+            f"SGLang scored {len(rows)} of {len(token_ids) - prompt_length} tokens"
+        )
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
+    if top_count:
+        places = meta["input_top_logprobs"][1:]
+        top = tuple(tuple((token, value) for value, token, _ in place) for place in places)
+    return Scores(logprobs=tuple(row[0] for row in rows), top=top)
+
+
+async def _read(
+    line: Line, token_ids: Sequence[int], prompt_length: int, top_count: int
+) -> Mapping[str, Any]:
+    body = line.request(RANK) | {
+        "input_ids": list(token_ids),
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        "logprob_start_len": prompt_length - 1,
+        "top_logprobs_num": top_count,
+        "stream": True,
+    }
+    meta: Mapping[str, Any] = {}
+    async with contextlib.aclosing(line.client.stream(body)) as stream:
+        async for message in stream:
+            meta = message["meta_info"]
+    if "input_token_logprobs" not in meta:
+        raise EngineFailedError("SGLang scored nothing")
+    return meta

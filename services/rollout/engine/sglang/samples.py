@@ -1,0 +1,242 @@
+"""Weight versions as SGLang carries them: `<version>:<digest>` in its `weight_version`."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from services.rollout.engine.interface import Delta, FinishReason, Generation, Timing
+from services.rollout.errors import EngineFailedError, UnfitWeightsError
+from sluice.runtime.errors import InvalidFieldError
+from sluice.samples.sample import VersionSpan
+from sluice.weights.errors import InvalidCheckpointError
+from sluice.weights.rules.families import family_of
+from sluice.weights.rules.shape import ConfigKeys, read_shape
+
+Version = tuple[int, str]
+
+
+def tag(version: int, digest: str) -> str:
+    return f"{version}:{digest}"
+
+
+def parse_tag(text: object) -> Version | None:
+    """None for a name that we did not give."""
+    number, separator, digest = str(text).partition(":")
+    if not (separator and number.isdigit() and digest):
+        return None
+    return int(number), digest
+
+
+def of_tokens(versions: Iterable[Version], first: int) -> tuple[VersionSpan, ...]:
+    """Spans of tokens drawn one after the other, of which the first has index `first`."""
+    spans: list[VersionSpan] = []
+    for place, (version, digest) in enumerate(versions, first):
+        if spans and (spans[-1].version, spans[-1].digest) == (version, digest):
+            begin = spans.pop().first_token
+        else:
+            begin = place
+        spans.append(
+            VersionSpan(version=version, digest=digest, first_token=begin, last_token=place)
+        )
+    return tuple(spans)
+
+
+def versions_of(meta: Mapping[str, Any], count: int) -> list[Version] | None:
+    """The version of each of `count` tokens of a finished sample; None where SGLang cannot say."""
+    found: list[Version] = []
+    for span in meta.get("weight_versions") or ():
+        version = parse_tag(span["version"])
+        if version is None or span["start"] != len(found):
+            return None
+        found += [version] * (span["end"] - span["start"])
+    return found[:count] if len(found) >= count else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """Counts of a model; `mixtures` are the indices of its layers with experts, in order."""
+
+    layers: int
+    mixtures: tuple[int, ...]
+    experts: int
+    chosen: int
+
+
+def read_routing(document: Mapping[str, Any]) -> Routing:
+    """Of a parsed `config.json`. Raises UnfitWeightsError for a model without experts."""
+    try:
+        family = family_of(document)
+        shape = read_shape(family, document)
+        chosen = ConfigKeys(document, family).count("num_experts_per_tok", default=0)
+    except InvalidCheckpointError as error:
+        raise UnfitWeightsError(f"engine.routed_experts: {error}") from error
+    if not (shape.sparse_layers and chosen):
+        raise UnfitWeightsError("engine.routed_experts: the model has no layers of experts")
+    return Routing(
+        layers=shape.layers,
+        mixtures=tuple(sorted(shape.sparse_layers)),
+        experts=shape.experts,
+        chosen=chosen,
+    )
+
+
+def parse_experts(text: str, routing: Routing, tokens: int) -> np.ndarray:
+    """int16[tokens, mixture layers, chosen] of SGLang's base64 of int32[tokens, layers, chosen].
+
+    Rows of dense layers hold nothing and are left out. Raises EngineFailedError unless there are
+    `tokens` rows, all with experts of this model.
+    """
+    try:
+        found = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
+    except (binascii.Error, ValueError) as error:
+        raise EngineFailedError(f"SGLang sent routed experts that are no int32: {error}") from error
+    width = routing.layers * routing.chosen
+    if found.size != tokens * width:
+        raise EngineFailedError(
+            f"SGLang sent routed experts of {found.size / width:g} tokens, not of {tokens}: "
+            f"{found.size} values for {routing.layers} layers with {routing.chosen} each"
+        )
+    table = found.reshape(tokens, routing.layers, routing.chosen)[:, list(routing.mixtures)]
+    if table.size and not 0 <= table.min() <= table.max() < routing.experts:
+        raise EngineFailedError(f"SGLang sent an expert that is not among {routing.experts}")
+    return np.ascontiguousarray(table, dtype=np.int16)
+
+
+QUIET_INTERVAL = 64  # tokens between the messages of a sample that nobody follows
+
+_FINISH = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "abort": FinishReason.ABORTED,
+}
+
+
+@dataclass(eq=False)
+class Sample:
+    """One sample of a request. Tokens that came are kept, whatever becomes of the rest."""
+
+    index: int
+    rid: str
+    follows: bool  # deltas are wanted as tokens come
+    temperature: float
+    arrived: float
+    routing: Routing | None = None  # of a model whose experts are wanted
+    sent: float = 0.0
+    began: float = 0.0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[Version] = field(default_factory=list)
+    told: int = 0
+    finish: FinishReason | None = None
+    experts: np.ndarray | None = None
+
+    def take(self, message: Mapping[str, Any], serving: Version, *, is_delta: bool) -> int:
+        """Add what a message of SGLang brings; the number of new tokens.
+
+        `is_delta`: messages carry what is new, not everything so far. Raises EngineFailedError
+        for a message that contradicts those before, or what the finish reason says went wrong.
+        """
+        meta = message["meta_info"]
+        ids, rows = message["output_ids"], meta.get("output_token_logprobs") or []
+        if not is_delta:
+            ids, rows = ids[len(self.token_ids) :], rows[len(self.token_ids) :]
+        if len(ids) != len(rows):
+            raise EngineFailedError(f"SGLang sent {len(ids)} tokens and {len(rows)} log-probs")
+        if ids and not self.began:
+            self.began = time.monotonic()
+        self.token_ids += ids
+        self.logprobs += [row[0] for row in rows]
+        version = parse_tag(meta.get("weight_version")) or serving
+        self.versions += [version] * len(ids)
+        reason = meta.get("finish_reason")
+        if reason is not None:
+            self._end(meta, reason)
+        return len(ids)
+
+    def _end(self, meta: Mapping[str, Any], reason: Mapping[str, Any]) -> None:
+        kind, status = reason.get("type"), reason.get("status_code")
+        if kind == "abort" and status:
+            message = str(reason.get("message"))
+            raise (
+                InvalidFieldError("request", message)
+                if int(status) < 500
+                else (EngineFailedError(f"SGLang gave up: {message}"))
+            )
+        count = len(self.token_ids)
+        if kind != "abort" and meta.get("completion_tokens") != count:
+            raise EngineFailedError(f"SGLang drew {meta.get('completion_tokens')}, sent {count}")
+        exact = versions_of(meta, count)
+        if exact is not None:
+            self.versions[self.told :] = exact[self.told :]
+        self.finish = _FINISH.get(str(kind), FinishReason.ABORTED)
+        if self.routing is not None:
+            self.experts = self._experts_of(meta, self.routing)
+
+    def _experts_of(self, meta: Mapping[str, Any], routing: Routing) -> np.ndarray | None:
+        text = meta.get("routed_experts")
+        if text is None:
+            if self.finish is FinishReason.ABORTED:  # SGLang may have dropped what it computed
+                return None
+            raise EngineFailedError("SGLang ended a sample without its routed experts")
+        return parse_experts(text, routing, meta["prompt_tokens"] + len(self.token_ids) - 1)
+
+    def delta(self) -> Delta | None:
+        """What has come since the last one; None while that is not to be told."""
+        if self.finish is None and not (self.follows and self.told < len(self.token_ids)):
+            return None
+        first, self.told = self.told, len(self.token_ids)
+        logprobs = tuple(self.logprobs[first:])
+        return Delta(
+            index=self.index,
+            token_ids=tuple(self.token_ids[first:]),
+            logprobs=logprobs,
+            logprobs_t1=logprobs if self.temperature in (0.0, 1.0) else (),
+            spans=of_tokens(self.versions[first:], first),
+            finish_reason=self.finish,
+            timing=self._timing() if self.finish else None,
+            routed_experts=self.experts,
+        )
+
+    def _timing(self) -> Timing:
+        now = time.monotonic()
+        sent = self.sent or now
+        began = self.began or now
+        return Timing(queue=sent - self.arrived, prefill=began - sent, decode=now - began)
+
+    def restart(self) -> None:
+        """It ended before its first token, for no reason of its own."""
+        if self.token_ids:
+            raise EngineFailedError("SGLang ended a sample without a reason")
+        self.finish, self.experts, self.sent = None, None, 0.0
+
+
+def sampling_parameters(
+    generation: Generation, index: int, budget: int, *, is_seeded: bool
+) -> dict[str, Any]:
+    """SGLang's, of one sample.
+
+    A server that is not deterministic refuses seeds; one that is takes 42 where none is given, so
+    that all samples of a prompt would be the same (0.5.23).
+    """
+    sampling = generation.sampling
+    parameters: dict[str, Any] = {
+        "max_new_tokens": budget,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k or -1,
+        "top_p": sampling.top_p,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "no_stop_trim": True,  # the stop token belongs to the sample
+        "stream_interval": 1 if generation.stream else QUIET_INTERVAL,
+    }
+    if is_seeded:
+        fresh = secrets.randbits(62)
+        parameters["sampling_seed"] = sampling.seeds[index] if sampling.seeds else fresh
+    return parameters

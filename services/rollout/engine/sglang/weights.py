@@ -1,0 +1,313 @@
+"""Whether the weights that SGLang holds are those of a version.
+
+SGLang reports a checksum of each of its parameters (/weights_checker). On a host they are the
+first 8 bytes of the SHA-256 of the parameter's bytes (`tensor_hash` in SGLang 0.5.23), so that
+they follow from the checkpoint; elsewhere, or where a parameter is cut over ranks or cast, they
+must at least have changed with the tensors that changed and with no others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import mmap
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from services.rollout.engine.sglang.client import Capabilities, RefusedError, SglangClient
+from services.rollout.engine.sglang.samples import tag
+from services.rollout.engine.sglang.staging import StagedVersion
+from services.rollout.errors import DigestMismatchError, EngineFailedError, UnfitWeightsError
+from sluice import platform
+from sluice.weights.header import Extent, parse_header
+
+if TYPE_CHECKING:
+    from services.rollout.engine.interface import IncomingWeights
+    from sluice.weights.transfer.plan import Membership
+
+# checkpoints hold apart, in this order, what SGLang holds in one parameter
+STACKED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+PADDED = ("embed_tokens.weight", "lm_head.weight")  # SGLang adds rows of zeros to the vocabulary
+PADDED_ROWS = 64
+_STACKED_NAME = re.compile(r"^(.*\.)(qkv_proj|gate_up_proj)(\.(?:weight|bias))$")
+
+Checksums = Mapping[str, str]
+
+
+def tensors_of(parameter: str) -> tuple[str, ...]:
+    """The checkpoint's tensors that make up a parameter of SGLang, by HF names."""
+    match = _STACKED_NAME.match(parameter)
+    if match is None:
+        return (parameter,)
+    before, stacked, after = match.groups()
+    return tuple(f"{before}{part}{after}" for part in STACKED[stacked])
+
+
+def from_answer(answer: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Checksums by parameter of every rank, in the order of ranks."""
+
+    def place(rank: Mapping[str, Any]) -> tuple[int, ...]:
+        info = rank["parallelism_info"]
+        info = info[0] if isinstance(info, list) else info
+        return (info["dp_rank"], info["pp_rank"], info["tp_rank"])
+
+    return [dict(rank["checksums"]) for rank in sorted(answer["ranks"], key=place)]
+
+
+class CheckpointChecksums:
+    """SGLang's checksums of parameters, computed from safetensors files."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._places: dict[str, tuple[Path, Extent]] = {}
+        for path in files:
+            with path.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                for name, extent in parse_header(mapped, file_name=path.name).items():
+                    self._places[name] = (path, extent)
+
+    def of(self, parameters: Iterable[str]) -> dict[str, str]:
+        """Those of the parameters whose tensors are all here."""
+        found: dict[str, str] = {}
+        for parameter in parameters:
+            names = tensors_of(parameter)
+            if all(name in self._places for name in names):
+                found[parameter] = self._digest(names)
+        return found
+
+    def _digest(self, names: Iterable[str]) -> str:
+        hasher = hashlib.sha256()
+        for name in names:
+            path, extent = self._places[name]
+            with path.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                with memoryview(mapped) as view, view[extent.begin : extent.end] as piece:
+                    hasher.update(piece)
+                    hasher.update(bytes(_padding(name, extent)))
+        return f"{int.from_bytes(hasher.digest()[:8], 'big'):016x}"
+
+
+def _padding(name: str, extent: Extent) -> int:
+    """Bytes that SGLang adds to a tensor."""
+    rows = extent.shape[0] if extent.shape else 0
+    if not (rows and name.endswith(PADDED)):
+        return 0
+    return (extent.end - extent.begin) // rows * (-rows % PADDED_ROWS)
+
+
+def wrong_values(ranks: Iterable[Checksums], expected: Checksums) -> list[str]:
+    """Parameters that are not what the checkpoint says, on any rank."""
+    return sorted(
+        {
+            name
+            for rank in ranks
+            for name in rank
+            if name in expected and rank[name] != expected[name]
+        }
+    )
+
+
+def wrong_changes(
+    before: list[dict[str, str]],
+    after: list[dict[str, str]],
+    old: Mapping[str, str],
+    new: Mapping[str, str],
+    *,
+    exact: bool,
+) -> list[str]:
+    """Parameters that changed though their tensors did not, or stayed though they changed.
+
+    `old` and `new` are digests of the tensors of the two versions by HF name. A parameter has
+    changed when it has on some rank: the others may hold what stayed of it. Unless the server
+    keeps them as `exact` as they came, small changes may be lost in a cast.
+    """
+    wrong: list[str] = []
+    for name in {name for rank in before for name in rank}:
+        parts = tensors_of(name)
+        if not all(part in old and part in new for part in parts):
+            continue
+        wanted = any(old[part] != new[part] for part in parts)
+        found = any(
+            one.get(name) != other.get(name) for one, other in zip(before, after, strict=True)
+        )
+        if (found and not wanted) or (exact and wanted and not found):
+            wrong.append(name)
+    return sorted(wrong)
+
+
+CHECK_SECONDS = 600.0
+STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+Digests = Mapping[str, str]
+
+
+class ServerWeights:
+    """What one server holds. All but `check` is called while nothing decodes.
+
+    `parameters` are SGLang's own names, known after the first check.
+    """
+
+    def __init__(
+        self, client: SglangClient, capabilities: Capabilities, *, verifies: bool, seconds: float
+    ) -> None:
+        self._client, self._capabilities = client, capabilities
+        self._verifies, self._seconds = verifies, seconds
+        self._held: list[dict[str, str]] = []
+        self._digests: Digests = {}
+        self._groups: list[Membership] = []
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(self._held[0]) if self._held else ()
+
+    @property
+    def computes(self) -> bool:
+        """Whether checksums follow from the files: whole parameters, on a host."""
+        capabilities = self._capabilities
+        is_whole = capabilities.tp_size == capabilities.pp_size == 1
+        return is_whole and capabilities.device == platform.CPU.device_type
+
+    def forget(self) -> None:
+        """What the server holds is not known any more."""
+        self._held, self._digests = [], {}
+
+    def expected(self, staged: StagedVersion) -> dict[str, str]:
+        """Checksums of a version on disk; blocks. Empty where they do not follow from files."""
+        if not (self._verifies and self.computes and self._has_dtype(staged)):
+            return {}
+        return CheckpointChecksums(staged.shards).of(self.parameters)
+
+    async def load(self, staged: StagedVersion, expected: Mapping[str, str] | None) -> None:
+        """Swap in a version of this host's disk.
+
+        Raises UnfitWeightsError where SGLang refuses it, DigestMismatchError where it holds
+        something else afterwards.
+        """
+        body = {
+            "model_path": str(staged.directory),
+            "weight_version": tag(staged.version, staged.digest),
+            "flush_cache": False,  # prompts of another version are not found anyway
+            "abort_all_requests": False,
+        }
+        try:
+            await self._client.post("/update_weights_from_disk", body, self._seconds)
+        except RefusedError as error:
+            raise UnfitWeightsError(str(error), version=staged.version) from error
+        await self.check(staged, expected)
+
+    async def check(self, staged: StagedVersion, expected: Mapping[str, str] | None = None) -> None:
+        """Compare what the server holds with a version of the disk; the first one is learnt."""
+        if not self._verifies:
+            return
+        found = await self._read()
+        before, self._held = self._held, found
+        if expected is None:
+            expected = await asyncio.to_thread(self.expected, staged)
+        wrong = wrong_values(found, expected)
+        self._settle(before, found, staged.tensors, wrong, is_exact=self._has_dtype(staged))
+
+    async def join(self, groups: Sequence[Membership], seconds: float) -> None:
+        """Be ranks of these groups in place of those before. Raises EngineFailedError."""
+        await self.leave()
+        end = time.monotonic() + seconds
+        for member in groups:
+            host, _, port = member.address.rpartition(":")
+            body = {
+                "master_address": host,
+                "master_port": int(port),
+                "rank_offset": member.rank,
+                "world_size": member.world_size,
+                "group_name": member.group,
+                "backend": member.backend,
+            }
+            try:
+                await self._client.post("/init_weights_update_group", body, _left(end))
+            except RefusedError as error:
+                raise EngineFailedError(str(error)) from error
+            self._groups.append(member)
+
+    async def leave(self) -> None:
+        """Leave all groups."""
+        groups, self._groups = self._groups, []
+        for member in groups:
+            try:
+                await self._client.post(
+                    "/destroy_weights_update_group", {"group_name": member.group}, self._seconds
+                )
+            except RefusedError as error:
+                raise EngineFailedError(str(error)) from error
+
+    async def receive(self, incoming: IncomingWeights, end: float) -> None:
+        """Take every bucket by the moment `end`; SGLang loads each as it comes.
+
+        Raises EngineFailedError where that breaks (a server whose sender is gone waits in a
+        broadcast, and is of no more use), DigestMismatchError.
+        """
+        manifest = incoming.manifest
+        name = tag(manifest.version, manifest.digest)
+        try:
+            await self._client.post("/begin_weight_update", {"selector": "all"}, _left(end))
+            for member, buckets in zip(self._groups, incoming.buckets, strict=True):
+                for bucket in buckets:
+                    body = {
+                        "names": [piece.name for piece in bucket.pieces],
+                        "dtypes": [STORED_DTYPES[piece.dtype] for piece in bucket.pieces],
+                        "shapes": [list(piece.shape) for piece in bucket.pieces],
+                        "group_name": member.group,
+                        "load_format": "flattened_bucket",
+                        "flush_cache": False,
+                    }
+                    path = "/update_weights_from_distributed"
+                    await self._client.post(path, body, _left(end))
+            await self._client.post("/end_weight_update", {}, _left(end))
+            renamed = {"new_version": name, "abort_all_requests": False}
+            await self._client.post("/update_weight_version", renamed, _left(end))
+        except RefusedError as error:
+            raise EngineFailedError(str(error)) from error
+        if self._verifies:
+            before, self._held = self._held, await self._read()
+            tensors = {name: stored.digest for name, stored in manifest.tensors.items()}
+            dtypes = {STORED_DTYPES.get(stored.dtype) for stored in manifest.tensors.values()}
+            exact = dtypes == {self._capabilities.dtype}
+            self._settle(before, self._held, tensors, [], is_exact=exact)
+
+    async def _read(self) -> list[dict[str, str]]:
+        try:
+            answer = await self._client.post(
+                "/weights_checker", {"action": "checksum"}, CHECK_SECONDS
+            )
+        except RefusedError as error:
+            raise EngineFailedError(str(error)) from error
+        return from_answer(answer)
+
+    def _settle(
+        self,
+        before: list[dict[str, str]],
+        after: list[dict[str, str]],
+        tensors: Digests,
+        wrong: list[str],
+        *,
+        is_exact: bool,
+    ) -> None:
+        old, self._digests = self._digests, dict(tensors)
+        if before and old:
+            wrong = wrong or wrong_changes(before, after, old, tensors, exact=is_exact)
+        if wrong:
+            raise DigestMismatchError(
+                f"SGLang holds other weights than it was given, in {len(wrong)} parameters: "
+                f"{', '.join(wrong[:4])}",
+                tensor=wrong[0],
+            )
+
+    def _has_dtype(self, staged: StagedVersion) -> bool:
+        stored = {STORED_DTYPES.get(dtype) for dtype, _ in staged.layout.values()}
+        return stored == {self._capabilities.dtype}
+
+
+def _left(end: float) -> float:
+    return max(0.01, end - time.monotonic())

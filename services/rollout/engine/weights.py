@@ -1,0 +1,331 @@
+"""The transfer groups an engine is in, and the versions that come over them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from services.rollout import metrics
+from services.rollout.engine.interface import Engine, IncomingWeights, PauseMode
+from services.rollout.engine.version_files import damage
+from services.rollout.errors import (
+    DigestMismatchError,
+    NoTransferError,
+    StoreUnreachableError,
+    TransferFailedError,
+    TransferGroupNotJoinedError,
+    UnfitWeightsError,
+    VersionNotPreparedError,
+)
+from sluice import faults
+from sluice.runtime.errors import NotFoundError, ServiceError
+from sluice.weights.errors import TransferBrokenError, VersionNotFoundError, WeightStoreError
+from sluice.weights.host_cache import CachedVersion, HostCache
+from sluice.weights.manifest import StoredVersion
+from sluice.weights.open import AnyWeightStore
+from sluice.weights.store import VersionRecord
+from sluice.weights.transfer.plan import Membership, plan_buckets
+
+GRACE_SECONDS = 3.0  # beyond the deadline of a transfer, for the engine to notice it itself
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """How a version comes: over which group, and which files of its manifest each sender owns."""
+
+    group: str
+    files: Sequence[Sequence[str]]
+    bucket_bytes: int
+    seconds: float
+    mode: PauseMode = PauseMode.IN_PLACE
+
+
+class EngineTransfers:
+    """One membership at a time; after a failure there is none."""
+
+    def __init__(self, engine: Engine, store: AnyWeightStore) -> None:
+        self._engine, self._store = engine, store
+        self._joining = asyncio.Lock()
+        self._senders = 0
+        self.group = ""
+
+    async def join(self, group: str, members: Sequence[Membership], seconds: float) -> None:
+        """Join `group`, and leave the one before; free for the group it is in.
+
+        Raises NoTransferError or TransferFailedError.
+        """
+        if not self._engine.status().transfer_ranks:
+            raise NoTransferError("this engine reads weights from the store only")
+        async with self._joining:
+            if group == self.group:
+                return
+            self.group = ""
+            try:
+                async with asyncio.timeout(seconds + GRACE_SECONDS):
+                    await self._engine.join_transfer(members, seconds)
+            except (TransferBrokenError, TimeoutError) as error:
+                raise _broken(group, error) from error
+            self.group, self._senders = group, len(members)
+
+    async def receive(self, version: int, transfer: Transfer) -> None:
+        """Have the engine take a version. Raises typed errors; the group is then left."""
+        group = transfer.group
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(transfer.seconds + GRACE_SECONDS):
+                manifest = await asyncio.to_thread(self._store.manifest, version)
+                self._check(transfer)  # nothing else runs from here until the engine receives
+                buckets = [
+                    plan_buckets(manifest, files, transfer.bucket_bytes) for files in transfer.files
+                ]
+                await self._engine.receive(
+                    IncomingWeights(
+                        manifest=manifest,
+                        buckets=buckets,
+                        seconds=transfer.seconds,
+                        mode=transfer.mode,
+                    )
+                )
+        except (WeightStoreError, TimeoutError) as error:
+            self._leave(group)
+            raise typed_error(version, error) from error
+        except ServiceError:
+            self._leave(group)
+            raise
+        metrics.TRANSFER_SECONDS.observe(time.monotonic() - began)
+        metrics.TRANSFERRED_BYTES.inc(sum(bucket.size for sent in buckets for bucket in sent))
+
+    def _check(self, transfer: Transfer) -> None:
+        group = transfer.group
+        if not group or group != self.group:
+            raise TransferGroupNotJoinedError(
+                f"in transfer group {self.group or 'none'!r}, not {group!r}", joined=self.group
+            )
+        if len(transfer.files) != self._senders:
+            raise TransferFailedError(
+                f"{len(transfer.files)} senders for the {self._senders} that were joined"
+            )
+
+    def _leave(self, group: str) -> None:
+        if self.group == group:
+            self.group = ""
+
+
+def typed_error(version: int, error: WeightStoreError | OSError) -> ServiceError:
+    """What a caller is told of weights that cannot be had."""
+    match error:
+        case WeightStoreError() if (found := damage(error)) is not None:
+            return found
+        case TransferBrokenError():
+            return _broken(error.group, error)
+        case TimeoutError():
+            return TransferFailedError(f"version {version} did not come in time")
+        case _:
+            return UnfitWeightsError(f"version {version} cannot be had: {error}", version=version)
+
+
+def _broken(group: str, error: Exception) -> TransferFailedError:
+    return TransferFailedError(str(error) or f"the members of {group!r} did not meet in time")
+
+
+T = TypeVar("T")
+
+
+class EngineWeights:
+    """Prepares and commits versions of the store.
+
+    A version is pinned in the store, under `owner`, from before it is read until it neither
+    serves nor lies ready; so is its directory on this host, if it needs one besides the store's.
+    `on_commit` is awaited before a commit is answered.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        store: AnyWeightStore,
+        owner: str,
+        on_commit: Callable[[], Awaitable[None]],
+        *,
+        cache: HostCache,
+        in_place: bool = True,
+    ) -> None:
+        """`in_place`: whole versions are read where the store has them, without a copy."""
+        self._engine, self._store, self._owner = engine, store, owner
+        self._on_commit = on_commit
+        self._cache, self._in_place = cache, in_place
+        self._held: dict[int, CachedVersion] = {}
+        self._ready: dict[int, str] = {}  # digests of what was prepared
+        self.transfers = EngineTransfers(engine, store)
+        self._preparations: dict[tuple[int, str], asyncio.Task[float]] = {}
+        self._groups: dict[tuple[int, str], str] = {}  # that these come over; empty: the store
+        self._committing = asyncio.Lock()
+        # Of one thread: what unpins all but some comes after the pins it knows of, and before
+        # those that it does not list.
+        self._pinning = ThreadPoolExecutor(1, "weight-pins")
+
+    async def prepare(self, version: int, digest: str, transfer: Transfer | None = None) -> float:
+        """Seconds until the version lay ready; the same call again joins it or is free.
+
+        It comes over `transfer` if that is given, else from the store. The preparation goes on
+        when the caller goes away. Raises NotFoundError, DigestMismatchError,
+        TransferFailedError, TransferGroupNotJoinedError and what the engine raises.
+        """
+        status = self._engine.status()
+        if (status.version, status.digest) == (version, digest):
+            return 0.0
+        if version in status.prepared_versions and self._ready.get(version) == digest:
+            return 0.0
+        key = (version, digest)
+        if transfer is not None and self._groups.get(key, transfer.group) != transfer.group:
+            await asyncio.wait([self._preparations[key]])  # of a group that was left since
+        task = self._preparations.get(key)
+        if task is None or task.done():
+            work = self._prepare(version, digest, transfer)
+            task = self._preparations[key] = asyncio.ensure_future(work)
+            self._groups[key] = "" if transfer is None else transfer.group
+            task.add_done_callback(partial(self._forget, key))
+        return await asyncio.shield(task)
+
+    def _forget(self, key: tuple[int, str], task: asyncio.Task[float]) -> None:
+        if self._preparations.get(key) is task:
+            del self._preparations[key], self._groups[key]
+
+    async def commit(self, version: int, digest: str, mode: PauseMode) -> float:
+        """Seconds without decoding; 0 when the version serves already."""
+        async with self._committing:
+            status = self._engine.status()
+            if (status.version, status.digest) == (version, digest):
+                return 0.0
+            if version not in status.prepared_versions:
+                raise VersionNotPreparedError(
+                    f"version {version} is not prepared",
+                    version=version,
+                    prepared=list(status.prepared_versions),
+                )
+            await self._check_digest(version, digest)
+            pause = await self._engine.commit(version, mode)
+            metrics.PAUSE_SECONDS.observe(pause)
+            faults.point("engine.swapped")
+            await self._unpin_unused()
+            await self._on_commit()
+            return pause
+
+    async def announce(self) -> None:
+        """Tell of weights that are gone, as of those that have come."""
+        await self._on_commit()
+
+    async def close(self) -> None:
+        """Stop preparing and let go of all pins."""
+        running = list(self._preparations.values())
+        for task in running:
+            task.cancel()
+        self._cache.close()  # or a thread of theirs waits on, and the process with it
+        await asyncio.gather(*running, return_exceptions=True)
+        self._release_all_but(frozenset())
+        await self._in_order(self._unpin_all_but, frozenset())
+        self._pinning.shutdown(wait=False)
+
+    async def forget_old_pins(self) -> None:
+        """Unpin what an earlier process of this name held."""
+        await self._unpin_unused()
+
+    async def _prepare(self, version: int, digest: str, transfer: Transfer | None) -> float:
+        start = time.monotonic()
+        try:
+            record = await self._check_digest(version, digest, pin=True)
+            if transfer is not None:
+                await self.transfers.receive(version, transfer)
+                if self._engine.status().version == version:  # it cannot hold two
+                    await self._on_commit()
+            else:
+                await self._prepare_from_store(record)
+            self._ready[version] = digest
+            faults.point("engine.prepared")
+        except DigestMismatchError:
+            metrics.DIGEST_FAILURES.inc()
+            raise
+        finally:
+            await self._unpin_unused(besides=(version, digest))
+        seconds = time.monotonic() - start
+        metrics.PREPARE_SECONDS.observe(seconds)
+        return seconds
+
+    async def _prepare_from_store(self, record: StoredVersion) -> None:
+        if isinstance(record, VersionRecord) and record.base is None and self._in_place:
+            await self._engine.prepare(record.version, record.digest, record.directory)
+            return
+        directory = await self._on_host(record)
+        try:
+            await self._engine.prepare(record.version, record.digest, directory)
+        except (DigestMismatchError, UnfitWeightsError):
+            # Perhaps the disk of this host, or a crash of it: the store was checked on the way.
+            self._held.pop(record.version).release()
+            await asyncio.to_thread(self._cache.discard, record.version)
+            directory = await self._on_host(record)
+            await self._engine.prepare(record.version, record.digest, directory)
+
+    async def _on_host(self, record: StoredVersion) -> Path:
+        """The whole version, held on this host until it is neither ready nor serving."""
+        if record.version not in self._held:
+            began = time.monotonic()
+            try:
+                held = await asyncio.to_thread(self._cache.take, record.version)
+            except (WeightStoreError, OSError) as error:
+                raise typed_error(record.version, error) from error
+            self._held[record.version] = held
+            metrics.FETCH_SECONDS.observe(time.monotonic() - began)
+        return self._held[record.version].directory
+
+    async def _check_digest(self, version: int, digest: str, *, pin: bool = False) -> StoredVersion:
+        """The version, after a look at its manifest."""
+        record = await self._in_order(self._open, version, pin)
+        if record.digest != digest:
+            raise DigestMismatchError(
+                f"version {version} has digest {record.digest}, not {digest}",
+                version=version,
+                expected=digest,
+                actual=record.digest,
+            )
+        return record
+
+    def _open(self, version: int, pin: bool) -> StoredVersion:
+        try:
+            if pin:
+                self._store.pin(version, self._owner)
+            return self._store.get(version)
+        except VersionNotFoundError:
+            raise NotFoundError("weight version", str(version), self._store.location) from None
+        except WeightStoreError as error:
+            raise typed_error(version, error) from error
+        except OSError as error:
+            raise StoreUnreachableError(f"weight store: {error}") from None
+
+    async def _unpin_unused(self, besides: tuple[int, str] | None = None) -> None:
+        """`besides` is a preparation that ends with this call."""
+        status = self._engine.status()
+        used = {version for version, _ in self._preparations.keys() - {besides}}
+        used |= {status.version or 0, *status.prepared_versions}
+        self._release_all_but(frozenset(used))
+        await self._in_order(self._unpin_all_but, frozenset(used))
+
+    async def _in_order(self, call: Callable[..., T], *arguments: object) -> T:
+        """Off the event loop, after all that was called before."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pinning, call, *arguments)
+
+    def _release_all_but(self, used: frozenset[int]) -> None:
+        for version in self._held.keys() - used:
+            self._held.pop(version).release()
+        for version in self._ready.keys() - used:
+            del self._ready[version]
+
+    def _unpin_all_but(self, used: frozenset[int]) -> None:
+        for version, owners in self._store.pins().items():
+            if self._owner in owners and version not in used:
+                self._store.unpin(version, self._owner)

@@ -1,0 +1,299 @@
+"""Between the rollout protos and the engine's own types."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import grpc
+import numpy as np
+
+from services.rollout.engine.interface import (
+    Delta,
+    EngineStatus,
+    FinishReason,
+    Generation,
+    Media,
+    MediaKind,
+    PauseMode,
+    Sampling,
+    Scores,
+    Timing,
+)
+from sluice.api.rollout.v1 import engine_service_pb2 as pb
+from sluice.runtime import wire
+from sluice.runtime.errors import DataLossError, InvalidFieldError, NotFoundError, ServiceError
+from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReference, BlobStore
+from sluice.samples.sample import VersionSpan
+
+PAUSE_MODES = {
+    pb.PAUSE_MODE_WAIT: PauseMode.WAIT,
+    pb.PAUSE_MODE_ABORT: PauseMode.ABORT,
+    pb.PAUSE_MODE_IN_PLACE: PauseMode.IN_PLACE,
+}
+
+
+class VersionUnavailableError(ServiceError):
+    """The serving weights are outside the bounds of a request; metadata has both."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "VERSION_UNAVAILABLE"
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionBounds:
+    """Which weights may serve; None is any."""
+
+    min_version: int | None = None
+    exact_version: int | None = None
+
+    def check(self, version: int | None) -> None:
+        """Raise VersionUnavailableError unless `version` is inside; None passes."""
+        if version is None:
+            return
+        if self.exact_version is not None and version != self.exact_version:
+            raise VersionUnavailableError(
+                f"version {version} serves, not {self.exact_version}",
+                serving=version,
+                exact_version=self.exact_version,
+            )
+        if self.min_version is not None and version < self.min_version:
+            raise VersionUnavailableError(
+                f"version {version} serves, older than {self.min_version}",
+                serving=version,
+                min_version=self.min_version,
+            )
+
+
+def bounds_from_proto(message: pb.VersionBounds) -> VersionBounds:
+    return VersionBounds(
+        min_version=message.min_version if message.HasField("min_version") else None,
+        exact_version=message.exact_version if message.HasField("exact_version") else None,
+    )
+
+
+def bounds_to_proto(bounds: VersionBounds) -> pb.VersionBounds:
+    return pb.VersionBounds(min_version=bounds.min_version, exact_version=bounds.exact_version)
+
+
+def check_spans(deltas: Iterable[Delta], bounds: VersionBounds) -> None:
+    """A commit may have come in between; the spans say what really sampled."""
+    for delta in deltas:
+        for span in delta.spans:
+            bounds.check(span.version)
+
+
+def sampling_from_proto(
+    message: pb.SamplingParams, sample_count: int, field: str = "sampling"
+) -> Sampling:
+    """Raises InvalidFieldError naming the parameter that is out of range."""
+    temperature = message.temperature if message.HasField("temperature") else 1.0
+    top_p = message.top_p if message.HasField("top_p") else 1.0
+    checks = (
+        ("max_new_tokens", message.max_new_tokens >= 1, "must be at least 1"),
+        ("temperature", 0 <= temperature < float("inf"), "must be finite and not negative"),
+        ("top_p", 0 < top_p <= 1, "must be in (0, 1]"),
+        ("top_k", message.top_k >= 0, "must not be negative"),
+        ("seeds", len(message.seeds) in (0, sample_count), f"must be none or {sample_count}"),
+    )
+    for name, is_good, rule in checks:
+        if not is_good:
+            raise InvalidFieldError(f"{field}.{name}", rule)
+    return Sampling(
+        max_new_tokens=message.max_new_tokens,
+        temperature=temperature,
+        top_k=message.top_k,
+        top_p=top_p,
+        stop_token_ids=tuple(message.stop_token_ids),
+        seeds=tuple(message.seeds),
+    )
+
+
+def sampling_to_proto(sampling: Sampling) -> pb.SamplingParams:
+    return pb.SamplingParams(
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop_token_ids=sampling.stop_token_ids,
+        seeds=sampling.seeds,
+    )
+
+
+def generation_from_proto(message: pb.GenerateRequest, *, stream: bool) -> Generation:
+    """Raises InvalidFieldError naming what is out of range."""
+    if message.sample_count < 0:
+        raise InvalidFieldError("sample_count", "must not be negative")
+    if message.dp_rank < 0:
+        raise InvalidFieldError("dp_rank", "must not be negative")
+    sample_count = message.sample_count or 1
+    return Generation(
+        request_id=message.request_id,
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        sampling=sampling_from_proto(message.sampling, sample_count),
+        sample_count=sample_count,
+        dp_rank=message.dp_rank,
+        stream=stream,
+    )
+
+
+def pause_mode_from_proto(value: int, field: str) -> PauseMode:
+    """Raises InvalidFieldError for a mode this build does not know."""
+    if value not in PAUSE_MODES:
+        raise InvalidFieldError(field, f"mode {value} is unknown")
+    return PAUSE_MODES[value]  # type: ignore[index]
+
+
+def top_to_proto(top: Sequence[Sequence[tuple[int, float]]]) -> list[pb.TopTokens]:
+    """By place; see Scores."""
+    return [
+        pb.TopTokens(
+            token_ids=[token for token, _ in place], logprobs=[value for _, value in place]
+        )
+        for place in top
+    ]
+
+
+def scores_from_proto(message: pb.ScoreResponse) -> Scores:
+    """What Score answered."""
+    top = (tuple(zip(each.token_ids, each.logprobs, strict=True)) for each in message.top)
+    return Scores(logprobs=tuple(message.logprobs), top=tuple(top))
+
+
+def loads_to_proto(status: EngineStatus) -> list[pb.RankLoad]:
+    """By dp rank."""
+    return [
+        pb.RankLoad(
+            running_count=load.running_count,
+            waiting_count=load.waiting_count,
+            used_tokens=load.used_tokens,
+            max_tokens=load.max_tokens,
+        )
+        for load in status.rank_loads
+    ]
+
+
+def delta_to_proto(delta: Delta, *, temperature: float) -> pb.Completion:
+    """`logprobs_t1` is left out where it would repeat `logprobs`."""
+    reason = delta.finish_reason
+    return pb.Completion(
+        index=delta.index,
+        token_ids=delta.token_ids,
+        logprobs=delta.logprobs,
+        logprobs_t1=() if temperature == 1.0 else delta.logprobs_t1,
+        finish_reason=wire.FINISH_REASONS["" if reason is None else reason.value],
+        spans=wire.spans_to_proto(delta.spans),
+        timing=_timing_to_proto(delta.timing),
+        routed_experts=wire.experts_to_proto(delta.routed_experts),
+    )
+
+
+def _timing_to_proto(timing: Timing | None) -> pb.SampleTiming | None:
+    if timing is None:
+        return None
+    message = pb.SampleTiming()
+    message.queue.FromNanoseconds(int(timing.queue * 1e9))
+    message.prefill.FromNanoseconds(int(timing.prefill * 1e9))
+    message.decode.FromNanoseconds(int(timing.decode * 1e9))
+    return message
+
+
+def join_deltas(deltas: Iterable[Delta]) -> list[Delta]:
+    """One delta per sample, by index, from all that came."""
+    parts: dict[int, list[Delta]] = {}
+    for delta in deltas:
+        parts.setdefault(delta.index, []).append(delta)
+    return [_join(parts[index]) for index in sorted(parts)]
+
+
+def _join(parts: Sequence[Delta]) -> Delta:
+    if len(parts) == 1:
+        return parts[0]
+    return Delta(
+        index=parts[0].index,
+        token_ids=tuple(token for part in parts for token in part.token_ids),
+        logprobs=tuple(value for part in parts for value in part.logprobs),
+        logprobs_t1=tuple(value for part in parts for value in part.logprobs_t1),
+        spans=_join_spans([span for part in parts for span in part.spans]),
+        finish_reason=parts[-1].finish_reason,
+        timing=parts[-1].timing,
+        routed_experts=parts[-1].routed_experts,
+    )
+
+
+def join_experts(earlier: np.ndarray | None, later: np.ndarray | None) -> np.ndarray | None:
+    """Of two answers, the second to the first's prompt and tokens and maybe more.
+
+    Tokens keep the experts that they had when what follows them was sampled first.
+    """
+    if earlier is None or later is None:
+        return later
+    return np.concatenate([earlier, later[len(earlier) :]])
+
+
+def _join_spans(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
+    joined: list[VersionSpan] = []
+    for span in spans:
+        if joined and (joined[-1].version, joined[-1].digest) == (span.version, span.digest):
+            joined[-1] = VersionSpan(
+                version=span.version,
+                digest=span.digest,
+                first_token=joined[-1].first_token,
+                last_token=span.last_token,
+            )
+        else:
+            joined.append(span)
+    return tuple(joined)
+
+
+def delta_from_proto(message: pb.Completion, *, temperature: float) -> Delta:
+    """A sample, or what was added to it, as the engine answered a request at `temperature`."""
+    reason = wire.finish_reason_name(message.finish_reason)
+    logprobs = tuple(message.logprobs)
+    return Delta(
+        index=message.index,
+        token_ids=tuple(message.token_ids),
+        logprobs=logprobs,
+        logprobs_t1=tuple(message.logprobs_t1) or (logprobs if temperature == 1.0 else ()),
+        spans=wire.spans_from_proto(message.spans),
+        finish_reason=FinishReason(reason) if reason else None,
+        timing=_timing_from_proto(message.timing) if message.HasField("timing") else None,
+        routed_experts=wire.experts_from_proto(message.routed_experts, "routed_experts")
+        if message.HasField("routed_experts")
+        else None,
+    )
+
+
+def _timing_from_proto(message: pb.SampleTiming) -> Timing:
+    return Timing(
+        queue=message.queue.ToNanoseconds() / 1e9,
+        prefill=message.prefill.ToNanoseconds() / 1e9,
+        decode=message.decode.ToNanoseconds() / 1e9,
+    )
+
+
+KINDS = {pb.MEDIA_KIND_IMAGE: MediaKind.IMAGE}
+
+
+class MediaReader:
+    """Reads blobs off the event loop."""
+
+    def __init__(self, blobs: BlobStore) -> None:
+        self._blobs = blobs
+
+    async def read(self, messages: Iterable[pb.Media]) -> tuple[Media, ...]:
+        """Raises InvalidFieldError, NotFoundError, or DataLossError for damaged bytes."""
+        return await asyncio.to_thread(lambda: tuple(self._read(one) for one in messages))
+
+    def _read(self, message: pb.Media) -> Media:
+        if message.kind not in KINDS:
+            raise InvalidFieldError("media.kind", f"kind {message.kind} is unknown")
+        reference = BlobReference(message.blob.digest, message.blob.size_bytes)
+        try:
+            data = self._blobs.get(reference)
+        except BlobNotFoundError:
+            raise NotFoundError("blob", reference.digest) from None
+        except BlobDigestError as error:
+            raise DataLossError(str(error), blob=reference.digest) from None
+        return Media(KINDS[message.kind], reference.digest, data)

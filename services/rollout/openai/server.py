@@ -1,0 +1,294 @@
+"""The HTTP port: routes, the API key, limits, deadlines, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+
+from aiohttp import web
+from pydantic import TypeAdapter
+
+from services.rollout import metrics
+from services.rollout.config import RolloutConfig
+from services.rollout.engine.interface import Engine
+from services.rollout.episodes.engines import EngineAccess
+from services.rollout.episodes.sampler import Sampler
+from services.rollout.episodes.worker import EpisodeWorker
+from services.rollout.openai.completions import Chat, Completions
+from services.rollout.openai.generation import ADDRESS, Backing, Generator, LocalLeases
+from services.rollout.openai.prompts import Tokenization
+from services.rollout.openai.recorder import Recorder
+from services.rollout.openai.requests import (
+    REFUSALS,
+    ApiError,
+    ChatRequest,
+    CommonRequest,
+    CompletionRequest,
+    Name,
+    Record,
+    RewardRequest,
+    api_error,
+    parse,
+)
+from services.rollout.openai.shared import Chunk, Shared
+from sluice.config import ConfigError
+from sluice.runtime.security import http_context
+from sluice.runtime.server import ServerConfig
+from sluice.runtime.waits import Waits
+from sluice.samples.blobs import BlobStore
+from sluice.samples.tokenizer import TextTokenizer
+
+logger = logging.getLogger(__name__)
+
+RECORD_HEADER = "X-Sluice-Record"
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_NAME = TypeAdapter(Name)
+
+
+class OpenAIFace:
+    """Serves from `start` to `close`; refuses to generate until `set_ready`."""
+
+    def __init__(self, shared: Shared, server: ServerConfig, drain_seconds: float) -> None:
+        """Raises ConfigError for a token or certificate that cannot be read."""
+        self.shared, self._server, self._drain_seconds = shared, server, drain_seconds
+        self._chat, self._completions = Chat(shared), Completions(shared)
+        self._tokens = Tokenization(shared.tokenizer)
+        self._token = server.security.token()
+        tls = server.security.tls
+        self._tls = None if tls is None else http_context(tls)
+        self._running = 0
+        self._ready = False
+        self._started = int(time.time())
+        self._runner: web.AppRunner | None = None
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        """What clients take as base_url."""
+        scheme = "http" if self._tls is None else "https"
+        return f"{scheme}://{self._server.host}:{self.port}/v1"
+
+    async def start(self) -> None:
+        """Open the port. Raises ConfigError when it is taken."""
+        self._runner = web.AppRunner(
+            self._application(),
+            handler_cancellation=True,  # a caller that goes away ends its sampling
+            access_log=None,
+            shutdown_timeout=max(0.01, self._drain_seconds),  # 0 is forever
+        )
+        await self._runner.setup()
+        port = self.shared.config.port
+        site = web.TCPSite(self._runner, self._server.host, port, ssl_context=self._tls)
+        try:
+            await site.start()
+        except OSError as error:
+            raise ConfigError(f"openai.port: {error}") from None
+        self.port = int(self._runner.addresses[0][1])
+        logger.info("OpenAI-compatible at %s", self.url)
+
+    def set_ready(self) -> None:
+        """The engines can be asked."""
+        self._ready = True
+
+    async def close(self) -> None:
+        """Take no more; let what runs end within the drain time."""
+        self._ready = False
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+
+    def _application(self) -> web.Application:
+        application = web.Application(
+            middlewares=[self._guard], client_max_size=self.shared.config.max_body_bytes
+        )
+        group = "/sluice/v1/groups/{group}"
+        application.add_routes(
+            [
+                web.get("/health", self._health),
+                *self._tokens.routes(),
+                web.get("/v1/models", self._models),
+                web.get("/v1/models/{model}", self._model),
+                web.post("/v1/chat/completions", self._answer_chat),
+                web.post("/v1/completions", self._answer_completion),
+                web.get("/sluice/v1/groups", self._list_groups),
+                web.get(group, self._get_group),
+                web.post(f"{group}/rewards", self._reward_group),
+                web.post(f"{group}/close", self._close_group),
+                web.delete(group, self._delete_group),
+            ]
+        )
+        return application
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Checks the key; turns refusals into OpenAI's errors; counts."""
+        began = time.monotonic()
+        try:
+            if request.path != "/health":
+                self._check_key(request)
+            response = await handler(request)
+        except REFUSALS as error:
+            response = api_error(error).response()
+        metrics.HTTP_REQUESTS.labels(f"{response.status // 100}xx").inc()
+        metrics.HTTP_SECONDS.observe(time.monotonic() - began)
+        return response
+
+    def _check_key(self, request: web.Request) -> None:
+        given = request.headers.get("Authorization", "")
+        if self._token and not hmac.compare_digest(
+            given.encode(), f"Bearer {self._token}".encode()
+        ):
+            raise ApiError(401, "invalid_api_key", "the API key is missing or wrong")
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if self._ready else 503)
+
+    def _model_entry(self) -> Chunk:
+        name = self.shared.model_name
+        return {"id": name, "object": "model", "created": self._started, "owned_by": "sluice"}
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [self._model_entry()]})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        if request.match_info["model"] != self.shared.model_name:
+            raise ApiError(404, "model_not_found", "the model does not exist", "model")
+        return web.json_response(self._model_entry())
+
+    async def _answer_chat(self, request: web.Request) -> web.StreamResponse:
+        body = await parse(request, ChatRequest)
+        record = _record_of(request, body)
+        if body.stream:
+            return await self._send_stream(request, self._chat.stream(body, record))
+        with self._slot():
+            async with self._deadline():
+                return web.json_response(await self._chat.answer(body, record))
+
+    async def _answer_completion(self, request: web.Request) -> web.StreamResponse:
+        body = await parse(request, CompletionRequest)
+        record = _record_of(request, body)
+        if body.stream:
+            return await self._send_stream(request, self._completions.stream(body, record))
+        with self._slot():
+            async with self._deadline():
+                return web.json_response(await self._completions.answer(body, record))
+
+    @contextlib.contextmanager
+    def _slot(self) -> Iterator[None]:
+        """One of the requests that run. Raises ApiError."""
+        if not self._ready:
+            raise ApiError(503, "not_ready", "the server starts or stops; try again")
+        if self._running >= self.shared.config.max_running:
+            raise ApiError(429, "too_many_requests", f"{self._running} requests run; try again")
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+
+    def _deadline(self) -> asyncio.Timeout:
+        return asyncio.timeout(self.shared.config.request_seconds)
+
+    async def _send_stream(
+        self, request: web.Request, chunks: AsyncGenerator[Chunk, None]
+    ) -> web.StreamResponse:
+        """Server-sent events. A refusal before the first chunk is an answer of its own status."""
+        with self._slot():
+            async with contextlib.aclosing(chunks):
+                async with self._deadline():
+                    first = await anext(chunks)
+                response = web.StreamResponse(
+                    headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+                )
+                await response.prepare(request)
+                await _send(response, first)
+                try:
+                    async with self._deadline():
+                        async for chunk in chunks:
+                            await _send(response, chunk)
+                        await response.write(b"data: [DONE]\n\n")
+                except ConnectionError:
+                    logger.info("a caller left in the middle of its stream")
+                except REFUSALS as error:
+                    await _send(response, api_error(error).body())
+                return response
+
+    async def _list_groups(self, request: web.Request) -> web.Response:
+        return web.json_response(await self.shared.recorder.names())
+
+    async def _get_group(self, request: web.Request) -> web.Response:
+        return web.json_response(await self.shared.recorder.describe(_group_of(request)))
+
+    async def _reward_group(self, request: web.Request) -> web.Response:
+        body = await parse(request, RewardRequest)
+        group = await self.shared.recorder.reward(_group_of(request), body.rewards)
+        return web.json_response(group)
+
+    async def _close_group(self, request: web.Request) -> web.Response:
+        return web.json_response(await self.shared.recorder.close(_group_of(request)))
+
+    async def _delete_group(self, request: web.Request) -> web.Response:
+        await self.shared.recorder.delete(_group_of(request))
+        return web.json_response({"deleted": True})
+
+
+async def _send(response: web.StreamResponse, chunk: Chunk) -> None:
+    await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+
+
+def _record_of(request: web.Request, body: CommonRequest) -> Record | None:
+    """The field, or the header where a client can set no more than that."""
+    header = request.headers.get(RECORD_HEADER)
+    return Record.parse(header) if header and body.sluice_record is None else body.sluice_record
+
+
+def _group_of(request: web.Request) -> str:
+    return _NAME.validate_python(request.match_info["group"])
+
+
+def create_face(config: RolloutConfig, backing: Backing, drain_seconds: float) -> OpenAIFace:
+    """Raises ConfigError."""
+    assert config.openai is not None
+    blobs = BlobStore(config.store, sync=config.store_sync)
+    shared = Shared(
+        config=config.openai,
+        model_name=config.openai.model_name or config.pool,
+        tokenizer=backing.tokenizer,
+        generator=Generator(backing),
+        recorder=Recorder(config.store, blobs, backing.tokenizer, config.openai),
+    )
+    return OpenAIFace(shared, config.server, drain_seconds)
+
+
+def worker_backing(config: RolloutConfig, worker: EpisodeWorker) -> Backing:
+    """Whatever engine the router leases, as for episodes."""
+    return Backing(
+        tokenizer=worker.tokenizer,
+        sampler=worker.sampler,
+        leases=worker.leases,
+        engines=worker.engines,
+        pool=config.pool,
+        attempts=config.episodes.engine_attempts,
+    )
+
+
+def local_backing(config: RolloutConfig, engine: Engine, waits: Waits) -> Backing:
+    """The engine of this process alone. Raises ConfigError without a tokenizer."""
+    assert config.tokenizer_directory is not None
+    engines = EngineAccess(config.server.security)
+    engines.add_local(ADDRESS, engine)
+    leases = LocalLeases(engine, config.engine_id)
+    attempts = config.episodes.engine_attempts
+    return Backing(
+        tokenizer=TextTokenizer(config.tokenizer_directory),
+        sampler=Sampler(leases, engines, waits, attempts=attempts),
+        leases=leases,
+        engines=engines,
+        pool=config.pool,
+        attempts=attempts,
+    )

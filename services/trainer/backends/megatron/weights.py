@@ -1,0 +1,214 @@
+"""Weights straight from an HF checkpoint: each rank reads its own slices and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from safetensors import safe_open
+
+from services.trainer.backends.megatron import parallel
+from services.trainer.backends.megatron.model_config import ModelSource
+from sluice.weights.checkpoint import shard_paths
+from sluice.weights.errors import DuplicateTensorError
+from sluice.weights.rules import Binding, Cut, Slice, pack, rule_name, source_slices, unpack
+from sluice.weights.store import ShardFile
+from sluice.weights.writer import ShardWrite
+
+NEW_HEAD = {"score.weight", "score.bias"}  # zero where a checkpoint is a language model's
+LANGUAGE_HEAD = "lm_head.weight"
+
+
+class TiedTensorError(ValueError):
+    """A checkpoint holds two different values for one tied tensor."""
+
+
+class HfCheckpoint:
+    """Slices of the tensors of an HF checkpoint. `bytes_read` counts what was asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        self.bytes_read = 0
+        self._directory = directory
+        self._files = ExitStack()
+        self._slices: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        found: dict[str, str] = {}
+        for path in shard_paths(self._directory):
+            file = self._files.enter_context(safe_open(path, framework="pt", device="cpu"))
+            for name in file.keys():  # noqa: SIM118  # not a mapping
+                if name in found:
+                    raise DuplicateTensorError(name, (found[name], path.name))
+                found[name] = path.name
+                self._slices[name] = file.get_slice(name)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._slices.clear()
+        self._files.close()
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(piece.get_shape()) for name, piece in self._slices.items()}
+
+    def read(self, part: Slice) -> torch.Tensor:
+        bounds = slice(part.start, part.stop)
+        source = self._slices[part.name]
+        tensor: torch.Tensor = source[bounds] if part.axis == 0 else source[:, bounds]
+        self.bytes_read += tensor.nbytes
+        return tensor
+
+
+@dataclass(frozen=True)
+class LocalTensor:
+    """A parameter of this rank and the binding that says what it is."""
+
+    binding: Binding
+    parameter: torch.nn.Parameter
+
+
+def local_tensors(
+    chunks: Sequence[torch.nn.Module], source: ModelSource, config: TransformerConfig
+) -> Iterator[LocalTensor]:
+    """Every parameter of this rank's chunks, by the rules. Raises UnexpectedTensorError.
+
+    Each is marked with its cut: Megatron only does so when it initialises weights, and without
+    the mark takes a share for a copy, so that norm and clipping leave it out on other ranks.
+    """
+    experts = source.shape.experts // max(config.expert_model_parallel_size, 1)
+    expert_offset = parallel_state.get_expert_model_parallel_rank() * experts
+    interleaved = config.virtual_pipeline_model_parallel_size is not None
+    for index, chunk in enumerate(chunks):
+        offset = get_transformer_layer_offset(config, vp_stage=index if interleaved else None)
+        for name, parameter in chunk.named_parameters():
+            canonical = rule_name(name, layer_offset=offset, expert_offset=expert_offset)
+            binding = source.weights.binding(canonical)
+            if binding.cut is not Cut.NONE and not hasattr(parameter, "tensor_model_parallel"):
+                axis = 0 if binding.cut is Cut.ROWS else 1
+                set_tensor_model_parallel_attributes(parameter, True, axis, 1)
+            yield LocalTensor(binding, parameter)
+
+
+@torch.no_grad()
+def load_hf(
+    tensors: Sequence[LocalTensor], source: ModelSource, directory: Path, *, padded_vocab: int
+) -> int:
+    """Fill this rank's parameters from the checkpoint in `directory`; returns the bytes read.
+
+    Raises MissingTensorError, UnexpectedTensorError, TensorShapeError, DuplicateTensorError or
+    TiedTensorError, each with the names.
+    """
+    with HfCheckpoint(directory) as checkpoint:
+        available = checkpoint.shapes()
+        new_head = source.value_head and not NEW_HEAD & available.keys()
+        source.weights.check_hf(_as_critic(source, available) if new_head else available)
+        for tensor in tensors:
+            binding = tensor.binding
+            if new_head and {part.name for part in binding.sources} <= NEW_HEAD:
+                tensor.parameter.zero_()
+                continue
+            partition = parallel.partition(
+                expert=binding.expert is not None, padded_vocab=padded_vocab
+            )
+            slices = source_slices(binding, partition)
+            parts = [checkpoint.read(part) for part in slices]
+            for copy in binding.copies:
+                if copy.name in available:
+                    _check_copy(checkpoint, slices[0], copy.name, parts[0])
+            tensor.parameter.copy_(pack(binding, parts, partition))
+        return checkpoint.bytes_read
+
+
+def _as_critic(
+    source: ModelSource, available: dict[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """A language model's tensors, with a value head in place of its output."""
+    head = {name: shape for name, shape in source.weights.hf_tensors().items() if name in NEW_HEAD}
+    return {name: shape for name, shape in available.items() if name != LANGUAGE_HEAD} | head
+
+
+def _check_copy(checkpoint: HfCheckpoint, part: Slice, name: str, expected: torch.Tensor) -> None:
+    copy = checkpoint.read(Slice(name, part.axis, part.start, part.stop))
+    if not torch.equal(copy, expected):
+        raise TiedTensorError(f"{name!r} and {part.name!r} are tied but differ")
+
+
+Reader = Callable[[LocalTensor], torch.Tensor]
+
+
+def read_parameter(tensor: LocalTensor) -> torch.Tensor:
+    return tensor.parameter.detach()
+
+
+@torch.no_grad()
+def export_tensors(
+    tensors: Sequence[LocalTensor], read: Reader = read_parameter
+) -> Iterator[dict[str, torch.Tensor]]:
+    """The HF tensors that this rank owns, those of one Megatron tensor at a time.
+
+    `read` gives what is exported of each, in the parameter's shape. Of the copies of a tensor
+    over data and context ranks the first is taken; its shares are gathered on one of the tensor
+    ranks, each in turn. Collective over the tensor-parallel groups: run it to the end.
+    """
+    for index, tensor in enumerate(tensors):
+        expert = tensor.binding.expert is not None
+        if tensor.binding.alias or _copy_index(expert=expert) != 0:
+            continue
+        group = parallel.tensor_group(expert=expert)
+        owner = index % group.size()
+        shares = _collect(read(tensor), tensor.binding.cut, owner, group)
+        if shares is not None:
+            yield unpack(tensor.binding, shares)
+
+
+def write_shards(
+    tensors: Sequence[LocalTensor],
+    directory: Path,
+    *,
+    rank: int,
+    max_bytes: int,
+    write: ShardWrite,
+) -> list[ShardFile]:
+    """Write what this rank owns as safetensors files of about `max_bytes` below `directory`."""
+    files: list[ShardFile] = []
+    waiting: dict[str, torch.Tensor] = {}
+
+    def flush() -> None:
+        name = f"model-{rank:05d}-{len(files):05d}.safetensors"
+        files.append(write(directory, name, waiting))
+        waiting.clear()
+
+    for made in export_tensors(tensors):
+        waiting.update({name: tensor.contiguous() for name, tensor in made.items()})
+        if sum(tensor.nbytes for tensor in waiting.values()) >= max_bytes:
+            flush()
+    if waiting:
+        flush()
+    return files
+
+
+def _copy_index(*, expert: bool) -> int:
+    if expert:
+        return int(parallel_state.get_expert_data_parallel_rank())
+    return int(parallel_state.get_data_parallel_rank(with_context_parallel=True))
+
+
+def _collect(
+    share: torch.Tensor, cut: Cut, owner: int, group: dist.ProcessGroup
+) -> list[torch.Tensor] | None:
+    """All shares on the owner, None elsewhere. What is not cut needs no exchange."""
+    mine = group.rank() == owner
+    if cut is Cut.NONE or group.size() == 1:
+        return [share] if mine else None
+    share = share.contiguous()
+    shares = [torch.empty_like(share) for _ in range(group.size())] if mine else None
+    dist.gather(share, shares, dst=dist.get_global_rank(group, owner), group=group)
+    return shares

@@ -1,0 +1,132 @@
+"""Checkpoints: a directory that the ranks fill, and `checkpoint.json`, written last."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from services.trainer.controller.state import PublishedWeights, TrainerState
+from services.trainer.errors import CheckpointMismatchError
+from sluice import faults
+from sluice.durable import sync_path, write_new
+from sluice.runtime.errors import AlreadyExistsError, InvalidFieldError, NotFoundError
+
+PREFIX = "checkpoints/"
+RECORD = "checkpoint.json"
+FORMAT = 1
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointRecord:
+    """What the front itself needs of a checkpoint."""
+
+    backend: str
+    step: int
+    skipped_count: int
+    weights: PublishedWeights | None
+    layout: dict[str, int]
+
+
+class CheckpointStore:
+    """`<root>/<id>/`: complete, or not there. Unfinished ones are `<root>/.<id>-<nonce>`."""
+
+    def __init__(self, root: Path, *, durable: bool) -> None:
+        self._root, self._durable = root, durable
+        root.mkdir(parents=True, exist_ok=True)
+
+    def begin(self, checkpoint_id: str) -> Path:
+        """A directory to fill. Raises InvalidFieldError and AlreadyExistsError."""
+        if not _ID.fullmatch(checkpoint_id):
+            raise InvalidFieldError("checkpoint_id", f"{checkpoint_id!r} must match {_ID.pattern}")
+        if (self._root / checkpoint_id).exists():
+            raise AlreadyExistsError("checkpoint", PREFIX + checkpoint_id)
+        partial = self._root / f".{checkpoint_id}-{secrets.token_hex(8)}"
+        partial.mkdir()
+        return partial
+
+    def finish(self, checkpoint_id: str, partial: Path, record: CheckpointRecord) -> None:
+        """Write the record and give the directory its name; it is gone when that fails."""
+        try:
+            self._finish(checkpoint_id, partial, record)
+        except BaseException:
+            self.abandon(partial)
+            raise
+
+    def abandon(self, partial: Path) -> None:
+        """Drop a directory that nobody finishes."""
+        shutil.rmtree(partial, ignore_errors=True)
+
+    def _finish(self, checkpoint_id: str, partial: Path, record: CheckpointRecord) -> None:
+        faults.point("checkpoint.files")
+        document = {"format": FORMAT, **asdict(record)}
+        if self._durable:
+            for path in partial.rglob("*"):
+                sync_path(path)
+        data = (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
+        write_new(partial / RECORD, data, sync=self._durable)
+        if self._durable:
+            sync_path(partial)
+        faults.point("checkpoint.record")
+        try:
+            os.rename(partial, self._root / checkpoint_id)
+        except OSError:
+            raise AlreadyExistsError("checkpoint", PREFIX + checkpoint_id) from None
+        if self._durable:
+            sync_path(self._root)
+        faults.point("checkpoint.renamed")
+
+    def directory(self, name: str) -> Path:
+        """The directory of `checkpoints/<id>`. Raises InvalidFieldError and NotFoundError."""
+        checkpoint_id = name.removeprefix(PREFIX)
+        if checkpoint_id == name or not _ID.fullmatch(checkpoint_id):
+            raise InvalidFieldError("checkpoint", f"{name!r} is not of the form {PREFIX}<id>")
+        directory = self._root / checkpoint_id
+        if not (directory / RECORD).is_file():
+            raise NotFoundError("checkpoint", name)
+        return directory
+
+    def read(self, name: str, backend: str) -> CheckpointRecord:
+        """The record of a checkpoint. Raises CheckpointMismatchError for another backend's."""
+        path = self.directory(name) / RECORD
+        try:
+            document: dict[str, Any] = json.loads(path.read_bytes())
+            if document.pop("format") != FORMAT:
+                raise CheckpointMismatchError(f"{name} has another format", name=name)
+            weights = document.pop("weights")
+            record = CheckpointRecord(
+                weights=None if weights is None else PublishedWeights(**weights), **document
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointMismatchError(f"{name} is damaged: {error}", name=name) from None
+        if record.backend != backend:
+            raise CheckpointMismatchError(
+                f"{name} is of backend {record.backend}, this one is {backend}", name=name
+            )
+        return record
+
+
+def record_state(state: TrainerState, backend: str, layout: dict[str, int]) -> CheckpointRecord:
+    return CheckpointRecord(
+        backend=backend,
+        step=state.step,
+        skipped_count=state.skipped_count,
+        weights=state.weights,
+        layout=layout,
+    )
+
+
+def restore_state(state: TrainerState, name: str, record: CheckpointRecord) -> None:
+    """Take on what a checkpoint says; gradients are gone."""
+    state.step = record.step
+    state.skipped_count = record.skipped_count
+    state.skips_in_a_row = 0
+    state.weights = record.weights
+    state.checkpoint = name
+    state.ledger = type(state.ledger)()

@@ -1,0 +1,276 @@
+"""Who owns which rows, in which micro-batches they run, and what their losses weigh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+
+from services.trainer.config import TrainerConfig
+from services.trainer.controller.batches import Batch, RowFacts
+from services.trainer.errors import OversizeSampleError
+from sluice.algo.aggregation import weigh_samples
+from sluice.algo.spec import LossSpec
+from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
+from sluice.balance.cost import TransformerShape, row_costs
+from sluice.balance.planner import (
+    OversizePolicy,
+    OversizeRowError,
+    Plan,
+    PlanLimits,
+    PlanRows,
+    assign_owners,
+    plan_micro_batches,
+)
+from sluice.runtime.errors import InvalidFieldError
+
+
+@dataclass(frozen=True)
+class PassPlan:
+    """Rows (upload order of the batch) by data-parallel rank and micro-batch."""
+
+    ranks: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @property
+    def micro_batch_count(self) -> int:
+        return len(self.ranks[0])
+
+
+@dataclass(frozen=True)
+class PassWeights:
+    """Factor of each selected row's token losses, and their share of the step's divisor."""
+
+    weights: np.ndarray  # float64, in the order of the selection
+    normalizer: float
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a backend lays the rows of a micro-batch side by side.
+
+    shares_prompts: a prompt of several rows stands there once. row_multiple: rows are padded to
+    a multiple of so many tokens.
+    """
+
+    shares_prompts: bool = True
+    row_multiple: int = 1
+
+    def lengths(self, lengths: np.ndarray, cap: int) -> np.ndarray:
+        """Tokens that rows take; what fits a micro-batch alone still does with its padding."""
+        padded = -(-lengths // self.row_multiple) * self.row_multiple
+        return np.where(lengths > cap, lengths, np.minimum(padded, cap))
+
+
+def packing_of(config: TrainerConfig, context_size: int) -> Packing:
+    """That of the configured backend on ranks of this context parallelism."""
+    if config.backend == "reference":
+        return Packing()
+    chunks = 2 * context_size if context_size > 1 and config.megatron.cp_layout == "zigzag" else 1
+    return Packing(shares_prompts=False, row_multiple=chunks)
+
+
+def limits_of(config: TrainerConfig, layout: trainer_pb.ParallelLayout) -> PlanLimits:
+    """What a plan for these ranks must keep; `layout` is empty before they are known."""
+    interleaved = layout.virtual_pipeline > 1
+    return PlanLimits(
+        token_cap=config.max_tokens_per_micro_batch,
+        context_size=max(1, layout.context),
+        data_size=max(1, layout.data),
+        micro_batch_multiple=layout.pipeline if interleaved else 1,
+        oversize=config.oversize_policy,
+    )
+
+
+class Planner:
+    """Plans passes over batches for one model and one set of ranks."""
+
+    def __init__(
+        self, shape: TransformerShape, limits: PlanLimits, packing: Packing | None = None
+    ) -> None:
+        self._shape, self.limits, self.packing = shape, limits, packing or Packing()
+
+    def own(self, facts: RowFacts) -> np.ndarray:
+        """Data-parallel rank of each row, int64[N]: whole groups, balanced by cost."""
+        groups: dict[str, int] = {}
+        group_of = [groups.setdefault(group, len(groups)) for group in facts.group_ids]
+        costs, prompt_costs = self._costs(facts, np.arange(len(facts.lengths)))
+        totals = np.zeros(len(groups))
+        np.add.at(totals, group_of, costs)
+        if self.packing.shares_prompts:
+            _, first_rows = np.unique(facts.prompts, return_index=True)
+            repeated = np.setdiff1d(np.arange(len(facts.prompts)), first_rows)
+            np.subtract.at(
+                totals, np.asarray(group_of)[repeated], np.asarray(prompt_costs)[repeated]
+            )
+        owners = assign_owners(totals.tolist(), self.limits.data_size)
+        return np.array([owners[group] for group in group_of], dtype=np.int64)
+
+    def plan(self, batch: Batch, selection: np.ndarray) -> PassPlan:
+        """Micro-batches of the selected rows, where they lie."""
+        if not len(selection):
+            dummy = ((),) * self.limits.micro_batch_multiple
+            return PassPlan((dummy,) * self.limits.data_size)
+        return PassPlan(self.solve(batch.facts, batch.owners, selection, self.limits).ranks)
+
+    def solve(
+        self, facts: RowFacts, owners: np.ndarray, selection: np.ndarray, limits: PlanLimits
+    ) -> Plan:
+        """The plan of the selected rows, in rows of `facts`.
+
+        Raises OversizeSampleError, and GroupTooLargeError under `max_micro_batches`.
+        """
+        costs, prompt_costs = self._costs(facts, selection)
+        rows = selection.tolist()
+        shares = self.packing.shares_prompts
+        lengths = self.packing.lengths(facts.lengths[selection], limits.cap)
+        try:
+            plan = plan_micro_batches(
+                PlanRows(
+                    lengths=lengths.tolist(),
+                    costs=costs,
+                    owners=owners[selection].tolist(),
+                    groups=facts.prompts[selection].tolist() if shares else None,
+                    prompt_lengths=facts.prompt_lengths[selection].tolist(),
+                    prompt_costs=prompt_costs if shares else None,
+                ),
+                limits,
+            )
+        except OversizeRowError as error:
+            row = rows[error.row]
+            raise OversizeSampleError(facts.sample_ids[row], row, error.length, error.cap) from None
+        return replace(
+            plan,
+            ranks=tuple(
+                tuple(tuple(rows[index] for index in micro_batch) for micro_batch in rank)
+                for rank in plan.ranks
+            ),
+            leftover=tuple(rows[index] for index in plan.leftover),
+            truncated={rows[index]: kept for index, kept in plan.truncated.items()},
+        )
+
+    def _costs(self, facts: RowFacts, selection: np.ndarray) -> tuple[list[float], list[float]]:
+        lengths, lengths_of = np.unique(facts.lengths[selection], return_inverse=True)
+        prompts, prompts_of = np.unique(facts.prompt_lengths[selection], return_inverse=True)
+        costs, _ = row_costs(self._shape, lengths.tolist(), [])
+        _, prompt_costs = row_costs(self._shape, [], prompts.tolist())
+        return (
+            np.asarray(costs)[lengths_of].tolist(),
+            np.asarray(prompt_costs)[prompts_of].tolist(),
+        )
+
+
+def weigh_pass(batch: Batch, selection: np.ndarray, loss: LossSpec) -> PassWeights:
+    """Weights and divisor of a selection, such that divisors of disjoint selections add up.
+
+    A group's weight counts its tokens in the whole batch and its divisor is 1 over all its
+    rows, so that a group may be spread over calls.
+    """
+    counts = batch.mask_counts
+    whole = weigh_samples(loss, counts.tolist(), batch.facts.group_ids)
+    weights = np.asarray(whole.weights, dtype=np.float64)[selection]
+    if loss.aggregation == "constant":
+        assert loss.constant_length is not None
+        return PassWeights(weights, loss.constant_length * len(selection))
+    return PassWeights(weights, float((weights * counts[selection]).sum()))
+
+
+def find_missing(
+    batch: Batch, selection: np.ndarray, columns: Sequence[str]
+) -> tuple[int, list[str]] | None:
+    """The first selected row that lacks any of `columns`, and which ones."""
+    absent = np.zeros(len(selection), dtype=np.bool_)
+    held = {name: batch.present.get(name) for name in columns}
+    for rows in held.values():
+        absent |= True if rows is None else ~rows[selection]
+    if not absent.any():
+        return None
+    row = int(selection[np.argmax(absent)])
+    lacking = [name for name, rows in held.items() if rows is None or not rows[row]]
+    return row, sorted(lacking)
+
+
+def skips_silent_rows(loss: LossSpec) -> bool:
+    """Whether a row of zero advantages has zero loss and zero gradient under `loss`."""
+    if loss.has_kl or loss.has_entropy_gradient:
+        return False
+    return loss.name in ("ppo_clip", "gspo", "cispo", "importance_sampling", "reinforce")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What the caller would have otherwise than the trainer has it; None leaves it."""
+
+    token_cap: int | None = None
+    oversize: OversizePolicy | None = None
+    micro_batch_multiple: int | None = None
+    max_micro_batches: int | None = None
+
+    def apply(self, limits: PlanLimits) -> PlanLimits:
+        """Raises InvalidFieldError for limits that no plan can keep."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        try:
+            return replace(limits, **given)
+        except ValueError as error:
+            name, _, problem = str(error).partition(" ")
+            field = "max_tokens_per_micro_batch" if name == "token_cap" else name
+            raise InvalidFieldError(field, problem) from None
+
+
+@dataclass(frozen=True)
+class BareRow:
+    """A row that only has a length; group None is a group of its own."""
+
+    length: int
+    prompt_length: int = 0
+    group: int | None = None
+
+
+@dataclass(frozen=True)
+class DryPlan:
+    """A plan in rows of `facts`, and what its rows are."""
+
+    facts: RowFacts
+    plan: Plan
+    shares_prompts: bool
+
+    def token_count(self, rows: Sequence[int]) -> int:
+        """Tokens of a micro-batch as run, without padding: what is cut does not count, and a
+        shared prompt counts once."""
+        facts, cut = self.facts, self.plan.truncated
+        whole = sum(cut.get(row, int(facts.lengths[row])) for row in rows)
+        if not self.shares_prompts:
+            return whole
+        first = {int(facts.prompts[row]): row for row in rows}.values()
+        repeated = set(rows) - set(first)
+        return whole - sum(int(facts.prompt_lengths[row]) for row in repeated)
+
+
+def describe_bare(rows: Sequence[BareRow]) -> RowFacts:
+    """Facts of rows without ids. Raises InvalidFieldError."""
+    prompts: dict[tuple[int | str, int], int] = {}
+    prompt_of = np.empty(len(rows), dtype=np.int64)
+    group_ids = []
+    for index, row in enumerate(rows):
+        if not 0 < row.length < 1 << 31:
+            raise InvalidFieldError(
+                f"bare_rows[{index}].length", f"must be positive, got {row.length}"
+            )
+        if not 0 <= row.prompt_length <= row.length:
+            raise InvalidFieldError(
+                f"bare_rows[{index}].prompt_length",
+                f"is {row.prompt_length}, not within 0..{row.length}",
+            )
+        group = f"alone {index}" if row.group is None else row.group
+        group_ids.append(str(group))
+        prompt_of[index] = prompts.setdefault((group, row.prompt_length), len(prompts))
+    return RowFacts(
+        sample_ids=[""] * len(rows),
+        group_ids=group_ids,
+        lengths=np.array([row.length for row in rows], dtype=np.int64),
+        prompt_lengths=np.array([row.prompt_length for row in rows], dtype=np.int64),
+        prompts=prompt_of,
+        mask_counts=np.array([row.length - row.prompt_length for row in rows], dtype=np.int64),
+        oldest_versions=np.full(len(rows), -1, dtype=np.int64),
+        present={},
+    )

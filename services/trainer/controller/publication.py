@@ -1,0 +1,177 @@
+"""Publishes the policy as a new version of the weight store."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from services.trainer import metrics
+from services.trainer.config import TrainerConfig
+from services.trainer.controller import commands
+from services.trainer.controller.rank_group import RankGroup
+from services.trainer.controller.state import PublishedWeights, TrainerState
+from services.trainer.controller.transfer import Shipment, Target, WeightSender
+from services.trainer.errors import TransferDisabledError
+from sluice.api.common.v1 import sample_pb2
+from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
+from sluice.api.trainer.v1 import worker_service_pb2 as pb
+from sluice.client import RemoteError
+from sluice.runtime.waits import Waits
+from sluice.weights.checkpoint import companion_files
+from sluice.weights.errors import WeightStoreError
+from sluice.weights.manifest import DeltaFile, ShardFile, StoredVersion, TensorEntry
+from sluice.weights.open import AnyWeightStore, is_bucket
+from sluice.weights.staging import Staging
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Publication:
+    """A new version, what it took in the store, and by engine why it did not arrive, or None."""
+
+    record: StoredVersion
+    stored_bytes: int
+    full_bytes: int
+    rank_files: Sequence[Sequence[str]]
+    transfer_seconds: float = 0.0
+    outcomes: Mapping[str, RemoteError | None] = field(default_factory=dict)
+
+
+class Publisher:
+    """Allocates a version, lets every rank write its shards, commits. Callers hold the lock.
+
+    Then, while others work, versions go but the newest `keep` and those that anybody has pinned.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        store: AnyWeightStore,
+        state: TrainerState,
+        ranks: RankGroup,
+        waits: Waits,
+    ) -> None:
+        self._model, self._keep = Path(config.model), config.keep_versions
+        self._config = config.publish
+        self._is_shared = not is_bucket(config.weights_location)
+        self._store, self._state, self._ranks = store, state, ranks
+        self._removing: asyncio.Task[None] | None = None
+        self._sender: WeightSender | None = None
+        if config.transfer.enabled:
+            self._sender = WeightSender(config.transfer, config.server.security, ranks, waits)
+
+    async def close(self) -> None:
+        """Wait for what is being removed."""
+        if self._sender is not None:
+            await self._sender.close()
+        if self._removing is not None:
+            await asyncio.gather(self._removing, return_exceptions=True)
+
+    async def publish(
+        self,
+        on_allocated: Callable[[int], None],
+        targets: Sequence[Target] = (),
+        pause_mode: engine_pb.PauseMode = engine_pb.PAUSE_MODE_UNSPECIFIED,
+    ) -> Publication:
+        """Publish a new version, and send it to `targets`. Raises TransferDisabledError."""
+        if targets and self._sender is None:
+            raise TransferDisabledError("this trainer sends no weights: set transfer.enabled")
+        with metrics.PUBLISH_SECONDS.time():
+            publication = await self._store_version(on_allocated)
+        if targets and self._sender is not None:
+            began = time.monotonic()
+            record = publication.record
+            weights = sample_pb2.WeightVersion(version=record.version, digest=record.digest)
+            shipment = Shipment(
+                weights=weights,
+                rank_files=publication.rank_files,
+                pause_mode=pause_mode,
+            )
+            outcomes = await self._sender.send(shipment, targets)
+            seconds = time.monotonic() - began
+            metrics.TRANSFER_SECONDS.observe(seconds)
+            publication = replace(publication, outcomes=outcomes, transfer_seconds=seconds)
+        return publication
+
+    async def _store_version(self, on_allocated: Callable[[int], None]) -> Publication:
+        generation = self._ranks.generation
+        parent = None if self._state.weights is None else self._state.weights.version
+        staging = await asyncio.to_thread(self._store.allocate, parent)
+        on_allocated(staging.version)
+        try:
+            base = await asyncio.to_thread(self._find_base)
+            directory = str(staging.directory.resolve()) if self._is_shared else ""
+            command = pb.PublishCommand(directory=directory, version=staging.version, base=base)
+            message = pb.FollowResponse(publish=command)
+            results = await self._ranks.run_on(generation, commands.same_for_all(message))
+            shards = [shard_from_proto(s) for result in results for s in result.shards]
+        except BaseException:
+            await asyncio.shield(asyncio.to_thread(self._store.abort, staging))
+            raise
+        # Outside of the `try`: a thread that is cancelled goes on, and an abort beside it would
+        # make a damaged version.
+        commit = partial(self._commit, staging, shards, self._state.step, base)
+        record = await asyncio.shield(asyncio.to_thread(commit))
+        self._state.weights = PublishedWeights(record.version, record.digest)
+        metrics.WEIGHT_VERSION.set(record.version)
+        metrics.note_publication(shards, max(result.encode_seconds for result in results))
+        self._remove_in_background(record.version)
+        return Publication(
+            record=record,
+            stored_bytes=sum(s.delta.size if s.delta else s.size for s in shards),
+            full_bytes=sum(shard.size for shard in shards),
+            rank_files=[[s.file_name for s in result.shards] for result in results],
+        )
+
+    def _commit(
+        self, staging: Staging, shards: Sequence[ShardFile], step: int, base: int | None
+    ) -> StoredVersion:
+        try:
+            companions = companion_files(self._model)
+            return self._store.commit(staging, shards, companions, step, base=base)
+        except BaseException:
+            self._store.abort(staging)
+            raise
+
+    def _find_base(self) -> int | None:
+        """The version that the next one may be a delta of, while the chain is not too long."""
+        published = self._state.weights
+        if not self._config.delta or published is None:
+            return None
+        try:
+            chain = self._store.chain(published.version)
+        except WeightStoreError as error:
+            logger.warning("version %d is no base: %s", published.version, error)
+            return None
+        return published.version if len(chain) <= self._config.chain else None
+
+    def _remove_in_background(self, newest: int) -> None:
+        if self._keep and (self._removing is None or self._removing.done()):
+            work = asyncio.to_thread(self._remove_old, newest)
+            self._removing = asyncio.create_task(work, name="remove old weights")
+
+    def _remove_old(self, newest: int) -> None:
+        try:
+            self._store.retain(self._keep, in_use=[newest])
+        except OSError as error:
+            logger.warning("old weights were not removed: %s", error)
+
+
+def shard_from_proto(message: pb.WrittenShard) -> ShardFile:
+    tensors = {
+        name: TensorEntry(tensor.dtype, tuple(tensor.shape), tensor.digest)
+        for name, tensor in message.tensors.items()
+    }
+    delta = None
+    if message.HasField("delta"):
+        written = message.delta
+        delta = DeltaFile(
+            written.size_bytes, written.digest, written.changed_count, written.element_count
+        )
+    return ShardFile(message.file_name, message.size_bytes, message.digest, tensors, delta)

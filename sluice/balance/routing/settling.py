@@ -1,0 +1,118 @@
+"""Which engines a restarted router leaves alone until it knows what is held on them.
+
+Only clients know the leases of an earlier router. Until they have named them, a place of an
+engine that looks free may be taken. Such an engine is *closed*: what is held there is charged as
+it becomes known, and nothing is granted. It opens as soon as all of these hold:
+
+- every client heard of has renewed, and once more if it named the engine before that registered;
+- live clients have had `RECONNECT_SECONDS` to be heard of;
+- the engine reports no more requests than are charged to it.
+
+After one heartbeat of the clients it opens whatever is missing. An engine is taken for one of an
+earlier router where it says so, or where a client turns up that knew another router.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sluice.balance.routing.types import HEARTBEATS_PER_TTL
+
+RECONNECT_SECONDS = 4.0  # 1 s between two streams of engines, and channels back off up to 2 s
+
+
+@dataclass
+class _Engine:
+    """An engine that registered less than a heartbeat ago.
+
+    leased_before: an earlier router may have leased it; unexplained: it runs requests that no
+    charged lease accounts for, or has not said.
+    """
+
+    since: float
+    leased_before: bool
+    unexplained: bool
+
+
+class Settling:
+    """Times are of the pool's clock, in seconds; `first_epoch` is the pool's own first one."""
+
+    def __init__(self, client_ttl: float, first_epoch: int) -> None:
+        self._heartbeat = client_ttl / HEARTBEATS_PER_TTL
+        self._first_epoch = first_epoch
+        self._engines: dict[str, _Engine] = {}
+        self._owing: dict[str, float] = {}  # clients that have to renew, since when
+        self._awaited: dict[str, frozenset[str]] = {}  # by client: engines it named in vain
+        self._restart_until = -math.inf  # engines that register until then were leased before
+
+    def engine_came(self, name: str, known_epoch: int, epoch: int, now: float) -> None:
+        """An engine unknown so far registered; `epoch` is the pool's now."""
+        says_so = self._is_foreign(known_epoch, epoch)
+        leased_before = says_so or now < self._restart_until
+        self._engines[name] = _Engine(now, leased_before, unexplained=says_so)
+
+    def engine_left(self, name: str) -> None:
+        self._engines.pop(name, None)
+
+    def engine_reported(self, name: str, *, unexplained: bool) -> None:
+        if engine := self._engines.get(name):
+            engine.unexplained = unexplained
+
+    def client_came(self, name: str, known_epoch: int, epoch: int, now: float) -> None:
+        """A client called for the first time, which knew `known_epoch`, 0 for none."""
+        if self._is_foreign(known_epoch, epoch):
+            self._owing[name] = now
+            self._saw_restart(now)
+
+    def client_renewed(
+        self, name: str, awaited: Iterable[str], now: float, *, held_before: bool
+    ) -> None:
+        """A client named all it holds. awaited: engines among it that are unknown;
+        held_before: some of it is of an earlier router."""
+        self._owing.pop(name, None)
+        self._awaited.pop(name, None)
+        if engines := frozenset(awaited):
+            self._awaited[name] = engines
+        if held_before:
+            self._saw_restart(now)
+
+    def client_left(self, name: str) -> None:
+        self._owing.pop(name, None)
+        self._awaited.pop(name, None)
+
+    def owes(self, client: str, now: float) -> bool:
+        """Whether the client has to renew before it is given anything."""
+        since = self._owing.get(client)
+        return since is not None and now < since + self._heartbeat
+
+    def closed(self, now: float) -> set[str]:
+        """Names of the engines that get no lease now."""
+        self._engines = {
+            name: engine
+            for name, engine in self._engines.items()
+            if now < engine.since + self._heartbeat
+        }
+        if not self._engines:
+            return set()
+        if any(self.owes(client, now) for client in self._owing):
+            return set(self._engines)
+        awaited = set().union(*self._awaited.values())
+        return {
+            name
+            for name, engine in self._engines.items()
+            if name in awaited
+            or (
+                engine.leased_before
+                and (engine.unexplained or now < engine.since + RECONNECT_SECONDS)
+            )
+        }
+
+    def _is_foreign(self, known_epoch: int, epoch: int) -> bool:
+        return known_epoch != 0 and not self._first_epoch <= known_epoch <= epoch
+
+    def _saw_restart(self, now: float) -> None:
+        self._restart_until = now + self._heartbeat
+        for engine in self._engines.values():
+            engine.leased_before = True

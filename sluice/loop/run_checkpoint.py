@@ -1,0 +1,241 @@
+"""A cut: one manifest, written last, that names everything a run resumes from."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import shutil
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from sluice import faults
+from sluice.config import ConfigError
+from sluice.durable import replace_file
+from sluice.loop.config import RetentionConfig
+from sluice.loop.ledger import Ledger
+from sluice.samples.blobs import BlobNotFoundError, BlobReference, BlobStore
+from sluice.weights.errors import VersionNotFoundError
+from sluice.weights.open import open_store
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """`step` is the loop's, `optimizer_step` the trainer's; `position` the ledger's next row.
+
+    The weights were published last before the cut: 0 and empty where none were yet. `settings`
+    are digests of those that shaped the run so far.
+    """
+
+    step: int
+    optimizer_step: int
+    checkpoint: str
+    weight_version: int
+    weight_digest: str
+    position: int
+    seed: int
+    critic_checkpoint: str = ""  # empty where the run has no critic
+    settings: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def checkpoints(self) -> tuple[str, ...]:
+        """Of every trainer."""
+        return tuple(name for name in (self.checkpoint, self.critic_checkpoint) if name)
+
+
+def write_cut(directory: Path, cut: Cut) -> None:
+    """Write the manifest; it is durable and whole, or not there."""
+    directory.mkdir(parents=True, exist_ok=True)
+    data = json.dumps(asdict(cut), indent=1).encode()
+    replace_file(_path(directory, cut.step), data, temporary=directory)
+
+
+def list_cuts(directory: Path) -> list[Cut]:
+    """All cuts, by step."""
+    if not directory.is_dir():
+        return []
+    paths = sorted(path for path in directory.iterdir() if path.suffix == ".json")
+    return [Cut(**json.loads(path.read_text())) for path in paths]
+
+
+def latest_cut(directory: Path) -> Cut | None:
+    """The cut of the highest step, None if there is none."""
+    cuts = list_cuts(directory)
+    return cuts[-1] if cuts else None
+
+
+def remove_cut(directory: Path, cut: Cut) -> None:
+    """Remove a manifest; a run no longer resumes from it."""
+    _path(directory, cut.step).unlink(missing_ok=True)
+
+
+def _path(directory: Path, step: int) -> Path:
+    return directory / f"{step:08}.json"
+
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINTS, CRITICS = "checkpoints", "critics"  # where trainers keep them in the store
+
+
+class Retention:
+    """Pins and removals of one run, in threads. Failures of the store are logged: work goes on."""
+
+    def __init__(
+        self,
+        config: RetentionConfig,
+        store: Path,
+        run_dir: Path,
+        ledger: Ledger,
+        weights: str = "",
+    ) -> None:
+        """`weights` is where versions are, if not in `store`.
+
+        Raises ConfigError when `store` is no directory.
+        """
+        if not store.is_dir():
+            raise ConfigError(f"store: {store} does not exist; name the store of the services")
+        self._config, self._store, self._ledger = config, store, ledger
+        self._cuts = run_dir / "cuts"
+        self._owner = f"run/{ledger.run_id}"
+        readable = re.sub(r"[^A-Za-z0-9_-]+", "-", run_dir.name).strip("-_")[:40] or "run"
+        self._prefix = f"{readable}-{ledger.run_id}-"
+        self._blobs = BlobStore(store)
+        self._weights = open_store(weights or store / "weights")
+        self._version: int | None = None
+        self._held: set[str] = set()
+        self._unheld: list[str] = []
+        self._holding: asyncio.Task[None] | None = None
+        self._removing: asyncio.Task[None] | None = None
+
+    def new_checkpoint_id(self, step: int) -> str:
+        """A name that was never used, by which the checkpoint is known as this run's."""
+        return f"{self._prefix}{step:08}-{time.time_ns():x}"
+
+    async def resume(self) -> None:
+        """Hold what a run needs that went back to its cut.
+
+        Groups whose blobs are gone are to be generated again.
+        """
+        await self.settle()
+        needed = self._ledger.needed_blobs(self._oldest_step())
+        for digest in await asyncio.to_thread(self._hold_again, needed):
+            if (group_id := self._ledger.lose_blob(digest)) is not None:
+                logger.warning("blob %s of group %s is gone", digest, group_id)
+
+    async def settle(self) -> None:
+        """Wait for what is being pinned or removed."""
+        tasks = [task for task in (self._holding, self._removing) if task is not None]
+        if tasks:
+            await asyncio.wait(tasks)  # unlike gather it leaves them be when the run is stopped
+        for task in tasks:
+            task.result()
+
+    async def close(self) -> None:
+        """Wait for what is under way; the pins stay for a later resume."""
+        await self.settle()
+
+    def hold(self, blob: BlobReference) -> None:
+        """Pin a blob soon; its producer holds it until then. Those that come together share."""
+        self._unheld.append(blob.digest)
+        if self._holding is None or self._holding.done():
+            self._holding = asyncio.create_task(self._hold_all(), name="hold blobs")
+
+    async def hold_weights(self, version: int) -> None:
+        """Pin the version that engines are about to serve. Raises ConfigError if it is not here."""
+        try:
+            await asyncio.to_thread(self._weights.pin, version, self._owner)
+        except VersionNotFoundError:
+            raise ConfigError(
+                f"{self._weights.location} has no weight version {version}, which the trainer "
+                "published; name the `store`, or the `weights`, of the services"
+            ) from None
+
+    async def release_weights(self, version: int) -> None:
+        """Engines serve `version`: let go of the former, if no cut names it."""
+        self._version = version
+        kept = {cut.weight_version for cut in list_cuts(self._cuts)} | {version}
+        await asyncio.to_thread(self._unpin_weights, kept)
+
+    async def take_cut(self) -> None:
+        """A cut was written: begin to remove what it supersedes. `settle` before the next save."""
+        await self.settle()
+        cuts = list_cuts(self._cuts)
+        for old in cuts[: -self._config.cuts]:
+            remove_cut(self._cuts, old)
+        kept = cuts[-self._config.cuts :]
+        needed = self._ledger.needed_blobs(kept[0].step)
+        spare = self._held - needed
+        self._held -= spare
+        checkpoints = {Path(name).name for cut in kept for name in cut.checkpoints}
+        versions = {cut.weight_version for cut in kept}
+        if self._version is not None:
+            versions.add(self._version)
+        faults.point("cuts_removed")
+        try:  # waited for: the next version is pinned by then, and is in no cut yet
+            await asyncio.to_thread(self._unpin_weights, versions)
+        except OSError as error:
+            logger.warning("store: versions were not unpinned: %s", error)
+        work = asyncio.to_thread(self._remove, spare, checkpoints)
+        self._removing = asyncio.create_task(work, name="remove what is not needed")
+
+    def _remove(self, spare: set[str], checkpoints: set[str]) -> None:
+        try:
+            self._remove_checkpoints(checkpoints)
+            if spare:
+                self._blobs.unpin(self._owner, spare)
+            faults.point("unpinned")
+            self._blobs.collect(self._config.blob_grace_seconds)
+        except OSError as error:  # LockTimeoutError too
+            logger.warning("store: not all was removed: %s", error)
+
+    def _remove_checkpoints(self, kept: Collection[str]) -> None:
+        """This run's other checkpoints, and what crashes left of some."""
+        owners = [self._store, *self._store.glob(f"{CRITICS}/*")]
+        directories = [owner / CHECKPOINTS for owner in owners]
+        for path in [path for each in directories if each.is_dir() for path in each.iterdir()]:
+            name = path.name.lstrip(".").removeprefix("removed-")
+            if not name.startswith(self._prefix) or path.name in kept:
+                continue
+            gone = path.with_name(f".removed-{name}")
+            if path != gone:
+                path.rename(gone)  # a checkpoint is whole, or not there
+            shutil.rmtree(gone)
+
+    def _unpin_weights(self, kept: Collection[int]) -> None:
+        for version, owners in self._weights.pins().items():
+            if self._owner in owners and version not in kept:
+                self._weights.unpin(version, self._owner)
+
+    async def _hold_all(self) -> None:
+        while self._unheld:
+            digests, self._unheld = self._unheld, []
+            await asyncio.to_thread(self._pin, digests)
+
+    def _hold_again(self, needed: set[str]) -> set[str]:
+        """Pin what is needed; the digests of blobs that are gone."""
+        self._held = self._blobs.pinned(self._owner)
+        gone = {digest for digest in needed if not self._blobs.exists(BlobReference(digest, 0))}
+        self._pin(needed - self._held - gone)
+        return gone
+
+    def _pin(self, digests: Iterable[str]) -> None:
+        wanted = set(digests)
+        while wanted:
+            try:
+                self._blobs.pin(self._owner, wanted)
+                self._held |= wanted
+                return
+            except BlobNotFoundError as error:  # the trainer will say so
+                logger.warning("blob %s is gone before it was pinned", error.digest)
+                wanted.discard(error.digest)
+            except OSError as error:
+                logger.warning("store: blobs were not pinned: %s", error)
+                return
+
+    def _oldest_step(self) -> int:
+        cuts = list_cuts(self._cuts)[-self._config.cuts :]
+        return cuts[0].step if cuts else 0

@@ -1,0 +1,295 @@
+"""The tensors of an HF checkpoint by name, whatever it calls them and however it stores them."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+
+from sluice.weights.checkpoint import INDEX_NAME, SINGLE_NAME, shard_paths
+from sluice.weights.convert.errors import ConflictingTensorError
+from sluice.weights.convert.fp8 import SCALE, block_size, dequantize
+from sluice.weights.convert.options import ConvertOptions
+from sluice.weights.convert.pieces import Content, Files, Piece
+from sluice.weights.convert.work import Group, OutputFile, Report, Task
+from sluice.weights.errors import (
+    DamagedFileError,
+    InvalidCheckpointError,
+    MissingFileError,
+    MissingTensorError,
+    UnexpectedTensorError,
+)
+from sluice.weights.header import encode_header, parse_extents, parse_header
+from sluice.weights.rules import WeightMap
+from sluice.weights.shards import DTYPE_NAMES, TORCH_DTYPES
+
+CONFIG = "config.json"
+QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def read_config(directory: Path) -> dict[str, object]:
+    """The parsed `config.json` of a directory. Raises MissingFileError, InvalidCheckpointError."""
+    try:
+        config = json.loads((directory / CONFIG).read_bytes())
+    except FileNotFoundError as error:
+        raise MissingFileError(CONFIG) from error
+    except ValueError as error:
+        raise InvalidCheckpointError(f"{CONFIG!r} is malformed: {error}") from error
+    if not isinstance(config, dict):
+        raise InvalidCheckpointError(f"{CONFIG!r} holds no mapping")
+    return config
+
+
+@dataclass(frozen=True)
+class Found:
+    """A tensor as it lies in a checkpoint: its own name, its file and its bytes."""
+
+    name: str
+    path: Path
+    content: Content
+
+
+class HfSource:
+    """An HF checkpoint. Tensors go by the names of the rules; FP8 blocks read as bfloat16.
+
+    Raises ConflictingTensorError when two tensors of one name differ, MissingTensorError for FP8
+    blocks without their scales, and UnexpectedTensorError for scales of anything else.
+    """
+
+    def __init__(
+        self, directory: Path, files: Files, spellings: tuple[tuple[str, str], ...] = ()
+    ) -> None:
+        self.directory, self._files = directory, files
+        self._spellings = [(re.compile(pattern), text) for pattern, text in spellings]
+        self._found: dict[str, Found] = {}
+        self.duplicates: list[str] = []
+        for path in shard_paths(directory):
+            for found in _read_shard(path):
+                self._add(found)
+        self._block = block_size(read_config(directory))
+        self._check_scales()
+
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors; the scales of quantised ones belong to them."""
+        return tuple(n for n in self._found if not self._is_scale(n))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: self._found[name].content.shape for name in self.names()}
+
+    def found(self, name: str) -> Found:
+        """A tensor as it is stored. Raises MissingTensorError."""
+        if name not in self._found:
+            raise MissingTensorError((name,))
+        return self._found[name]
+
+    def stored(self) -> Mapping[str, Found]:
+        """Everything as it is stored, scales as well."""
+        return self._found
+
+    def is_quantized(self, name: str) -> bool:
+        return self._block is not None and name + SCALE in self._found
+
+    def content(self, name: str) -> Content:
+        """A tensor's numbers. Raises MissingTensorError."""
+        stored = self.found(name).content
+        if not self.is_quantized(name):
+            return stored
+        scale, block = self._found[name + SCALE].content, self._block
+        assert block is not None
+
+        def compute() -> torch.Tensor:
+            return dequantize(self._files.load(stored), self._files.load(scale), block)
+
+        items = torch.Size(stored.shape).numel()
+        return Content(torch.bfloat16, stored.shape, compute=compute, working_bytes=7 * items)
+
+    def check(self, weights: WeightMap) -> None:
+        """Raises MissingTensorError, UnexpectedTensorError or TensorShapeError with the names."""
+        weights.check_hf(self.shapes())
+
+    def _is_scale(self, name: str) -> bool:
+        return self._block is not None and name.endswith(SCALE)
+
+    def _check_scales(self) -> None:
+        if self._block is None:
+            return
+        blocks = {n for n, f in self._found.items() if f.content.dtype in QUANTIZED}
+        scaled = {name.removesuffix(SCALE) for name in self._found if name.endswith(SCALE)}
+        if lost := sorted(blocks - scaled):
+            raise MissingTensorError(tuple(name + SCALE for name in lost))
+        if stale := sorted(scaled - blocks):
+            raise UnexpectedTensorError(tuple(name + SCALE for name in stale))
+
+    def _add(self, found: Found) -> None:
+        name = found.name
+        for pattern, text in self._spellings:
+            name = pattern.sub(text, name)
+        other = self._found.get(name)
+        if other is None:
+            self._found[name] = found
+            return
+        same = (other.content.dtype, other.content.shape) == (
+            found.content.dtype,
+            found.content.shape,
+        )
+        if not same or self._files.digest(other.content) != self._files.digest(found.content):
+            raise ConflictingTensorError(
+                f"{other.path.name}:{other.name}", f"{found.path.name}:{found.name}"
+            )
+        self.duplicates.append(found.name)
+
+
+def read_names(path: Path) -> list[str]:
+    """Names of the tensors of a safetensors file."""
+    return [found.name for found in _read_shard(path)]
+
+
+def _read_shard(path: Path) -> list[Found]:
+    with path.open("rb") as file:
+        try:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except ValueError as error:  # empty
+            raise DamagedFileError(path.name, "is empty") from error
+    with mapped:
+        extents = parse_header(mapped, file_name=path.name)
+    return [
+        Found(
+            name,
+            path,
+            Content(
+                TORCH_DTYPES[extent.dtype],
+                extent.shape,
+                (Piece(path, extent.begin, extent.end - extent.begin),),
+            ),
+        )
+        for name, extent in extents.items()
+    ]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Content that fills an HF tensor, or the part of expert `index` of one."""
+
+    name: str
+    content: Content
+    index: int | None = None
+    count: int = 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor that it belongs to."""
+        return self.content.shape if self.index is None else (self.count, *self.content.shape)
+
+
+def lay_out_hf(
+    groups: Sequence[tuple[str, Sequence[Part]]], *, max_file_bytes: int
+) -> tuple[tuple[OutputFile, ...], tuple[Group, ...], dict[str, bytes]]:
+    """Files, work and the index of tensors given in groups, each under a name.
+
+    A shard is closed when the next tensor would make it larger than `max_file_bytes`.
+    """
+    tensors = {part.name: part for _, parts in groups for part in parts}
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, part in tensors.items():
+        size = part.content.size * part.count
+        if shards[-1] and filled + size > max_file_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    files, places = [], {}
+    for number, names in enumerate(shards, 1):
+        file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file_name = SINGLE_NAME if len(shards) == 1 else file_name
+        described = {n: (DTYPE_NAMES[tensors[n].content.dtype], tensors[n].shape) for n in names}
+        header, _ = encode_header(described)
+        extents = parse_extents(header, file_name=file_name)
+        size = max((extent.end for extent in extents.values()), default=len(header))
+        files.append(OutputFile(file_name, size, ((0, header),)))
+        places.update({name: (file_name, extent.begin) for name, extent in extents.items()})
+    work = tuple(Group(name, tuple(_task(part, places) for part in ps)) for name, ps in groups)
+    texts = {}
+    if len(shards) > 1:
+        texts[INDEX_NAME] = _index(tensors, {name: place[0] for name, place in places.items()})
+    return tuple(files), work, texts
+
+
+def _task(part: Part, places: dict[str, tuple[str, int]]) -> Task:
+    file_name, offset = places[part.name]
+    if part.index is None:
+        return Task(part.name, part.content, file_name, offset)
+    at = offset + part.index * part.content.size
+    return Task(f"{part.name}[{part.index}]", part.content, file_name, at)
+
+
+def _index(tensors: dict[str, Part], weight_map: dict[str, str]) -> bytes:
+    total = sum(part.content.size * part.count for part in tensors.values())
+    document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(document, indent=2) + "\n").encode()
+
+
+@dataclass(frozen=True)
+class Merge:
+    """What comes on top, in groups, and the report of the whole."""
+
+    groups: list[tuple[str, list[Part]]]
+    report: Report
+
+
+def fill_from_origin(
+    groups: Sequence[tuple[str, Sequence[Part]]],
+    options: ConvertOptions,
+    weights: WeightMap | None,
+    files: Files,
+) -> Merge:
+    """The tensors of `options.origin` that the groups lack.
+
+    Left out are copies of tied tensors, which would be stale, and names that the patterns do not
+    let through; scales of quantised tensors go with their tensors, which are copied as numbers.
+    Tensors in both with another shape are conflicts: the converted one is kept.
+    """
+    assert options.origin is not None
+    origin = HfSource(options.origin, files, weights.family.spellings if weights else ())
+    own = {part.name: part.shape for _, parts in groups for part in parts}
+    copied: list[tuple[str, list[Part]]] = []
+    skipped: dict[str, str] = {n: "stored twice, equal" for n in origin.duplicates}
+    conflicting: dict[str, str] = {}
+    for name in origin.names():
+        shape = origin.found(name).content.shape
+        if name in own:
+            if own[name] != shape:
+                conflicting[name] = f"{shape} in the origin, {own[name]} converted"
+        elif (reason := _left_out(name, options, weights)) is not None:
+            skipped[name] = reason
+        else:
+            copied.append((name, [Part(name, origin.content(name))]))
+    stale = [
+        name for name in origin.stored() if name.endswith(SCALE) and name not in origin.names()
+    ]
+    skipped |= {name: "scale: the numbers are copied unquantised" for name in stale}
+    report = Report(
+        converted=tuple(sorted(own)),
+        copied=tuple(sorted(name for name, _ in copied)),
+        skipped=skipped,
+        conflicting=conflicting,
+    )
+    return Merge(copied, report)
+
+
+def _left_out(name: str, options: ConvertOptions, weights: WeightMap | None) -> str | None:
+    if weights is not None and weights.is_copy(name):
+        return "tied: it would be a stale copy"
+    if weights is not None and weights.is_ignored(name):
+        return "carries no weights"
+    if not any(fnmatchcase(name, pattern) for pattern in options.allow):
+        return "not allowed"
+    if any(fnmatchcase(name, pattern) for pattern in options.deny):
+        return "denied"
+    return None

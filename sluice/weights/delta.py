@@ -1,0 +1,296 @@
+"""Bit-exact difference of two arrays of bytes, of elements of one width. No torch.
+
+Elements are taken as unsigned integers; what is kept is `new - old` modulo 2^width, zigzag coded
+(0, -1, 1, -2 ... become 0, 1, 2, 3 ...), since a small optimizer step moves a floating-point
+number to a neighbour in that order. Three forms, of which `encode` takes the smallest:
+
+SPARSE  gaps between the elements that changed (one byte each, 255 and above in a second stream of
+        8 bytes each), then the differences of these, byte plane by byte plane
+DENSE   the differences of all elements, byte plane by byte plane
+RAW     the new bytes
+
+Streams are compressed with zstd. SAME has none. A payload is one byte of form, the counts of
+elements, of changed ones and of long gaps (8 bytes each, little-endian), and the streams, each
+behind its length.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from sluice import faults
+from sluice.durable import write_all
+from sluice.weights.digest import digest_bytes
+from sluice.weights.errors import (
+    DamagedFileError,
+    FileDigestError,
+    MissingFileError,
+    TensorDigestError,
+)
+from sluice.weights.header import BITS, Extent, data_start, encode_header, parse_header
+from sluice.weights.manifest import FileEntry, Manifest
+
+BLOCK = 1 << 20  # elements that are compared at a time
+LONG_GAP = 255
+SPARSE_LIMIT = 0.5  # of elements; a denser difference is hardly ever smaller in the sparse form
+_HEAD = struct.Struct("<BQQQ")
+_LENGTH = struct.Struct("<Q")
+
+Bytes = np.ndarray  # uint8[n], contiguous
+
+
+class Form(IntEnum):
+    SAME = 0
+    SPARSE = 1
+    DENSE = 2
+    RAW = 3
+
+
+class DeltaError(ValueError):
+    """A payload is damaged, or does not belong to the bytes it is applied to."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A payload, and how many of the elements changed."""
+
+    payload: bytes
+    changed: int
+
+
+def encode(old: Bytes, new: Bytes, width: int) -> Encoded:
+    """The difference from `old` to `new`, uint8[n] each, of elements of `width` bytes."""
+    before, after = _elements(old, width), _elements(new, width)
+    positions, values, changed = _differences(before, after)
+    if not changed:
+        return Encoded(_pack(Form.SAME, len(after), 0, 0), 0)
+    if changed <= SPARSE_LIMIT * len(after):
+        payload = _encode_sparse(len(after), np.concatenate(positions), np.concatenate(values))
+    else:
+        del positions, values
+        planes = _planes(_zigzag(after - before))
+        payload = _pack(Form.DENSE, len(after), changed, 0, planes)
+    if len(payload) >= new.nbytes:
+        payload = _pack(Form.RAW, len(after), changed, 0, new)
+    return Encoded(payload, changed)
+
+
+def apply(payload: memoryview, target: Bytes, width: int) -> None:
+    """Turn the old bytes in `target` into the new ones. Raises DeltaError, `target` undefined."""
+    elements = _elements(target, width)
+    try:
+        form, count, changed, long_gaps = _HEAD.unpack_from(payload)
+        if count != len(elements):
+            raise DeltaError(f"is for {count} elements, not {len(elements)}")
+        if not long_gaps <= changed <= count:
+            raise DeltaError("has counts that do not fit")
+        streams = payload[_HEAD.size :]
+        if form == Form.SPARSE:
+            gaps, streams = _take(streams, changed)
+            long, streams = _take(streams, 8 * long_gaps)
+            planes, streams = _take(streams, width * changed)
+            at = _positions(gaps, long.view("<u8"), count)
+            elements[at] += _unzigzag(_unplanes(planes, elements.dtype))
+        elif form == Form.DENSE:
+            planes, streams = _take(streams, width * count)
+            elements += _unzigzag(_unplanes(planes, elements.dtype))
+        elif form == Form.RAW:
+            target[:], streams = _take(streams, width * count)
+        elif form != Form.SAME:
+            raise DeltaError(f"has the unknown form {form}")
+        if streams:
+            raise DeltaError(f"has {len(streams)} bytes too many")
+    except (struct.error, ValueError, IndexError, OSError, OverflowError) as error:
+        if isinstance(error, DeltaError):
+            raise
+        raise DeltaError(f"is damaged: {error}") from error
+
+
+@cache
+def _zstd() -> Any:
+    import pyarrow
+
+    return pyarrow.Codec("zstd", compression_level=1)
+
+
+def _elements(data: Bytes, width: int) -> np.ndarray:
+    return data.view(f"<u{width}")
+
+
+def _differences(
+    before: np.ndarray, after: np.ndarray
+) -> tuple[list[np.ndarray], list[np.ndarray], int]:
+    """Positions and zigzag differences of what changed, block by block, while they are few."""
+    positions: list[np.ndarray] = []
+    values: list[np.ndarray] = []
+    changed = 0
+    limit = int(SPARSE_LIMIT * len(after))
+    for start in range(0, len(after), BLOCK):
+        old, new = before[start : start + BLOCK], after[start : start + BLOCK]
+        at = np.flatnonzero(old != new)
+        changed += len(at)
+        if changed <= limit:
+            positions.append(at + start)
+            values.append(_zigzag(new[at] - old[at]))
+    return positions, values, changed
+
+
+def _encode_sparse(count: int, positions: np.ndarray, values: np.ndarray) -> bytes:
+    gaps = np.diff(positions, prepend=-1) - 1
+    is_long = gaps >= LONG_GAP
+    long = gaps[is_long].astype("<u8")
+    short = np.where(is_long, LONG_GAP, gaps).astype(np.uint8)
+    return _pack(Form.SPARSE, count, len(values), len(long), short, long, _planes(values))
+
+
+def _positions(gaps: np.ndarray, long: np.ndarray, count: int) -> np.ndarray:
+    wide = gaps.astype(np.int64)
+    is_long = gaps == LONG_GAP
+    if int(is_long.sum()) != len(long) or (len(long) and int(long.max()) >= count):
+        raise DeltaError("has gaps that do not fit")
+    wide[is_long] = long
+    positions = np.cumsum(wide + 1) - 1
+    if len(positions) and positions[-1] >= count:
+        raise DeltaError("reaches beyond the tensor")
+    return positions
+
+
+def _zigzag(difference: np.ndarray) -> np.ndarray:
+    sign = difference.view(difference.dtype.str.replace("u", "i")) < 0
+    return np.where(sign, ~(difference << 1), difference << 1)
+
+
+def _unzigzag(coded: np.ndarray) -> np.ndarray:
+    half = coded >> 1
+    return np.where(coded & 1, ~half, half)
+
+
+def _planes(values: np.ndarray) -> np.ndarray:
+    """All first bytes, then all second ones and so on, as uint8."""
+    width = values.dtype.itemsize
+    return np.ascontiguousarray(values.view(np.uint8).reshape(-1, width).T).reshape(-1)
+
+
+def _unplanes(planes: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    return np.ascontiguousarray(planes.reshape(dtype.itemsize, -1).T).reshape(-1).view(dtype)
+
+
+def _pack(form: Form, count: int, changed: int, long_gaps: int, *streams: np.ndarray) -> bytes:
+    parts = [_HEAD.pack(form, count, changed, long_gaps)]
+    for stream in streams:
+        data = _zstd().compress(stream.view(np.uint8), asbytes=True) if len(stream) else b""
+        parts += [_LENGTH.pack(len(data)), data]
+    return b"".join(parts)
+
+
+def _take(streams: memoryview, size: int) -> tuple[np.ndarray, memoryview]:
+    """The next stream, which has `size` bytes, and what follows it."""
+    (length,) = _LENGTH.unpack_from(streams)
+    data, rest = streams[_LENGTH.size :][:length], streams[_LENGTH.size + length :]
+    if len(data) != length or (length == 0) is not (size == 0):
+        raise DeltaError("is cut short")
+    if not size:
+        return np.empty(0, np.uint8), rest
+    return np.frombuffer(_zstd().decompress(data, decompressed_size=size), np.uint8), rest
+
+
+def element_width(dtype: str) -> int:
+    """Bytes of the integers as which elements of a safetensors dtype are compared."""
+    return min(8, BITS[dtype] // 8)
+
+
+def encode_file(payloads: Mapping[str, bytes]) -> list[bytes]:
+    """The pieces of a delta file of these payloads by tensor name."""
+    header, order = encode_header({name: ("U8", (len(p),)) for name, p in payloads.items()})
+    return [header, *(payloads[name] for name in order)]
+
+
+@dataclass(frozen=True)
+class ShardSource:
+    """Where a shard comes from: a whole file, and deltas on it, oldest first."""
+
+    path: Path
+    deltas: Sequence[tuple[Path, FileEntry]] = ()
+
+
+def build_shard(source: ShardSource, file_name: str, manifest: Manifest, target: Path) -> int:
+    """Write the shard `file_name` of `manifest` to `target`, checking every tensor; its size.
+
+    At most one tensor is held in memory. Raises TensorDigestError naming a tensor that does
+    not come out as the manifest says, FileDigestError, MissingFileError or
+    DamagedFileError; `target` is then to be thrown away.
+    """
+    whole, extents = _open(source.path)
+    deltas = [_open(path) for path, _ in source.deltas]
+    stored = {name for name, tensor in manifest.tensors.items() if tensor.file == file_name}
+    for found in (extents, *(names for _, names in deltas)):
+        if set(found) != stored:
+            different = ", ".join(sorted(stored ^ set(found))[:8])
+            raise DamagedFileError(
+                file_name, f"or a delta of it, and the manifest differ in: {different}"
+            )
+    header = bytes(memoryview(whole)[: data_start(whole)])
+    hasher = xxhash.xxh3_128(header)
+    with target.open("xb", buffering=0) as file:
+        write_all(file, header)
+        for name, extent in extents.items():
+            data = np.frombuffer(whole, np.uint8)[extent.begin : extent.end]
+            if deltas:
+                data = data.copy()
+                for delta, found in deltas:
+                    _apply(delta, found[name], data, name, manifest)
+            _check_tensor(name, extent, data, manifest)
+            hasher.update(data.data)
+            write_all(file, data.data)
+            faults.point("weights.building")
+        size = file.tell()
+    expected = manifest.files[file_name].digest
+    if hasher.hexdigest() != expected:
+        raise FileDigestError(file_name, expected, hasher.hexdigest())
+    for (path, entry), (delta, _) in zip(source.deltas, deltas, strict=True):
+        if (actual := digest_bytes(delta)) != entry.digest:  # though it did no harm
+            raise FileDigestError(path.name, entry.digest, actual)
+    return size
+
+
+def _apply(
+    delta: mmap.mmap, extent: Extent, data: np.ndarray, name: str, manifest: Manifest
+) -> None:
+    payload = memoryview(delta)[extent.begin : extent.end]
+    try:
+        apply(payload, data, element_width(manifest.tensors[name].dtype))
+    except DeltaError as error:
+        expected = manifest.tensors[name].digest
+        raise TensorDigestError(name, expected, f"none: its delta {error}") from error
+
+
+def _check_tensor(name: str, extent: Extent, data: np.ndarray, manifest: Manifest) -> None:
+    entry = manifest.tensors[name]
+    if (entry.dtype, entry.shape) != (extent.dtype, extent.shape):
+        raise DamagedFileError(
+            entry.file, f"has tensor {name!r} with another dtype or shape than stated"
+        )
+    actual = digest_bytes(data.data)
+    if actual != entry.digest:
+        raise TensorDigestError(name, entry.digest, actual)
+
+
+def _open(path: Path) -> tuple[mmap.mmap, dict[str, Extent]]:
+    try:
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError as error:
+        raise MissingFileError(path.name) from error
+    except ValueError as error:
+        raise DamagedFileError(path.name, "is empty") from error
+    return mapped, parse_header(mapped, file_name=path.name)

@@ -1,1 +1,0 @@
-"""Lossless differences between versions of a shard file."""

@@ -1,0 +1,255 @@
+"""A version as a plain HF directory on this host, whatever it is made of in the store."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Protocol
+
+from sluice.durable import LockTimeoutError, write_new
+from sluice.weights.delta import ShardSource, build_shard
+from sluice.weights.digest import digest_file
+from sluice.weights.errors import FileDigestError, ManifestError, MissingFileError, WeightStoreError
+from sluice.weights.manifest import MANIFEST_NAME, Manifest, delta_name, encode_manifest
+
+
+class Source(Protocol):
+    """What is read of a store."""
+
+    def manifest(self, version: int) -> Manifest: ...
+
+    def local_file(self, version: int, name: str, scratch: Path) -> Path: ...
+
+
+def check_out(
+    source: Source, version: int, directory: Path, local: Mapping[int, Path] | None = None
+) -> Manifest:
+    """Write the version into the empty `directory`, checking every byte.
+
+    `local` are versions that lie on this host as whole directories: what is in them is not
+    fetched, and only the deltas since are. Raises VersionNotFoundError, ManifestError,
+    TensorDigestError, FileDigestError, MissingFileError or DamagedFileError.
+    """
+    prefix = directory.name + ".fetched-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=directory.parent) as scratch:
+        return _CheckOut(source, Path(scratch), local or {}).run(version, directory)
+
+
+class _CheckOut:
+    def __init__(self, source: Source, scratch: Path, local: Mapping[int, Path]) -> None:
+        self._source, self._scratch, self._local = source, scratch, local
+        self._manifests: dict[int, Manifest] = {}
+
+    def run(self, version: int, directory: Path) -> Manifest:
+        manifest = self._manifest(version)
+        shards = {tensor.file for tensor in manifest.tensors.values()}
+        for name in manifest.files:
+            target = directory / name
+            if name in shards:
+                build_shard(self._find_shard(manifest, name), name, manifest, target)
+                continue
+            self._copy_companion(manifest, name, target)
+        write_new(directory / MANIFEST_NAME, encode_manifest(manifest), sync=False)
+        return manifest
+
+    def _copy_companion(self, manifest: Manifest, name: str, target: Path) -> None:
+        holder = self._walk(manifest, lambda m: name in m.inherited)[-1]
+        shutil.copyfile(self._path(holder, name), target)
+        expected, (_, actual) = manifest.files[name].digest, digest_file(target)
+        if actual != expected:
+            raise FileDigestError(name, expected, actual)
+
+    def _find_shard(self, manifest: Manifest, name: str) -> ShardSource:
+        *changed, whole = self._walk(manifest, lambda m: name in m.deltas)
+        deltas = [
+            (self._path(version, delta_name(name)), version.deltas[name])
+            for version in reversed(changed)
+        ]
+        return ShardSource(self._path(whole, name), deltas)
+
+    def _walk(self, manifest: Manifest, is_elsewhere: Callable[[Manifest], bool]) -> list[Manifest]:
+        """From `manifest` to the version that has the whole of a file, or lies here."""
+        steps = [manifest]
+        while steps[-1].version not in self._local and is_elsewhere(steps[-1]):
+            base = steps[-1].base
+            if base is None or base >= steps[-1].version:
+                raise ManifestError(f"version {steps[-1].version} has no base to be made of")
+            steps.append(self._manifest(base))
+        return steps
+
+    def _manifest(self, version: int) -> Manifest:
+        if version not in self._manifests:
+            self._manifests[version] = self._source.manifest(version)
+        return self._manifests[version]
+
+    def _path(self, manifest: Manifest, name: str) -> Path:
+        if manifest.version in self._local:
+            path = self._local[manifest.version] / name
+            if not path.is_file():
+                raise MissingFileError(name)
+            return path
+        return self._source.local_file(manifest.version, name, self._scratch)
+
+
+logger = logging.getLogger(__name__)
+
+FETCH_SECONDS = 600.0  # for another process of this host to make a version
+POLL_SECONDS = 0.01
+LOCK_SUFFIX = ".lock"
+
+
+class CachedVersion:
+    """A directory of the cache, which is not removed before `release`."""
+
+    def __init__(self, directory: Path, lock: IO[bytes]) -> None:
+        self.directory, self._lock = directory, lock
+
+    def release(self) -> None:
+        """Let go; may be repeated."""
+        self._lock.close()
+
+
+class HostCache:
+    """Whole versions of one store below `root`, a directory that only this host uses.
+
+    Besides those held, the newest `keep` stay: the next version may be made from one of them.
+    Calls block.
+    """
+
+    def __init__(
+        self, root: Path, source: Source, *, keep: int = 2, fetch_seconds: float = FETCH_SECONDS
+    ) -> None:
+        self._root, self._source = root, source
+        self._keep, self._seconds = keep, fetch_seconds
+        self._closed = threading.Event()
+
+    def close(self) -> None:
+        """Calls no longer wait for other processes: those that do, raise."""
+        self._closed.set()
+
+    def take(self, version: int) -> CachedVersion:
+        """Hold a version, fetched from the store if it is not here; only what is not here is.
+
+        Raises LockTimeoutError when another process does not get done with it, in time or before
+        `close`, OSError when the disk is full, and what `check_out` raises; nothing is left then.
+        """
+        manifest = self._source.manifest(version)
+        self._root.mkdir(parents=True, exist_ok=True)
+        directory = self._directory(manifest)
+        deadline = time.monotonic() + self._seconds
+        while True:
+            lock = self._lock_file(directory)
+            try:
+                if self._hold(lock, manifest, directory):
+                    return CachedVersion(directory, lock)
+            except BaseException:
+                lock.close()
+                raise
+            lock.close()
+            # flock has no form with a deadline
+            if time.monotonic() >= deadline or self._closed.wait(POLL_SECONDS):
+                raise LockTimeoutError(directory, self._seconds)
+
+    def discard(self, version: int) -> None:
+        """Forget a version whose bytes have turned out to be damaged, unless others hold it."""
+        self._remove(self._directory(self._source.manifest(version)))
+
+    def _hold(self, lock: IO[bytes], manifest: Manifest, directory: Path) -> bool:
+        """Whether `lock` holds the version now; it is made if nobody else makes it."""
+        path = directory / MANIFEST_NAME
+        made = not path.is_file() and _try_lock(lock, fcntl.LOCK_EX)
+        if made and not path.is_file():
+            self._make(manifest, directory)
+        if not (_try_lock(lock, fcntl.LOCK_SH) and path.is_file()):
+            return False
+        if made:
+            self._trim()
+        return True
+
+    def _make(self, manifest: Manifest, directory: Path) -> None:
+        self._remove_parts(directory)
+        partial = self._root / f".{directory.name}-{secrets.token_hex(4)}"
+        partial.mkdir()
+        try:
+            self._check_out(manifest, partial)
+            shutil.rmtree(directory, ignore_errors=True)  # that has lost its manifest
+            partial.rename(directory)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    def _check_out(self, manifest: Manifest, partial: Path) -> None:
+        with ExitStack() as holding:
+            local = self._hold_chain(manifest, holding)
+            try:
+                check_out(self._source, manifest.version, partial, local)
+                return
+            except WeightStoreError as error:
+                if not local:
+                    raise
+                logger.warning("made anew without what is on this host: %s", error)
+        for base in local.values():
+            self._remove(base)
+        for path in partial.iterdir():
+            path.unlink()
+        check_out(self._source, manifest.version, partial)
+
+    def _hold_chain(self, manifest: Manifest, holding: ExitStack) -> dict[int, Path]:
+        """The nearest version of the chain that is here, held while it is read."""
+        while manifest.base is not None and manifest.base < manifest.version:
+            manifest = self._source.manifest(manifest.base)
+            directory = self._directory(manifest)
+            if not directory.is_dir():
+                continue
+            lock = holding.enter_context(self._lock_file(directory))
+            if _try_lock(lock, fcntl.LOCK_SH) and (directory / MANIFEST_NAME).is_file():
+                return {manifest.version: directory}
+        return {}
+
+    def _trim(self) -> None:
+        whole = sorted(path for path in self._root.glob("[0-9]*-*") if path.is_dir())
+        for directory in whole[: -self._keep]:
+            self._remove(directory)
+        for lock_path in self._root.glob("[0-9]*" + LOCK_SUFFIX):
+            directory = lock_path.with_suffix("")
+            if not directory.is_dir():  # it was never finished
+                self._remove(directory)
+
+    def _remove(self, directory: Path) -> None:
+        """Remove a version that nobody holds."""
+        with self._lock_file(directory) as lock:
+            if not _try_lock(lock, fcntl.LOCK_EX):
+                return
+            if directory.is_dir():
+                directory.rename(self._root / f".{directory.name}-{secrets.token_hex(4)}")
+            self._remove_parts(directory)
+            directory.with_name(directory.name + LOCK_SUFFIX).unlink()
+
+    def _remove_parts(self, directory: Path) -> None:
+        """What was left of a version by a process that died; its lock is ours."""
+        for left in self._root.glob(f".{directory.name}-*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def _directory(self, manifest: Manifest) -> Path:
+        """Named after the digest too: a store may be made anew."""
+        return self._root / f"{manifest.version:08d}-{manifest.digest}"
+
+    def _lock_file(self, directory: Path) -> IO[bytes]:
+        return directory.with_name(directory.name + LOCK_SUFFIX).open("ab")
+
+
+def _try_lock(lock: IO[bytes], operation: int) -> bool:
+    try:
+        fcntl.flock(lock.fileno(), operation | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return os.fstat(lock.fileno()).st_nlink > 0  # else removed with its version
