@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from services.trainer.backend import Mesh, Row, TrainingBackend, create_backend
 from services.trainer.backends.megatron.config import MegatronConfig
-from services.trainer.backends.megatron.parallel import mesh_of
+from services.trainer.backends.megatron.layout import mesh_of
 from services.trainer.config import TrainerConfig
 from sluice import platform
 from sluice.algo.spec import LossSpec

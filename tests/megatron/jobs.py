@@ -24,7 +24,7 @@ from services.trainer.backends.megatron import (
 from services.trainer.backends.megatron.backend import MegatronBackend
 from services.trainer.backends.megatron.checkpoint import UnfitCheckpointError
 from services.trainer.backends.megatron.config import MegatronConfig
-from services.trainer.backends.megatron.parallel import mesh_of
+from services.trainer.backends.megatron.layout import mesh_of
 from services.trainer.backends.megatron.replay import RoutingReplay
 from services.trainer.backends.megatron.weights import LocalTensor, export_tensors
 from services.trainer.config import TrainerConfig

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from services.trainer.backend import TrainingBackend, create_backend
 from services.trainer.backends.megatron.config import MegatronConfig
-from services.trainer.backends.megatron.parallel import mesh_of
+from services.trainer.backends.megatron.layout import mesh_of
 from services.trainer.config import TrainerConfig
 from sluice.config import parse_config
 from tests.contract.training_backend.cases import OPTIM, Model, StartBackend, build_model

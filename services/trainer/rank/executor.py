@@ -39,7 +39,7 @@ from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobStore
 def find_mesh(config: TrainerConfig, rank: int, world_size: int) -> Mesh:
     """The place of a rank under the backend's layout; raises ValueError if none fits."""
     if config.backend == "megatron":
-        from services.trainer.backends.megatron.parallel import mesh_of
+        from services.trainer.backends.megatron.layout import mesh_of
 
         return mesh_of(config.megatron, rank, world_size)
     return Mesh(rank=rank, world_size=world_size, data_rank=rank, data_size=world_size)

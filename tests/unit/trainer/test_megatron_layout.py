@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.trainer.backends.megatron.config import MegatronConfig
-from services.trainer.backends.megatron.parallel import LayoutError, position_of
+from services.trainer.backends.megatron.layout import LayoutError, position_of
 
 
 @pytest.mark.parametrize(

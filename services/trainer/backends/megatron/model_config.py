@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from services.trainer.backends.megatron import upstream
 from services.trainer.backends.megatron.config import MegatronConfig
-from services.trainer.backends.megatron.parallel import LayoutError
+from services.trainer.backends.megatron.layout import LayoutError
 from services.trainer.backends.megatron.upstream import on_cpu
 from services.trainer.config import Head
 from sluice.weights.rules import ModelShape, WeightMap, family_of, padded_rows, read_shape
