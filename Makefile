@@ -9,6 +9,8 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 RUN := PATH="$(CURDIR)/$(BIN):$$PATH" OMP_WAIT_POLICY=passive PYTHONPATH="$(CURDIR)" $(BIN)/python
 TEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q
+TEST_WORKERS ?= $(shell expr $$(nproc) + 1)  # tests mostly wait for processes
+TEST_ALL := $(TEST) --numprocesses $(TEST_WORKERS) --dist worksteal
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ALGORITHM ?= grpo
 SEED ?= 0
@@ -79,7 +81,7 @@ lint: $(VENV)/.dev  ## style, types, layers, contract, generated files
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-	$(RUN) tools/check_house.py
+	$(RUN) tools/check_style.py
 	PATH="$(CURDIR)/$(BIN):$$PATH" lint-imports --no-logo
 	$(RUN) tools/gen_protos.py --check
 	$(RUN) tools/metrics_docs.py --check
@@ -88,11 +90,14 @@ lint: $(VENV)/.dev  ## style, types, layers, contract, generated files
 	$(BIN)/buf breaking protos --against protos/released.binpb
 
 test: lint  ## what CI runs: lint, unit, service, contract, short end-to-end
-	$(TEST) --ignore tests/megatron --ignore tests/lm_eval
+	$(TEST_ALL) --ignore tests/megatron --ignore tests/lm_eval
 	$(TEST) tests/megatron -m fast
 	$(MAKE) build/sglang/.installed
 	$(TEST) tests/sglang -m "sglang and fast"
 	$(RUN) -m tools.stress_tests --changed HEAD~1 --load 2 --seconds 60
+
+house: $(VENV)/.dev  ## the grain of the code, and the files that a sample, a tensor and a lease pass
+	$(RUN) -m tools.house
 
 stress-tests: $(VENV)/.dev  ## tests over and over, alone and beside a load (ROUNDS=, LOAD=, SEED=, TESTS="tests" for all)
 	$(RUN) -m tools.stress_tests --rounds $(ROUNDS) --load $(LOAD) --seed $(SEED) $(TESTS)

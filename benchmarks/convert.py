@@ -53,7 +53,7 @@ def write_checkpoint(directory: Path, gib: float) -> int:
     """A Qwen3 of random bfloat16 numbers in shards of one layer each or so; bytes of its files."""
     import torch
 
-    from sluice.weights.convert.hf import Part, lay_out_hf
+    from sluice.weights.convert.hf import TensorPart, lay_out_hf
     from sluice.weights.convert.pieces import Content
     from sluice.weights.rules import WeightMap, family_of, read_shape
     from sluice.weights.shards import write_shard
@@ -76,7 +76,7 @@ def write_checkpoint(directory: Path, gib: float) -> int:
     (directory / "config.json").write_text(json.dumps(config))
     family = family_of(config)
     shapes = WeightMap(family, read_shape(family, config)).hf_tensors()
-    groups = [(n, [Part(n, Content(torch.bfloat16, shape))]) for n, shape in shapes.items()]
+    groups = [(n, [TensorPart(n, Content(torch.bfloat16, shape))]) for n, shape in shapes.items()]
     files, laid, texts = lay_out_hf(groups, max_file_bytes=400 << 20)
     generator = torch.Generator().manual_seed(0)
     for file in files:

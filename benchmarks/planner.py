@@ -20,7 +20,7 @@ import numpy as np
 
 from sluice.balance.cost import TransformerShape, row_costs
 from sluice.balance.planner import PlanLimits, PlanRows, plan_micro_batches
-from sluice.balance.planner_packing import RowTable, first_fit, min_bin_count
+from sluice.balance.planner_packing import RowCosts, first_fit, min_bin_count
 
 # Qwen2.5-7B
 SHAPE = TransformerShape(
@@ -151,7 +151,7 @@ METHODS = {
 
 def fitted(problem: Problem, order: Sequence[int]) -> list[list[int]]:
     nothing = [0] * len(problem.tokens)
-    table = RowTable(
+    table = RowCosts(
         tokens=problem.tokens,
         costs=problem.costs,
         groups=range(len(nothing)),

@@ -11,7 +11,7 @@ from sluice.cli import run_training, supervised
 from sluice.durable import DirectoryError, owned
 from sluice.loop.config import RunConfig
 from sluice.loop.report import read_metrics
-from sluice.loop.run import Run
+from sluice.loop.run import TrainingRun
 from sluice.supervise import Supervisor, UpConfig
 
 
@@ -45,7 +45,7 @@ async def measured_run(services: UpConfig, config: RunConfig, cost: Cost) -> Non
     start = time.monotonic()
     supervisor = Supervisor(services)
 
-    async def measure(_: Run) -> None:
+    async def measure(_: TrainingRun) -> None:
         cost.cpu_seconds = supervisor.cpu_seconds()
 
     async with supervised(supervisor):

@@ -26,9 +26,9 @@ from sluice.loop.critic import Critic
 from sluice.loop.dispatcher import RolloutFailedError
 from sluice.loop.evaluation import EvaluationError
 from sluice.loop.fleet import NoEngineError
-from sluice.loop.recovery import TrainerFailedError, TrainerLostError
-from sluice.loop.report import Report
-from sluice.loop.run import Run
+from sluice.loop.recovery import TrainerBrokenError, TrainerLostError
+from sluice.loop.report import RunReport
+from sluice.loop.run import TrainingRun
 from sluice.loop.run_directory import RunDirectoryError, owned
 from sluice.loop.sft_config import SftConfig
 from sluice.loop.workers import NoWorkerError
@@ -87,7 +87,7 @@ _EXPECTED = (
     RolloutFailedError,
     RunDirectoryError,
     ServiceDiedError,
-    TrainerFailedError,
+    TrainerBrokenError,
     TrainerLostError,
 )
 
@@ -152,7 +152,7 @@ async def run_sft(config: SftConfig) -> None:
             config = config.model_copy(update={"store": read_store(config.services)})
     rows = load_rows(config)
     steps = step_count(config, rows)
-    with owned(config.run_dir), Report(config.run_dir, steps, line=LINE) as report:
+    with owned(config.run_dir), RunReport(config.run_dir, steps, line=LINE) as report:
         run = SftRun(config, trainer, rows, report)
         try:
             await run.start()
@@ -162,7 +162,7 @@ async def run_sft(config: SftConfig) -> None:
 
 
 async def run_training(
-    config: RunConfig, on_end: Callable[[Run], Awaitable[None]] | None = None
+    config: RunConfig, on_end: Callable[[TrainingRun], Awaitable[None]] | None = None
 ) -> None:
     """One run, its report and its plot. `on_end` is called before anything is closed."""
     addresses: dict[str, str] = {}
@@ -177,8 +177,8 @@ async def run_training(
             }
         )
     critic = _critic(config, addresses)
-    with owned(config.run_dir), Report(config.run_dir, config.steps) as report:
-        run = Run(config, config.trainer, config.router, report, critic)
+    with owned(config.run_dir), RunReport(config.run_dir, config.steps) as report:
+        run = TrainingRun(config, config.trainer, config.router, report, critic)
         try:
             await run.start()
             await run.train()

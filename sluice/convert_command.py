@@ -27,7 +27,7 @@ from sluice.runtime.security import SecurityConfig
 
 if TYPE_CHECKING:
     from sluice.weights.convert.options import ConvertOptions
-    from sluice.weights.convert.work import Control, Progress
+    from sluice.weights.convert.work import Control, ConversionProgress
 
 M = TypeVar("M", bound=pb_message.Message)
 T = TypeVar("T")
@@ -244,7 +244,7 @@ def _there(path: Path | None) -> str:
     return "" if path is None else str(path.absolute())
 
 
-def _show(progress: Progress) -> None:
+def _show(progress: ConversionProgress) -> None:
     left = progress.seconds_left
     _show_bytes(progress.done_bytes, progress.total_bytes, left)
 

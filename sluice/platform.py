@@ -167,7 +167,7 @@ class Platform:
         kernel = None if choice == "off" else self._kernel(name)
         if kernel is None and choice == "on":
             raise PlatformError(f"{self.device_type} has no fused {name}; set it to auto or off")
-        plain: Callable[..., Any] = getattr(_plain_ops(), name)
+        plain: Callable[..., Any] = getattr(_torch_ops(), name)
         return kernel or plain
 
     def compile(self, function: Callable[..., Any], choice: Choice = "auto") -> Callable[..., Any]:
@@ -222,7 +222,7 @@ class _Cpu(Platform):
         return []
 
     def _kernel(self, name: OpName) -> Callable[..., Any] | None:
-        return _plain_ops().fused_adamw if name == "adamw" else None
+        return _torch_ops().fused_adamw if name == "adamw" else None
 
     def _compiler(self, *, asked: bool) -> Any:
         return "inductor" if asked else None  # compiling costs minutes, small models gain none
@@ -241,7 +241,7 @@ class _Cuda(Platform):
         return [kinds.CUDA]
 
     def _kernel(self, name: OpName) -> Callable[..., Any] | None:
-        ops = _plain_ops()
+        ops = _torch_ops()
         return {"rms_norm": ops.native_rms_norm, "adamw": ops.fused_adamw}.get(name)
 
     def _compiler(self, *, asked: bool) -> Any:
@@ -394,5 +394,5 @@ def _without_autoload() -> Iterator[None]:
             os.environ[AUTOLOAD_VARIABLE] = before
 
 
-def _plain_ops() -> ModuleType:
-    return importlib.import_module("sluice.plain_ops")
+def _torch_ops() -> ModuleType:
+    return importlib.import_module("sluice.torch_ops")

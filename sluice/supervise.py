@@ -29,7 +29,7 @@ from sluice.api.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
 from sluice.client import RemoteError, RouterClient
 from sluice.config import RESERVED_ENV, Config, ConfigError, ProcessConfig
 from sluice.durable import owned
-from sluice.loop.recovery import TrainerFailedError
+from sluice.loop.recovery import TrainerBrokenError
 from sluice.runtime.channel import create_channel
 from sluice.runtime.security import SecurityConfig
 
@@ -420,7 +420,7 @@ async def is_serving(address: str, service: str, security: SecurityConfig) -> bo
 
 def _check_trainer(answer: pb.GetTrainerResponse) -> None:
     if answer.trainer.state == pb.Trainer.STATE_FAILED:
-        raise TrainerFailedError(f"trainer failed: {answer.trainer.failure}")
+        raise TrainerBrokenError(f"trainer failed: {answer.trainer.failure}")
 
 
 async def registered_addresses(router: str, security: SecurityConfig) -> set[str]:

@@ -143,18 +143,45 @@ def single_importers(modules: dict[str, Module]) -> list[str]:
 
 
 def names_twice(modules: dict[str, Module]) -> dict[str, list[str]]:
-    """Class names defined in several modules, unless all but one implement that one."""
-    places: dict[str, list[tuple[str, set[str]]]] = defaultdict(list)
+    """Class names defined in several modules, unless all but one implement that one.
+
+    An implementation names the other among its bases, or has every member of a Protocol.
+    """
+    places: dict[str, list[tuple[str, ast.ClassDef]]] = defaultdict(list)
     for module in modules.values():
         for node in module.tree.body:
             if isinstance(node, ast.ClassDef):
-                bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
-                places[node.name].append((module.name, bases))
+                places[node.name].append((module.name, node))
     return {
         name: [module for module, _ in found]
         for name, found in places.items()
-        if sum(name not in bases for _, bases in found) > 1
+        if len(found) > 1
+        and sum(not _implements(node, name, [other for _, other in found]) for _, node in found) > 1
     }
+
+
+def _implements(node: ast.ClassDef, name: str, others: list[ast.ClassDef]) -> bool:
+    if name in _bases(node):
+        return True
+    protocols = [other for other in others if other is not node and "Protocol" in _bases(other)]
+    return any(_members(protocol) <= _members(node) for protocol in protocols)
+
+
+def _bases(node: ast.ClassDef) -> set[str]:
+    return {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+
+
+def _members(node: ast.ClassDef) -> set[str]:
+    """Methods, annotated names and what is assigned to `self`."""
+    members = set()
+    for item in ast.walk(node):
+        if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
+            members.add(item.name)
+        elif isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            members.add(item.target.id)
+        elif isinstance(item, ast.Attribute) and isinstance(item.ctx, ast.Store):
+            members.add(item.attr)
+    return members
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ from sluice.weights.convert.options import (
     Stacking,
 )
 from sluice.weights.convert.verify import compare
-from sluice.weights.convert.work import Control, Progress
+from sluice.weights.convert.work import Control, ConversionProgress
 from sluice.weights.errors import (
     DamagedFileError,
     FileDigestError,
@@ -60,7 +60,7 @@ from sluice.weights.errors import (
 from sluice.weights.rules import PartitionError
 
 
-class UnfitCheckpointError(ServiceError):
+class UnfitSourceError(ServiceError):
     """A source is not what the conversion needs; metadata names tensors."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
@@ -113,12 +113,12 @@ def typed_errors() -> Iterator[None]:
         metrics.DIGEST_FAILURES.inc()
         raise DataLossError(str(error), file="manifest.json") from error
     except (MissingTensorError, UnexpectedTensorError) as error:
-        raise UnfitCheckpointError(str(error), tensors=",".join(error.names[:64])) from error
+        raise UnfitSourceError(str(error), tensors=",".join(error.names[:64])) from error
     except ConflictingTensorError as error:
         names = f"{error.name},{error.other}"
-        raise UnfitCheckpointError(str(error), tensors=names) from error
+        raise UnfitSourceError(str(error), tensors=names) from error
     except WeightStoreError as error:
-        raise UnfitCheckpointError(str(error)) from error
+        raise UnfitSourceError(str(error)) from error
     except OSError as error:
         raise UnusablePathError(str(error), file=error.filename or "") from error
 
@@ -203,7 +203,7 @@ def options_from_proto(
     )
 
 
-def write_progress(progress: Progress, metadata: pb.ConversionMetadata) -> None:
+def write_progress(progress: ConversionProgress, metadata: pb.ConversionMetadata) -> None:
     """Bring `metadata` up to date."""
     metadata.byte_count, metadata.total_byte_count = progress.done_bytes, progress.total_bytes
     metadata.tensor_count = progress.done_tensors

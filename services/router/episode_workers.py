@@ -18,7 +18,7 @@ class _Worker:
     draining: bool = False
 
 
-class EpisodeWorkers:
+class EpisodeRegistry:
     """By id. A worker silent for `ttl` seconds is lost, and forgotten some time after."""
 
     def __init__(self, ttl: float, clock: Callable[[], float]) -> None:

@@ -15,7 +15,7 @@ from services.router import metrics
 from services.router.config import RouterConfig
 from services.router.wire import duration, engine_to_proto
 from sluice.api.router.v1 import router_service_pb2 as pb
-from sluice.balance.routing import Grant, LeaseRequest, Pool, Refusal, RefusedError
+from sluice.balance.routing import Grant, LeaseRefusedError, LeaseRequest, Pool, Refusal
 from sluice.runtime.errors import QueueFullError, ServiceError
 
 _UNAVAILABLE = frozenset({Refusal.NO_ENGINE, Refusal.NO_ENGINE_WITH_VERSION})
@@ -24,7 +24,7 @@ _UNAVAILABLE = frozenset({Refusal.NO_ENGINE, Refusal.NO_ENGINE_WITH_VERSION})
 class LeasesRefusedError(QueueFullError):
     """No lease was given; `reason` says why, RetryInfo when to come back."""
 
-    def __init__(self, refused: RefusedError, pool: str) -> None:
+    def __init__(self, refused: LeaseRefusedError, pool: str) -> None:
         super().__init__(f"pool {pool}: {refused}", retry_seconds=refused.retry_seconds, pool=pool)
         self.reason = refused.reason.value
         if refused.reason in _UNAVAILABLE:
@@ -43,7 +43,7 @@ class QueueTimeoutError(ServiceError):
     reason = "QUEUE_TIMEOUT"
 
 
-class DrainingError(ServiceError):
+class RouterDrainingError(ServiceError):
     """This router stops; another one, or the same one restarted, will answer."""
 
     code = grpc.StatusCode.UNAVAILABLE
@@ -95,7 +95,7 @@ class PoolRoom:
         """Raises LeasesRefusedError."""
         try:
             grant = self.pool.acquire(client, request, self.clock())
-        except RefusedError as refused:
+        except LeaseRefusedError as refused:
             metrics.REFUSALS.labels(self.name, refused.reason.value).inc(request.count)
             raise LeasesRefusedError(refused, self.name) from None
         finally:

@@ -8,7 +8,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from services.router import metrics
 from services.router.config import RouterConfig
-from services.router.episode_workers import EpisodeWorkers
+from services.router.episode_workers import EpisodeRegistry
 from services.router.pools import Pools
 from services.router.proxy import SERVICE as ENGINE_SERVICE
 from services.router.proxy import Proxy
@@ -24,7 +24,7 @@ class RouterProcess:
         self._config = config
         self.server = Server(config.server)
         self.pools = Pools(config)
-        self.episodes = EpisodeWorkers(config.default_pool.engine_ttl, self.pools.clock)
+        self.episodes = EpisodeRegistry(config.default_pool.engine_ttl, self.pools.clock)
         self._servicer = RouterServicer(self.pools, self.episodes, self.server.waits)
         self._proxy = Proxy(self.pools, config.proxy, config.server.security)
         self._collector = metrics.PoolCollector(self.pools, registry)

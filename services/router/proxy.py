@@ -20,7 +20,7 @@ import numpy as np
 
 from services.router import metrics
 from services.router.config import ProxySettings
-from services.router.pools import DrainingError, PoolRoom, Pools, QueueTimeoutError
+from services.router.pools import PoolRoom, Pools, QueueTimeoutError, RouterDrainingError
 from sluice.api.rollout.v1 import engine_service_pb2 as pb
 from sluice.balance.routing import QUEUED, LeaseRequest, Needs, Outcome
 from sluice.router_client import outcome_of
@@ -230,7 +230,7 @@ class Proxy:
         """Until the trip's leases have a target; gives them back where they get none."""
         if trip.room.closed:  # nobody will say so again
             self._release(trip)
-            raise DrainingError("the router stops")
+            raise RouterDrainingError("the router stops")
         key = (trip.room.name, int(trip.leases[0]))
         seconds = min(seconds, self._settings.wait_seconds)
         self._listen(trip.room)
@@ -241,7 +241,7 @@ class Proxy:
         except TimeoutError:
             self._release(trip)
             raise QueueTimeoutError(f"no rank came free in {seconds:g} s") from None
-        except (DrainingError, asyncio.CancelledError):
+        except (RouterDrainingError, asyncio.CancelledError):
             self._release(trip)
             raise
         finally:
@@ -261,7 +261,7 @@ class Proxy:
             if room.closed:
                 for (name, _), came in self._waiting.items():
                     if name == room.name and not came.done():
-                        came.set_exception(DrainingError("the router stops"))
+                        came.set_exception(RouterDrainingError("the router stops"))
 
         self._listening.enter_context(room.listening(self._client, notify))
 

@@ -10,7 +10,7 @@ import numpy as np
 from google.protobuf import duration_pb2
 
 from services.router import metrics, wire
-from services.router.episode_workers import EpisodeWorkers
+from services.router.episode_workers import EpisodeRegistry
 from services.router.pools import PoolRoom, Pools
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
@@ -29,7 +29,7 @@ _NOTHING = LeaseRequest(count=0, needs=Needs(), may_wait=True)
 class RouterServicer(pb_grpc.RouterServiceServicer):
     """Every method that changes a pool ends without an await between change and answer."""
 
-    def __init__(self, pools: Pools, episodes: EpisodeWorkers, waits: Waits) -> None:
+    def __init__(self, pools: Pools, episodes: EpisodeRegistry, waits: Waits) -> None:
         self._pools, self._episodes, self._waits = pools, episodes, waits
         self._requests = RequestLog(_REMEMBERED_REQUESTS)
         # Of calls that do not wait: they end without an await, none can be joined while it runs.

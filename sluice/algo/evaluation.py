@@ -17,7 +17,7 @@ class TaskScores:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Summary:
+class EvaluationSummary:
     """Means are of tasks: each counts once, however many episodes it has; NaN without tasks.
 
     reward_std: standard deviation over all episodes. reward_error: standard error of the mean,
@@ -42,12 +42,12 @@ def pass_at_k(sample_count: int, pass_count: int, k: int) -> float:
     return 1.0 - math.comb(sample_count - pass_count, k) / math.comb(sample_count, k)
 
 
-def summarise(tasks: Sequence[TaskScores], pass_at: Sequence[int] = ()) -> Summary:
+def summarise(tasks: Sequence[TaskScores], pass_at: Sequence[int] = ()) -> EvaluationSummary:
     """Raises ValueError for a k above the number of episodes of a task."""
     means = [statistics.fmean(task.rewards) for task in tasks]
     rewards = [reward for task in tasks for reward in task.rewards]
     error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.nan
-    return Summary(
+    return EvaluationSummary(
         task_count=len(tasks),
         reward_mean=statistics.fmean(means) if means else math.nan,
         reward_std=statistics.pstdev(rewards) if rewards else math.nan,

@@ -19,7 +19,7 @@ LayoutKind = Literal["none", "zigzag", "contiguous"]
 
 
 @dataclass(frozen=True)
-class Piece:
+class ContextSlice:
     """Consecutive tokens of one sequence that stand side by side on a rank.
 
     Places first..stop of the pack (end exclusive), of the sequence that starts at `start`.
@@ -76,20 +76,20 @@ class SequenceLayout:
         """Slots of every rank."""
         return self.total // self.size
 
-    def pieces(self, rank: int) -> list[Piece]:
+    def pieces(self, rank: int) -> list[ContextSlice]:
         """What `rank` holds, in the order of its slots; padding included."""
         spans = list(zip(range(len(self.lengths)), self.starts, self.starts[1:], strict=False))
         spans.append((-1, self.starts[-1], self.total))
         if self.kind != "zigzag":
             low, high = rank * self.local_length, (rank + 1) * self.local_length
-            cut = [Piece(i, a, max(a, low), min(b, high)) for i, a, b in spans]
+            cut = [ContextSlice(i, a, max(a, low), min(b, high)) for i, a, b in spans]
             return [piece for piece in cut if piece.first < piece.stop]
         pieces = []
         for sample, start, stop in spans:
             chunk = (stop - start) // (2 * self.size)
             for index in (rank, 2 * self.size - 1 - rank):
                 first = start + index * chunk
-                pieces.append(Piece(sample, start, first, first + chunk))
+                pieces.append(ContextSlice(sample, start, first, first + chunk))
         return [piece for piece in pieces if piece.first < piece.stop]
 
     @cached_property

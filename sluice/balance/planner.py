@@ -16,14 +16,14 @@ from sluice.balance.planner_inputs import (
     PlanRows,
     tabulate,
 )
-from sluice.balance.planner_packing import Piece, RowTable, pack
+from sluice.balance.planner_packing import RowCluster, RowCosts, pack
 from sluice.balance.planner_spread import even_out, split_pieces, spread
 
 __all__ = [
     "GroupTooLargeError",
+    "MicroBatchPlan",
     "OversizePolicy",
     "OversizeRowError",
-    "Plan",
     "PlanError",
     "PlanLimits",
     "PlanRows",
@@ -46,7 +46,7 @@ class PlanStatistics:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class MicroBatchPlan:
     """`ranks[r][i]` lists the rows of micro-batch i on rank r; an empty one is a dummy.
 
     Rows in `leftover` belong to the next step: whole groups, the last in order. `truncated`
@@ -80,7 +80,7 @@ def assign_owners(group_costs: Sequence[float], data_size: int) -> list[int]:
     return owners
 
 
-def plan_micro_batches(rows: PlanRows, limits: PlanLimits) -> Plan:
+def plan_micro_batches(rows: PlanRows, limits: PlanLimits) -> MicroBatchPlan:
     """Pack rows into micro-batches of at most `limits.cap` tokens, balanced by cost.
 
     Every row is in exactly one micro-batch or in `leftover`, which is empty without
@@ -108,7 +108,7 @@ def plan_micro_batches(rows: PlanRows, limits: PlanLimits) -> Plan:
         for content in packed
         for rank in _schedule(table, content, ranks_per_share, count, limits.cap)
     ]
-    return Plan(
+    return MicroBatchPlan(
         ranks=tuple(ranks),
         leftover=tuple(sorted(leftover)),
         truncated=truncated,
@@ -127,8 +127,8 @@ def _shares(rows: PlanRows, data_size: int) -> list[list[int]]:
 
 
 def _pack_prefix(
-    table: RowTable, share: list[int], cap: int, step: int, allowed: int | None
-) -> tuple[list[list[Piece]], list[int]]:
+    table: RowCosts, share: list[int], cap: int, step: int, allowed: int | None
+) -> tuple[list[list[RowCluster]], list[int]]:
     """Pack as many leading groups as fit `allowed` bins; returns the rows left out."""
     packed = pack(table, share, cap, step)
     if allowed is None or len(packed) <= allowed:
@@ -152,7 +152,7 @@ def _pack_prefix(
 
 
 def _schedule(
-    table: RowTable, packed: list[list[Piece]], rank_count: int, count: int, cap: int
+    table: RowCosts, packed: list[list[RowCluster]], rank_count: int, count: int, cap: int
 ) -> list[tuple[tuple[int, ...], ...]]:
     """Balance packed rows over `rank_count` ranks of `count` micro-batches, costliest first."""
     bin_count = rank_count * count
@@ -184,7 +184,7 @@ def _assign_bins(loads: np.ndarray, rank_count: int) -> np.ndarray:
 
 
 def _statistics(
-    table: RowTable, ranks: Sequence[Sequence[Sequence[int]]], cap: int
+    table: RowCosts, ranks: Sequence[Sequence[Sequence[int]]], cap: int
 ) -> PlanStatistics:
     costs = np.array([[table.cost_of(content) for content in rank] for rank in ranks])
     tokens = sum(table.tokens_of(content) for rank in ranks for content in rank)

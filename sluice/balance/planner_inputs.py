@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from sluice.balance.planner_packing import RowTable
+from sluice.balance.planner_packing import RowCosts
 
 
 class PlanError(Exception):
@@ -91,7 +91,7 @@ class PlanLimits:
         return self.max_micro_batches // self.micro_batch_multiple * self.micro_batch_multiple
 
 
-def tabulate(rows: PlanRows, limits: PlanLimits) -> tuple[RowTable, dict[int, int]]:
+def tabulate(rows: PlanRows, limits: PlanLimits) -> tuple[RowCosts, dict[int, int]]:
     """Check the columns and apply the oversize policy; returns the tokens kept of cut rows."""
     _check_columns(rows, limits)
     tokens = list(rows.lengths)
@@ -115,7 +115,7 @@ def tabulate(rows: PlanRows, limits: PlanLimits) -> tuple[RowTable, dict[int, in
         if rows.prompt_costs is None or rows.groups is None
         else list(rows.prompt_costs)
     )
-    table = RowTable(
+    table = RowCosts(
         tokens=tokens,
         costs=costs,
         groups=range(len(tokens)) if rows.groups is None else list(rows.groups),

@@ -10,7 +10,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowTable:
+class RowCosts:
     """Tokens and costs of rows. Rows of one group in one bin share `prompt_*`.
 
     A row that shares nothing is a group of its own.
@@ -39,7 +39,7 @@ class RowTable:
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowCluster:
     """Rows that stay together: one row, or rows of one group that share a prompt."""
 
     rows: tuple[int, ...]
@@ -81,7 +81,7 @@ class _Rooms:
             tree[node] = largest
 
 
-def first_fit(table: RowTable, order: Sequence[int], cap: int) -> list[list[int]]:
+def first_fit(table: RowCosts, order: Sequence[int], cap: int) -> list[list[int]]:
     """Put each row into a bin that holds its prompt, else the first with room, else a new one.
 
     A row over the cap gets a bin that nothing joins.
@@ -110,7 +110,7 @@ def first_fit(table: RowTable, order: Sequence[int], cap: int) -> list[list[int]
     return alone + bins
 
 
-def pack(table: RowTable, rows: Sequence[int], cap: int, step: int = 1) -> list[list[Piece]]:
+def pack(table: RowCosts, rows: Sequence[int], cap: int, step: int = 1) -> list[list[RowCluster]]:
     """Pack into the fewest bins found, counted in full steps of `step` bins.
 
     Never more steps than first-fit in the given order or by falling length. Of equal counts
@@ -154,7 +154,7 @@ def min_bin_count(tokens: Sequence[int], cap: int) -> int:
     return int(large_count + np.max(-(-unplaced // cap)))
 
 
-def _whole_groups(table: RowTable, rows: Sequence[int], cap: int) -> list[list[int]]:
+def _whole_groups(table: RowCosts, rows: Sequence[int], cap: int) -> list[list[int]]:
     """Groups, the largest first; one over the cap is cut."""
     members: dict[int, list[int]] = {}
     for row in rows:
@@ -166,12 +166,13 @@ def _whole_groups(table: RowTable, rows: Sequence[int], cap: int) -> list[list[i
     return sorted(chunks, key=lambda chunk: (-table.tokens_of(chunk), chunk[0]))
 
 
-def _pieces_of(table: RowTable, content: Sequence[int]) -> list[Piece]:
+def _pieces_of(table: RowCosts, content: Sequence[int]) -> list[RowCluster]:
     members: dict[int, list[int]] = {}
     for row in content:
         members.setdefault(table.groups[row], []).append(row)
     return [
-        Piece(tuple(rows), table.tokens_of(rows), table.cost_of(rows)) for rows in members.values()
+        RowCluster(tuple(rows), table.tokens_of(rows), table.cost_of(rows))
+        for rows in members.values()
     ]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sluice.balance.planner_packing import Piece, RowTable
+from sluice.balance.planner_packing import RowCluster, RowCosts
 
 # Sides of an exchange that are looked at, and how even is even enough.
 _NEIGHBOURS = 4
@@ -37,8 +37,8 @@ class Arrangement:
 
 
 def split_pieces(
-    packed: Sequence[Sequence[Piece]], table: RowTable, count: int
-) -> list[list[Piece]]:
+    packed: Sequence[Sequence[RowCluster]], table: RowCosts, count: int
+) -> list[list[RowCluster]]:
     """Halve the costliest pieces of several rows until there are `count` pieces, if rows suffice.
 
     A shared prompt is then encoded more than once: cheaper than a micro-batch without work.
@@ -59,14 +59,14 @@ def split_pieces(
         content[place] = [piece for piece in content[place] if piece.rows != rows]
         ordered = sorted(rows, key=lambda row: (-table.costs[row], row))
         for half in (ordered[::2], ordered[1::2]):
-            piece = Piece(tuple(half), table.tokens_of(half), table.cost_of(half))
+            piece = RowCluster(tuple(half), table.tokens_of(half), table.cost_of(half))
             content[place].append(piece)
             if len(half) > 1:
                 heapq.heappush(heap, (-piece.cost, place, piece.rows))
     return content
 
 
-def spread(packed: Sequence[Sequence[Piece]], count: int, cap: int) -> Arrangement:
+def spread(packed: Sequence[Sequence[RowCluster]], count: int, cap: int) -> Arrangement:
     """Arrange the pieces of `packed` in `count` bins, the costliest bin as light as found.
 
     A bin stays empty only if there are fewer pieces than bins. `packed` must not have more

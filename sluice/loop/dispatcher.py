@@ -57,7 +57,7 @@ class CallEvents(Protocol):
 
 
 @dataclass(eq=False)
-class GroupCall:
+class RolloutCall:
     """`waiting`: the groups that it still owes. `build_request` makes the call of some groups."""
 
     workers: EpisodeWorkers
@@ -160,7 +160,7 @@ class FeedCounts:
     reward_sum: float = 0.0
 
 
-class GroupFeed:
+class RolloutDispatcher:
     """Owns the rollouts in flight. `build_request` makes the Rollout call of some groups.
 
     `hold` hears of every blob that is generated.
@@ -179,7 +179,7 @@ class GroupFeed:
         self._build_request, self._hold = build_request, hold
         self._filters = filters or GroupFilters()
         self._counts = FeedCounts()
-        self._calls: set[GroupCall] = set()
+        self._calls: set[RolloutCall] = set()
         self._cancelling: set[asyncio.Task[None]] = set()
         self._spared: set[str] = set()  # cancelled once; a step waits for them
         self._ready = {g.group_id: g for g in ledger.groups("generated")}
@@ -366,7 +366,7 @@ class GroupFeed:
     def _start(self, groups: Sequence[LedgerGroup]) -> None:
         waiting = {group.group_id: group for group in groups}
         patience = self._config.patience_seconds
-        call = GroupCall(self._workers, self._build_request, self, waiting, patience)
+        call = RolloutCall(self._workers, self._build_request, self, waiting, patience)
         self._calls.add(call)  # a step may settle its groups before its task begins
         task = asyncio.create_task(call.see_through())
         task.add_done_callback(lambda _: self._calls.discard(call))

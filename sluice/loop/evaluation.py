@@ -59,7 +59,7 @@ class _Progress:
         return False
 
 
-class Scores(Protocol):
+class EvaluationReport(Protocol):
     """Where results go."""
 
     def note(self, text: str) -> None: ...
@@ -77,7 +77,9 @@ class EvaluationLane:
     Training that comes to the next one before the last has ended leaves that one out.
     """
 
-    def __init__(self, config: RunConfig, workers: EpisodeWorkers, report: Scores) -> None:
+    def __init__(
+        self, config: RunConfig, workers: EpisodeWorkers, report: EvaluationReport
+    ) -> None:
         """Raises ConfigError for prompts that cannot be read."""
         self._config, self._workers, self._report = config, workers, report
         self._evaluation = config.evaluation

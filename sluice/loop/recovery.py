@@ -104,7 +104,7 @@ _LOST = {
 _BLOB_LOST = {"BLOB_NOT_FOUND", "DIGEST_MISMATCH"}
 
 
-class TrainerFailedError(Exception):
+class TrainerBrokenError(Exception):
     """The trainer cannot go on; the message carries its reason."""
 
 
@@ -147,7 +147,7 @@ class Patience:
 
 
 async def wait_for_trainer(client: TrainerClient, seconds: float) -> pb.Trainer:
-    """The trainer, once it takes work. Raises TrainerFailedError with its own reason."""
+    """The trainer, once it takes work. Raises TrainerBrokenError with its own reason."""
     state = "no answer"
     patience = Patience(f"trainer {client.address}")
     try:
@@ -167,10 +167,10 @@ async def wait_for_trainer(client: TrainerClient, seconds: float) -> pb.Trainer:
                     if trainer.state == pb.Trainer.STATE_ACTIVE:
                         return trainer
                     if trainer.state == pb.Trainer.STATE_FAILED:
-                        raise TrainerFailedError(f"trainer failed: {trainer.failure}")
+                        raise TrainerBrokenError(f"trainer failed: {trainer.failure}")
                 patience.waited(state)
                 await asyncio.sleep(POLL_SECONDS)
     except TimeoutError:
-        raise TrainerFailedError(
+        raise TrainerBrokenError(
             f"trainer {client.address} was not ready in {seconds:g} s: {state}"
         ) from None

@@ -15,7 +15,7 @@ from sluice.durable import replace_file
 _LINE = "reward {reward_mean:.3f}  length {response_length_mean:.1f}  mismatch {mismatch:.1e}"
 
 
-class Report:
+class RunReport:
     """Owns the progress display and the files in the run directory. Use as a context manager."""
 
     def __init__(
@@ -39,7 +39,7 @@ class Report:
         )
         self._task = self._progress.add_task("training", total=steps, line="starting")
 
-    def __enter__(self) -> Report:
+    def __enter__(self) -> RunReport:
         if self._console.is_terminal:
             self._progress.start()
         return self

@@ -18,16 +18,16 @@ from sluice.config import ConfigError
 from sluice.loop import trace
 from sluice.loop.config import RunConfig
 from sluice.loop.critic import Critic
-from sluice.loop.dispatcher import FeedConfig, GroupFeed
+from sluice.loop.dispatcher import FeedConfig, RolloutDispatcher
 from sluice.loop.evaluation import EvaluationLane
 from sluice.loop.filters import GroupFilters
 from sluice.loop.fleet import PAUSE_MODES, CommitReport, EngineFleet, FleetConfig
 from sluice.loop.ledger import Ledger, LedgerGroup
 from sluice.loop.prompts import load_prompts
 from sluice.loop.recovery import Survival, check_step, lost_blob, wait_for_trainer
-from sluice.loop.report import Report
+from sluice.loop.report import RunReport
 from sluice.loop.requests import build_request
-from sluice.loop.run_checkpoint import Cut, Retention, latest_cut, write_cut
+from sluice.loop.run_checkpoint import Retention, RunCheckpoint, latest_cut, write_cut
 from sluice.loop.run_directory import CUTS, LEDGER, check_ledger, check_resumed, settings_digests
 from sluice.loop.training import StepReport, train_step
 from sluice.loop.workers import EpisodeWorkers
@@ -35,7 +35,7 @@ from sluice.loop.workers import EpisodeWorkers
 logger = logging.getLogger(__name__)
 
 
-class Run:
+class TrainingRun:
     """One training run over running services. `start`, `train`, then `close`."""
 
     def __init__(
@@ -43,7 +43,7 @@ class Run:
         config: RunConfig,
         trainer: str,
         router: str,
-        report: Report,
+        report: RunReport,
         critic: Critic | None = None,
     ) -> None:
         self.config, self.report = config, report
@@ -65,7 +65,7 @@ class Run:
         self._trace = trace.RunTrace(config.run_dir, config.trace)
         self._cuts = config.run_dir / CUTS
         self._retention: Retention | None = None
-        self._feed: GroupFeed | None = None
+        self._feed: RolloutDispatcher | None = None
         self._keeping_up: asyncio.Task[None] | None = None
         self.step = 0  # of the loop
         self.optimizer_step = 0  # of the trainer
@@ -207,7 +207,9 @@ class Run:
             await self._cut()
         await self._evaluate_in_between()
 
-    async def _train(self, feed: GroupFeed, groups: Sequence[LedgerGroup]) -> StepReport | None:
+    async def _train(
+        self, feed: RolloutDispatcher, groups: Sequence[LedgerGroup]
+    ) -> StepReport | None:
         """One step over these groups; None if a blob is lost, whose group is generated again."""
         try:
             return await train_step(
@@ -229,7 +231,7 @@ class Run:
             feed.put_back(groups)
             raise
 
-    def _open_feed(self) -> GroupFeed:
+    def _open_feed(self) -> RolloutDispatcher:
         if self._feed is None:
             feed_config = FeedConfig(
                 groups_per_step=self.config.groups_per_step,
@@ -243,7 +245,7 @@ class Run:
                 steps=self.config.steps,
             )
             assert self._retention is not None
-            self._feed = GroupFeed(
+            self._feed = RolloutDispatcher(
                 feed_config,
                 self.ledger,
                 self.workers,
@@ -303,7 +305,7 @@ class Run:
         check_step(saved.step, self.optimizer_step, "checkpoint")
         of_critic = "" if self.critic is None else await self.critic.save(name)
         faults.point("checkpoint")
-        cut = Cut(
+        cut = RunCheckpoint(
             step=self.step,
             optimizer_step=saved.step,
             checkpoint=saved.checkpoint,
@@ -323,7 +325,7 @@ class Run:
         cut = latest_cut(self._cuts)
         return not self.config.checkpoint_every or (cut is not None and cut.step == self.step)
 
-    async def _restore(self, cut: Cut) -> None:
+    async def _restore(self, cut: RunCheckpoint) -> None:
         """Go back to a cut: groups consumed since are generated again, none is lost."""
         assert self._retention is not None
         await self._evaluations.close()

@@ -23,7 +23,7 @@ from sluice.weights.open import open_store
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class RunCheckpoint:
     """`step` is the loop's, `optimizer_step` the trainer's; `position` the ledger's next row.
 
     The weights were published last before the cut: 0 and empty where none were yet. `settings`
@@ -46,28 +46,28 @@ class Cut:
         return tuple(name for name in (self.checkpoint, self.critic_checkpoint) if name)
 
 
-def write_cut(directory: Path, cut: Cut) -> None:
+def write_cut(directory: Path, cut: RunCheckpoint) -> None:
     """Write the manifest; it is durable and whole, or not there."""
     directory.mkdir(parents=True, exist_ok=True)
     data = json.dumps(asdict(cut), indent=1).encode()
     replace_file(_path(directory, cut.step), data, temporary=directory)
 
 
-def list_cuts(directory: Path) -> list[Cut]:
+def list_cuts(directory: Path) -> list[RunCheckpoint]:
     """All cuts, by step."""
     if not directory.is_dir():
         return []
     paths = sorted(path for path in directory.iterdir() if path.suffix == ".json")
-    return [Cut(**json.loads(path.read_text())) for path in paths]
+    return [RunCheckpoint(**json.loads(path.read_text())) for path in paths]
 
 
-def latest_cut(directory: Path) -> Cut | None:
+def latest_cut(directory: Path) -> RunCheckpoint | None:
     """The cut of the highest step, None if there is none."""
     cuts = list_cuts(directory)
     return cuts[-1] if cuts else None
 
 
-def remove_cut(directory: Path, cut: Cut) -> None:
+def remove_cut(directory: Path, cut: RunCheckpoint) -> None:
     """Remove a manifest; a run no longer resumes from it."""
     _path(directory, cut.step).unlink(missing_ok=True)
 

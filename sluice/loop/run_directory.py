@@ -14,7 +14,7 @@ from sluice import durable
 from sluice.config import ConfigError
 from sluice.loop.config import RunConfig
 from sluice.loop.ledger import Ledger
-from sluice.loop.run_checkpoint import Cut, latest_cut
+from sluice.loop.run_checkpoint import RunCheckpoint, latest_cut
 
 CUTS, LEDGER = "cuts", "ledger.sqlite"
 # what a sample and its part in the gradients depend on, besides the prompts
@@ -56,7 +56,7 @@ def _told(run_dir: Path) -> Iterator[None]:
         raise RunDirectoryError(f"{where}: {error.strerror}") from error
 
 
-def last_cut(run_dir: Path, *, resume: bool, seed: int) -> Cut | None:
+def last_cut(run_dir: Path, *, resume: bool, seed: int) -> RunCheckpoint | None:
     """The cut to go on from, if there is one. Raises ConfigError and RunDirectoryError."""
     has_ledger = (run_dir / LEDGER).exists()
     cut = latest_cut(run_dir / CUTS)
@@ -81,7 +81,7 @@ def _has_groups(run_dir: Path) -> bool:
         ledger.close()
 
 
-def check_ledger(ledger: Ledger, cut: Cut | None) -> None:
+def check_ledger(ledger: Ledger, cut: RunCheckpoint | None) -> None:
     """Raise RunDirectoryError if rows are gone that the cut has seen.
 
     The run would train on their groups a second time.

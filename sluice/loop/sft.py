@@ -12,8 +12,8 @@ from sluice.config import ConfigError
 from sluice.loop.config import AlgorithmConfig
 from sluice.loop.ledger import Ledger, LedgerGroup
 from sluice.loop.recovery import Survival, check_step, wait_for_trainer
-from sluice.loop.report import Report
-from sluice.loop.run_checkpoint import Cut, Retention, latest_cut, write_cut
+from sluice.loop.report import RunReport
+from sluice.loop.run_checkpoint import Retention, RunCheckpoint, latest_cut, write_cut
 from sluice.loop.run_directory import CUTS, LEDGER, check_ledger, last_cut
 from sluice.loop.sft_config import SftConfig
 from sluice.loop.sft_rows import ConversationRows, StepRows
@@ -33,7 +33,7 @@ class SftRun:
     """
 
     def __init__(
-        self, config: SftConfig, trainer: str, rows: ConversationRows, report: Report
+        self, config: SftConfig, trainer: str, rows: ConversationRows, report: RunReport
     ) -> None:
         """Raises ConfigError and RunDirectoryError for a run_dir that does not fit."""
         self.config, self.report, self._rows = config, report, rows
@@ -86,7 +86,7 @@ class SftRun:
             self.optimizer_step = (await self.trainer.get()).step
         await self._cut()
 
-    async def _restore(self, cut: Cut) -> None:
+    async def _restore(self, cut: RunCheckpoint) -> None:
         """Go back to a cut; rows trained on since are trained on again, from there."""
         assert self._retention is not None
         loaded = await self.trainer.load_checkpoint(cut.checkpoint)
@@ -153,7 +153,7 @@ class SftRun:
         await self._retention.settle()
         saved = await self.trainer.save_checkpoint(self._retention.new_checkpoint_id(self.step))
         check_step(saved.step, self.optimizer_step, "checkpoint")
-        cut = Cut(
+        cut = RunCheckpoint(
             step=self.step,
             optimizer_step=saved.step,
             checkpoint=saved.checkpoint,

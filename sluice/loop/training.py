@@ -26,7 +26,7 @@ class StepReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Batch:
+class _StepRows:
     """The rows of a step, on the actor and on the critic."""
 
     name: str
@@ -87,18 +87,18 @@ async def train_step(
 
 async def _upload(
     trainer: TrainerClient, critic: Critic | None, groups: Sequence[LedgerGroup], batch_id: str
-) -> _Batch:
+) -> _StepRows:
     blobs = [group.blob for group in groups if group.blob is not None]
     sample_count = sum(group.sample_count for group in groups)
     with trace.span(trace.TRAINER, "upload"):
         name = (await trainer.upload_batch(batch_id, sample_count, blobs=blobs)).batch
     if critic is None:
-        return _Batch(name=name)
-    return _Batch(name=name, critic_name=await critic.upload(batch_id, sample_count, blobs))
+        return _StepRows(name=name)
+    return _StepRows(name=name, critic_name=await critic.upload(batch_id, sample_count, blobs))
 
 
 async def _add_columns(
-    trainer: TrainerClient, algorithm: AlgorithmConfig, batch: _Batch, critic: Critic | None
+    trainer: TrainerClient, algorithm: AlgorithmConfig, batch: _StepRows, critic: Critic | None
 ) -> dict[str, float]:
     temperature, needed = algorithm.loss.temperature, algorithm.columns
     if "old_logprobs" in needed:

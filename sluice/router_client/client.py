@@ -19,7 +19,7 @@ from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
 from sluice.balance.routing.types import HEARTBEATS_PER_TTL, Refusal
 from sluice.router_client.engine_view import KnownEngines
-from sluice.router_client.lease_book import Ledger, Returned, Ticket, renewal
+from sluice.router_client.lease_book import LeaseBook, Returned, Ticket, renewal
 from sluice.router_client.types import Lease, Wanted, join
 from sluice.runtime.errors import error_from_status
 
@@ -118,7 +118,7 @@ class LeaseClient:
         self._link = RouterLink(channel, rng)
         self._pool = pool
         self._known = KnownEngines(rng)
-        self._ledger = Ledger(self._known, self._give_back)
+        self._ledger = LeaseBook(self._known, self._give_back)
         self._returned = Returned()
         self._ttl = 30.0
         self._tasks: set[asyncio.Task[None]] = set()

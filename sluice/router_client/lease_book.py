@@ -70,7 +70,7 @@ def renewal(held: Iterable[Lease], waiting: Sequence[int]) -> pb.RenewLeasesRequ
 _EARLY_LIMIT = 65_536
 
 
-class Ledger:
+class LeaseBook:
     """Every lease is held, waits, or has been given to `give_back`."""
 
     def __init__(self, known: KnownEngines, give_back: Callable[[int, pb.Outcome], None]) -> None:

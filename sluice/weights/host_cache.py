@@ -22,7 +22,7 @@ from sluice.weights.errors import FileDigestError, ManifestError, MissingFileErr
 from sluice.weights.manifest import MANIFEST_NAME, Manifest, delta_name, encode_manifest
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """What is read of a store."""
 
     def manifest(self, version: int) -> Manifest: ...
@@ -31,7 +31,7 @@ class Source(Protocol):
 
 
 def check_out(
-    source: Source, version: int, directory: Path, local: Mapping[int, Path] | None = None
+    source: WeightSource, version: int, directory: Path, local: Mapping[int, Path] | None = None
 ) -> Manifest:
     """Write the version into the empty `directory`, checking every byte.
 
@@ -45,7 +45,7 @@ def check_out(
 
 
 class _CheckOut:
-    def __init__(self, source: Source, scratch: Path, local: Mapping[int, Path]) -> None:
+    def __init__(self, source: WeightSource, scratch: Path, local: Mapping[int, Path]) -> None:
         self._source, self._scratch, self._local = source, scratch, local
         self._manifests: dict[int, Manifest] = {}
 
@@ -126,7 +126,12 @@ class HostCache:
     """
 
     def __init__(
-        self, root: Path, source: Source, *, keep: int = 2, fetch_seconds: float = FETCH_SECONDS
+        self,
+        root: Path,
+        source: WeightSource,
+        *,
+        keep: int = 2,
+        fetch_seconds: float = FETCH_SECONDS,
     ) -> None:
         self._root, self._source = root, source
         self._keep, self._seconds = keep, fetch_seconds

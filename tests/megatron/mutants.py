@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from sluice.weights.rules import Cut, Family, ModelShape, Pack, WeightRule
+from sluice.weights.rules import Family, ModelShape, Pack, ShardAxis, WeightRule
 
-OTHER_CUT = {Cut.NONE: Cut.ROWS, Cut.ROWS: Cut.COLUMNS, Cut.COLUMNS: Cut.ROWS}
+OTHER_CUT = {
+    ShardAxis.NONE: ShardAxis.ROWS,
+    ShardAxis.ROWS: ShardAxis.COLUMNS,
+    ShardAxis.COLUMNS: ShardAxis.ROWS,
+}
 
 
 def mutants(family: Family, shape: ModelShape) -> Iterator[tuple[str, Family]]:

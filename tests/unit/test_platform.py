@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sluice import plain_ops, platform
+from sluice import platform, torch_ops
 from sluice.platform import CPU, CUDA, NPU, PlatformError
 
 
@@ -125,12 +125,12 @@ def test_a_profile_is_written(tmp_path: Path):
 
 class TestOperations:
     def test_choices(self):
-        assert CPU.op("rms_norm") is CPU.op("rms_norm", "off") is plain_ops.rms_norm
+        assert CPU.op("rms_norm") is CPU.op("rms_norm", "off") is torch_ops.rms_norm
         assert CPU.op("adamw") is CPU.op("adamw", "on") is not CPU.op("adamw", "off")
         with pytest.raises(PlatformError, match="cpu has no fused swiglu"):
             CPU.op("swiglu", "on")
 
-    @pytest.mark.parametrize("norm", [plain_ops.rms_norm, plain_ops.native_rms_norm])
+    @pytest.mark.parametrize("norm", [torch_ops.rms_norm, torch_ops.native_rms_norm])
     def test_rms_norm(self, norm):
         x, weight = torch.randn(5, 16), torch.randn(16)
         wide = x.double()
@@ -139,12 +139,12 @@ class TestOperations:
 
     def test_rms_norm_of_half_precision_keeps_its_statistic_in_fp32(self):
         x = torch.full((4,), 300.0, dtype=torch.float16)  # its square overflows
-        assert plain_ops.rms_norm(x, torch.ones(4, dtype=x.dtype), 1e-6).tolist() == [1.0] * 4
+        assert torch_ops.rms_norm(x, torch.ones(4, dtype=x.dtype), 1e-6).tolist() == [1.0] * 4
 
     def test_swiglu(self):
         gate, up = torch.randn(3, 8).double(), torch.randn(3, 8).double()
         expected = gate / (1 + torch.exp(-gate)) * up
-        torch.testing.assert_close(plain_ops.swiglu(torch.cat((gate, up), -1)), expected)
+        torch.testing.assert_close(torch_ops.swiglu(torch.cat((gate, up), -1)), expected)
 
     def test_rotary_turns_pairs_of_the_two_halves(self):
         x, angles = torch.randn(2, 6, 8).double(), torch.randn(6, 4).double()
@@ -153,7 +153,7 @@ class TestOperations:
         )
         expected = torch.cat((turned.real, turned.imag), -1)
         cos, sin = (f(torch.cat((angles, angles), -1)) for f in (torch.cos, torch.sin))
-        torch.testing.assert_close(plain_ops.rotary(x, cos, sin), expected)
+        torch.testing.assert_close(torch_ops.rotary(x, cos, sin), expected)
 
     @pytest.mark.parametrize("choice", ["on", "off"])
     def test_adamw_takes_the_step_of_its_definition(self, choice):

@@ -141,7 +141,7 @@ print(json.dumps([*found, torch.ones(3).sum().item(), os.environ.get(platform.AU
 EVERYTHING = """
 import json, os
 from pathlib import Path
-from sluice import plain_ops, platform
+from sluice import torch_ops, platform
 npu = platform.current()
 import torch
 import torch_npu
@@ -171,7 +171,7 @@ print(json.dumps({
     "device": str(npu.device(1)), "current": npu.module.current_device(), "gaps": gaps,
     "states": sorted(state), "memory": vars(npu.memory()), "calls": dict(torch_npu.calls),
     "dtypes": [npu.supports(t) for t in (torch.bfloat16, torch.float64, torch.float8_e4m3fn)],
-    "without_kernel": npu.op("swiglu") is plain_ops.swiglu,
+    "without_kernel": npu.op("swiglu") is torch_ops.swiglu,
     "compiled": npu.compile(len) is len,
 }))
 """

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 
 from services.rollout import metrics
-from services.rollout.engine.interface import Delta, Engine, Generation, Scores
+from services.rollout.engine.interface import Delta, Engine, Generation, TokenScores
 from services.rollout.engine.wire import VersionBounds, check_spans, join_deltas
 from sluice.api.rollout.v1 import engine_service_pb2 as pb
 from sluice.runtime.idempotency import RequestTable, cancel_all, has_failed, request_digest
@@ -48,11 +48,11 @@ async def stream(
 
 async def score(
     engine: Engine, token_ids: Sequence[int], prompt_length: int, top_count: int
-) -> Scores:
+) -> TokenScores:
     """Raises NoTopTokensError, and what the engine raises."""
     if top_count:
         return await engine.score_top(token_ids, prompt_length, top_count)
-    return Scores(logprobs=tuple(await engine.score(token_ids, prompt_length)))
+    return TokenScores(logprobs=tuple(await engine.score(token_ids, prompt_length)))
 
 
 class _Run:

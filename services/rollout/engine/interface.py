@@ -118,7 +118,7 @@ class Delta:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scores:
+class TokenScores:
     """Log-probabilities (temperature 1) of given tokens, and the likeliest tokens in their places.
 
     `top` has one entry a place, (token, log-probability) from the likeliest on, or is empty.
@@ -197,7 +197,7 @@ class Engine(ABC):
 
     async def score_top(
         self, token_ids: Sequence[int], prompt_length: int, top_count: int
-    ) -> Scores:
+    ) -> TokenScores:
         """`score` with the `top_count` likeliest tokens at each place.
 
         Raises NoTopTokensError where the engine cannot name them.

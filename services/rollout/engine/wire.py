@@ -18,8 +18,8 @@ from services.rollout.engine.interface import (
     MediaKind,
     PauseMode,
     Sampling,
-    Scores,
     Timing,
+    TokenScores,
 )
 from sluice.api.rollout.v1 import engine_service_pb2 as pb
 from sluice.runtime import wire
@@ -155,10 +155,10 @@ def top_to_proto(top: Sequence[Sequence[tuple[int, float]]]) -> list[pb.TopToken
     ]
 
 
-def scores_from_proto(message: pb.ScoreResponse) -> Scores:
+def scores_from_proto(message: pb.ScoreResponse) -> TokenScores:
     """What Score answered."""
     top = (tuple(zip(each.token_ids, each.logprobs, strict=True)) for each in message.top)
-    return Scores(logprobs=tuple(message.logprobs), top=tuple(top))
+    return TokenScores(logprobs=tuple(message.logprobs), top=tuple(top))
 
 
 def loads_to_proto(status: EngineStatus) -> list[pb.RankLoad]:

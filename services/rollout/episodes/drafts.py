@@ -15,7 +15,7 @@ from sluice.samples.sample import VersionSpan
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompt:
+class SamplingPrompt:
     """What is to be sampled: `sample_count` continuations, sample i by seeds[i] if given.
 
     On the timeline they count from `first_episode` on.
@@ -43,14 +43,14 @@ class Prompt:
                 self.timeline.sampled(place, self.first_episode + index, delta)
 
 
-class Drafts:
+class PartialSamples:
     """What has come of each sample. One that was cut off keeps its tokens, spans and log-probs.
 
     An engine is asked for at most `chunk_tokens` at once (0: for all), so that no more is lost
     with it.
     """
 
-    def __init__(self, prompt: Prompt, chunk_tokens: int) -> None:
+    def __init__(self, prompt: SamplingPrompt, chunk_tokens: int) -> None:
         self._prompt, self._chunk = prompt, chunk_tokens
         self._open: dict[int, Delta] = {}
         self._done: dict[int, Delta] = {}

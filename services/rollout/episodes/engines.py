@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
 
 from services.rollout.engine.generations import complete, score, stream
-from services.rollout.engine.interface import Delta, Engine, Generation, Scores
+from services.rollout.engine.interface import Delta, Engine, Generation, TokenScores
 from services.rollout.engine.wire import (
     VersionBounds,
     bounds_to_proto,
@@ -71,7 +71,7 @@ class EngineAccess:
         prompt_length: int,
         top_count: int,
         bounds: VersionBounds,
-    ) -> Scores:
+    ) -> TokenScores:
         """Log-probabilities of token_ids[prompt_length:]. Raises RemoteError."""
         local = self._local.get(address)
         if local is None:

@@ -171,7 +171,7 @@ async def _generate(
 ) -> None:
     # Imported here: environments know nothing of episodes otherwise.
     from services.rollout.engine.wire import VersionBounds
-    from services.rollout.episodes.drafts import Prompt
+    from services.rollout.episodes.drafts import SamplingPrompt
     from services.rollout.episodes.episode import Episode
     from sluice.samples.sample import validate_sample
 
@@ -180,7 +180,7 @@ async def _generate(
         if task.messages
         else tokenizer.encode(task.prompt, special=True)
     )
-    prompt = Prompt(
+    prompt = SamplingPrompt(
         group_id="g",
         token_ids=tuple(ids),
         sample_count=1,

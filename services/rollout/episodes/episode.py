@@ -14,7 +14,7 @@ import xxhash
 from services.rollout.engine.interface import Delta
 from services.rollout.environments.environment import Response, Step, Task, TaskError, Turn
 from services.rollout.environments.runner import Runner, on_loop
-from services.rollout.episodes.drafts import Prompt
+from services.rollout.episodes.drafts import SamplingPrompt
 from services.rollout.episodes.sampler import EngineError, Sampler
 from services.rollout.episodes.trajectory import Trajectory
 from sluice.api.rollout.v1 import trace_pb2
@@ -101,7 +101,7 @@ class Episode:
         self,
         index: int,
         task: Task,
-        prompt: Prompt,
+        prompt: SamplingPrompt,
         sampler: Sampler,
         tokenizer: TextTokenizer,
         environment: str = "",

@@ -21,7 +21,7 @@ from services.rollout.environments.environment import (
 )
 from services.rollout.environments.graders.grader import InvalidRewardError, rewards_from
 from services.rollout.environments.runner import Runner
-from services.rollout.episodes.drafts import Prompt
+from services.rollout.episodes.drafts import SamplingPrompt
 from services.rollout.episodes.episode import THREAD_CHARACTERS, Episode, Steps, text_length
 from services.rollout.episodes.leases import NO_HINTS, Hints
 from services.rollout.episodes.sampler import Sampler
@@ -138,7 +138,7 @@ class GroupRunner:
     ) -> tuple[list[Sample], Task]:
         with self._waits.waiting(f"task of group {group.group_id}", on=[settings.environment]):
             task = await self._runner.make_task(group.task)
-        prompt = Prompt(
+        prompt = SamplingPrompt(
             group_id=group.group_id,
             token_ids=tuple(await self._tokenise(task)),
             sample_count=settings.sample_count,
@@ -169,7 +169,9 @@ class GroupRunner:
     def _hints(self, count: int) -> Hints:
         return Hints.of_conversations(count) if self._runner.has_steps else NO_HINTS
 
-    async def _play(self, task: Task, prompt: Prompt, settings: GroupSettings) -> list[Played]:
+    async def _play(
+        self, task: Task, prompt: SamplingPrompt, settings: GroupSettings
+    ) -> list[Played]:
         """What is to be a sample, episode by episode."""
         episodes = [
             Episode(index, task, prompt, self._sampler, self._tokenizer, settings.environment)

@@ -58,7 +58,7 @@ class _Kind:
 
 
 @dataclass
-class _Batch:
+class _LeaseBatch:
     """What is asked for in one turn of the event loop."""
 
     groups: list[tuple[str, int]] = field(default_factory=list)
@@ -68,7 +68,7 @@ class _Batch:
     answer: asyncio.Task[list[asyncio.Future[Lease]]] | None = None
 
 
-class Leases(Protocol):
+class LeaseSource(Protocol):
     """Whoever says which engine samples what."""
 
     async def request(
@@ -95,7 +95,7 @@ class RouterLeases:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
         self._clients: dict[str, LeaseClient] = {}
-        self._batches: dict[_Kind, _Batch] = {}
+        self._batches: dict[_Kind, _LeaseBatch] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
     async def request(
@@ -113,7 +113,7 @@ class RouterLeases:
         kind = _Kind(pool, bounds)
         batch = self._batches.get(kind)
         if batch is None:
-            batch = self._batches[kind] = _Batch()
+            batch = self._batches[kind] = _LeaseBatch()
             batch.answer = asyncio.create_task(self._ask(kind), name="request leases")
         assert batch.answer is not None
         start = sum(size for _, size in batch.groups)

@@ -164,7 +164,7 @@ class InternalGroupError(ServiceError):
     """A bug; the log of the server has the trace."""
 
 
-class DrainingError(ServiceError):
+class WorkerDrainingError(ServiceError):
     """The worker stops; the same request goes on at another one."""
 
     code = grpc.StatusCode.UNAVAILABLE
@@ -226,7 +226,7 @@ class Rollout:
                 continue
             if self._is_stopped:
                 await self._ended()
-                raise DrainingError
+                raise WorkerDrainingError
             if not self._open:
                 return
             self._changed.clear()

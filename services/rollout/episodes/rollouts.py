@@ -25,8 +25,8 @@ from services.rollout.episodes.group import (
 )
 from services.rollout.episodes.rollout import (
     CancelledGroupError,
-    DrainingError,
     Rollout,
+    WorkerDrainingError,
     failed_event,
     finished_event,
     groups_from_proto,
@@ -50,7 +50,7 @@ THREAD_GROUPS = 256  # more of them are decoded off the event loop
 
 
 @dataclass(frozen=True)
-class Lane:
+class GroupLane:
     """Which limit groups run under: that of rollouts, or that of evaluations.
 
     limit: groups of this request that run at once; 0 is no limit of its own.
@@ -60,7 +60,7 @@ class Lane:
     limit: int = 0
 
 
-ROLLOUTS = Lane()
+ROLLOUTS = GroupLane()
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Rollouts:
         self._chores: set[asyncio.Task[None]] = set()
 
     async def follow(
-        self, request: pb.RolloutRequest, lane: Lane = ROLLOUTS
+        self, request: pb.RolloutRequest, lane: GroupLane = ROLLOUTS
     ) -> AsyncIterator[pb.RolloutResponse]:
         """Events of a rollout, which begins with the first call of its request_id.
 
@@ -137,7 +137,7 @@ class Rollouts:
         await asyncio.gather(*(rollout.stop() for rollout in self._begun()))
         await asyncio.gather(*self._chores, return_exceptions=True)
 
-    async def _open(self, request: pb.RolloutRequest, lane: Lane) -> Rollout:
+    async def _open(self, request: pb.RolloutRequest, lane: GroupLane) -> Rollout:
         name = request.request_id
         body = request_digest(request)
         entry = self._entries.find(name, body)
@@ -148,7 +148,7 @@ class Rollouts:
             opening.add_done_callback(lambda done: self._opened(name, done))
         return await _rollout_of(entry)
 
-    async def _begin(self, request: pb.RolloutRequest, body: str, lane: Lane) -> Rollout:
+    async def _begin(self, request: pb.RolloutRequest, body: str, lane: GroupLane) -> Rollout:
         settings = settings_from_proto(request)
         if len(request.groups) > THREAD_GROUPS:
             groups = await asyncio.to_thread(groups_from_proto, request)
@@ -193,7 +193,7 @@ class Rollouts:
             raise InvalidFieldError(f"environment.settings.{error.key}", str(error)) from None
         return runner
 
-    def _slots(self, lane: Lane) -> tuple[asyncio.Semaphore, ...]:
+    def _slots(self, lane: GroupLane) -> tuple[asyncio.Semaphore, ...]:
         """What a group of the lane has to hold; the request's own limit first."""
         shared = self._evaluating if lane.is_evaluation else self._running
         return (asyncio.Semaphore(lane.limit), shared) if lane.limit else (shared,)
@@ -284,5 +284,5 @@ async def _rollout_of(entry: _OpeningRollout) -> Rollout:
         return await asyncio.shield(entry.opening)
     except asyncio.CancelledError:
         if entry.opening.cancelled():  # the caller was not, and waits for an answer
-            raise DrainingError from None
+            raise WorkerDrainingError from None
         raise

@@ -14,9 +14,9 @@ import grpc
 from services.rollout import metrics
 from services.rollout.engine.interface import Delta, FinishReason, Generation
 from services.rollout.engine.wire import join_deltas
-from services.rollout.episodes.drafts import Drafts, Prompt
+from services.rollout.episodes.drafts import PartialSamples, SamplingPrompt
 from services.rollout.episodes.engines import EngineAccess
-from services.rollout.episodes.leases import Leases
+from services.rollout.episodes.leases import LeaseSource
 from sluice.api.rollout.v1 import trace_pb2
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.client import RemoteError
@@ -91,7 +91,7 @@ class Sampler:
 
     def __init__(
         self,
-        leases: Leases,
+        leases: LeaseSource,
         engines: EngineAccess,
         waits: Waits,
         *,
@@ -102,7 +102,7 @@ class Sampler:
         self._attempts, self._chunk_tokens = attempts, chunk_tokens
         self._history = PromptHistory()
 
-    async def sample(self, prompt: Prompt, listener: Listener | None = None) -> list[Delta]:
+    async def sample(self, prompt: SamplingPrompt, listener: Listener | None = None) -> list[Delta]:
         """One whole delta per sample, by index; tokens that came are not drawn again.
 
         `listener` gets them as they come, by index of the sample; of finish reasons the answer
@@ -113,7 +113,7 @@ class Sampler:
         if not prompt.hints.cached_tokens:  # no prompt of a later turn comes again
             expected = self._history.expected(prompt.token_ids)
             prompt = replace(prompt, hints=replace(prompt.hints, expected_tokens=expected))
-        drafts, failures = Drafts(prompt, self._chunk_tokens), 0
+        drafts, failures = PartialSamples(prompt, self._chunk_tokens), 0
         while missing := drafts.missing:
             before = drafts.token_count
             try:
@@ -133,12 +133,16 @@ class Sampler:
             self._history.learn(prompt.token_ids, [len(delta.token_ids) for delta in ended])
         return ended
 
-    def leave(self, prompt: Prompt) -> None:
+    def leave(self, prompt: SamplingPrompt) -> None:
         """Its conversations have no further turn."""
         self._leases.end(prompt.pool, prompt.hints)
 
     async def _attempt(
-        self, prompt: Prompt, missing: Sequence[int], drafts: Drafts, listener: Listener | None
+        self,
+        prompt: SamplingPrompt,
+        missing: Sequence[int],
+        drafts: PartialSamples,
+        listener: Listener | None,
     ) -> RemoteError | None:
         """Adds what was sampled to `drafts`; the worst error of its parts.
 
@@ -171,7 +175,7 @@ class Sampler:
         return min((error for error in errors if error), key=is_retried, default=None)
 
     async def _ask(
-        self, prompt: Prompt, part: _Part, drafts: Drafts, listener: Listener | None
+        self, prompt: SamplingPrompt, part: _Part, drafts: PartialSamples, listener: Listener | None
     ) -> RemoteError | None:
         outcome, lengths = router_pb.OUTCOME_ABORTED, list[int]()
         lease = part.leases[0]
@@ -202,7 +206,12 @@ class Sampler:
         )
 
     async def _listen(
-        self, address: str, generation: Generation, part: _Part, drafts: Drafts, listener: Listener
+        self,
+        address: str,
+        generation: Generation,
+        part: _Part,
+        drafts: PartialSamples,
+        listener: Listener,
     ) -> list[Delta]:
         """`generate`, told token by token; what a lost engine told is added to `drafts`."""
         told: list[Delta] = []
@@ -228,7 +237,7 @@ async def _first_leases(waiting: Mapping[asyncio.Future[Lease], int]) -> None:
         await asyncio.wait(pending, timeout=LINGER_SECONDS)
 
 
-def _take_parts(waiting: dict[asyncio.Future[Lease], int], drafts: Drafts) -> list[_Part]:
+def _take_parts(waiting: dict[asyncio.Future[Lease], int], drafts: PartialSamples) -> list[_Part]:
     """Moves samples that have their lease into one part per (engine, dp rank), begun ones alone."""
     parts: dict[tuple[str, int, int], _Part] = {}
     for future in [future for future in waiting if future.done()]:

@@ -43,7 +43,7 @@ ABANDONED_SECONDS = 7 * 24 * 3600.0  # an unsettled rollout nobody came back for
 
 
 @dataclass
-class Progress:
+class SpoolProgress:
     """What a journal says."""
 
     body: str  # digest of the request
@@ -59,7 +59,7 @@ class Journals:
         self._root.mkdir(parents=True, exist_ok=True)
         self._blobs, self._sync = blobs, sync
 
-    def open(self, request_id: str, body: str) -> Progress:
+    def open(self, request_id: str, body: str) -> SpoolProgress:
         """What is known of a rollout; begins its journal if it is new."""
         while (progress := self._read(request_id)) is None:  # whoever is first, its line counts
             line = {"body": body, "created": time.time()}
@@ -136,7 +136,7 @@ class Journals:
         finally:
             os.close(file)
 
-    def _read(self, request_id: str) -> Progress | None:
+    def _read(self, request_id: str) -> SpoolProgress | None:
         for path in (self._path(request_id), self._settled_path(request_id)):
             with contextlib.suppress(FileNotFoundError):
                 if (progress := _read(path)) is not None:
@@ -154,16 +154,16 @@ def _owner(request_id: str) -> str:
     return OWNER + request_id
 
 
-def _read(path: Path) -> Progress | None:
+def _read(path: Path) -> SpoolProgress | None:
     """None for a journal without the line of its request."""
-    progress: Progress | None = None
+    progress: SpoolProgress | None = None
     for line in path.read_bytes().splitlines():
         try:
             entry = json.loads(line)
         except ValueError:  # cut off, or the empty one before the first
             continue
         if progress is None:
-            progress = Progress(entry["body"]) if "body" in entry else None
+            progress = SpoolProgress(entry["body"]) if "body" in entry else None
         elif "cancelled" in entry:
             progress.cancelled.update(entry["cancelled"])
         elif "group" in entry:
@@ -222,7 +222,7 @@ class Spool:
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             raise
 
-    async def open(self, request_id: str, body: str) -> Progress:
+    async def open(self, request_id: str, body: str) -> SpoolProgress:
         """What an earlier run of this request left. Raises StoreFailedError."""
         return await _in_thread(self._journals.open, request_id, body)
 

@@ -16,7 +16,7 @@ from services.rollout.environments.runner import Allowed, Environments
 from services.rollout.episodes.engines import EngineAccess
 from services.rollout.episodes.group import GroupTools
 from services.rollout.episodes.leases import RouterLeases
-from services.rollout.episodes.rollouts import Lane, Rollouts
+from services.rollout.episodes.rollouts import GroupLane, Rollouts
 from services.rollout.episodes.sampler import Sampler
 from services.rollout.episodes.spool import Journals, Spool
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
@@ -64,7 +64,7 @@ class Evaluations:
         settings = evaluation_from_proto(request)
         finished: list[pb.FinishedGroup] = []
         failed_count = 0
-        lane = Lane(is_evaluation=True, limit=settings.limit)
+        lane = GroupLane(is_evaluation=True, limit=settings.limit)
         async for event in self._rollouts.follow(request.rollout, lane):
             outcome = event.WhichOneof("event") or ""
             metrics.EVALUATED_GROUPS.labels(outcome).inc()

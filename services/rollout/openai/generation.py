@@ -8,12 +8,12 @@ import itertools
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from services.rollout.engine.interface import Delta, Engine, FinishReason, Sampling, Scores
+from services.rollout.engine.interface import Delta, Engine, FinishReason, Sampling, TokenScores
 from services.rollout.engine.requests import all_of
 from services.rollout.engine.wire import VersionBounds, join_deltas
-from services.rollout.episodes.drafts import Prompt
+from services.rollout.episodes.drafts import SamplingPrompt
 from services.rollout.episodes.engines import EngineAccess
-from services.rollout.episodes.leases import NO_HINTS, Hints, Leases
+from services.rollout.episodes.leases import NO_HINTS, Hints, LeaseSource
 from services.rollout.episodes.sampler import Sampler, is_retried
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.client import RemoteError, new_request_id
@@ -127,7 +127,7 @@ class Backing:
 
     tokenizer: TextTokenizer
     sampler: Sampler
-    leases: Leases
+    leases: LeaseSource
     engines: EngineAccess
     pool: str
     attempts: int
@@ -162,7 +162,7 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class AnswerDelta:
     """What was added to answer `index`; `answer` comes with its last piece."""
 
     index: int
@@ -192,9 +192,9 @@ class Generator:
         )
         return [Answer(delta, text) for delta, text in zip(deltas, texts, strict=True)]
 
-    async def stream(self, ask: Ask) -> AsyncGenerator[Piece, None]:
+    async def stream(self, ask: Ask) -> AsyncGenerator[AnswerDelta, None]:
         """Pieces of all answers as they come; closing it ends the sampling."""
-        pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
+        pieces: asyncio.Queue[AnswerDelta | None] = asyncio.Queue()
         follow = [self._follow(ask, index, pieces.put_nowait) for index in range(ask.count)]
         work = asyncio.create_task(all_of(follow), name="answers")
         work.add_done_callback(lambda _: pieces.put_nowait(None))
@@ -212,7 +212,7 @@ class Generator:
         prompt_length: int,
         top_count: int,
         version: int | None = None,
-    ) -> Scores:
+    ) -> TokenScores:
         """Log-probabilities of token_ids[prompt_length:] under `version`, None for any.
 
         Raises RemoteError.
@@ -242,7 +242,7 @@ class Generator:
                 backing.leases.release(backing.pool, [lease], outcome, ())
             await asyncio.sleep(BACKOFF_SECONDS)
 
-    async def _follow(self, ask: Ask, index: int, tell: Callable[[Piece], None]) -> Answer:
+    async def _follow(self, ask: Ask, index: int, tell: Callable[[AnswerDelta], None]) -> Answer:
         """Answer `index`, told token by token."""
         text = TextStream(
             self._backing.tokenizer, ask.stops, special=ask.special, keep_stop=ask.keep_stop
@@ -253,7 +253,7 @@ class Generator:
             shown, count = text.add(delta.token_ids)
             kept.append(_first(delta, count, sum(len(part.token_ids) for part in kept)))
             if shown or kept[-1].token_ids:
-                tell(Piece(index=index, text=shown, delta=kept[-1]))
+                tell(AnswerDelta(index=index, text=shown, delta=kept[-1]))
             if text.stopped:
                 raise _StopFoundError
 
@@ -266,12 +266,12 @@ class Generator:
             delta = replace(joined, finish_reason=FinishReason.STOP)
         answer = Answer(replace(delta, index=index), text.text, text.stopped)
         nothing = Delta(index=index, token_ids=(), logprobs=(), logprobs_t1=(), spans=())
-        tell(Piece(index=index, text=rest, delta=nothing, answer=answer))
+        tell(AnswerDelta(index=index, text=rest, delta=nothing, answer=answer))
         return answer
 
-    def _prompt(self, ask: Ask, indices: Sequence[int]) -> Prompt:
+    def _prompt(self, ask: Ask, indices: Sequence[int]) -> SamplingPrompt:
         seeds = ask.sampling.seeds
-        return Prompt(
+        return SamplingPrompt(
             group_id=new_request_id(),
             token_ids=ask.token_ids,
             sample_count=len(indices),
@@ -283,7 +283,7 @@ class Generator:
         )
 
 
-def _ignore(piece: Piece) -> None:
+def _ignore(piece: AnswerDelta) -> None:
     """Nobody listens."""
 
 

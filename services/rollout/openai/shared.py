@@ -10,7 +10,7 @@ from services.rollout.config import OpenAIConfig
 from services.rollout.engine.interface import Delta
 from services.rollout.openai import answers as encode
 from services.rollout.openai.answers import Names, Scored
-from services.rollout.openai.generation import Answer, Ask, Generator, Piece
+from services.rollout.openai.generation import Answer, AnswerDelta, Ask, Generator
 from services.rollout.openai.prompts import Prompt
 from services.rollout.openai.recorder import Recorder
 from services.rollout.openai.requests import ApiError, CommonRequest, Record
@@ -109,7 +109,7 @@ class Shared:
         if (opening := form.opening()) is not None:
             for index in range(ask.count):
                 yield {**head, "choices": [{"index": index, "finish_reason": None, **opening}]}
-        ended: list[Piece] = []
+        ended: list[AnswerDelta] = []
         async for piece in self.generator.stream(ask):
             choice: Chunk = {"index": piece.index, "finish_reason": None}
             choice |= form.piece(piece.index, piece.text)

@@ -21,8 +21,8 @@ from services.trainer.controller.planning import (
     weigh_pass,
 )
 from services.trainer.controller.rank_group import RankGroup
-from services.trainer.controller.rank_incarnation import Build, Generation
-from services.trainer.controller.state import Part, PassScalars, TrainerState, learning_rate
+from services.trainer.controller.rank_incarnation import Build, RankIncarnation
+from services.trainer.controller.state import PassRecord, PassScalars, TrainerState, learning_rate
 from services.trainer.errors import ColumnMissingError, SkippedTooOftenError
 from sluice.algo.spec import AdvantageSpec, LossSpec, required_columns
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
@@ -68,7 +68,7 @@ class StepScalars:
     skips_in_a_row: int
 
 
-class Passes:
+class TrainerPasses:
     """What the ranks compute for the front. Callers hold the trainer's lock."""
 
     def __init__(
@@ -173,7 +173,9 @@ class Passes:
             micro_batch_count=plan.micro_batch_count,
             silent_row_count=len(selection) - len(computed),
         )
-        ledger.parts[request.part_id] = Part(request.body, answer, aggregation, weighed.normalizer)
+        ledger.parts[request.part_id] = PassRecord(
+            request.body, answer, aggregation, weighed.normalizer
+        )
         metrics.TOKENS.inc(answer.token_count)
         metrics.LOSS.set(answer.loss)
         _note_mismatch(answer.metrics)
@@ -223,7 +225,9 @@ class Passes:
                 actual=self._state.step,
             )
 
-    async def _apply(self, generation: Generation, normalizer: float, rate: float) -> pb.StepResult:
+    async def _apply(
+        self, generation: RankIncarnation, normalizer: float, rate: float
+    ) -> pb.StepResult:
         command = pb.StepCommand(normalizer=normalizer, learning_rate=rate)
         try:
             results = await self._run(generation, pb.FollowResponse(step=command))
@@ -262,12 +266,12 @@ class Passes:
             raise ColumnMissingError(columns, batch.facts.sample_ids[row], f"{kind} {spec.name}")
 
     async def _advantages(
-        self, generation: Generation, command: pb.AdvantagesCommand
+        self, generation: RankIncarnation, command: pb.AdvantagesCommand
     ) -> list[pb.CommandResult]:
         message = pb.FollowResponse(compute_advantages=command)
         return generation.reporting(await self._run(generation, message))
 
-    async def _sum(self, generation: Generation, builds: Sequence[Build]) -> pb.PassSums:
+    async def _sum(self, generation: RankIncarnation, builds: Sequence[Build]) -> pb.PassSums:
         sums = []
         for build in builds:
             results = await self._ranks.run_on(generation, build)
@@ -275,7 +279,7 @@ class Passes:
         return commands.add_sums(sums)
 
     async def _run(
-        self, generation: Generation, command: pb.FollowResponse
+        self, generation: RankIncarnation, command: pb.FollowResponse
     ) -> list[pb.CommandResult]:
         return await self._ranks.run_on(generation, commands.same_for_all(command))
 

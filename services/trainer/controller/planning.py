@@ -15,9 +15,9 @@ from sluice.algo.spec import LossSpec
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.balance.cost import TransformerShape, row_costs
 from sluice.balance.planner import (
+    MicroBatchPlan,
     OversizePolicy,
     OversizeRowError,
-    Plan,
     PlanLimits,
     PlanRows,
     assign_owners,
@@ -115,7 +115,7 @@ class Planner:
 
     def solve(
         self, facts: RowFacts, owners: np.ndarray, selection: np.ndarray, limits: PlanLimits
-    ) -> Plan:
+    ) -> MicroBatchPlan:
         """The plan of the selected rows, in rows of `facts`.
 
         Raises OversizeSampleError, and GroupTooLargeError under `max_micro_batches`.
@@ -231,7 +231,7 @@ class DryPlan:
     """A plan in rows of `facts`, and what its rows are."""
 
     facts: RowFacts
-    plan: Plan
+    plan: MicroBatchPlan
     shares_prompts: bool
 
     def token_count(self, rows: Sequence[int]) -> int:

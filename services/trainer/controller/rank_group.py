@@ -19,7 +19,7 @@ import grpc
 
 from services.trainer import metrics
 from services.trainer.config import RanksConfig, TrainerConfig
-from services.trainer.controller.rank_incarnation import Build, Generation, RankLink
+from services.trainer.controller.rank_incarnation import Build, RankIncarnation, RankLink
 from services.trainer.errors import RankError, RankLostError, TrainerFailedError
 from sluice import platform
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
@@ -124,7 +124,7 @@ async def _watch(rank: int, process: asyncio.subprocess.Process, on_exit: OnExit
 
 logger = logging.getLogger(__name__)
 
-Restore = Callable[[Generation], Awaitable[None]]
+Restore = Callable[[RankIncarnation], Awaitable[None]]
 State = trainer_pb.Trainer.State
 
 
@@ -147,7 +147,7 @@ class RankGroup:
         self.restart_count = 0
         self._config, self._launcher, self._waits = config, launcher, waits
         self._restore = restore
-        self._generation: Generation | None = None
+        self._generation: RankIncarnation | None = None
         self._last_error: ServiceError | None = None
         self._restarts_in_a_row = 0
         self._supervisor: asyncio.Task[None] | None = None
@@ -155,7 +155,7 @@ class RankGroup:
         self._launched = asyncio.Event()  # set while there are ranks, loading or active
 
     @property
-    def generation(self) -> Generation:
+    def generation(self) -> RankIncarnation:
         """The ranks that take commands. Raises while there are none."""
         if self.state == trainer_pb.Trainer.STATE_FAILED:
             raise TrainerFailedError(f"the ranks are gone: {self.failure}", cause=self.failure)
@@ -191,7 +191,7 @@ class RankGroup:
             self._generation.close(orderly=True)
         await self._launcher.close()
 
-    async def run_on(self, generation: Generation, build: Build) -> list[pb.CommandResult]:
+    async def run_on(self, generation: RankIncarnation, build: Build) -> list[pb.CommandResult]:
         """Run one command on every rank; see Generation.run."""
         return await generation.run(build, self._config.command_timeout)
 
@@ -199,7 +199,7 @@ class RankGroup:
         """An optimizer step was taken: earlier losses of ranks do not count against the next."""
         self._restarts_in_a_row = 0
 
-    async def admit(self, hello: pb.RankHello) -> tuple[Generation, RankLink]:
+    async def admit(self, hello: pb.RankHello) -> tuple[RankIncarnation, RankLink]:
         """Take in a rank. Raises InvalidFieldError for one that does not belong here.
 
         Whoever launches ranks may be faster than the restart here: such ranks wait for it.
@@ -251,7 +251,7 @@ class RankGroup:
     async def _live(self, front: str) -> ServiceError:
         """One generation from launch to loss; returns the error that ended it."""
         number = self.restart_count + 1
-        generation = Generation(number, self._config.count, self._config, self._waits)
+        generation = RankIncarnation(number, self._config.count, self._config, self._waits)
         self._generation = generation
         self._launched.set()
 
@@ -272,7 +272,7 @@ class RankGroup:
         generation.fail(loss)
         return loss
 
-    async def _load(self, generation: Generation) -> None:
+    async def _load(self, generation: RankIncarnation) -> None:
         timeout = self._config.start_timeout
         with self._waits.waiting(
             "ranks to load the model",
@@ -310,7 +310,7 @@ class RankGroup:
         return False
 
 
-def _unready(generation: Generation) -> list[str]:
+def _unready(generation: RankIncarnation) -> list[str]:
     ready = {rank for rank, link in generation.links.items() if link.layout is not None}
     return [f"rank {rank}" for rank in range(generation.world_size) if rank not in ready]
 
@@ -346,7 +346,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
 
 
 async def _listen(
-    generation: Generation, link: RankLink, events: AsyncIterator[pb.FollowRequest]
+    generation: RankIncarnation, link: RankLink, events: AsyncIterator[pb.FollowRequest]
 ) -> None:
     """Take in what the rank says until its stream ends; then end the other direction too."""
     try:

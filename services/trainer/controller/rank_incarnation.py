@@ -79,7 +79,7 @@ class _Pending:
     )
 
 
-class Generation:
+class RankIncarnation:
     """The ranks of one launch. `lost` ends with the error that ended it, once and for all."""
 
     def __init__(self, number: int, world_size: int, config: RanksConfig, waits: Waits) -> None:

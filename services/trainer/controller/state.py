@@ -35,7 +35,7 @@ Aggregation = tuple[str, float | None]
 
 
 @dataclass(frozen=True)
-class Part(Generic[T]):
+class PassRecord(Generic[T]):
     """One pass: the digest of its request, what was answered and what it adds to the divisor."""
 
     body: str
@@ -48,7 +48,7 @@ class Part(Generic[T]):
 class GradientLedger(Generic[T]):
     """Parts gathered since the last step. `broken` says why nobody knows what is gathered."""
 
-    parts: dict[str, Part[T]] = field(default_factory=dict)
+    parts: dict[str, PassRecord[T]] = field(default_factory=dict)
     broken: str = ""
 
     def find(self, part_id: str, body: str) -> T | None:

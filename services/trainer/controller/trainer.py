@@ -20,8 +20,8 @@ from services.trainer.controller.checkpoints import CheckpointStore
 from services.trainer.controller.passes import (
     AdvantageScalars,
     GradientsRequest,
-    Passes,
     StepScalars,
+    TrainerPasses,
 )
 from services.trainer.controller.planning import (
     BareRow,
@@ -34,7 +34,7 @@ from services.trainer.controller.planning import (
 )
 from services.trainer.controller.publication import Publication, Publisher
 from services.trainer.controller.rank_group import ExternalLauncher, LocalLauncher, RankGroup
-from services.trainer.controller.rank_incarnation import Generation
+from services.trainer.controller.rank_incarnation import RankIncarnation
 from services.trainer.controller.state import PassScalars, TrainerState
 from services.trainer.controller.transfer import Target
 from services.trainer.controller.uploads import (
@@ -82,7 +82,7 @@ class Trainer:
             self._shape.vocabulary_size, config.max_tokens_per_micro_batch, config.oversize_policy
         )
         self._planner = Planner(self._shape, limits_of(config, trainer_pb.ParallelLayout()))
-        self._passes = Passes(config.optim, self.state, self.ranks, self._planner)
+        self._passes = TrainerPasses(config.optim, self.state, self.ranks, self._planner)
         weights = open_store(config.weights_location, durable=config.durable)
         self._publisher = Publisher(config, weights, self.state, self.ranks, waits)
         self._waits = waits
@@ -262,7 +262,7 @@ class Trainer:
             metrics.note_lags(sampled[sampled >= 0].tolist(), self.state.weights.version)
         return batch
 
-    async def _register(self, generation: Generation, batch: Batch) -> None:
+    async def _register(self, generation: RankIncarnation, batch: Batch) -> None:
         """Give the ranks their rows. What some have is dropped again if others fail: a later
         batch of that id would have it among its rows."""
         try:
@@ -273,7 +273,7 @@ class Trainer:
                 await self._drop(generation, batch)
             raise
 
-    async def _drop(self, generation: Generation, batch: Batch) -> None:
+    async def _drop(self, generation: RankIncarnation, batch: Batch) -> None:
         command = pb.FollowResponse(drop_batch=pb.DropBatch(batch_id=batch.batch_id))
         await self.ranks.run_on(generation, commands.same_for_all(command))
 
@@ -301,7 +301,7 @@ class Trainer:
             raise
         return update.apply()
 
-    async def _reset(self, generation: Generation, batch: Batch) -> None:
+    async def _reset(self, generation: RankIncarnation, batch: Batch) -> None:
         """Back to the columns of the upload: some ranks have taken others, which the front does
         not know of, such as a mask that its divisors leave out. A batch that cannot is gone."""
         if generation.lost.done():
@@ -365,7 +365,7 @@ class Trainer:
         await self._load_into(generation, name)
         return self.state.step
 
-    async def _load_into(self, generation: Generation, name: str) -> None:
+    async def _load_into(self, generation: RankIncarnation, name: str) -> None:
         record = self._checkpoints.read(name, self.config.backend)
         directory = str(self._checkpoints.directory(name).resolve())
         message = pb.FollowResponse(load=pb.LoadCommand(directory=directory))
@@ -378,14 +378,14 @@ class Trainer:
         checkpoints.restore_state(self.state, name, record)
         metrics.STEP.set(self.state.step)
 
-    async def _restore(self, generation: Generation) -> None:
+    async def _restore(self, generation: RankIncarnation) -> None:
         """Bring fresh ranks to where the lost ones were saved last.
 
         What still runs for those, such as the end of a save, comes first: it changes state too.
         """
         await self._in_turn("restore", lambda: self._restore_into(generation))
 
-    async def _restore_into(self, generation: Generation) -> None:
+    async def _restore_into(self, generation: RankIncarnation) -> None:
         self._planner.limits = limits_of(self.config, self.layout)
         self._planner.packing = packing_of(self.config, self._planner.limits.context_size)
         self.limits = replace(self.limits, max_tokens=self._planner.limits.cap)

@@ -17,7 +17,7 @@ from services.trainer import metrics
 from services.trainer.config import TransferConfig
 from services.trainer.controller import commands
 from services.trainer.controller.rank_group import RankGroup
-from services.trainer.controller.rank_incarnation import Generation
+from services.trainer.controller.rank_incarnation import RankIncarnation
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
@@ -55,7 +55,7 @@ class _Group:
     """Members that have met, and what joining takes."""
 
     name: str
-    generation: Generation
+    generation: RankIncarnation
     members: tuple[Target, ...]
     senders: tuple[engine_pb.TransferSender, ...]
     first_ranks: tuple[int, ...]

@@ -14,11 +14,11 @@ from sluice.balance.routing.types import (
     EngineView,
     Grant,
     Held,
+    LeaseRefusedError,
     LeaseRequest,
     Needs,
     PoolConfig,
     Refusal,
-    RefusedError,
     Renewal,
 )
 
@@ -33,6 +33,7 @@ __all__ = [
     "Expired",
     "Grant",
     "Held",
+    "LeaseRefusedError",
     "LeaseRequest",
     "Needs",
     "Outcome",
@@ -40,6 +41,5 @@ __all__ = [
     "PoolConfig",
     "RankReport",
     "Refusal",
-    "RefusedError",
     "Renewal",
 ]

@@ -24,7 +24,7 @@ _HANDFUL = 32  # up to so many a set is faster than vector operations
 
 
 @dataclass(frozen=True, slots=True)
-class Leases:
+class LeaseColumns:
     """Columns of some leases; each int64[n]. target may be QUEUED, session and group -1."""
 
     ids: IntArray
@@ -111,9 +111,9 @@ class LeaseTable:
         held = self._held.get(client)
         return held.live if held is not None else 0
 
-    def read(self, ids: IntArray) -> Leases:
+    def read(self, ids: IntArray) -> LeaseColumns:
         """Columns of live leases."""
-        return Leases(ids, *self._gather(ids)[[0, 2, 3]])
+        return LeaseColumns(ids, *self._gather(ids)[[0, 2, 3]])
 
     def is_live(self, client: int, ids: IntArray) -> NDArray[np.bool_]:
         """bool[n]: which ids are live leases of `client`."""
@@ -128,7 +128,7 @@ class LeaseTable:
             live[index] = entry is not None and entry[1] == client
         return live
 
-    def release(self, client: int, ids: IntArray) -> tuple[Leases, NDArray[np.bool_] | None]:
+    def release(self, client: int, ids: IntArray) -> tuple[LeaseColumns, NDArray[np.bool_] | None]:
         """Forget live leases of `client`; returns their columns, and bool[n]: which ids they
         were, or None for all of them, granted by this table.
 
@@ -146,7 +146,7 @@ class LeaseTable:
                 self._trim(client, held)
         return released, live
 
-    def _release_recent(self, client: int, ids: IntArray) -> Leases | None:
+    def _release_recent(self, client: int, ids: IntArray) -> LeaseColumns | None:
         """What most releases are: live leases in the window, once each; None for others."""
         where = ids - self._base
         # As unsigned numbers, ids before the window are beyond it.
@@ -159,9 +159,9 @@ class LeaseTable:
         self._columns[0][where] = FREE
         self._columns[1][where] = NOBODY
         self.live_count -= len(ids)
-        return Leases(ids, columns[0], columns[2], columns[3])
+        return LeaseColumns(ids, columns[0], columns[2], columns[3])
 
-    def release_client(self, client: int) -> Leases:
+    def release_client(self, client: int) -> LeaseColumns:
         """Forget all leases of `client`, in time proportional to their number."""
         return self.release(client, self.held_by(client))[0]
 
@@ -192,7 +192,7 @@ class LeaseTable:
         found = np.concatenate([targets, np.asarray(old, dtype=np.int64)])
         return found[found >= 0]
 
-    def _forget(self, ids: IntArray) -> Leases:
+    def _forget(self, ids: IntArray) -> LeaseColumns:
         columns = self._gather(ids)
         if self._all_inside(ids):
             self._columns[:2, ids - self._base] = FREE
@@ -203,7 +203,7 @@ class LeaseTable:
                 del self._old[int(ids[index])]
             self.local_count -= int((ids < 0).sum())
         self.live_count -= len(ids)
-        return Leases(ids, columns[0], columns[2], columns[3])
+        return LeaseColumns(ids, columns[0], columns[2], columns[3])
 
     def _all_inside(self, ids: IntArray) -> bool:
         return not len(ids) or bool(ids.min() >= self._base and ids.max() < self.next_id)

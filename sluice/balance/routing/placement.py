@@ -32,7 +32,7 @@ class Sticky:
     fresh: dict[int, list[int]]
 
 
-class Placement:
+class TargetSelector:
     """Chooses targets; charges nothing."""
 
     def __init__(self, tables: Tables, rng: np.random.Generator) -> None:

@@ -39,7 +39,7 @@ class PlaceHints:
 NO_HINTS = PlaceHints()
 
 
-class Policy(Protocol):
+class RoutingPolicy(Protocol):
     def place(
         self, fleet: Fleet, count: int, rng: np.random.Generator, hints: PlaceHints = NO_HINTS
     ) -> IntArray:
@@ -167,7 +167,7 @@ def _engine_loads(fleet: Fleet, load: IntArray) -> IntArray:
     return np.add.reduceat(load, fleet.starts)
 
 
-POLICIES: dict[str, Callable[[], Policy]] = {
+POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
     "step_time": StepTime,
     "min_count": MinCount,
     "power_of_two": PowerOfTwo,
@@ -177,6 +177,6 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 }
 
 
-def create_policy(name: str, base: int = 100) -> Policy:
+def create_policy(name: str, base: int = 100) -> RoutingPolicy:
     """The rule `name`, a key of POLICIES; `base` as in StepTime. Raises KeyError."""
     return StepTime(base) if name == "step_time" else POLICIES[name]()

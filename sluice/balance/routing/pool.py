@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from sluice.balance.routing.breaker import Outcome
 from sluice.balance.routing.clients import ClientRow
 from sluice.balance.routing.groups import NO_GROUP
-from sluice.balance.routing.leases import QUEUED, Leases
+from sluice.balance.routing.leases import QUEUED, LeaseColumns
 from sluice.balance.routing.load_reports import RankReport
-from sluice.balance.routing.placement import Placement, Sticky
+from sluice.balance.routing.placement import Sticky, TargetSelector
 from sluice.balance.routing.renewals import Renewals
 from sluice.balance.routing.settling import Settling
 from sluice.balance.routing.tables import Tables
@@ -27,10 +27,10 @@ from sluice.balance.routing.types import (
     EngineView,
     Grant,
     Held,
+    LeaseRefusedError,
     LeaseRequest,
     PoolConfig,
     Refusal,
-    RefusedError,
     Renewal,
     any_of,
     filled,
@@ -61,7 +61,7 @@ class Pool:
     ) -> None:
         self.config = config
         self.tables = Tables.create(config, first_lease_id)
-        self._placement = Placement(self.tables, rng)
+        self._placement = TargetSelector(self.tables, rng)
         self.waiting = WaitingRoom(self.tables, self._placement)
         self._renewals = Renewals(self.tables)
         self._settling = Settling(config.client_ttl, first_epoch=self.epoch)
@@ -186,9 +186,9 @@ class Pool:
         self.tables.clients.touch(client, now)
 
     def acquire(self, client: str, request: LeaseRequest, now: float) -> Grant:
-        """Lease `request.count` targets. Raises RefusedError; nothing is charged then."""
+        """Lease `request.count` targets. Raises LeaseRefusedError; nothing is charged then."""
         if request.count and self._settling.owes(client, now):
-            raise RefusedError(Refusal.RENEW_FIRST, f"{client} knew another router", 0.1)
+            raise LeaseRefusedError(Refusal.RENEW_FIRST, f"{client} knew another router", 0.1)
         row = self.tables.clients.touch(client, now)
         groups, all_new = self._group_slots(request, now)
         expected = self._placement.expected(request, groups, all_new)
@@ -392,7 +392,7 @@ class Pool:
             chosen = targets[rest] = self._placement.spread(fleet, groups, lengths, keys)
             self.tables.charge(chosen, groups, now)
 
-    def _record(self, released: Leases, outcomes: IntArray, now: float) -> None:
+    def _record(self, released: LeaseColumns, outcomes: IntArray, now: float) -> None:
         """Tell breakers; successes only where one would change something."""
         table = self.tables.targets
         if not table.watched and not any_of(outcomes >= _FIRST_FAILURE):
@@ -416,13 +416,13 @@ class Pool:
 def admit(
     tables: Tables, waiting: WaitingRoom, row: ClientRow, request: LeaseRequest, unbound: int
 ) -> None:
-    """Raise RefusedError unless the pool can take `request`, `unbound` leases of which need a
+    """Raise LeaseRefusedError unless the pool can take `request`, `unbound` leases of which need a
     target."""
     config, leases = tables.config, tables.leases
     if leases.live_count + request.count > config.max_leases:
-        raise RefusedError(Refusal.TOO_MANY_LEASES, f"{config.max_leases} leases are out", 1.0)
+        raise LeaseRefusedError(Refusal.TOO_MANY_LEASES, f"{config.max_leases} leases are out", 1.0)
     if leases.count_of(row.slot) + request.count > config.max_leases_per_client:
-        raise RefusedError(
+        raise LeaseRefusedError(
             Refusal.TOO_MANY_LEASES_OF_CLIENT,
             f"{row.name} may hold {config.max_leases_per_client} leases",
             1.0,
@@ -431,18 +431,18 @@ def admit(
         return
     if not request.may_wait and not tables.targets.able(request.needs).any():
         if tables.targets.any_usable():
-            raise RefusedError(
+            raise LeaseRefusedError(
                 Refusal.NO_ENGINE_WITH_VERSION, f"no engine serves {request.needs}", 1.0
             )
-        raise RefusedError(Refusal.NO_ENGINE, "no engine takes requests", 1.0)
+        raise LeaseRefusedError(Refusal.NO_ENGINE, "no engine takes requests", 1.0)
     missing = unbound
     if not waiting.has(request.needs):
         missing -= tables.targets.fleet(request.needs).free_count
     if missing > 0 and not request.may_wait:
         if tables.targets.is_closed(request.needs):
-            raise RefusedError(
+            raise LeaseRefusedError(
                 Refusal.SETTLING, "the clients of an earlier router are awaited", 0.5
             )
-        raise RefusedError(Refusal.NO_CREDIT, f"{missing} leases exceed the credits", 0.5)
+        raise LeaseRefusedError(Refusal.NO_CREDIT, f"{missing} leases exceed the credits", 0.5)
     if missing > 0 and waiting.count + missing > config.max_queued:
-        raise RefusedError(Refusal.QUEUE_FULL, f"{config.max_queued} leases wait", 1.0)
+        raise LeaseRefusedError(Refusal.QUEUE_FULL, f"{config.max_queued} leases wait", 1.0)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from sluice.balance.routing.clients import ClientRow
 from sluice.balance.routing.groups import NO_GROUP
-from sluice.balance.routing.leases import NOBODY, Leases
+from sluice.balance.routing.leases import NOBODY, LeaseColumns
 from sluice.balance.routing.tables import Tables
 from sluice.balance.routing.types import Held, Renewal
 
@@ -78,7 +78,7 @@ class Renewals:
         names = (held.names[index] for index in used)
         return frozenset(name for name in names if self._tables.targets.find(name) is None)
 
-    def _drop_unlisted(self, row: ClientRow, listed: IntArray, now: float) -> Leases:
+    def _drop_unlisted(self, row: ClientRow, listed: IntArray, now: float) -> LeaseColumns:
         leases = self._tables.leases
         unlisted = np.setdiff1d(leases.held_by(row.slot), listed)
         again = np.intersect1d(unlisted, row.unlisted)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from sluice.balance.routing.clients import ClientRow, ClientTable
 from sluice.balance.routing.groups import GroupTable
-from sluice.balance.routing.leases import Leases, LeaseTable
+from sluice.balance.routing.leases import LeaseColumns, LeaseTable
 from sluice.balance.routing.sessions import SessionTable
 from sluice.balance.routing.targets import TargetTable
 from sluice.balance.routing.types import PoolConfig, all_of
@@ -49,7 +49,7 @@ class Tables:
         self.groups.start(groups, now)
 
     def give_back(
-        self, leases: Leases, row: ClientRow, now: float, tokens: IntArray | None = None
+        self, leases: LeaseColumns, row: ClientRow, now: float, tokens: IntArray | None = None
     ) -> None:
         """Undo the charges of leases just released; tokens float64[n], negative unknown."""
         if not len(leases):

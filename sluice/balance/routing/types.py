@@ -161,7 +161,7 @@ class Refusal(StrEnum):
     QUEUE_FULL = "QUEUE_FULL"
 
 
-class RefusedError(Exception):
+class LeaseRefusedError(Exception):
     """Leases were refused and nothing was charged; worth trying again after `retry_seconds`."""
 
     def __init__(self, reason: Refusal, message: str, retry_seconds: float) -> None:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from sluice.balance.routing.clients import ClientRow
 from sluice.balance.routing.groups import NO_GROUP, GroupTable
 from sluice.balance.routing.leases import QUEUED
-from sluice.balance.routing.placement import Placement
+from sluice.balance.routing.placement import TargetSelector
 from sluice.balance.routing.sessions import NO_SESSION, UNPLACED
 from sluice.balance.routing.tables import Tables
 from sluice.balance.routing.types import Needs
@@ -234,7 +234,7 @@ _CAUTION = 2.0  # an unknown duration is taken for this many mean ones
 class WaitingRoom:
     """One queue per kind of need, so a version nobody serves yet holds up no other."""
 
-    def __init__(self, tables: Tables, placement: Placement) -> None:
+    def __init__(self, tables: Tables, placement: TargetSelector) -> None:
         self._tables = tables
         self._placement = placement
         self._lanes: dict[Needs, PendingQueue] = {}

@@ -121,7 +121,7 @@ class EngineUse:
 
 
 @dataclass(frozen=True)
-class Summary:
+class TimelineSummary:
     """Seconds by what they were spent on, most first."""
 
     wall_seconds: float
@@ -131,11 +131,11 @@ class Summary:
     engines: Sequence[EngineUse]
 
 
-def summarise(trace: Trace) -> Summary:
+def summarise(trace: Trace) -> TimelineSummary:
     samples = trace.samples
     steps = [span for span in trace.of(LOOP) if span.name == STEP]
     wall = max(s.end for s in trace.spans) - min(s.start for s in trace.spans)
-    return Summary(
+    return TimelineSummary(
         wall_seconds=wall,
         sample_count=sum(_episode_counts(samples).values()),
         samples=_by_kind(samples),

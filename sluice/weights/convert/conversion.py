@@ -36,18 +36,18 @@ from sluice.weights.convert.errors import (
 )
 from sluice.weights.convert.known import RECORD
 from sluice.weights.convert.options import ConvertOptions
-from sluice.weights.convert.pieces import Content, Files, Piece
-from sluice.weights.convert.plan import Plan, plan_conversion
+from sluice.weights.convert.pieces import Content, FileRange, Files
+from sluice.weights.convert.plan import ConversionPlan, plan_conversion
 from sluice.weights.convert.stored import CONFIG, METADATA
 from sluice.weights.convert.torch_dist_target import COMMON
 from sluice.weights.convert.work import (
     JOURNAL,
     Check,
     Control,
+    ConversionReport,
     Group,
     Journal,
-    Report,
-    Task,
+    TensorTask,
     is_same_work,
 )
 from sluice.weights.digest import digest_file
@@ -87,7 +87,7 @@ class Execution:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ConversionPlan,
         staging: Path,
         files: Files,
         control: Control,
@@ -102,7 +102,7 @@ class Execution:
         self._left: dict[str, int] = {}
         self._lock = threading.Lock()
         self._memory = _Memory(2 * max(self._work.largest_group, self._largest_need()))
-        self._on_the_way: dict[tuple[Piece, ...], list[Check]] = {}
+        self._on_the_way: dict[tuple[FileRange, ...], list[Check]] = {}
         self.digests: dict[str, str] = {}
 
     def run(self, fingerprint: str) -> None:
@@ -207,8 +207,8 @@ class Execution:
                 self._on_the_way.setdefault(check.content.pieces, []).append(check)
         return apart
 
-    def _digest(self, task: Task) -> str:
-        piece = Piece(self._staging / task.file, task.offset, task.content.size)
+    def _digest(self, task: TensorTask) -> str:
+        piece = FileRange(self._staging / task.file, task.offset, task.content.size)
         return self._hash(Content(task.content.dtype, task.content.shape, (piece,)))
 
     def _hash(self, content: Content) -> str:
@@ -218,7 +218,7 @@ class Execution:
             hasher.update(view)
         return hasher.hexdigest()
 
-    def _write(self, task: Task) -> str:
+    def _write(self, task: TensorTask) -> str:
         hasher, offset = xxhash.xxh3_128(), task.offset
         narrowed = task.content.dtype is torch.float16 and not task.content.is_copy
         for view in self._files.stream(task.content):
@@ -371,7 +371,7 @@ class Result:
     target: Path
     size: int
     largest_group: int
-    report: Report
+    report: ConversionReport
     digests: Mapping[str, str]
 
 
@@ -421,12 +421,12 @@ def validate(source: Path, target: Path, options: ConvertOptions) -> Result:
         return _result(target, plan_conversion(source, options, files), {})
 
 
-def _result(target: Path, plan: Plan, digests: Mapping[str, str]) -> Result:
+def _result(target: Path, plan: ConversionPlan, digests: Mapping[str, str]) -> Result:
     work = plan.work
     return Result(target, work.size, work.largest_group, work.report, dict(digests))
 
 
-def _finished(target: Path, plan: Plan, fingerprint: str) -> Result:
+def _finished(target: Path, plan: ConversionPlan, fingerprint: str) -> Result:
     """The result of a run that ended before. Raises TargetExistsError if it was another."""
     try:
         record = json.loads((target / RECORD).read_bytes())
@@ -438,7 +438,7 @@ def _finished(target: Path, plan: Plan, fingerprint: str) -> Result:
     return _result(target, plan, digests)
 
 
-def _fingerprint(source: Path, options: ConvertOptions, plan: Plan) -> str:
+def _fingerprint(source: Path, options: ConvertOptions, plan: ConversionPlan) -> str:
     """Another one where the source, the options or the layout of the files differ."""
     hasher = xxhash.xxh3_128()
     inputs = {piece.path for g in plan.work.groups for t in g.tasks for piece in t.content.pieces}
@@ -463,7 +463,7 @@ def _described(options: ConvertOptions) -> dict[str, object]:
 
 
 def _record(
-    source: Path, options: ConvertOptions, plan: Plan, fingerprint: str
+    source: Path, options: ConvertOptions, plan: ConversionPlan, fingerprint: str
 ) -> dict[str, object]:
     """What the target says of its own making; its digests are checked when it is a source."""
     return {

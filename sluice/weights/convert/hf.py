@@ -16,8 +16,8 @@ from sluice.weights.checkpoint import INDEX_NAME, SINGLE_NAME, shard_paths
 from sluice.weights.convert.errors import ConflictingTensorError
 from sluice.weights.convert.fp8 import SCALE, block_size, dequantize
 from sluice.weights.convert.options import ConvertOptions
-from sluice.weights.convert.pieces import Content, Files, Piece
-from sluice.weights.convert.work import Group, OutputFile, Report, Task
+from sluice.weights.convert.pieces import Content, FileRange, Files
+from sluice.weights.convert.work import ConversionReport, Group, OutputFile, TensorTask
 from sluice.weights.errors import (
     DamagedFileError,
     InvalidCheckpointError,
@@ -165,7 +165,7 @@ def _read_shard(path: Path) -> list[Found]:
             Content(
                 TORCH_DTYPES[extent.dtype],
                 extent.shape,
-                (Piece(path, extent.begin, extent.end - extent.begin),),
+                (FileRange(path, extent.begin, extent.end - extent.begin),),
             ),
         )
         for name, extent in extents.items()
@@ -173,7 +173,7 @@ def _read_shard(path: Path) -> list[Found]:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """Content that fills an HF tensor, or the part of expert `index` of one."""
 
     name: str
@@ -188,7 +188,7 @@ class Part:
 
 
 def lay_out_hf(
-    groups: Sequence[tuple[str, Sequence[Part]]], *, max_file_bytes: int
+    groups: Sequence[tuple[str, Sequence[TensorPart]]], *, max_file_bytes: int
 ) -> tuple[tuple[OutputFile, ...], tuple[Group, ...], dict[str, bytes]]:
     """Files, work and the index of tensors given in groups, each under a name.
 
@@ -221,15 +221,15 @@ def lay_out_hf(
     return tuple(files), work, texts
 
 
-def _task(part: Part, places: dict[str, tuple[str, int]]) -> Task:
+def _task(part: TensorPart, places: dict[str, tuple[str, int]]) -> TensorTask:
     file_name, offset = places[part.name]
     if part.index is None:
-        return Task(part.name, part.content, file_name, offset)
+        return TensorTask(part.name, part.content, file_name, offset)
     at = offset + part.index * part.content.size
-    return Task(f"{part.name}[{part.index}]", part.content, file_name, at)
+    return TensorTask(f"{part.name}[{part.index}]", part.content, file_name, at)
 
 
-def _index(tensors: dict[str, Part], weight_map: dict[str, str]) -> bytes:
+def _index(tensors: dict[str, TensorPart], weight_map: dict[str, str]) -> bytes:
     total = sum(part.content.size * part.count for part in tensors.values())
     document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(document, indent=2) + "\n").encode()
@@ -239,12 +239,12 @@ def _index(tensors: dict[str, Part], weight_map: dict[str, str]) -> bytes:
 class Merge:
     """What comes on top, in groups, and the report of the whole."""
 
-    groups: list[tuple[str, list[Part]]]
-    report: Report
+    groups: list[tuple[str, list[TensorPart]]]
+    report: ConversionReport
 
 
 def fill_from_origin(
-    groups: Sequence[tuple[str, Sequence[Part]]],
+    groups: Sequence[tuple[str, Sequence[TensorPart]]],
     options: ConvertOptions,
     weights: WeightMap | None,
     files: Files,
@@ -258,7 +258,7 @@ def fill_from_origin(
     assert options.origin is not None
     origin = HfSource(options.origin, files, weights.family.spellings if weights else ())
     own = {part.name: part.shape for _, parts in groups for part in parts}
-    copied: list[tuple[str, list[Part]]] = []
+    copied: list[tuple[str, list[TensorPart]]] = []
     skipped: dict[str, str] = {n: "stored twice, equal" for n in origin.duplicates}
     conflicting: dict[str, str] = {}
     for name in origin.names():
@@ -269,12 +269,12 @@ def fill_from_origin(
         elif (reason := _left_out(name, options, weights)) is not None:
             skipped[name] = reason
         else:
-            copied.append((name, [Part(name, origin.content(name))]))
+            copied.append((name, [TensorPart(name, origin.content(name))]))
     stale = [
         name for name in origin.stored() if name.endswith(SCALE) and name not in origin.names()
     ]
     skipped |= {name: "scale: the numbers are copied unquantised" for name in stale}
-    report = Report(
+    report = ConversionReport(
         converted=tuple(sorted(own)),
         copied=tuple(sorted(name for name, _ in copied)),
         skipped=skipped,

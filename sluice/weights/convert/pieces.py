@@ -23,7 +23,7 @@ BUFFER_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
-class Piece:
+class FileRange:
     """`length` bytes of a file; zeros where there is no file."""
 
     path: Path | None
@@ -41,7 +41,7 @@ class Content:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[FileRange, ...] = ()
     stored: torch.dtype | None = None
     compute: Callable[[], torch.Tensor] | None = None
     working_bytes: int = 0
@@ -79,13 +79,13 @@ class Content:
         )
 
 
-def cut_pieces(pieces: tuple[Piece, ...], start: int, stop: int) -> Iterator[Piece]:
+def cut_pieces(pieces: tuple[FileRange, ...], start: int, stop: int) -> Iterator[FileRange]:
     """Bytes start..stop of what the pieces make up together."""
     at = 0
     for piece in pieces:
         low, high = max(at, start), min(at + piece.length, stop)
         if low < high:
-            yield Piece(piece.path, piece.offset + low - at, high - low)
+            yield FileRange(piece.path, piece.offset + low - at, high - low)
         at += piece.length
 
 
@@ -159,7 +159,7 @@ class Files:
             self.bytes_read += count
             view, offset = view[count:], offset + count
 
-    def _read(self, piece: Piece) -> Iterator[memoryview]:
+    def _read(self, piece: FileRange) -> Iterator[memoryview]:
         buffer = self._buffer()
         for start in range(0, piece.length, BUFFER_BYTES):
             view = buffer[: min(BUFFER_BYTES, piece.length - start)]

@@ -16,7 +16,7 @@ from sluice.weights.convert.hf import (
     CONFIG,
     HfSource,
     Merge,
-    Part,
+    TensorPart,
     fill_from_origin,
     lay_out_hf,
     read_config,
@@ -28,7 +28,7 @@ from sluice.weights.convert.pieces import Content, Files
 from sluice.weights.convert.stored import is_torch_dist
 from sluice.weights.convert.torch_dist_source import TorchDistSource
 from sluice.weights.convert.torch_dist_target import TorchDistLayout, ToTorchDist
-from sluice.weights.convert.work import Report, Work
+from sluice.weights.convert.work import ConversionReport, Work
 from sluice.weights.errors import DamagedFileError, InvalidCheckpointError, MissingFileError
 from sluice.weights.rules import (
     InexactTensorError,
@@ -70,18 +70,18 @@ def _names(checkpoint: Path) -> list[str]:
         raise DamagedFileError(RECORD, f"is malformed: {error}") from error
 
 
-Groups = list[tuple[str, list[Part]]]
+Groups = list[tuple[str, list[TensorPart]]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class ConversionPlan:
     """Work, and what is to be done in the directory after all files are written."""
 
     work: Work
     finish: Callable[[Path], None]
 
 
-def plan_conversion(source: Path, options: ConvertOptions, files: Files) -> Plan:
+def plan_conversion(source: Path, options: ConvertOptions, files: Files) -> ConversionPlan:
     """All of the work. `files` must stay open until it is done.
 
     Raises OptionError, the errors of `sluice.weights.errors` or PartitionError.
@@ -111,12 +111,12 @@ def plan_conversion(source: Path, options: ConvertOptions, files: Files) -> Plan
         checkpoint.check(known)
         _check_copies(checkpoint, known, files)
     names = [n for n in checkpoint.names() if known is None or not known.is_ignored(n)]
-    groups = [(name, [Part(name, checkpoint.content(name))]) for name in names]
+    groups = [(name, [TensorPart(name, checkpoint.content(name))]) for name in names]
     plan = _plan_hf(groups, config, options.model or source, options, files)
     return _with_checks(plan, checkpoint)
 
 
-def _with_checks(plan: Plan, source: HfSource | TorchDistSource) -> Plan:
+def _with_checks(plan: ConversionPlan, source: HfSource | TorchDistSource) -> ConversionPlan:
     return replace(plan, work=replace(plan.work, checks=find_checks(source)))
 
 
@@ -134,7 +134,7 @@ def _check_copies(source: HfSource, weights: WeightMap, files: Files) -> None:
 
 def _plan_torch_dist(
     source: Path, config: dict[str, object], options: ConvertOptions, files: Files
-) -> Plan:
+) -> ConversionPlan:
     weights = read_weights(config, source)
     checkpoint = HfSource(source, files, weights.family.spellings)
     checkpoint.check(weights)
@@ -150,8 +150,8 @@ def _plan_torch_dist(
     skipped = {n: _reason(weights, n) for n in checkpoint.names() if n not in owned}
     skipped |= {n: "stored twice, equal" for n in checkpoint.duplicates}
     texts = {**layout.texts(common), **_companions(options.model or source, config)}
-    report = Report(converted=tuple(sorted(owned)), skipped=skipped)
-    plan = Plan(Work(layout.files, layout.groups, texts, report), layout.write_metadata)
+    report = ConversionReport(converted=tuple(sorted(owned)), skipped=skipped)
+    plan = ConversionPlan(Work(layout.files, layout.groups, texts, report), layout.write_metadata)
     return _with_checks(plan, checkpoint)
 
 
@@ -161,9 +161,11 @@ def _plan_hf(
     described: Path,
     options: ConvertOptions,
     files: Files,
-) -> Plan:
+) -> ConversionPlan:
     weights = _weights_or_none(config, options.origin or described)
-    merged = Merge([], Report(converted=tuple(sorted({p.name for _, ps in groups for p in ps}))))
+    merged = Merge(
+        [], ConversionReport(converted=tuple(sorted({p.name for _, ps in groups for p in ps})))
+    )
     if options.origin is not None:
         merged = fill_from_origin(groups, options, weights, files)
     groups = [*groups, *merged.groups]
@@ -179,7 +181,7 @@ def _plan_hf(
     total = sum(part.content.size for _, parts in groups for part in parts)
     laid, work, texts = lay_out_hf(groups, max_file_bytes=options.file_bytes(total))
     texts |= _companions(described, config)
-    return Plan(Work(laid, work, texts, merged.report), lambda directory: None)
+    return ConversionPlan(Work(laid, work, texts, merged.report), lambda directory: None)
 
 
 def _groups_of_torch_dist(source: TorchDistSource) -> Groups:
@@ -187,7 +189,7 @@ def _groups_of_torch_dist(source: TorchDistSource) -> Groups:
     for binding in source.bindings():
         contents = source.contents(binding)
         parts = [
-            Part(s.name, contents[s.name], s.index, s.shape[0] if s.index is not None else 1)
+            TensorPart(s.name, contents[s.name], s.index, s.shape[0] if s.index is not None else 1)
             for s in binding.sources
         ]
         groups.append((binding.megatron, parts))
@@ -195,7 +197,7 @@ def _groups_of_torch_dist(source: TorchDistSource) -> Groups:
 
 
 def _cast(groups: Groups, dtype: torch.dtype, weights: WeightMap | None) -> Groups:
-    def change(part: Part) -> Part:
+    def change(part: TensorPart) -> TensorPart:
         kept = weights is not None and weights.is_full_precision(part.name)
         if kept or not part.content.dtype.is_floating_point:
             return part
@@ -208,7 +210,7 @@ def _quantize(groups: Groups, options: ConvertOptions, files: Files) -> tuple[Gr
     """Weights of linear layers with their scales, and the names of the modules left as they are."""
     made, kept = [], set()
     for name, parts in groups:
-        now: list[Part] = []
+        now: list[TensorPart] = []
         for part in parts:
             if part.content.dtype.itemsize == 1 or not _fits(part):
                 if len(part.shape) == 2 and part.name.endswith(".weight"):
@@ -220,11 +222,11 @@ def _quantize(groups: Groups, options: ConvertOptions, files: Files) -> tuple[Gr
     return made, sorted(kept)
 
 
-def _fits(part: Part) -> bool:
+def _fits(part: TensorPart) -> bool:
     return part.index is None and fp8.is_quantizable(part.name, part.shape)
 
 
-def _quantized(part: Part, options: ConvertOptions, files: Files) -> Sequence[Part]:
+def _quantized(part: TensorPart, options: ConvertOptions, files: Files) -> Sequence[TensorPart]:
     content, shape = part.content, (part.content.shape[0], part.content.shape[1])
 
     def compute(which: int) -> torch.Tensor:
@@ -239,7 +241,7 @@ def _quantized(part: Part, options: ConvertOptions, files: Files) -> Sequence[Pa
     scale = Content(
         torch.float32, fp8.scale_shape(shape), compute=lambda: compute(1), working_bytes=working
     )
-    return Part(part.name, weight), Part(part.name + fp8.SCALE, scale)
+    return TensorPart(part.name, weight), TensorPart(part.name + fp8.SCALE, scale)
 
 
 def _companions(directory: Path, config: dict[str, object]) -> dict[str, bytes]:

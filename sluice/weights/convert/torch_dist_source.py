@@ -11,7 +11,7 @@ import torch
 
 from sluice.weights.convert.errors import UncoveredTensorError
 from sluice.weights.convert.options import Naming, Place, find_namings
-from sluice.weights.convert.pieces import Content, Files, Piece
+from sluice.weights.convert.pieces import Content, FileRange, Files
 from sluice.weights.convert.stored import Chunk, StoredKey, find_bytes, read_keys
 from sluice.weights.errors import MissingTensorError, UnexpectedTensorError
 from sluice.weights.rules import (
@@ -24,7 +24,7 @@ from sluice.weights.rules import (
     unpack,
 )
 
-Pieces = tuple[Piece, ...]
+Pieces = tuple[FileRange, ...]
 
 
 class TorchDistSource:
@@ -55,7 +55,7 @@ class TorchDistSource:
         for stored in self._keys.values():
             for chunk in stored.chunks:
                 start = self._data_offset(chunk, stored.dtype)
-                piece = Piece(chunk.path, start, math.prod(chunk.sizes) * stored.dtype.itemsize)
+                piece = FileRange(chunk.path, start, math.prod(chunk.sizes) * stored.dtype.itemsize)
                 content = Content(stored.dtype, chunk.sizes, (piece,))
                 yield chunk_name(stored.key, chunk.offsets), content
 
@@ -102,7 +102,7 @@ class TorchDistSource:
             start = self._data_offset(chunk, stored.dtype)
             size = math.prod(chunk.sizes[lead:])
             skip = _ravel(place.index, chunk.offsets, chunk.sizes) * size
-            piece = Piece(
+            piece = FileRange(
                 chunk.path,
                 start + skip * stored.dtype.itemsize,
                 size * stored.dtype.itemsize,
@@ -139,7 +139,7 @@ class TorchDistSource:
             skip = _ravel(place.index, chunk.offsets, chunk.sizes) * height + start - low
             data = self._data_offset(chunk, stored.dtype)
             found.append(
-                (start, stop, Piece(chunk.path, data + skip * width, (stop - start) * width))
+                (start, stop, FileRange(chunk.path, data + skip * width, (stop - start) * width))
             )
         at, pieces = first, []
         for start, stop, piece in sorted(found, key=lambda item: item[:2]):

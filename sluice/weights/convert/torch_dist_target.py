@@ -24,17 +24,17 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from sluice.weights.convert.hf import HfSource
 from sluice.weights.convert.options import ConvertOptions, Naming, Place
-from sluice.weights.convert.pieces import Content, Files, Piece
+from sluice.weights.convert.pieces import Content, FileRange, Files
 from sluice.weights.convert.stored import CONFIG, envelope, save_object
 from sluice.weights.convert.torch_dist_source import chunk_name
-from sluice.weights.convert.work import Group, OutputFile, Task
+from sluice.weights.convert.work import Group, OutputFile, TensorTask
 from sluice.weights.errors import InvalidCheckpointError
 from sluice.weights.rules import (
     Binding,
-    Cut,
     Pack,
     Partition,
-    Run,
+    RowCopy,
+    ShardAxis,
     Stage,
     WeightMap,
     pack,
@@ -116,7 +116,7 @@ class TorchDistLayout:
         self._described[state.name] = BytesStorageMetadata()
         self._record(MetadataIndex(state.name), name, offset, len(self._empty))
 
-    def _add_chunk(self, part: ChunkPart) -> Task:
+    def _add_chunk(self, part: ChunkPart) -> TensorTask:
         around = envelope(part.content.dtype, part.sizes)
         size = part.content.size
         length = len(around.prefix) + size + len(around.suffix)
@@ -133,7 +133,7 @@ class TorchDistLayout:
         entry.chunks.append(chunk)
         self._record(index, name, offset, length)
         start = offset + len(around.prefix)
-        return Task(chunk_name(part.key, part.offsets), part.content, name, start)
+        return TensorTask(chunk_name(part.key, part.offsets), part.content, name, start)
 
     def _record(self, index: MetadataIndex, name: str, offset: int, length: int) -> None:
         self._results.append(WriteResult(index, length, _StorageInfo(name, offset, length)))
@@ -205,7 +205,7 @@ class ToTorchDist:
     def _chunks(self, binding: Binding) -> Iterator[ChunkPart]:
         place = self._naming.place(binding)
         experts = binding.expert is not None
-        size = 1 if experts or binding.cut is Cut.NONE else self._layout.tensor
+        size = 1 if experts or binding.cut is ShardAxis.NONE else self._layout.tensor
         for rank in range(size):
             partition = Partition(rank, size, self._padded)
             for key, shape, start, content in self._share(binding, place, partition):
@@ -225,7 +225,7 @@ class ToTorchDist:
         runs = row_runs(binding, partition)
         if binding.pack not in (Pack.GATED, Pack.SECTIONS):
             share = share_shape(binding, partition)
-            axis = 1 if binding.cut is Cut.COLUMNS else 0
+            axis = 1 if binding.cut is ShardAxis.COLUMNS else 0
             start = [0] * len(whole)
             start[axis] = partition.rank * share[axis] if partition.size > 1 else 0
             yield place.key, whole, tuple(start), self._content(binding, runs, partition, share)
@@ -245,14 +245,14 @@ class ToTorchDist:
     def _content(
         self,
         binding: Binding,
-        runs: tuple[Run, ...],
+        runs: tuple[RowCopy, ...],
         partition: Partition,
         shape: tuple[int, ...],
     ) -> Content:
         sources = self._sources(binding)
         stored = sources[0].stored or sources[0].dtype
         plain = binding.pack is not Pack.SHIFTED and (
-            binding.cut is not Cut.COLUMNS or partition.size == 1
+            binding.cut is not ShardAxis.COLUMNS or partition.size == 1
         )
         if not plain or any(source.compute is not None for source in sources):
             content = self._computed(binding, sources, runs, partition, shape)
@@ -262,7 +262,7 @@ class ToTorchDist:
             pieces = tuple(piece for part in parts for piece in part)
             missing = shape[0] * row - sum(piece.length for piece in pieces)
             if missing:
-                pieces += (Piece(None, 0, missing),)
+                pieces += (FileRange(None, 0, missing),)
             content = Content(stored, shape, pieces)
         if self._dtype is None or self._keeps_type(binding):
             return content
@@ -276,7 +276,7 @@ class ToTorchDist:
         self,
         binding: Binding,
         sources: list[Content],
-        runs: tuple[Run, ...],
+        runs: tuple[RowCopy, ...],
         partition: Partition,
         shape: tuple[int, ...],
     ) -> Content:

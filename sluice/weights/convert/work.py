@@ -16,7 +16,7 @@ from sluice.weights.digest import digest_bytes
 
 
 @dataclass
-class Progress:
+class ConversionProgress:
     """How far a conversion is; written by its threads, read by anyone."""
 
     total_bytes: int = 0
@@ -42,7 +42,7 @@ class Control:
     With `keep` set as well, what is written stays for a later run to go on from.
     """
 
-    progress: Progress = field(default_factory=Progress)
+    progress: ConversionProgress = field(default_factory=ConversionProgress)
     stop: threading.Event = field(default_factory=threading.Event)
     keep: threading.Event = field(default_factory=threading.Event)
 
@@ -121,7 +121,7 @@ def is_same_work(directory: Path, fingerprint: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Task:
+class TensorTask:
     """A tensor, or a part of one, that goes to `offset` of file `file`. Names are unique."""
 
     name: str
@@ -135,7 +135,7 @@ class Group:
     """Tensors that are made of the same tensors: the unit of work and of the journal."""
 
     name: str
-    tasks: tuple[Task, ...]
+    tasks: tuple[TensorTask, ...]
 
     @property
     def size(self) -> int:
@@ -167,7 +167,7 @@ class OutputFile:
 
 
 @dataclass(frozen=True)
-class Report:
+class ConversionReport:
     """What became of the tensors of a conversion, by HF name.
 
     `converted` came through the rules, `copied` from the origin, `skipped` were left out with
@@ -188,7 +188,7 @@ class Work:
     files: tuple[OutputFile, ...]
     groups: tuple[Group, ...]
     texts: Mapping[str, bytes]
-    report: Report
+    report: ConversionReport
     checks: tuple[Check, ...] = ()
 
     @property

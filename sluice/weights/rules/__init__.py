@@ -9,7 +9,7 @@ from sluice.weights.rules.packing import (
     InexactTensorError,
     Partition,
     PartitionError,
-    Run,
+    RowCopy,
     Slice,
     pack,
     padded_rows,
@@ -18,7 +18,15 @@ from sluice.weights.rules.packing import (
     source_slices,
     unpack,
 )
-from sluice.weights.rules.rule import Cut, Family, Layers, Pack, Source, Stage, WeightRule
+from sluice.weights.rules.rule import (
+    Family,
+    Layers,
+    Pack,
+    ShardAxis,
+    SourceTensor,
+    Stage,
+    WeightRule,
+)
 from sluice.weights.rules.shape import ModelShape, read_shape
 from sluice.weights.rules.weight_map import (
     Binding,
@@ -31,7 +39,6 @@ from sluice.weights.rules.weight_map import (
 __all__ = [
     "FAMILIES",
     "Binding",
-    "Cut",
     "Family",
     "HfTensor",
     "InexactTensorError",
@@ -40,10 +47,11 @@ __all__ = [
     "Pack",
     "Partition",
     "PartitionError",
+    "RowCopy",
     "RuleConflictError",
-    "Run",
+    "ShardAxis",
     "Slice",
-    "Source",
+    "SourceTensor",
     "Stage",
     "TensorShapeError",
     "UnknownArchitectureError",

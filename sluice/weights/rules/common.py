@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from sluice.weights.rules.rule import Cut, Layers, Pack, Source, Stage, WeightRule
+from sluice.weights.rules.rule import Layers, Pack, ShardAxis, SourceTensor, Stage, WeightRule
 
 _HF = "model.layers.{layer}."
 _MEGATRON = "decoder.layers.{layer}."
-_EMBED = Source("model.embed_tokens.weight", ("vocab", "hidden"))
-_LM_HEAD = Source("lm_head.weight", ("vocab", "hidden"))
+_EMBED = SourceTensor("model.embed_tokens.weight", ("vocab", "hidden"))
+_LM_HEAD = SourceTensor("lm_head.weight", ("vocab", "hidden"))
 
 ENDS = (
     WeightRule(
         megatron="embedding.word_embeddings.weight",
         sources=(_EMBED,),
         stage=Stage.EMBEDDING,
-        cut=Cut.ROWS,
+        cut=ShardAxis.ROWS,
         padded=True,
         when=("!tied",),
     ),
@@ -22,21 +22,21 @@ ENDS = (
         megatron="embedding.word_embeddings.weight",
         sources=(_EMBED,),
         stage=Stage.EMBEDDING,
-        cut=Cut.ROWS,
+        cut=ShardAxis.ROWS,
         padded=True,
         when=("tied",),
         copies=(_LM_HEAD,),
     ),
     WeightRule(
         megatron="decoder.final_layernorm.weight",
-        sources=(Source("model.norm.weight", ("hidden",)),),
+        sources=(SourceTensor("model.norm.weight", ("hidden",)),),
         stage=Stage.FINAL,
     ),
     WeightRule(
         megatron="output_layer.weight",
         sources=(_LM_HEAD,),
         stage=Stage.HEAD,
-        cut=Cut.ROWS,
+        cut=ShardAxis.ROWS,
         padded=True,
         when=("!tied", "!value_head"),
     ),
@@ -44,20 +44,20 @@ ENDS = (
         megatron="output_layer.weight",
         sources=(_EMBED,),
         stage=Stage.HEAD,
-        cut=Cut.ROWS,
+        cut=ShardAxis.ROWS,
         padded=True,
         alias=True,
         when=("tied", "!value_head"),
     ),
     WeightRule(  # the name of transformers' *ForTokenClassification
         megatron="output_layer.weight",
-        sources=(Source("score.weight", ("one", "hidden")),),
+        sources=(SourceTensor("score.weight", ("one", "hidden")),),
         stage=Stage.HEAD,
         when=("value_head",),
     ),
     WeightRule(
         megatron="output_layer.bias",
-        sources=(Source("score.bias", ("one",)),),
+        sources=(SourceTensor("score.bias", ("one",)),),
         stage=Stage.HEAD,
         when=("value_head",),
     ),
@@ -66,7 +66,7 @@ ENDS = (
 NORMS = tuple(
     WeightRule(
         megatron=f"{_MEGATRON}{megatron}.weight",
-        sources=(Source(f"{_HF}{hf}.weight", ("hidden",)),),
+        sources=(SourceTensor(f"{_HF}{hf}.weight", ("hidden",)),),
         stage=Stage.LAYER,
     )
     for megatron, hf in (
@@ -79,35 +79,35 @@ ATTENTION = (
     WeightRule(
         megatron=f"{_MEGATRON}self_attention.linear_qkv.weight",
         sources=(
-            Source(f"{_HF}self_attn.q_proj.weight", ("q", "hidden")),
-            Source(f"{_HF}self_attn.k_proj.weight", ("kv", "hidden")),
-            Source(f"{_HF}self_attn.v_proj.weight", ("kv", "hidden")),
+            SourceTensor(f"{_HF}self_attn.q_proj.weight", ("q", "hidden")),
+            SourceTensor(f"{_HF}self_attn.k_proj.weight", ("kv", "hidden")),
+            SourceTensor(f"{_HF}self_attn.v_proj.weight", ("kv", "hidden")),
         ),
         stage=Stage.LAYER,
         pack=Pack.QKV,
-        cut=Cut.ROWS,
+        cut=ShardAxis.ROWS,
     ),
     WeightRule(
         megatron=f"{_MEGATRON}self_attention.linear_qkv.bias",
         sources=(
-            Source(f"{_HF}self_attn.q_proj.bias", ("q",)),
-            Source(f"{_HF}self_attn.k_proj.bias", ("kv",)),
-            Source(f"{_HF}self_attn.v_proj.bias", ("kv",)),
+            SourceTensor(f"{_HF}self_attn.q_proj.bias", ("q",)),
+            SourceTensor(f"{_HF}self_attn.k_proj.bias", ("kv",)),
+            SourceTensor(f"{_HF}self_attn.v_proj.bias", ("kv",)),
         ),
         stage=Stage.LAYER,
         pack=Pack.QKV,
-        cut=Cut.ROWS,
+        cut=ShardAxis.ROWS,
         when=("attention_bias",),
     ),
     WeightRule(
         megatron=f"{_MEGATRON}self_attention.linear_proj.weight",
-        sources=(Source(f"{_HF}self_attn.o_proj.weight", ("hidden", "q")),),
+        sources=(SourceTensor(f"{_HF}self_attn.o_proj.weight", ("hidden", "q")),),
         stage=Stage.LAYER,
-        cut=Cut.COLUMNS,
+        cut=ShardAxis.COLUMNS,
     ),
     WeightRule(  # added after the sum over ranks, so every rank holds all of it
         megatron=f"{_MEGATRON}self_attention.linear_proj.bias",
-        sources=(Source(f"{_HF}self_attn.o_proj.bias", ("hidden",)),),
+        sources=(SourceTensor(f"{_HF}self_attn.o_proj.bias", ("hidden",)),),
         stage=Stage.LAYER,
         when=("output_bias",),
     ),
@@ -116,7 +116,7 @@ ATTENTION = (
 QK_NORM = tuple(
     WeightRule(
         megatron=f"{_MEGATRON}self_attention.{letter}_layernorm.weight",
-        sources=(Source(f"{_HF}self_attn.{letter}_norm.weight", ("head_dim",)),),
+        sources=(SourceTensor(f"{_HF}self_attn.{letter}_norm.weight", ("head_dim",)),),
         stage=Stage.LAYER,
     )
     for letter in "qk"
@@ -126,36 +126,36 @@ GATED_MLP = (
     WeightRule(
         megatron=f"{_MEGATRON}mlp.linear_fc1.weight",
         sources=(
-            Source(f"{_HF}mlp.gate_proj.weight", ("ffn", "hidden")),
-            Source(f"{_HF}mlp.up_proj.weight", ("ffn", "hidden")),
+            SourceTensor(f"{_HF}mlp.gate_proj.weight", ("ffn", "hidden")),
+            SourceTensor(f"{_HF}mlp.up_proj.weight", ("ffn", "hidden")),
         ),
         stage=Stage.LAYER,
         layers=Layers.DENSE,
         pack=Pack.GATED,
-        cut=Cut.ROWS,
+        cut=ShardAxis.ROWS,
     ),
     WeightRule(
         megatron=f"{_MEGATRON}mlp.linear_fc1.bias",
         sources=(
-            Source(f"{_HF}mlp.gate_proj.bias", ("ffn",)),
-            Source(f"{_HF}mlp.up_proj.bias", ("ffn",)),
+            SourceTensor(f"{_HF}mlp.gate_proj.bias", ("ffn",)),
+            SourceTensor(f"{_HF}mlp.up_proj.bias", ("ffn",)),
         ),
         stage=Stage.LAYER,
         layers=Layers.DENSE,
         pack=Pack.GATED,
-        cut=Cut.ROWS,
+        cut=ShardAxis.ROWS,
         when=("mlp_bias",),
     ),
     WeightRule(
         megatron=f"{_MEGATRON}mlp.linear_fc2.weight",
-        sources=(Source(f"{_HF}mlp.down_proj.weight", ("hidden", "ffn")),),
+        sources=(SourceTensor(f"{_HF}mlp.down_proj.weight", ("hidden", "ffn")),),
         stage=Stage.LAYER,
         layers=Layers.DENSE,
-        cut=Cut.COLUMNS,
+        cut=ShardAxis.COLUMNS,
     ),
     WeightRule(
         megatron=f"{_MEGATRON}mlp.linear_fc2.bias",
-        sources=(Source(f"{_HF}mlp.down_proj.bias", ("hidden",)),),
+        sources=(SourceTensor(f"{_HF}mlp.down_proj.bias", ("hidden",)),),
         stage=Stage.LAYER,
         layers=Layers.DENSE,
         when=("mlp_bias",),
@@ -164,14 +164,14 @@ GATED_MLP = (
 
 ROUTER = WeightRule(
     megatron=f"{_MEGATRON}mlp.router.weight",
-    sources=(Source(f"{_HF}mlp.gate.weight", ("experts", "hidden")),),
+    sources=(SourceTensor(f"{_HF}mlp.gate.weight", ("experts", "hidden")),),
     stage=Stage.LAYER,
     layers=Layers.SPARSE,
 )
 
 
 def _expert_layers(
-    first: tuple[Source, ...], second: Source, when: tuple[str, ...] = ()
+    first: tuple[SourceTensor, ...], second: SourceTensor, when: tuple[str, ...] = ()
 ) -> tuple[WeightRule, ...]:
     """The two layers of an expert: gate and up from `first`, down from `second`."""
     return (
@@ -181,7 +181,7 @@ def _expert_layers(
             stage=Stage.LAYER,
             layers=Layers.SPARSE,
             pack=Pack.GATED,
-            cut=Cut.ROWS,
+            cut=ShardAxis.ROWS,
             when=when,
         ),
         WeightRule(
@@ -189,7 +189,7 @@ def _expert_layers(
             sources=(second,),
             stage=Stage.LAYER,
             layers=Layers.SPARSE,
-            cut=Cut.COLUMNS,
+            cut=ShardAxis.COLUMNS,
             when=when,
         ),
     )
@@ -198,21 +198,21 @@ def _expert_layers(
 _EXPERT = f"{_HF}mlp.experts.{{expert}}."
 _SINGLE = (
     (
-        Source(f"{_EXPERT}gate_proj.weight", ("moe_ffn", "hidden")),
-        Source(f"{_EXPERT}up_proj.weight", ("moe_ffn", "hidden")),
+        SourceTensor(f"{_EXPERT}gate_proj.weight", ("moe_ffn", "hidden")),
+        SourceTensor(f"{_EXPERT}up_proj.weight", ("moe_ffn", "hidden")),
     ),
-    Source(f"{_EXPERT}down_proj.weight", ("hidden", "moe_ffn")),
+    SourceTensor(f"{_EXPERT}down_proj.weight", ("hidden", "moe_ffn")),
 )
 _STACKED = (
     (
-        Source(
+        SourceTensor(
             f"{_HF}mlp.experts.gate_up_proj",
             ("2*moe_ffn", "hidden"),
             sections=("moe_ffn", "moe_ffn"),
             stacked=True,
         ),
     ),
-    Source(f"{_HF}mlp.experts.down_proj", ("hidden", "moe_ffn"), stacked=True),
+    SourceTensor(f"{_HF}mlp.experts.down_proj", ("hidden", "moe_ffn"), stacked=True),
 )
 EXPERTS = (ROUTER, *_expert_layers(*_SINGLE))
 EITHER_EXPERTS = (  # checkpoints with a tensor for each expert, or with one of all
@@ -224,7 +224,7 @@ EITHER_EXPERTS = (  # checkpoints with a tensor for each expert, or with one of 
 ROUTER_BIAS = (
     WeightRule(  # a buffer that balances load; Megatron keeps it in float32
         megatron=f"{_MEGATRON}mlp.router.expert_bias",
-        sources=(Source(f"{_HF}mlp.gate.e_score_correction_bias", ("experts",)),),
+        sources=(SourceTensor(f"{_HF}mlp.gate.e_score_correction_bias", ("experts",)),),
         stage=Stage.LAYER,
         layers=Layers.SPARSE,
     ),
@@ -237,20 +237,20 @@ def _shared(hf: str, width: str) -> tuple[WeightRule, ...]:
         WeightRule(
             megatron=f"{_MEGATRON}mlp.shared_experts.linear_fc1.weight",
             sources=(
-                Source(f"{_HF}mlp.{hf}.gate_proj.weight", (width, "hidden")),
-                Source(f"{_HF}mlp.{hf}.up_proj.weight", (width, "hidden")),
+                SourceTensor(f"{_HF}mlp.{hf}.gate_proj.weight", (width, "hidden")),
+                SourceTensor(f"{_HF}mlp.{hf}.up_proj.weight", (width, "hidden")),
             ),
             stage=Stage.LAYER,
             layers=Layers.SPARSE,
             pack=Pack.GATED,
-            cut=Cut.ROWS,
+            cut=ShardAxis.ROWS,
         ),
         WeightRule(
             megatron=f"{_MEGATRON}mlp.shared_experts.linear_fc2.weight",
-            sources=(Source(f"{_HF}mlp.{hf}.down_proj.weight", ("hidden", width)),),
+            sources=(SourceTensor(f"{_HF}mlp.{hf}.down_proj.weight", ("hidden", width)),),
             stage=Stage.LAYER,
             layers=Layers.SPARSE,
-            cut=Cut.COLUMNS,
+            cut=ShardAxis.COLUMNS,
         ),
     )
 
@@ -260,7 +260,7 @@ SHARED_EXPERT = (
     *_shared("shared_expert", "shared_ffn"),
     WeightRule(
         megatron=f"{_MEGATRON}mlp.shared_experts.gate_weight",
-        sources=(Source(f"{_HF}mlp.shared_expert_gate.weight", ("one", "hidden")),),
+        sources=(SourceTensor(f"{_HF}mlp.shared_expert_gate.weight", ("one", "hidden")),),
         stage=Stage.LAYER,
         layers=Layers.SPARSE,
     ),

@@ -7,18 +7,22 @@ trained.
 from __future__ import annotations
 
 from sluice.weights.rules.common import ENDS, EXPERTS, GATED_MLP, NORMS, ROUTER_BIAS, SHARED_EXPERTS
-from sluice.weights.rules.rule import Cut, Family, Source, Stage, WeightRule
+from sluice.weights.rules.rule import Family, ShardAxis, SourceTensor, Stage, WeightRule
 
 _HF = "model.layers.{layer}.self_attn."
 _MEGATRON = "decoder.layers.{layer}.self_attention."
 
 
 def _rule(
-    name: str, hf: str, shape: tuple[str, ...], cut: Cut = Cut.NONE, when: tuple[str, ...] = ()
+    name: str,
+    hf: str,
+    shape: tuple[str, ...],
+    cut: ShardAxis = ShardAxis.NONE,
+    when: tuple[str, ...] = (),
 ) -> WeightRule:
     return WeightRule(
         megatron=_MEGATRON + name,
-        sources=(Source(_HF + hf, shape),),
+        sources=(SourceTensor(_HF + hf, shape),),
         stage=Stage.LAYER,
         cut=cut,
         when=when,
@@ -27,7 +31,9 @@ def _rule(
 
 _QUERY, _LATENT = "heads*nope+heads*rope", ("q_latent",)
 LATENT_ATTENTION = (
-    _rule("linear_q_proj.weight", "q_proj.weight", (_QUERY, "hidden"), Cut.ROWS, ("!q_latent",)),
+    _rule(
+        "linear_q_proj.weight", "q_proj.weight", (_QUERY, "hidden"), ShardAxis.ROWS, ("!q_latent",)
+    ),
     _rule(  # every rank has all of what leads into a latent
         "linear_q_down_proj.weight",
         "q_a_proj.weight",
@@ -35,16 +41,18 @@ LATENT_ATTENTION = (
         when=_LATENT,
     ),
     _rule("q_layernorm.weight", "q_a_layernorm.weight", ("q_latent",), when=_LATENT),
-    _rule("linear_q_up_proj.weight", "q_b_proj.weight", (_QUERY, "q_latent"), Cut.ROWS, _LATENT),
+    _rule(
+        "linear_q_up_proj.weight", "q_b_proj.weight", (_QUERY, "q_latent"), ShardAxis.ROWS, _LATENT
+    ),
     _rule("linear_kv_down_proj.weight", "kv_a_proj_with_mqa.weight", ("kv_latent+rope", "hidden")),
     _rule("kv_layernorm.weight", "kv_a_layernorm.weight", ("kv_latent",)),
     _rule(
         "linear_kv_up_proj.weight",
         "kv_b_proj.weight",
         ("heads*nope+heads*value_dim", "kv_latent"),
-        Cut.ROWS,
+        ShardAxis.ROWS,
     ),
-    _rule("linear_proj.weight", "o_proj.weight", ("hidden", "heads*value_dim"), Cut.COLUMNS),
+    _rule("linear_proj.weight", "o_proj.weight", ("hidden", "heads*value_dim"), ShardAxis.COLUMNS),
 )
 
 DEEPSEEK_V3 = Family(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sluice.weights.rules.common import ATTENTION, ENDS, GATED_MLP, NORMS
-from sluice.weights.rules.rule import Family, Pack, Source, Stage, WeightRule
+from sluice.weights.rules.rule import Family, Pack, SourceTensor, Stage, WeightRule
 
 _HF = "model.layers.{layer}."
 
@@ -15,14 +15,16 @@ def _fused(rule: WeightRule) -> WeightRule:
     if rule.pack is not Pack.GATED:
         return rule
     kind, rest = rule.megatron.rpartition(".")[2], rule.sources[0].shape[1:]
-    source = Source(f"{_HF}mlp.gate_up_proj.{kind}", ("2*ffn", *rest), sections=("ffn", "ffn"))
+    source = SourceTensor(
+        f"{_HF}mlp.gate_up_proj.{kind}", ("2*ffn", *rest), sections=("ffn", "ffn")
+    )
     return replace(rule, sources=(source,))
 
 
 _AFTER = tuple(
     WeightRule(
         megatron=f"decoder.layers.{{layer}}.{name}.weight",
-        sources=(Source(f"{_HF}{name}.weight", ("hidden",)),),
+        sources=(SourceTensor(f"{_HF}{name}.weight", ("hidden",)),),
         stage=Stage.LAYER,
     )
     for name in ("post_self_attn_layernorm", "post_mlp_layernorm")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sluice.weights.errors import InvalidCheckpointError
-from sluice.weights.rules.rule import Cut, Pack
+from sluice.weights.rules.rule import Pack, ShardAxis
 from sluice.weights.rules.weight_map import Binding
 
 if TYPE_CHECKING:  # shapes are read by processes that have no torch
@@ -50,7 +50,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Run:
+class RowCopy:
     """`rows` rows of source number `source` from `start` on, at `row` of the share."""
 
     source: int
@@ -59,12 +59,12 @@ class Run:
     row: int
 
 
-def row_runs(binding: Binding, partition: Partition) -> tuple[Run, ...]:
+def row_runs(binding: Binding, partition: Partition) -> tuple[RowCopy, ...]:
     """The rows of a rank's share in order, padding left out.
 
     Raises PartitionError when the tensor does not divide evenly.
     """
-    if binding.cut is not Cut.ROWS:
+    if binding.cut is not ShardAxis.ROWS:
         return tuple(_place((0, 0, source.part[0]) for source in binding.sources))
     if binding.pack in (Pack.GATED, Pack.SECTIONS):
         return tuple(_place(_section_shares(binding, partition)))
@@ -84,7 +84,7 @@ def source_slices(binding: Binding, partition: Partition) -> tuple[Slice, ...]:
 
     Raises PartitionError when the tensor does not divide evenly.
     """
-    if binding.cut is Cut.COLUMNS:
+    if binding.cut is ShardAxis.COLUMNS:
         return tuple(
             Slice(s.name, 1, *_share(binding, s.part[1], partition), index=s.index)
             for s in binding.sources
@@ -105,7 +105,7 @@ def pack(binding: Binding, parts: Sequence[torch.Tensor], partition: Partition) 
 
     if binding.pack is Pack.SHIFTED:
         return _shift(binding, parts[0])
-    if binding.cut is Cut.COLUMNS:
+    if binding.cut is ShardAxis.COLUMNS:
         return parts[0]
     runs = row_runs(binding, partition)
     bounds = _bounds(binding, runs)
@@ -131,10 +131,10 @@ def unpack(binding: Binding, shares: Sequence[torch.Tensor]) -> dict[str, torch.
 
     if binding.pack is Pack.SHIFTED:
         return {binding.sources[0].name: _unshift(binding, shares[0])}
-    if binding.cut is Cut.COLUMNS:
+    if binding.cut is ShardAxis.COLUMNS:
         return {binding.sources[0].name: torch.cat(tuple(shares), dim=1)}
     found: list[list[tuple[int, torch.Tensor]]] = [[] for _ in binding.sources]
-    ranks = 1 if binding.cut is Cut.NONE else len(shares)
+    ranks = 1 if binding.cut is ShardAxis.NONE else len(shares)
     padded = sum(share.shape[0] for share in shares)
     for rank in range(ranks):
         for run in row_runs(binding, Partition(rank, ranks, padded)):
@@ -151,8 +151,8 @@ def share_shape(binding: Binding, partition: Partition) -> tuple[int, ...]:
     shape = list(binding.shape)
     if binding.padded:
         shape[0] = partition.padded_vocab
-    if binding.cut is not Cut.NONE:
-        axis = 0 if binding.cut is Cut.ROWS else 1
+    if binding.cut is not ShardAxis.NONE:
+        axis = 0 if binding.cut is ShardAxis.ROWS else 1
         shape[axis] = _divide(binding, shape[axis], partition)
     return tuple(shape)
 
@@ -200,22 +200,22 @@ def _section_shares(binding: Binding, partition: Partition) -> Iterator[tuple[in
         yield source, start + partition.rank * step, step
 
 
-def _place(parts: Iterator[tuple[int, int, int]]) -> Iterator[Run]:
+def _place(parts: Iterator[tuple[int, int, int]]) -> Iterator[RowCopy]:
     row = 0
     for source, start, rows in parts:
-        yield Run(source, start, rows, row)
+        yield RowCopy(source, start, rows, row)
         row += rows
 
 
-def _clip(runs: Sequence[Run], first: int, last: int) -> Iterator[Run]:
+def _clip(runs: Sequence[RowCopy], first: int, last: int) -> Iterator[RowCopy]:
     """What lies in rows first..last, counted from `first`."""
     for run in runs:
         low, high = max(run.row, first), min(run.row + run.rows, last)
         if low < high:
-            yield Run(run.source, run.start + low - run.row, high - low, low - first)
+            yield RowCopy(run.source, run.start + low - run.row, high - low, low - first)
 
 
-def _bounds(binding: Binding, runs: Sequence[Run]) -> list[tuple[int, int]]:
+def _bounds(binding: Binding, runs: Sequence[RowCopy]) -> list[tuple[int, int]]:
     """First and last row of every source that the runs touch."""
     bounds = []
     for index, source in enumerate(binding.sources):

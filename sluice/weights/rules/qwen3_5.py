@@ -19,7 +19,15 @@ from sluice.weights.rules.common import (
     QK_NORM,
     SHARED_EXPERT,
 )
-from sluice.weights.rules.rule import Cut, Family, Layers, Pack, Source, Stage, WeightRule
+from sluice.weights.rules.rule import (
+    Family,
+    Layers,
+    Pack,
+    ShardAxis,
+    SourceTensor,
+    Stage,
+    WeightRule,
+)
 
 _HF = "model.layers.{layer}."
 _MEGATRON = "decoder.layers.{layer}.self_attention."
@@ -28,7 +36,7 @@ _QKV = (_KEYS, _KEYS, _VALUES)
 _QKV_ROWS = f"{_KEYS}+{_KEYS}+{_VALUES}"
 
 
-def _linear(name: str, source: Source, **more: object) -> WeightRule:
+def _linear(name: str, source: SourceTensor, **more: object) -> WeightRule:
     return WeightRule(
         megatron=f"{_MEGATRON}{name}",
         sources=(source,),
@@ -42,39 +50,49 @@ DELTA_NET = (
     WeightRule(
         megatron=f"{_MEGATRON}in_proj.weight",
         sources=(
-            Source(f"{_HF}linear_attn.in_proj_qkv.weight", (_QKV_ROWS, "hidden"), sections=_QKV),
-            Source(f"{_HF}linear_attn.in_proj_z.weight", (_VALUES, "hidden")),
-            Source(f"{_HF}linear_attn.in_proj_b.weight", ("linear_value_heads", "hidden")),
-            Source(f"{_HF}linear_attn.in_proj_a.weight", ("linear_value_heads", "hidden")),
+            SourceTensor(
+                f"{_HF}linear_attn.in_proj_qkv.weight", (_QKV_ROWS, "hidden"), sections=_QKV
+            ),
+            SourceTensor(f"{_HF}linear_attn.in_proj_z.weight", (_VALUES, "hidden")),
+            SourceTensor(f"{_HF}linear_attn.in_proj_b.weight", ("linear_value_heads", "hidden")),
+            SourceTensor(f"{_HF}linear_attn.in_proj_a.weight", ("linear_value_heads", "hidden")),
         ),
         stage=Stage.LAYER,
         pack=Pack.SECTIONS,
-        cut=Cut.ROWS,
+        cut=ShardAxis.ROWS,
         layers=Layers.LINEAR_ATTENTION,
         section_keys=("query", "key", "value", "z", "beta", "alpha"),
     ),
     _linear(
         "conv1d.weight",
-        Source(
+        SourceTensor(
             f"{_HF}linear_attn.conv1d.weight",
             (_QKV_ROWS, "1", "linear_kernel"),
             sections=_QKV,
         ),
         pack=Pack.SECTIONS,
-        cut=Cut.ROWS,
+        cut=ShardAxis.ROWS,
         section_keys=("query", "key", "value"),
     ),
-    _linear("dt_bias", Source(f"{_HF}linear_attn.dt_bias", ("linear_value_heads",)), cut=Cut.ROWS),
-    _linear("A_log", Source(f"{_HF}linear_attn.A_log", ("linear_value_heads",)), cut=Cut.ROWS),
+    _linear(
+        "dt_bias",
+        SourceTensor(f"{_HF}linear_attn.dt_bias", ("linear_value_heads",)),
+        cut=ShardAxis.ROWS,
+    ),
+    _linear(
+        "A_log",
+        SourceTensor(f"{_HF}linear_attn.A_log", ("linear_value_heads",)),
+        cut=ShardAxis.ROWS,
+    ),
     _linear(
         "out_norm.weight",
-        Source(f"{_HF}linear_attn.norm.weight", ("linear_value_dim",)),
+        SourceTensor(f"{_HF}linear_attn.norm.weight", ("linear_value_dim",)),
         pack=Pack.SHIFTED,
     ),
     _linear(
         "out_proj.weight",
-        Source(f"{_HF}linear_attn.out_proj.weight", ("hidden", _VALUES)),
-        cut=Cut.COLUMNS,
+        SourceTensor(f"{_HF}linear_attn.out_proj.weight", ("hidden", _VALUES)),
+        cut=ShardAxis.COLUMNS,
     ),
 )
 

@@ -19,7 +19,7 @@ def _norm(megatron: str, hf: str, size: str, layers: Layers) -> tuple[WeightRule
     return tuple(
         WeightRule(
             megatron=f"{megatron}{kind}",
-            sources=(vision.Source(f"{hf}norm.{kind}", (size,)),),
+            sources=(vision.SourceTensor(f"{hf}norm.{kind}", (size,)),),
             stage=vision.Stage.VISION,
             layers=layers,
         )

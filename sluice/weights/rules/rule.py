@@ -31,7 +31,7 @@ class Pack(StrEnum):
     SHIFTED = "shifted"  # [source - 1]: a norm's weight, stored around zero
 
 
-class Cut(StrEnum):
+class ShardAxis(StrEnum):
     """The axis of the packed tensor that tensor parallelism divides."""
 
     NONE = "none"  # every rank holds all of it
@@ -52,7 +52,7 @@ class Layers(StrEnum):
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceTensor:
     """An HF tensor; `shape` holds sizes of the ModelShape ("q", "hidden", "heads*nope" ...).
 
     `sections` are the rows of each section, where there is more than one. `stacked`: the tensor
@@ -79,22 +79,22 @@ class WeightRule:
     """
 
     megatron: str
-    sources: tuple[Source, ...]
+    sources: tuple[SourceTensor, ...]
     stage: Stage
     pack: Pack = Pack.ONE
-    cut: Cut = Cut.NONE
+    cut: ShardAxis = ShardAxis.NONE
     layers: Layers = Layers.ALL
     when: tuple[str, ...] = ()
     padded: bool = False
     alias: bool = False
-    copies: tuple[Source, ...] = ()
+    copies: tuple[SourceTensor, ...] = ()
     groups: str = "kv_heads"
     heads: str = "heads"
     section_keys: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         plain = self.pack in (Pack.ONE, Pack.SHIFTED)
-        if self.cut is not Cut.ROWS and (self.padded or not plain):
+        if self.cut is not ShardAxis.ROWS and (self.padded or not plain):
             raise ValueError(f"{self.megatron!r}: packed and padded tensors are cut by rows")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from sluice.weights.rules.rule import Cut, Layers, Pack, Source, Stage, WeightRule
+from sluice.weights.rules.rule import Layers, Pack, ShardAxis, SourceTensor, Stage, WeightRule
 
 BLOCK = "vision_model.decoder.layers.{layer}."
 SIZES = {
@@ -30,7 +30,7 @@ PATCH = ("vision_hidden", "vision_channels", "vision_frames", "vision_patch", "v
 def nested(rules: Iterable[WeightRule], hf: str) -> tuple[WeightRule, ...]:
     """Rules of a language model whose HF names begin with `hf` in place of `model.`."""
 
-    def move(source: Source) -> Source:
+    def move(source: SourceTensor) -> SourceTensor:
         name = source.name
         return (
             replace(source, name=hf + name.removeprefix("model.")) if "model." in name else source
@@ -46,14 +46,14 @@ def vision_rule(
     megatron: str,
     hf: str,
     shape: tuple[str, ...],
-    cut: Cut = Cut.NONE,
+    cut: ShardAxis = ShardAxis.NONE,
     block: str = "",
     **more: object,
 ) -> WeightRule:
     """A rule of the tower with one source; `block` stands before the HF name."""
     return WeightRule(
         megatron=megatron,
-        sources=(Source(block + hf, shape),),
+        sources=(SourceTensor(block + hf, shape),),
         stage=Stage.VISION,
         cut=cut,
         layers=Layers.VISION,
@@ -65,13 +65,15 @@ def attention(block: str) -> tuple[WeightRule, ...]:
     thirds = ("vision_hidden",) * 3
 
     def fused(kind: str, rest: tuple[str, ...]) -> WeightRule:
-        source = Source(f"{block}attn.qkv.{kind}", ("3*vision_hidden", *rest), sections=thirds)
+        source = SourceTensor(
+            f"{block}attn.qkv.{kind}", ("3*vision_hidden", *rest), sections=thirds
+        )
         return WeightRule(
             megatron=f"{BLOCK}self_attention.linear_qkv.{kind}",
             sources=(source,),
             stage=Stage.VISION,
             pack=Pack.QKV,
-            cut=Cut.ROWS,
+            cut=ShardAxis.ROWS,
             layers=Layers.VISION,
             groups="vision_heads",
             heads="vision_heads",
@@ -84,7 +86,7 @@ def attention(block: str) -> tuple[WeightRule, ...]:
             f"{BLOCK}self_attention.linear_proj.weight",
             "attn.proj.weight",
             ("vision_hidden", "vision_hidden"),
-            Cut.COLUMNS,
+            ShardAxis.COLUMNS,
             block,
         ),
         vision_rule(
@@ -113,17 +115,21 @@ def plain_mlp(block: str) -> tuple[WeightRule, ...]:
             f"{BLOCK}mlp.linear_fc1.weight",
             "mlp.linear_fc1.weight",
             ("vision_ffn", "vision_hidden"),
-            Cut.ROWS,
+            ShardAxis.ROWS,
             block,
         ),
         vision_rule(
-            f"{BLOCK}mlp.linear_fc1.bias", "mlp.linear_fc1.bias", ("vision_ffn",), Cut.ROWS, block
+            f"{BLOCK}mlp.linear_fc1.bias",
+            "mlp.linear_fc1.bias",
+            ("vision_ffn",),
+            ShardAxis.ROWS,
+            block,
         ),
         vision_rule(
             f"{BLOCK}mlp.linear_fc2.weight",
             "mlp.linear_fc2.weight",
             ("vision_hidden", "vision_ffn"),
-            Cut.COLUMNS,
+            ShardAxis.COLUMNS,
             block,
         ),
         vision_rule(
@@ -139,12 +145,12 @@ def gated_mlp(block: str) -> tuple[WeightRule, ...]:
         return WeightRule(
             megatron=f"{BLOCK}mlp.linear_fc1.{kind}",
             sources=tuple(
-                Source(f"{block}mlp.{name}_proj.{kind}", ("vision_ffn", *rest))
+                SourceTensor(f"{block}mlp.{name}_proj.{kind}", ("vision_ffn", *rest))
                 for name in ("gate", "up")
             ),
             stage=Stage.VISION,
             pack=Pack.GATED,
-            cut=Cut.ROWS,
+            cut=ShardAxis.ROWS,
             layers=Layers.VISION,
         )
 
@@ -155,7 +161,7 @@ def gated_mlp(block: str) -> tuple[WeightRule, ...]:
             f"{BLOCK}mlp.linear_fc2.weight",
             "mlp.down_proj.weight",
             ("vision_hidden", "vision_ffn"),
-            Cut.COLUMNS,
+            ShardAxis.COLUMNS,
             block,
         ),
         vision_rule(
@@ -169,7 +175,7 @@ def merger(
 ) -> tuple[WeightRule, ...]:
     """The two linear layers from merged patches to the language model; `names` are HF's."""
     shapes = {names[0]: (MERGED, MERGED), names[1]: ("vision_out", MERGED)}
-    cuts = {"weight": (Cut.ROWS, Cut.COLUMNS), "bias": (Cut.ROWS, Cut.NONE)}
+    cuts = {"weight": (ShardAxis.ROWS, ShardAxis.COLUMNS), "bias": (ShardAxis.ROWS, ShardAxis.NONE)}
     return tuple(
         replace(
             vision_rule(

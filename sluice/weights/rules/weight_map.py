@@ -11,7 +11,7 @@ from sluice.weights.errors import (
     MissingTensorError,
     UnexpectedTensorError,
 )
-from sluice.weights.rules.rule import Cut, Family, Pack, Source, Stage, WeightRule
+from sluice.weights.rules.rule import Family, Pack, ShardAxis, SourceTensor, Stage, WeightRule
 from sluice.weights.rules.shape import ModelShape
 
 
@@ -53,7 +53,7 @@ class Binding:
     sources: tuple[HfTensor, ...]
     stage: Stage
     pack: Pack
-    cut: Cut
+    cut: ShardAxis
     groups: int
     padded: bool = False
     alias: bool = False
@@ -187,7 +187,7 @@ def _layers_of(rule: WeightRule, shape: ModelShape) -> tuple[int | None, ...]:
 
 
 def _bind(rule: WeightRule, shape: ModelShape, layer: int | None, expert: int | None) -> Binding:
-    def tensor(source: Source) -> HfTensor:
+    def tensor(source: SourceTensor) -> HfTensor:
         sizes = tuple(shape.dimension(name) for name in source.shape)
         return HfTensor(
             source.name.format(layer=layer, expert=expert),

@@ -53,7 +53,7 @@ class Membership:
 
 
 @dataclass(frozen=True)
-class Piece:
+class BucketTensor:
     """A tensor in a bucket: safetensors dtype, shape, digest, bytes begin..end of the bucket."""
 
     name: str
@@ -74,7 +74,7 @@ class Bucket:
     file_name: str
     offset: int
     size: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[BucketTensor, ...]
 
 
 def plan_buckets(
@@ -107,7 +107,7 @@ def _plan_file(
 ) -> list[Bucket]:
     layout = {name: (entry.dtype, tuple(entry.shape)) for name, entry in tensors.items()}
     buckets: list[Bucket] = []
-    pieces: list[Piece] = []
+    pieces: list[BucketTensor] = []
     start = offset = 0
 
     def close() -> None:
@@ -123,7 +123,7 @@ def _plan_file(
         if offset + size - start > bucket_bytes:
             close()
         begin = offset - start
-        pieces.append(Piece(name, dtype, shape, tensors[name].digest, begin, begin + size))
+        pieces.append(BucketTensor(name, dtype, shape, tensors[name].digest, begin, begin + size))
         offset += size
     close()
     return buckets

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from sluice.balance.planner import (
     GroupTooLargeError,
+    MicroBatchPlan,
     OversizePolicy,
     OversizeRowError,
-    Plan,
     PlanLimits,
     PlanRows,
     plan_micro_batches,
@@ -21,11 +21,11 @@ from sluice.balance.planner import (
 CAP = 100
 
 
-def contents(plan: Plan) -> list[tuple[int, ...]]:
+def contents(plan: MicroBatchPlan) -> list[tuple[int, ...]]:
     return [content for rank in plan.ranks for content in rank]
 
 
-def placed(plan: Plan) -> list[int]:
+def placed(plan: MicroBatchPlan) -> list[int]:
     return sorted(row for content in contents(plan) for row in content)
 
 
@@ -97,7 +97,7 @@ def grouped_rows(draw: st.DrawFn, data_size: int) -> PlanRows:
     )
 
 
-def check_shape(plan: Plan, limits: PlanLimits) -> None:
+def check_shape(plan: MicroBatchPlan, limits: PlanLimits) -> None:
     counts = {len(rank) for rank in plan.ranks}
     assert len(plan.ranks) == limits.data_size
     assert counts == {plan.statistics.micro_batch_count}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from services.rollout.engine.interface import Delta
 from services.rollout.engine.reference.core import EngineCore
-from services.rollout.engine.reference.lanes import Prompt
+from services.rollout.engine.reference.lanes import PrefillPrompt
 from services.rollout.engine.reference.model import open_model
 from services.rollout.engine.reference.prefix_cache import BLOCK, PrefixCache
 from tests.contract.engine.cases import Model, build_model, request_of
@@ -83,9 +83,9 @@ def test_an_aborted_opening_does_not_hold_back_those_that_waited_for_it(
     assert len(answers(core)[2].token_ids) == 8
 
 
-def entry(tokens: list[int], cache: PrefixCache) -> Prompt:
+def entry(tokens: list[int], cache: PrefixCache) -> PrefillPrompt:
     ids = torch.tensor(tokens)
-    prompt = Prompt(ids, len(tokens), cache.chain(ids))
+    prompt = PrefillPrompt(ids, len(tokens), cache.chain(ids))
     prompt.kv = ids.float()[None, None, None, :, None].expand(1, 2, 1, -1, 3).contiguous()
     return prompt
 
@@ -141,7 +141,7 @@ def test_the_longest_prefix_kept_is_found_and_the_least_used_goes_first(
     cache, plain = PrefixCache(limit), Plain(limit)
     for tokens in prompts:
         ids = torch.tensor(tokens)
-        prompt = Prompt(ids, len(tokens), cache.chain(ids))
+        prompt = PrefillPrompt(ids, len(tokens), cache.chain(ids))
         assert cache.adopt(prompt) == (prompt.done > 0)
         assert prompt.done == plain.find(tokens)
         if prompt.done:

@@ -15,7 +15,7 @@ from sluice.client import RouterClient
 from sluice.config import ConfigError, parse_config
 from sluice.loop.config import RunConfig
 from sluice.loop.evaluation import EvaluationError, EvaluationLane
-from sluice.loop.report import Report
+from sluice.loop.report import RunReport
 from sluice.loop.workers import EpisodeWorkers
 from sluice.runtime.errors import InvalidFieldError
 from sluice.runtime.security import SecurityConfig
@@ -91,7 +91,7 @@ class World:
         self.path, self.episodes, self.workers = tmp_path, episodes, workers
 
     def lane(self, datasets=DATASETS, deterministic=False, **evaluation) -> EvaluationLane:
-        self.report = Report(self.path, 10)
+        self.report = RunReport(self.path, 10)
         config = parse_config(
             RunConfig,
             {

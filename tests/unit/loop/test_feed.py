@@ -13,7 +13,7 @@ from sluice.api.rollout.v1 import rollout_service_pb2_grpc as pb_grpc
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.api.router.v1 import router_service_pb2_grpc as router_grpc
 from sluice.client import RemoteError, RouterClient
-from sluice.loop.dispatcher import FeedConfig, GroupFeed, RolloutFailedError
+from sluice.loop.dispatcher import FeedConfig, RolloutDispatcher, RolloutFailedError
 from sluice.loop.ledger import Ledger
 from sluice.loop.workers import EpisodeWorkers
 from sluice.runtime.errors import InvalidFieldError
@@ -87,7 +87,7 @@ class World:
     def __init__(self, episodes: Episodes, ledger: Ledger, workers: EpisodeWorkers) -> None:
         self.episodes, self.ledger, self.workers = episodes, ledger, workers
 
-    def feed(self, **settings) -> GroupFeed:
+    def feed(self, **settings) -> RolloutDispatcher:
         config = {"groups_per_step": 4, "max_staleness": 0, "attempts": 3, **settings}
 
         def request(groups, trial):
@@ -99,7 +99,7 @@ class World:
                 sample_count=2,
             )
 
-        return GroupFeed(FeedConfig(**config), self.ledger, self.workers, request)
+        return RolloutDispatcher(FeedConfig(**config), self.ledger, self.workers, request)
 
     def publish(self, step: int) -> None:
         self.episodes.version += 1
@@ -126,7 +126,7 @@ async def world(tmp_path):
     await server.stop()
 
 
-async def step(world: World, feed: GroupFeed, number: int) -> list[str]:
+async def step(world: World, feed: RolloutDispatcher, number: int) -> list[str]:
     async with asyncio.timeout(PATIENCE):
         await feed.fill(number)
         groups = await feed.take(number)

@@ -14,7 +14,7 @@ from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.api.router.v1 import router_service_pb2_grpc as router_grpc
 from sluice.client import RouterClient
 from sluice.loop.config import FilterConfig
-from sluice.loop.dispatcher import FeedConfig, GroupFeed, RolloutFailedError
+from sluice.loop.dispatcher import FeedConfig, RolloutDispatcher, RolloutFailedError
 from sluice.loop.filters import GroupFilters
 from sluice.loop.ledger import Ledger
 from sluice.loop.workers import EpisodeWorkers
@@ -105,7 +105,7 @@ class World:
     def __init__(self, episodes: Episodes, ledger: Ledger, workers: EpisodeWorkers) -> None:
         self.episodes, self.ledger, self.workers = episodes, ledger, workers
 
-    def feed(self, filters: GroupFilters | None = None, **settings) -> GroupFeed:
+    def feed(self, filters: GroupFilters | None = None, **settings) -> RolloutDispatcher:
         config = {"groups_per_step": 4, "max_staleness": 0, "attempts": 3, **settings}
 
         def request(groups, trial):
@@ -118,9 +118,11 @@ class World:
                 sample_count=2,
             )
 
-        return GroupFeed(FeedConfig(**config), self.ledger, self.workers, request, filters=filters)
+        return RolloutDispatcher(
+            FeedConfig(**config), self.ledger, self.workers, request, filters=filters
+        )
 
-    async def step(self, feed: GroupFeed, number: int) -> list[str]:
+    async def step(self, feed: RolloutDispatcher, number: int) -> list[str]:
         async with asyncio.timeout(PATIENCE):
             await feed.fill(number)
             groups = await feed.take(number)

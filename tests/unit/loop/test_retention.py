@@ -12,7 +12,7 @@ import torch
 from sluice.config import ConfigError
 from sluice.loop.config import RetentionConfig
 from sluice.loop.ledger import Ledger, LedgerGroup
-from sluice.loop.run_checkpoint import Cut, Retention, list_cuts, write_cut
+from sluice.loop.run_checkpoint import Retention, RunCheckpoint, list_cuts, write_cut
 from sluice.samples.blobs import BlobReference, BlobStore
 from sluice.weights.shards import write_shard
 from sluice.weights.store import WeightStore
@@ -55,7 +55,7 @@ class World:
         name = self.retention.new_checkpoint_id(step)
         (self.checkpoints / name).mkdir(parents=True)
         (self.checkpoints / name / "checkpoint.json").touch()
-        cut = Cut(
+        cut = RunCheckpoint(
             step=step,
             optimizer_step=step,
             checkpoint=f"checkpoints/{name}",

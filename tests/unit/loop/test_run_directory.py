@@ -16,7 +16,7 @@ from sluice.durable import DirectoryError
 from sluice.loop.config import RunConfig
 from sluice.loop.ledger import Ledger, LedgerGroup
 from sluice.loop.prompts import load_prompts
-from sluice.loop.run_checkpoint import Cut, write_cut
+from sluice.loop.run_checkpoint import RunCheckpoint, write_cut
 from sluice.loop.run_directory import (
     RunDirectoryError,
     check_ledger,
@@ -26,7 +26,7 @@ from sluice.loop.run_directory import (
 )
 from sluice.samples.blobs import BlobReference
 
-CUT = Cut(
+CUT = RunCheckpoint(
     step=2,
     optimizer_step=2,
     checkpoint="checkpoints/x",

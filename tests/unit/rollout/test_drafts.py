@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from services.rollout.engine.interface import Delta, FinishReason, Sampling
 from services.rollout.engine.wire import VersionBounds
-from services.rollout.episodes.drafts import Drafts, Prompt
+from services.rollout.episodes.drafts import PartialSamples, SamplingPrompt
 from services.rollout.episodes.trajectory import Trajectory
 from sluice.samples.sample import VersionSpan
 
 PROMPT_IDS = (1, 2, 3)
 
 
-def drafts(budget: int, samples: int = 1, chunk: int = 0) -> Drafts:
-    prompt = Prompt(
+def drafts(budget: int, samples: int = 1, chunk: int = 0) -> PartialSamples:
+    prompt = SamplingPrompt(
         group_id="g",
         token_ids=PROMPT_IDS,
         sample_count=samples,
@@ -27,7 +27,7 @@ def drafts(budget: int, samples: int = 1, chunk: int = 0) -> Drafts:
         bounds=VersionBounds(),
         pool="",
     )
-    return Drafts(prompt, chunk)
+    return PartialSamples(prompt, chunk)
 
 
 def delta(tokens: tuple[int, ...], version: int, reason: FinishReason, index: int = 0) -> Delta:

@@ -15,7 +15,7 @@ from services.rollout.engine.interface import Delta, FinishReason, Sampling
 from services.rollout.engine.wire import VersionBounds
 from services.rollout.environments.environment import Response, Reward, Step, Task, TaskError
 from services.rollout.environments.runner import InlineRunner
-from services.rollout.episodes.drafts import Prompt
+from services.rollout.episodes.drafts import SamplingPrompt
 from services.rollout.episodes.episode import Conversation, Episode, Steps
 from services.rollout.episodes.trajectory import Trajectory
 from sluice.runtime.waits import Waits
@@ -216,7 +216,7 @@ async def test_a_long_observation_is_tokenised_off_the_event_loop(
 
     tokenizer(tmp_path)
     made = Watched(tmp_path)
-    prompt = Prompt(
+    prompt = SamplingPrompt(
         group_id="g",
         token_ids=(1, 2),
         sample_count=1,
@@ -236,7 +236,7 @@ async def test_a_long_observation_is_tokenised_off_the_event_loop(
 class Parrot:
     """In place of engines: always the same answer."""
 
-    async def sample(self, prompt: Prompt) -> list[Delta]:
+    async def sample(self, prompt: SamplingPrompt) -> list[Delta]:
         return [
             Delta(
                 index=0,

@@ -32,7 +32,7 @@ from services.rollout.episodes.group import (
     GroupSpec,
     GroupTools,
 )
-from services.rollout.episodes.rollout import DrainingError, Rollout
+from services.rollout.episodes.rollout import Rollout, WorkerDrainingError
 from services.rollout.episodes.rollouts import Rollouts
 from services.rollout.episodes.spool import Journals, Spool
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
@@ -174,7 +174,7 @@ async def test_callers_of_a_rollout_that_is_opening_are_told_that_the_worker_clo
         await asyncio.sleep(0)  # which waits for the rollout from here on
         await worker.rollouts.close()
         for caller in (listener, canceller):
-            with pytest.raises(DrainingError):
+            with pytest.raises(WorkerDrainingError):
                 await caller
 
 
@@ -206,7 +206,7 @@ async def test_a_listener_is_sent_away_once_what_was_being_stored_is_known(
                 await asyncio.sleep(0)
         assert not listener.done(), "another worker would find nothing, and run the group again"
         worker.journals.go.set()
-        with pytest.raises(DrainingError):
+        with pytest.raises(WorkerDrainingError):
             await listener
         assert worker.journals.open("r", "another").finished.keys() == {"g"}
         await asyncio.gather(*closing)
@@ -222,7 +222,7 @@ async def test_a_rollout_stopped_twice_does_not_end_as_if_it_were_settled() -> N
     rollout.start([("g", run())])
     await rollout.stop()
     await rollout.stop()
-    with pytest.raises(DrainingError):
+    with pytest.raises(WorkerDrainingError):
         _ = [event async for event in rollout.follow()]
 
 
@@ -239,7 +239,7 @@ async def test_a_caller_who_comes_while_an_orphan_is_stopped_begins_no_second_ru
         for _ in range(TURNS):
             await asyncio.sleep(0)
         worker.journals.go.set()
-        with pytest.raises(DrainingError):
+        with pytest.raises(WorkerDrainingError):
             await caller
         (event,) = await worker.events(request)
         assert event.finished.group_id == "g"

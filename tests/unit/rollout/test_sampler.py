@@ -10,7 +10,7 @@ import pytest
 
 from services.rollout.engine.interface import Sampling
 from services.rollout.engine.wire import VersionBounds
-from services.rollout.episodes.drafts import Prompt
+from services.rollout.episodes.drafts import SamplingPrompt
 from services.rollout.episodes.sampler import Sampler
 from sluice.router_client import Lease
 from sluice.runtime.waits import Waits
@@ -55,7 +55,7 @@ async def test_a_group_cancelled_just_after_its_leases_came_gives_them_back(turn
     leases = CountedLeases()
     engines: Any = SilentEngines()
     sampler = Sampler(leases, engines, Waits(), attempts=1)
-    prompt = Prompt(
+    prompt = SamplingPrompt(
         group_id="g",
         token_ids=(1, 2),
         sample_count=4,

@@ -22,7 +22,7 @@ from sluice.balance.routing import (
 )
 from sluice.balance.routing.breaker import Breaker, BreakerState
 from sluice.balance.routing.load_reports import UNIT, SpeedTable
-from sluice.balance.routing.types import RefusedError
+from sluice.balance.routing.types import LeaseRefusedError
 from sluice.router_client import Wanted
 from sluice.router_client.engine_view import KnownEngine, KnownEngines, pick_locally
 
@@ -147,7 +147,7 @@ def test_a_refusal_charges_nothing(make_pool):
     pool = make_pool(max_running=2, max_leases_per_client=3)
     pool.acquire("c", LeaseRequest(count=2), 0.0)
     for request in (LeaseRequest(count=1), LeaseRequest(count=9, may_wait=True)):
-        with pytest.raises(RefusedError):
+        with pytest.raises(LeaseRefusedError):
             pool.acquire("c", request, 0.0)
     assert pool.tables.leases.live_count == pool.tables.targets.charges.sum() == 2
 
@@ -258,7 +258,7 @@ def test_new_leases_count_in_full_beside_old_ones_that_did_nothing(make_pool):
 def test_a_pool_takes_so_many_leases_and_no_more(make_pool):
     pool = make_pool(max_leases=5)
     pool.acquire("c", LeaseRequest(count=3), 0.0)
-    with pytest.raises(RefusedError) as caught:
+    with pytest.raises(LeaseRefusedError) as caught:
         pool.acquire("d", LeaseRequest(count=3), 0.0)
     assert caught.value.reason is Refusal.TOO_MANY_LEASES
     pool.acquire("d", LeaseRequest(count=2), 0.0)

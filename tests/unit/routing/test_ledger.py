@@ -7,14 +7,16 @@ import random
 
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.router_client.engine_view import KnownEngines
-from sluice.router_client.lease_book import Ledger, Ticket
+from sluice.router_client.lease_book import LeaseBook, Ticket
 from sluice.router_client.types import Lease, Wanted
 
 
 async def test_waiting_leases_bound_without_the_router_are_given_back_to_it() -> None:
     """It may live on, where only a connection broke, and bind them."""
     returned: list[int] = []
-    ledger = Ledger(KnownEngines(random.Random(1)), lambda lease_id, _: returned.append(lease_id))
+    ledger = LeaseBook(
+        KnownEngines(random.Random(1)), lambda lease_id, _: returned.append(lease_id)
+    )
     futures: list[asyncio.Future[Lease]] = [asyncio.Future() for _ in range(2)]
     engine = pb.Engine(
         engine_id="a", dp_size=1, state=pb.ENGINE_STATE_ACTIVE, weights={"version": 1}

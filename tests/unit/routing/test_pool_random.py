@@ -11,13 +11,13 @@ from sluice.balance.routing import (
     QUEUED,
     EngineSpec,
     Held,
+    LeaseRefusedError,
     LeaseRequest,
     Needs,
     Outcome,
     Pool,
     PoolConfig,
     RankReport,
-    RefusedError,
 )
 
 CLIENTS = ("ada", "bob", "cyd")
@@ -90,7 +90,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.heard[client] = self.now
         try:
             grant = self.pool.acquire(client, request, self.now)
-        except RefusedError:
+        except LeaseRefusedError:
             return
         assert len(grant.targets) == count
         assert wait or (grant.targets != QUEUED).all()

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from sluice.balance.routing import (
     EngineSpec,
     Held,
+    LeaseRefusedError,
     LeaseRequest,
     Pool,
     PoolConfig,
     RankReport,
     Refusal,
-    RefusedError,
 )
 from sluice.balance.routing.settling import RECONNECT_SECONDS, Settling
 
@@ -137,7 +137,7 @@ class World:
         wanted = LeaseRequest(count=count, may_wait=True)
         try:
             grant = pool.acquire(client.name, wanted, self.now)
-        except RefusedError as refused:
+        except LeaseRefusedError as refused:
             assert refused.reason is Refusal.RENEW_FIRST
             self.renew(client)
             grant = pool.acquire(client.name, wanted, self.now)
@@ -250,7 +250,7 @@ def test_a_fleet_that_starts_waits_for_nobody():
 
 def test_a_client_that_knew_another_router_is_refused_until_it_has_said_what_it_holds():
     pool = restarted()
-    with pytest.raises(RefusedError) as refused:
+    with pytest.raises(LeaseRefusedError) as refused:
         asked(pool, "old", 0.1, known_epoch=5)
     assert refused.value.reason is Refusal.RENEW_FIRST
     assert not asked(pool, "new", 0.2), "the other one may hold the place"
@@ -284,7 +284,7 @@ def test_an_engine_that_was_leased_before_opens_when_its_requests_are_accounted_
 
 def test_without_waiting_the_refusal_says_that_the_router_settles():
     pool = restarted(known_epoch=5)
-    with pytest.raises(RefusedError) as refused:
+    with pytest.raises(LeaseRefusedError) as refused:
         pool.acquire("c", LeaseRequest(count=1), 0.1)
     assert refused.value.reason is Refusal.SETTLING
 

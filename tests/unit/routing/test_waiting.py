@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sluice.balance.routing import QUEUED, EngineSpec, LeaseRequest, Needs, RankReport, Refusal
-from sluice.balance.routing.types import RefusedError
+from sluice.balance.routing.types import LeaseRefusedError
 
 
 def ask(pool, groups, expected=None, now=0.0, **fields):
@@ -106,7 +106,7 @@ def test_needs_wait_apart(make_pool):
 def test_a_queue_that_is_full_refuses_and_charges_nothing(make_pool):
     pool = make_pool(max_running=1, max_queued=2)
     ask(pool, [("a", 3)])
-    with pytest.raises(RefusedError) as caught:
+    with pytest.raises(LeaseRefusedError) as caught:
         ask(pool, [("b", 1)])
     assert caught.value.reason is Refusal.QUEUE_FULL
     assert pool.tables.leases.live_count == 3

@@ -17,7 +17,12 @@ from hypothesis import strategies as st
 from services.rollout.engine.interface import Delta, FinishReason, Generation, Sampling
 from services.rollout.engine.sglang.client import MissingFeatureError
 from services.rollout.engine.sglang.jobs import WARM_TOKENS
-from services.rollout.engine.sglang.samples import Routing, Sample, parse_experts, read_routing
+from services.rollout.engine.sglang.samples import (
+    PendingSample,
+    Routing,
+    parse_experts,
+    read_routing,
+)
 from services.rollout.errors import EngineFailedError, UnfitWeightsError
 from sluice.weights.store import WeightStore, import_checkpoint
 from tests.patience import PATIENCE
@@ -63,7 +68,9 @@ def message(ids: list[int], reason: dict[str, Any] | None, **meta: Any) -> dict[
 
 
 def take(*messages: dict[str, Any], routing: Routing | None = ROUTING) -> list[Delta | None]:
-    sample = Sample(index=0, rid="r", follows=True, temperature=1.0, arrived=0.0, routing=routing)
+    sample = PendingSample(
+        index=0, rid="r", follows=True, temperature=1.0, arrived=0.0, routing=routing
+    )
     deltas = []
     for one in messages:
         sample.take(one, (0, "ab"), is_delta=True)

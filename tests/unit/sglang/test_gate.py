@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.rollout.engine.sglang.load import Gate, Load
+from services.rollout.engine.sglang.load import Load, SlotLimiter
 
 
 async def test_slots_go_to_who_came_first_and_as_many_as_there_are() -> None:
-    gate = Gate(1, 4)
+    gate = SlotLimiter(1, 4)
     assert await gate.enter(0, 3) == 3
     assert await gate.enter(0, 3) == 1
     first = asyncio.create_task(gate.enter(0, 2))
@@ -27,7 +27,7 @@ async def test_slots_go_to_who_came_first_and_as_many_as_there_are() -> None:
 
 
 async def test_nobody_enters_a_closed_gate_and_ranks_are_apart() -> None:
-    gate = Gate(2, 1)
+    gate = SlotLimiter(2, 1)
     gate.shut()
     waiting = [asyncio.create_task(gate.enter(rank, 1)) for rank in (0, 1, 1)]
     await asyncio.sleep(0)
@@ -43,7 +43,7 @@ async def test_nobody_enters_a_closed_gate_and_ranks_are_apart() -> None:
 @given(st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=20))
 def test_whoever_gives_up_takes_no_slot_along(steps: list[tuple[int, bool]]) -> None:
     async def run() -> None:
-        gate = Gate(1, 5)
+        gate = SlotLimiter(1, 5)
         tasks = [asyncio.create_task(gate.enter(0, wanted)) for wanted, _ in steps]
         await asyncio.sleep(0)
         for task, (_, gives_up) in zip(tasks, steps, strict=True):
@@ -85,7 +85,7 @@ async def test_loads_follow_a_sample_through_a_pause_and_back() -> None:
 
 async def test_an_engine_that_closes_a_gate_can_be_waited_for() -> None:
     with pytest.raises(TimeoutError):
-        gate = Gate(1, 1)
+        gate = SlotLimiter(1, 1)
         gate.shut()
         await asyncio.wait_for(gate.enter(0, 1), 0.01)
     gate.open()

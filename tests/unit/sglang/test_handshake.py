@@ -16,8 +16,8 @@ from services.rollout.engine.sglang.client import (
     FOR_TRANSFERS,
     NEEDED,
     MissingFeatureError,
-    RefusedError,
     SglangClient,
+    SGLangRefusedError,
     shake_hands,
 )
 from services.rollout.errors import EngineFailedError
@@ -141,7 +141,7 @@ async def test_nobody_there_and_refusals() -> None:
         assert not await client.answers()
     answers = {"/a": (200, b'{"success": false, "message": "why"}'), "/b": (200, b"null")}
     async with playing(answers) as client:
-        with pytest.raises(RefusedError, match="why"):
+        with pytest.raises(SGLangRefusedError, match="why"):
             await client.post("/a", {}, 5)
         assert await client.post("/b", {}, 5) == {}
 
@@ -156,6 +156,6 @@ async def test_a_stream_that_breaks_off_is_an_error() -> None:
         assert found == [{"index": 0}]
     refused = b'{"error": {"message": "bad"}}'
     async with playing({"/generate": (400, refused)}) as client:
-        with pytest.raises(RefusedError, match="bad"):
+        with pytest.raises(SGLangRefusedError, match="bad"):
             async for _ in client.stream({}):
                 pass

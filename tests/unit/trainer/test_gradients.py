@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.trainer.controller.state import GradientLedger, Part
+from services.trainer.controller.state import GradientLedger, PassRecord
 from services.trainer.errors import (
     AggregationMismatchError,
     GradientsIncompleteError,
@@ -19,7 +19,7 @@ TOKEN_MEAN = ("token_mean", None)
 def ledger_with(*part_ids: str) -> GradientLedger[str]:
     ledger: GradientLedger[str] = GradientLedger()
     for part_id in part_ids:
-        ledger.parts[part_id] = Part("body", f"answer of {part_id}", TOKEN_MEAN, 10.0)
+        ledger.parts[part_id] = PassRecord("body", f"answer of {part_id}", TOKEN_MEAN, 10.0)
     return ledger
 
 

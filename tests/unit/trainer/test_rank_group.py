@@ -15,7 +15,7 @@ from services.trainer.config import TrainerConfig
 from services.trainer.controller import rank_incarnation as generation_module
 from services.trainer.controller.commands import same_for_all
 from services.trainer.controller.rank_group import ExternalLauncher, RankGroup, WorkerServer
-from services.trainer.controller.rank_incarnation import Generation
+from services.trainer.controller.rank_incarnation import RankIncarnation
 from services.trainer.errors import RankError, RankLostError, TrainerFailedError
 from sluice.api.common.v1 import wait_service_pb2
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
@@ -64,7 +64,7 @@ class House:
         request = wait_service_pb2.ListWaitsRequest()
         return {wait.what: wait for wait in (await self.waits.ListWaits(request, None)).waits}
 
-    async def _restore(self, generation: Generation) -> None:
+    async def _restore(self, generation: RankIncarnation) -> None:
         self.restored.append(generation.number)
 
 

@@ -22,7 +22,7 @@ from services.trainer.servicer import TrainerServicer
 from sluice.api.common.v1 import wait_service_pb2
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
-from sluice.balance.planner import Plan, PlanLimits, PlanRows, plan_micro_batches
+from sluice.balance.planner import MicroBatchPlan, PlanLimits, PlanRows, plan_micro_batches
 from sluice.runtime.errors import LoadingError, NotFoundError, QueueFullError
 from sluice.runtime.operations import Operations
 from sluice.runtime.wire import sample_to_proto
@@ -277,7 +277,7 @@ async def test_passes_are_planned_off_the_event_loop(
 ) -> None:
     planners: set[int] = set()
 
-    def noting(rows: PlanRows, limits: PlanLimits) -> Plan:
+    def noting(rows: PlanRows, limits: PlanLimits) -> MicroBatchPlan:
         planners.add(threading.get_ident())
         return plan_micro_batches(rows, limits)
 

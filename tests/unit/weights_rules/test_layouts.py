@@ -13,13 +13,13 @@ import torch
 
 from sluice.weights.errors import InvalidCheckpointError
 from sluice.weights.rules import (
-    Cut,
     Family,
     InexactTensorError,
     Layers,
     Pack,
     Partition,
     PartitionError,
+    ShardAxis,
     Stage,
     WeightMap,
     WeightRule,
@@ -32,7 +32,11 @@ from tests.unit.weights_rules.layouts import FILE, config_of, layout_of, numbers
 from tests.unit.weights_rules.models import HUGGING_FACE
 
 EXPECTED = json.loads(FILE.read_bytes())
-OTHER_CUT = {Cut.NONE: Cut.ROWS, Cut.ROWS: Cut.COLUMNS, Cut.COLUMNS: Cut.NONE}
+OTHER_CUT = {
+    ShardAxis.NONE: ShardAxis.ROWS,
+    ShardAxis.ROWS: ShardAxis.COLUMNS,
+    ShardAxis.COLUMNS: ShardAxis.NONE,
+}
 OTHER_STAGE = {Stage.LAYER: Stage.FINAL, Stage.VISION: Stage.HEAD, Stage.EMBEDDING: Stage.HEAD}
 OTHER_LAYERS = {Layers.ALL: Layers.DENSE, Layers.SPARSE: Layers.ALL, Layers.DENSE: Layers.SPARSE}
 cached_config = cache(config_of)

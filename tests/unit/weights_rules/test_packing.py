@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from sluice.weights.rules import (
     Binding,
-    Cut,
     HfTensor,
     Pack,
     Partition,
     PartitionError,
+    ShardAxis,
     Slice,
     Stage,
     pack,
@@ -140,7 +140,7 @@ def test_any_grouping_round_trips(
         sources=sources,
         stage=Stage.LAYER,
         pack=Pack.QKV,
-        cut=Cut.ROWS,
+        cut=ShardAxis.ROWS,
         groups=groups,
     )
     tensors = {s.name: torch.randn(s.shape) for s in sources}

@@ -17,10 +17,10 @@ from sluice.weights.errors import (
 )
 from sluice.weights.rules import (
     FAMILIES,
-    Cut,
     Pack,
     RuleConflictError,
-    Source,
+    ShardAxis,
+    SourceTensor,
     Stage,
     TensorShapeError,
     UnknownArchitectureError,
@@ -102,7 +102,7 @@ def test_critic_ends_in_one_value() -> None:
     weights = WeightMap(family, read_shape(family, config, value_head=True))
     assert weights.hf_tensors()["score.weight"] == (1, 16)
     assert "lm_head.weight" not in weights.hf_tensors()
-    assert weights.binding("output_layer.weight").cut is Cut.NONE
+    assert weights.binding("output_layer.weight").cut is ShardAxis.NONE
 
 
 def test_checkpoints_that_do_not_fit_are_named() -> None:
@@ -127,15 +127,17 @@ def test_two_rules_for_one_tensor_are_refused() -> None:
     with pytest.raises(RuleConflictError, match=r"final_layernorm"):
         WeightMap(doubled, shape)
     rule = WeightRule(
-        megatron="elsewhere", sources=(Source("model.norm.weight", ("hidden",)),), stage=Stage.FINAL
+        megatron="elsewhere",
+        sources=(SourceTensor("model.norm.weight", ("hidden",)),),
+        stage=Stage.FINAL,
     )
     with pytest.raises(RuleConflictError, match=r"model\.norm\.weight"):
         WeightMap(replace(family, rules=(*family.rules, rule)), shape)
 
 
 def test_rules_that_mean_nothing_cannot_be_written() -> None:
-    sources = (Source("a", ("q", "hidden")), Source("b", ("kv", "hidden")))
-    for wrong in ({"pack": Pack.GATED}, {"padded": True, "cut": Cut.COLUMNS}):
+    sources = (SourceTensor("a", ("q", "hidden")), SourceTensor("b", ("kv", "hidden")))
+    for wrong in ({"pack": Pack.GATED}, {"padded": True, "cut": ShardAxis.COLUMNS}):
         with pytest.raises(ValueError, match="cut by rows"):
             WeightRule(megatron="x", sources=sources, stage=Stage.LAYER, **wrong)  # type: ignore[arg-type]
 

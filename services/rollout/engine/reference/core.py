@@ -10,9 +10,15 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 
 from services.rollout.engine.config import EngineConfig
-from services.rollout.engine.interface import Delta, FinishReason, Generation, PauseMode, Scores
+from services.rollout.engine.interface import (
+    Delta,
+    FinishReason,
+    Generation,
+    PauseMode,
+    TokenScores,
+)
 from services.rollout.engine.reference.batch import DecodeBatch, Deltas
-from services.rollout.engine.reference.lanes import Lane, Prompt, Request, Scoring, Written
+from services.rollout.engine.reference.lanes import Lane, PrefillPrompt, Request, Scoring, Written
 from services.rollout.engine.reference.model import PreparedWeights, ServingModel
 from services.rollout.engine.reference.passes import PromptWork, run_pass
 from services.rollout.engine.reference.prefix_cache import PrefixCache
@@ -137,14 +143,14 @@ class Intake:
                 item.logprobs.clear()
                 item.top.clear()
 
-    def _open(self, prompt: Prompt, openings: Collection[int]) -> bool:
+    def _open(self, prompt: PrefillPrompt, openings: Collection[int]) -> bool:
         """Whether to encode now; False when one in work begins alike and will be cached."""
         if prompt.kv is not None or self.prefixes.adopt(prompt):
             return True
         return not any(block in openings for block in prompt.chain[:1])
 
 
-Outcome = Delta | Scores | ServiceError
+Outcome = Delta | TokenScores | ServiceError
 ROW_MULTIPLE = 16  # elementwise loops round otherwise in a vector register than in its remainder
 
 
@@ -236,7 +242,7 @@ class EngineCore:
         """Queue a request; its deltas come to the outbox. Raises typed errors."""
         model = self._serving()
         check_generation(generation, model.vocabulary_size, self.max_length, self.config)
-        sampling, prompt = generation.sampling, Prompt.of(generation.prompt_token_ids)
+        sampling, prompt = generation.sampling, PrefillPrompt.of(generation.prompt_token_ids)
         fresh = (secrets.randbits(63) for _ in range(generation.sample_count))
         request = Request(
             key=key,
@@ -256,7 +262,7 @@ class EngineCore:
         model = self._serving()
         check_score(token_ids, prompt_length, model.vocabulary_size, self.max_length)
         scoring = Scoring(
-            key=key, prompt=Prompt.of(token_ids), first=prompt_length, top_count=top_count
+            key=key, prompt=PrefillPrompt.of(token_ids), first=prompt_length, top_count=top_count
         )
         self._intake.push(scoring)
         self._live[key] = scoring
@@ -298,7 +304,7 @@ class EngineCore:
         unsettled = logits is not None and self._batch.advance(logits)
         for scoring in self._intake.take(works):
             del self._live[scoring.key]
-            scores = Scores(logprobs=tuple(scoring.logprobs), top=tuple(scoring.top))
+            scores = TokenScores(logprobs=tuple(scoring.logprobs), top=tuple(scoring.top))
             self.outbox.append((scoring.key, scores))
         if self._start_lanes() or unsettled:
             self._hand_out(self._batch.settle())

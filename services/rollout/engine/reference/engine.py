@@ -23,7 +23,7 @@ from services.rollout.engine.interface import (
     IncomingWeights,
     PauseMode,
     RankLoad,
-    Scores,
+    TokenScores,
 )
 from services.rollout.engine.reference.core import EngineCore, Outcome
 from services.rollout.engine.reference.device_thread import DeviceThread, Outbox
@@ -98,14 +98,14 @@ class ReferenceEngine(Engine):
 
     async def score_top(
         self, token_ids: Sequence[int], prompt_length: int, top_count: int
-    ) -> Scores:
+    ) -> TokenScores:
         with self._stream("") as (key, outcomes):
             submit = partial(self._core.submit_score, key, token_ids, prompt_length, top_count)
             self._thread.post(submit, key)
             outcome = await outcomes.get()
             if isinstance(outcome, ServiceError):
                 raise outcome
-            assert isinstance(outcome, Scores)
+            assert isinstance(outcome, TokenScores)
             return outcome
 
     async def abort(self, request_ids: Sequence[str]) -> list[str]:

@@ -103,7 +103,7 @@ TopTokens = tuple[tuple[int, float], ...]  # likeliest first, with log-probabili
 
 
 @dataclass(eq=False)
-class Prompt:
+class PrefillPrompt:
     """A prompt on its way through prefill; the cache and logits serve all samples of it."""
 
     token_ids: torch.Tensor  # int64[length] on the host
@@ -115,8 +115,8 @@ class Prompt:
     experts: torch.Tensor | None = None  # int16[done, mixture layers, chosen], if watched
 
     @staticmethod
-    def of(token_ids: Sequence[int]) -> Prompt:
-        return Prompt(torch.tensor(token_ids, dtype=torch.int64), len(token_ids))
+    def of(token_ids: Sequence[int]) -> PrefillPrompt:
+        return PrefillPrompt(torch.tensor(token_ids, dtype=torch.int64), len(token_ids))
 
     def restart(self) -> None:
         """Forget what was made of it."""
@@ -133,7 +133,7 @@ class Request:
 
     key: int
     generation: Generation
-    prompt: Prompt
+    prompt: PrefillPrompt
     seeds: tuple[int, ...]
     stops: tuple[int, ...]
     budget: int  # tokens each sample may have
@@ -170,7 +170,7 @@ class Scoring:
     """Log-probabilities wanted of the prompt's tokens from `first` on, gathered by chunk."""
 
     key: int
-    prompt: Prompt
+    prompt: PrefillPrompt
     first: int
     top_count: int = 0
     logprobs: list[float] = field(default_factory=list)

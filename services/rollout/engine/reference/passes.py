@@ -9,7 +9,7 @@ import torch
 
 from services.rollout.engine.reference.attention import Block, ForwardPlan, PromptBlock
 from services.rollout.engine.reference.batch import DecodeBatch
-from services.rollout.engine.reference.lanes import Prompt, TopTokens
+from services.rollout.engine.reference.lanes import PrefillPrompt, TopTokens
 from services.rollout.engine.reference.model import ServingModel
 
 
@@ -17,7 +17,7 @@ from services.rollout.engine.reference.model import ServingModel
 class PromptWork:
     """The next `chunk` tokens of a prompt; with `score_from`, its tokens are scored from there."""
 
-    prompt: Prompt
+    prompt: PrefillPrompt
     chunk: int
     score_from: int | None = None
     top_count: int = 0  # likeliest tokens to name at each scored place

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from services.rollout.engine.reference.lanes import Prompt
+from services.rollout.engine.reference.lanes import PrefillPrompt
 
 BLOCK = 16  # tokens; prefixes are shared in whole blocks
 
@@ -49,7 +49,7 @@ class PrefixCache:
         """Hashes of the blocks of a prompt; none when nothing is kept."""
         return block_chain(token_ids) if self._limit else ()
 
-    def adopt(self, prompt: Prompt) -> bool:
+    def adopt(self, prompt: PrefillPrompt) -> bool:
         """Begin `prompt` with the longest cached prefix that leaves a token to encode."""
         for count in range(min(len(prompt.chain), (prompt.length - 1) // BLOCK), 0, -1):
             owner = self._owner.get(prompt.chain[count - 1])
@@ -68,7 +68,7 @@ class PrefixCache:
             return True
         return False
 
-    def insert(self, prompt: Prompt) -> None:
+    def insert(self, prompt: PrefillPrompt) -> None:
         """Keep what a prompt that is encoded whole has beyond those already here."""
         assert prompt.kv is not None
         chain = prompt.chain

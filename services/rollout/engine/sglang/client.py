@@ -22,7 +22,7 @@ UNLIMITED = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
 Json = dict[str, Any]
 
 
-class RefusedError(Exception):
+class SGLangRefusedError(Exception):
     """SGLang answered with an error; `status` is HTTP's."""
 
     def __init__(self, path: str, status: int, message: str) -> None:
@@ -47,10 +47,10 @@ class SglangClient:
         return await self._call("GET", path, None, seconds)
 
     async def post(self, path: str, body: Mapping[str, Any], seconds: float) -> Json:
-        """Raises RefusedError for an answer of 400 or more, or one that says `success: false`."""
+        """Raises SGLangRefusedError for an answer of 400 or more, or of `success: false`."""
         answer = await self._call("POST", path, body, seconds)
         if answer.get("success") is False:
-            raise RefusedError(path, 200, str(answer.get("message", "")))
+            raise SGLangRefusedError(path, 200, str(answer.get("message", "")))
         return answer
 
     async def delete(self, path: str, body: Mapping[str, Any], seconds: float) -> Json:
@@ -60,7 +60,7 @@ class SglangClient:
         """Whether it is up; asks for nothing that costs a generation."""
         try:
             await self.get("/model_info", CONNECT_SECONDS)
-        except (EngineFailedError, RefusedError):
+        except (EngineFailedError, SGLangRefusedError):
             return False
         return True
 
@@ -68,7 +68,7 @@ class SglangClient:
         """The same for an encoder-only server, whose health is cheap to ask for."""
         try:
             await self._call("GET", "/health", None, CONNECT_SECONDS)
-        except (EngineFailedError, RefusedError):
+        except (EngineFailedError, SGLangRefusedError):
             return False
         return True
 
@@ -77,7 +77,7 @@ class SglangClient:
         try:
             async with self._http.stream("POST", "/generate", json=body) as response:
                 if response.status_code >= 400:
-                    raise RefusedError(
+                    raise SGLangRefusedError(
                         "/generate", response.status_code, _message(await response.aread())
                     )
                 async for line in response.aiter_lines():
@@ -105,7 +105,7 @@ class SglangClient:
         except httpx2.HTTPError as error:
             raise EngineFailedError(f"SGLang at {path}: {_named(error)}") from error
         if response.status_code >= 400:
-            raise RefusedError(path, response.status_code, _message(response.content))
+            raise SGLangRefusedError(path, response.status_code, _message(response.content))
         try:
             answer = json.loads(response.content) if response.content else None
         except ValueError:  # a plain word
@@ -113,7 +113,7 @@ class SglangClient:
         return answer if isinstance(answer, dict) else {}
 
 
-def refusal(error: RefusedError, field: str) -> Exception:
+def refusal(error: SGLangRefusedError, field: str) -> Exception:
     """What a refused request is to its caller: a bad field, or an engine that fails."""
     if error.status < 500:
         return InvalidFieldError(field, error.message)
@@ -196,7 +196,7 @@ async def shake_hands(
     try:
         server = await client.get("/server_info")
         offered = await client.get("/openapi.json")
-    except RefusedError as error:
+    except SGLangRefusedError as error:
         raise MissingFeatureError(str(error), feature=error.path) from error
     release = str(server.get("version", "unknown"))
     gap = _gap(offered, NEEDED | (FOR_CHECKSUMS if checksums else {}))

@@ -18,12 +18,12 @@ from services.rollout.engine.interface import (
     Generation,
     IncomingWeights,
     PauseMode,
-    Scores,
+    TokenScores,
 )
 from services.rollout.engine.requests import check_generation, check_score
 from services.rollout.engine.sglang.commands import dp_size, reads_media
 from services.rollout.engine.sglang.jobs import Job, score
-from services.rollout.engine.sglang.load import Gate, Load
+from services.rollout.engine.sglang.load import Load, SlotLimiter
 from services.rollout.engine.sglang.replica import Replica
 from services.rollout.engine.sglang.samples import Routing, read_routing
 from services.rollout.engine.sglang.staging import (
@@ -57,7 +57,7 @@ class SglangEngine(Engine):
         self._config = config
         self._replica = Replica(config)
         self._versions = HostVersions(config.sglang.staging)
-        self._gate, self._load = Gate(0, 0), Load(0)
+        self._gate, self._load = SlotLimiter(0, 0), Load(0)
         self._is_asleep = False
         self._is_reviving = False  # the server ended, and has not its weights again
         self._is_blank = False  # it has slept, and no weights since
@@ -77,7 +77,7 @@ class SglangEngine(Engine):
         size = dp_size(config)
         if config.sglang.url:
             size = (await self._replica.attach()).dp_size
-        self._gate, self._load = Gate(size, config.max_running), Load(size)
+        self._gate, self._load = SlotLimiter(size, config.max_running), Load(size)
         self._replica.open_line(self._gate, self._load)
         if config.model:
             model = await self._versions.open(Path(config.model))
@@ -127,7 +127,7 @@ class SglangEngine(Engine):
 
     async def score_top(
         self, token_ids: Sequence[int], prompt_length: int, top_count: int
-    ) -> Scores:
+    ) -> TokenScores:
         self._check_serving()
         check_score(token_ids, prompt_length, self._vocabulary, self._max_length)
         return await score(self._replica.line, token_ids, prompt_length, top_count)

@@ -19,18 +19,18 @@ from typing import Any
 
 import grpc
 
-from services.rollout.engine.interface import Delta, FinishReason, Generation, Scores
+from services.rollout.engine.interface import Delta, FinishReason, Generation, TokenScores
 from services.rollout.engine.sglang.client import (
     Capabilities,
-    RefusedError,
     SglangClient,
+    SGLangRefusedError,
     batch,
     refusal,
 )
-from services.rollout.engine.sglang.load import Gate, Load
+from services.rollout.engine.sglang.load import Load, SlotLimiter
 from services.rollout.engine.sglang.samples import (
+    PendingSample,
     Routing,
-    Sample,
     Version,
     sampling_parameters,
     tag,
@@ -85,12 +85,12 @@ WARM_TOKENS = 64  # of a prompt that several samples share: it is read once, ahe
 
 
 @dataclass(frozen=True, eq=False)
-class Line:
+class ServerHandle:
     """What jobs share: the server, its slots and its load."""
 
     client: SglangClient
     capabilities: Capabilities
-    gate: Gate
+    gate: SlotLimiter
     load: Load
     serving: Callable[[], Version]
 
@@ -109,14 +109,18 @@ class Job:
     """`outcomes` gets a delta for what comes of every sample, or an error, and then nothing."""
 
     def __init__(
-        self, generation: Generation, line: Line, budget: int, routing: Routing | None = None
+        self,
+        generation: Generation,
+        line: ServerHandle,
+        budget: int,
+        routing: Routing | None = None,
     ) -> None:
         self.generation, self._line, self._budget = generation, line, budget
         self._routing = routing
         self.outcomes: asyncio.Queue[Delta | ServiceError] = asyncio.Queue()
         self._rank, nonce, now = generation.dp_rank, uuid.uuid4().hex, time.monotonic()
         self._samples = [
-            Sample(
+            PendingSample(
                 index=index,
                 rid=f"{nonce}-{index:06d}",  # SGLang aborts by prefix
                 follows=generation.stream,
@@ -163,11 +167,11 @@ class Job:
         await self._cancel_and_wait()
         for sample in self._running():
             self._finish(sample, tell=False)
-        with contextlib.suppress(EngineFailedError, RefusedError):
+        with contextlib.suppress(EngineFailedError, SGLangRefusedError):
             for rid in rids:
                 await self._line.client.post("/abort_request", {"rid": rid}, CALL_SECONDS)
 
-    def _running(self) -> list[Sample]:
+    def _running(self) -> list[PendingSample]:
         return [sample for sample in self._samples if sample.finish is None]
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -189,7 +193,7 @@ class Job:
         self._cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _enter(self, samples: Sequence[Sample]) -> None:
+    async def _enter(self, samples: Sequence[PendingSample]) -> None:
         """Wait for slots; whoever gets in runs, the others wait on."""
         waiting = [sample for sample in samples if sample.finish is None]
         while waiting:
@@ -205,14 +209,14 @@ class Job:
             for first in range(0, len(chosen), size):
                 self._spawn(self._run(chosen[first : first + size]))
 
-    async def _run(self, samples: Sequence[Sample]) -> None:
+    async def _run(self, samples: Sequence[PendingSample]) -> None:
         """A batch in SGLang, from first to last token."""
         try:
             await self._warm(len(samples))
             async with contextlib.aclosing(self._line.client.stream(self._body(samples))) as stream:
                 async for message in stream:
                     self._take(samples[message.get("index", 0)], message)
-        except RefusedError as error:
+        except SGLangRefusedError as error:
             raise refusal(error, "request") from error
         finally:
             for sample in samples:
@@ -224,7 +228,7 @@ class Job:
         if again:
             await self._enter(again)
 
-    def _body(self, samples: Sequence[Sample]) -> dict[str, Any]:
+    def _body(self, samples: Sequence[PendingSample]) -> dict[str, Any]:
         prompt, seeded = list(self.generation.prompt_token_ids), self._line.capabilities.is_seeded
         body = self._request()
         if self._routing is not None:
@@ -268,7 +272,7 @@ class Job:
             async for _ in stream:
                 pass
 
-    def _take(self, sample: Sample, message: dict[str, Any]) -> None:
+    def _take(self, sample: PendingSample, message: dict[str, Any]) -> None:
         if sample.finish is not None:  # it was cut off here before SGLang said so
             return
         line, is_new = self._line, not sample.began
@@ -291,12 +295,12 @@ class Job:
             self._unended -= 1
         self._tell(sample)
 
-    def _tell(self, sample: Sample) -> None:
+    def _tell(self, sample: PendingSample) -> None:
         delta = sample.delta()
         if delta is not None:
             self.outcomes.put_nowait(delta)
 
-    def _finish(self, sample: Sample, *, tell: bool = True) -> None:
+    def _finish(self, sample: PendingSample, *, tell: bool = True) -> None:
         """End a sample here, with what has come."""
         if sample.sent:
             self._release(sample)
@@ -307,7 +311,7 @@ class Job:
         if tell:
             self._tell(sample)
 
-    def _release(self, sample: Sample) -> None:
+    def _release(self, sample: PendingSample) -> None:
         """It decodes no more; without an end it waits again."""
         self._line.load.leave(
             self._rank, self._reserved, has_begun=bool(sample.began), ends=sample.finish is not None
@@ -321,7 +325,7 @@ class Job:
         """Ask SGLang to end what was sent, and do without its answer if it has none in time."""
         wanted = [sample for sample in self._running() if sample.sent]
         deadline = time.monotonic() + ABORT_SECONDS
-        with contextlib.suppress(RefusedError):
+        with contextlib.suppress(SGLangRefusedError):
             for sample in wanted:
                 await self._line.client.post("/abort_request", {"rid": sample.rid}, ABORT_SECONDS)
         while _left(wanted) and (seconds := deadline - time.monotonic()) > 0:
@@ -335,7 +339,7 @@ class Job:
                 self._finish(sample)
 
 
-def _left(samples: Sequence[Sample]) -> list[Sample]:
+def _left(samples: Sequence[PendingSample]) -> list[PendingSample]:
     """Those that SGLang has not ended."""
     return [sample for sample in samples if sample.finish is None and sample.sent]
 
@@ -343,12 +347,14 @@ def _left(samples: Sequence[Sample]) -> list[Sample]:
 RANK = 0
 
 
-async def score(line: Line, token_ids: Sequence[int], prompt_length: int, top_count: int) -> Scores:
+async def score(
+    line: ServerHandle, token_ids: Sequence[int], prompt_length: int, top_count: int
+) -> TokenScores:
     """Of token_ids[prompt_length:] at temperature 1. Takes a slot, as a sample does."""
     await line.gate.enter(RANK, 1)
     try:
         meta = await _read(line, token_ids, prompt_length, top_count)
-    except RefusedError as error:
+    except SGLangRefusedError as error:
         raise refusal(error, "token_ids") from error
     finally:
         line.gate.leave(RANK)
@@ -361,11 +367,11 @@ async def score(line: Line, token_ids: Sequence[int], prompt_length: int, top_co
     if top_count:
         places = meta["input_top_logprobs"][1:]
         top = tuple(tuple((token, value) for value, token, _ in place) for place in places)
-    return Scores(logprobs=tuple(row[0] for row in rows), top=top)
+    return TokenScores(logprobs=tuple(row[0] for row in rows), top=top)
 
 
 async def _read(
-    line: Line, token_ids: Sequence[int], prompt_length: int, top_count: int
+    line: ServerHandle, token_ids: Sequence[int], prompt_length: int, top_count: int
 ) -> Mapping[str, Any]:
     body = line.request(RANK) | {
         "input_ids": list(token_ids),

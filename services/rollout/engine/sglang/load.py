@@ -16,7 +16,7 @@ class _Waiter:
     granted: asyncio.Future[int]
 
 
-class Gate:
+class SlotLimiter:
     """While it is closed, nobody new gets in; those inside stay."""
 
     def __init__(self, dp_size: int, slots: int) -> None:

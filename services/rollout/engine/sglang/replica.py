@@ -12,12 +12,12 @@ from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.sglang.client import (
     Capabilities,
     MissingFeatureError,
-    RefusedError,
     SglangClient,
+    SGLangRefusedError,
     shake_hands,
 )
-from services.rollout.engine.sglang.jobs import Line
-from services.rollout.engine.sglang.load import Gate, Load
+from services.rollout.engine.sglang.jobs import ServerHandle
+from services.rollout.engine.sglang.load import Load, SlotLimiter
 from services.rollout.engine.sglang.samples import Version, tag
 from services.rollout.engine.sglang.servers import Servers
 from services.rollout.engine.sglang.staging import StagedVersion
@@ -42,8 +42,8 @@ class Replica:
         self._servers = Servers(config)
         self._client: SglangClient | None = None
         self._weights: ServerWeights | None = None
-        self._gate, self._load = Gate(0, 0), Load(0)
-        self._line: Line | None = None
+        self._gate, self._load = SlotLimiter(0, 0), Load(0)
+        self._line: ServerHandle | None = None
         self._started = asyncio.Event()
         self._expected: dict[str, dict[str, str]] = {}  # checksums by version tag
         self._is_held = False
@@ -56,7 +56,7 @@ class Replica:
         return self._weights is not None
 
     @property
-    def line(self) -> Line:
+    def line(self) -> ServerHandle:
         if self._line is None:
             raise EngineFailedError("SGLang is not up")
         return self._line
@@ -65,7 +65,7 @@ class Replica:
     def pids(self) -> list[int]:
         return self._servers.pids
 
-    def open_line(self, gate: Gate, load: Load) -> None:
+    def open_line(self, gate: SlotLimiter, load: Load) -> None:
         """Requests go through `gate` and are counted in `load`."""
         self._gate, self._load = gate, load
         self._connect_line()
@@ -216,7 +216,7 @@ class Replica:
     async def _post(self, path: str, body: dict[str, object]) -> None:
         try:
             await self._reached.post(path, body, CONTROL_SECONDS)
-        except RefusedError as error:
+        except SGLangRefusedError as error:
             raise EngineFailedError(str(error)) from error
 
     async def _connect(self, url: str) -> None:
@@ -239,7 +239,7 @@ class Replica:
 
     def _connect_line(self) -> None:
         if self._client is not None and self.capabilities is not None:
-            self._line = Line(
+            self._line = ServerHandle(
                 self._client, self.capabilities, self._gate, self._load, self._version
             )
 

@@ -120,7 +120,7 @@ _FINISH = {
 
 
 @dataclass(eq=False)
-class Sample:
+class PendingSample:
     """One sample of a request. Tokens that came are kept, whatever becomes of the rest."""
 
     index: int

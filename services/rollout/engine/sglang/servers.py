@@ -16,7 +16,7 @@ from pathlib import Path
 
 from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.requests import all_of
-from services.rollout.engine.sglang.client import RefusedError, SglangClient
+from services.rollout.engine.sglang.client import SglangClient, SGLangRefusedError
 from services.rollout.engine.sglang.commands import (
     Launch,
     command,
@@ -264,7 +264,7 @@ class Servers:
                 await self._publish(gone, self._encoders[number].launch.url)
                 failures = 0
                 self.published_count += 1
-            except (EngineFailedError, RefusedError) as error:
+            except (EngineFailedError, SGLangRefusedError) as error:
                 failures += 1
                 logger.error("encoder %d: %s", number, error)
 

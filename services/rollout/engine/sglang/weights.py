@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from services.rollout.engine.sglang.client import Capabilities, RefusedError, SglangClient
+from services.rollout.engine.sglang.client import Capabilities, SglangClient, SGLangRefusedError
 from services.rollout.engine.sglang.samples import tag
 from services.rollout.engine.sglang.staging import StagedVersion
 from services.rollout.errors import DigestMismatchError, EngineFailedError, UnfitWeightsError
@@ -196,7 +196,7 @@ class ServerWeights:
         }
         try:
             await self._client.post("/update_weights_from_disk", body, self._seconds)
-        except RefusedError as error:
+        except SGLangRefusedError as error:
             raise UnfitWeightsError(str(error), version=staged.version) from error
         await self.check(staged, expected)
 
@@ -227,7 +227,7 @@ class ServerWeights:
             }
             try:
                 await self._client.post("/init_weights_update_group", body, _left(end))
-            except RefusedError as error:
+            except SGLangRefusedError as error:
                 raise EngineFailedError(str(error)) from error
             self._groups.append(member)
 
@@ -239,7 +239,7 @@ class ServerWeights:
                 await self._client.post(
                     "/destroy_weights_update_group", {"group_name": member.group}, self._seconds
                 )
-            except RefusedError as error:
+            except SGLangRefusedError as error:
                 raise EngineFailedError(str(error)) from error
 
     async def receive(self, incoming: IncomingWeights, end: float) -> None:
@@ -267,7 +267,7 @@ class ServerWeights:
             await self._client.post("/end_weight_update", {}, _left(end))
             renamed = {"new_version": name, "abort_all_requests": False}
             await self._client.post("/update_weight_version", renamed, _left(end))
-        except RefusedError as error:
+        except SGLangRefusedError as error:
             raise EngineFailedError(str(error)) from error
         if self._verifies:
             before, self._held = self._held, await self._read()
@@ -281,7 +281,7 @@ class ServerWeights:
             answer = await self._client.post(
                 "/weights_checker", {"action": "checksum"}, CHECK_SECONDS
             )
-        except RefusedError as error:
+        except SGLangRefusedError as error:
             raise EngineFailedError(str(error)) from error
         return from_answer(answer)
 

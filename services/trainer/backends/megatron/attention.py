@@ -25,7 +25,7 @@ from sluice import platform
 
 
 @dataclass(frozen=True)
-class Run:
+class KeyRange:
     """Local tokens start..stop see keys first..last of the whole pack (ends exclusive)."""
 
     start: int
@@ -41,7 +41,7 @@ class PackRuns(PackedSeqParams):  # type: ignore[misc]  # Megatron hands it thro
     None without context parallelism.
     """
 
-    runs: tuple[Run, ...] = ()
+    runs: tuple[KeyRange, ...] = ()
     order: torch.Tensor | None = None
     cache: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -80,7 +80,7 @@ class PackAttention(MegatronModule):  # type: ignore[misc]
         return torch.cat(parts).flatten(2)
 
     def _attend_run(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: Run
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: KeyRange
     ) -> torch.Tensor:
         rows, columns = run.stop - run.start, run.last - run.first
         square = rows == columns
@@ -162,5 +162,5 @@ def _offsets(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
-def _key_index(runs: tuple[Run, ...]) -> torch.Tensor:
+def _key_index(runs: tuple[KeyRange, ...]) -> torch.Tensor:
     return torch.cat([torch.arange(run.first, run.last) for run in runs])

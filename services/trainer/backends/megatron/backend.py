@@ -37,12 +37,12 @@ from services.trainer.backends.megatron.checkpoint import (  # noqa: E402
 )
 from services.trainer.backends.megatron.config import MegatronConfig  # noqa: E402
 from services.trainer.backends.megatron.forward import (  # noqa: E402
-    Passes,
+    ChunkPasses,
     share_responses,
     share_sums,
 )
 from services.trainer.backends.megatron.policy import (  # noqa: E402
-    Policy,
+    PolicyModel,
     create_policy,
 )
 from services.trainer.backends.megatron.replay import RoutingReplay  # noqa: E402
@@ -74,7 +74,7 @@ class MegatronBackend(CriticBackend):
         )
         self._stepper = Stepper(self._policy, self._layout, config.optim)
         self._replay = _create_replay(self._policy, self._layout)
-        self._passes = Passes(
+        self._passes = ChunkPasses(
             chunks=self._policy.chunks, head=self._policy.head, replay=self._replay
         )
 
@@ -143,11 +143,13 @@ class MegatronBackend(CriticBackend):
         parallel.stop()
 
     @cached_property
-    def _reference(self) -> Passes:
+    def _reference(self) -> ChunkPasses:
         """A second, untrained model; made when it is first asked for."""
         directory = Path(self._config.reference_model or self._config.model)
-        policy: Policy = create_policy(directory, self._layout, device=self._device, trained=False)
-        return Passes(chunks=policy.chunks, head=policy.head)
+        policy: PolicyModel = create_policy(
+            directory, self._layout, device=self._device, trained=False
+        )
+        return ChunkPasses(chunks=policy.chunks, head=policy.head)
 
     def _pack(self, micro_batches: Sequence[MicroBatch]) -> list[PackedBatch]:
         """Interleaved pipelines take groups of micro-batches: dummies fill the last one."""
@@ -162,7 +164,7 @@ class MegatronBackend(CriticBackend):
         ]
 
 
-def _create_replay(policy: Policy, config: MegatronConfig) -> RoutingReplay | None:
+def _create_replay(policy: PolicyModel, config: MegatronConfig) -> RoutingReplay | None:
     if config.routing_replay == "off":
         return None
     return RoutingReplay(config.routing_replay, policy.models, policy.source, policy.config)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from services.trainer.backend import MicroBatch, Row
-from services.trainer.backends.megatron.attention import PackRuns, Run
+from services.trainer.backends.megatron.attention import KeyRange, PackRuns
 from services.trainer.backends.megatron.config import MegatronConfig
-from sluice.algo.layout import Piece, SequenceLayout
+from sluice.algo.layout import ContextSlice, SequenceLayout
 
 
 class TokenRangeError(ValueError):
@@ -81,14 +81,14 @@ def _tokens(rows: MicroBatch, layout: SequenceLayout, rank: int) -> torch.Tensor
     return layout.split([row.token_ids.long() for row in rows], rank)
 
 
-def _positions(piece: Piece) -> torch.Tensor:
+def _positions(piece: ContextSlice) -> torch.Tensor:
     return torch.arange(piece.first - piece.start, piece.stop - piece.start)
 
 
-def _runs(pieces: list[Piece]) -> tuple[Run, ...]:
-    runs: list[Run] = []
+def _runs(pieces: list[ContextSlice]) -> tuple[KeyRange, ...]:
+    runs: list[KeyRange] = []
     end = 0
     for piece in pieces:
-        runs.append(Run(end, end + piece.stop - piece.first, piece.start, piece.stop))
+        runs.append(KeyRange(end, end + piece.stop - piece.first, piece.start, piece.stop))
         end = runs[-1].stop
     return tuple(runs)

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from services.trainer.backends.megatron import upstream
 from services.trainer.backends.megatron.config import MegatronConfig
-from services.trainer.backends.megatron.policy import Policy
+from services.trainer.backends.megatron.policy import PolicyModel
 from services.trainer.backends.megatron.stepping import Stepper
 from services.trainer.backends.megatron.upstream import any_rank, on_cpu
 from services.trainer.errors import CheckpointMismatchError
@@ -178,7 +178,7 @@ class UnfitCheckpointError(CheckpointMismatchError, ValueError):
 
 
 def begin_save(
-    policy: Policy, stepper: Stepper, config: MegatronConfig, directory: Path, *, durable: bool
+    policy: PolicyModel, stepper: Stepper, config: MegatronConfig, directory: Path, *, durable: bool
 ) -> PendingSave:
     """Start writing into the existing, empty `directory`; collective.
 
@@ -198,7 +198,7 @@ def begin_save(
     return PendingSave(request, directory)
 
 
-def describe(policy: Policy, config: MegatronConfig, directory: Path) -> None:
+def describe(policy: PolicyModel, config: MegatronConfig, directory: Path) -> None:
     """Name model and layout in the finished checkpoint; on rank 0, then all ranks go on."""
     if dist.get_rank() == 0:
         description = {
@@ -211,7 +211,7 @@ def describe(policy: Policy, config: MegatronConfig, directory: Path) -> None:
     dist.barrier()
 
 
-def load(policy: Policy, stepper: Stepper, config: MegatronConfig, directory: Path) -> None:
+def load(policy: PolicyModel, stepper: Stepper, config: MegatronConfig, directory: Path) -> None:
     """Read a checkpoint of any layout; collective.
 
     Raises UnfitCheckpointError when it is of another kind or its optimizer does not fit.
@@ -235,7 +235,7 @@ def load(policy: Policy, stepper: Stepper, config: MegatronConfig, directory: Pa
         _restore_rng(loaded["rng"])
 
 
-def _sharded_state(policy: Policy, stepper: Stepper, *, loading: bool) -> dict[str, Any]:
+def _sharded_state(policy: PolicyModel, stepper: Stepper, *, loading: bool) -> dict[str, Any]:
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
@@ -251,7 +251,7 @@ def _sharded_state(policy: Policy, stepper: Stepper, *, loading: bool) -> dict[s
     return state
 
 
-def _named_models(policy: Policy) -> Sequence[tuple[str, Any]]:
+def _named_models(policy: PolicyModel) -> Sequence[tuple[str, Any]]:
     return [(f"model{index}", model) for index, model in enumerate(policy.models)]
 
 
@@ -273,7 +273,7 @@ def _read_description(directory: Path) -> dict[str, Any]:
     return description
 
 
-def _fingerprint(policy: Policy) -> str:
+def _fingerprint(policy: PolicyModel) -> str:
     """The same for models of equal tensors, by names and shapes."""
     tensors = sorted(policy.source.weights.hf_tensors().items())
     return xxhash.xxh3_128_hexdigest(json.dumps(tensors).encode())

@@ -105,7 +105,7 @@ class SumsOnDevice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passes:
+class ChunkPasses:
     """Runs micro-batches through the chunks of one model. `head` is None but on the last stage."""
 
     chunks: Sequence[Any]  # modules, wrapped for gradients if they are to be trained

@@ -27,7 +27,7 @@ CRITIC = "ForTokenClassification"
 FAMILIES = {"llama", "qwen2", "qwen3", "qwen3_moe"}  # whose layers this backend builds
 
 
-class UnsupportedModelError(ValueError):
+class UnsupportedFeatureError(ValueError):
     """The model asks for something that this backend does not compute."""
 
 
@@ -65,15 +65,17 @@ def read_model(directory: Path, head: Head = "policy") -> ModelSource:
     config = json.loads((directory / "config.json").read_bytes())
     family = family_of(config)
     if family.name not in FAMILIES:
-        raise UnsupportedModelError(f"models of family {family.name!r} are converted, not trained")
+        raise UnsupportedFeatureError(
+            f"models of family {family.name!r} are converted, not trained"
+        )
     hf_config = AutoConfig.from_pretrained(directory)
     if hf_config.hidden_act != "silu":
-        raise UnsupportedModelError(f"hidden_act {hf_config.hidden_act!r} is not silu")
+        raise UnsupportedFeatureError(f"hidden_act {hf_config.hidden_act!r} is not silu")
     if getattr(hf_config, "use_sliding_window", False):
-        raise UnsupportedModelError("sliding-window attention is not supported")
+        raise UnsupportedFeatureError("sliding-window attention is not supported")
     is_critic = config["architectures"][0].endswith(CRITIC)
     if is_critic and hf_config.num_labels != 1:
-        raise UnsupportedModelError(f"a critic has 1 label, not {hf_config.num_labels}")
+        raise UnsupportedFeatureError(f"a critic has 1 label, not {hf_config.num_labels}")
     shape = read_shape(family, config, value_head=is_critic or head == "value")
     return ModelSource(directory=directory, hf_config=hf_config, weights=WeightMap(family, shape))
 
@@ -88,7 +90,7 @@ def transformer_config(
     shape, hf_config = source.shape, source.hf_config
     every_bias = {"output_bias", "mlp_bias"} <= shape.flags
     if not every_bias and shape.flags & {"output_bias", "mlp_bias"}:
-        raise UnsupportedModelError("biases on some linear layers only are not supported")
+        raise UnsupportedFeatureError("biases on some linear layers only are not supported")
     _check_layout(shape, config)
     names = {binding.megatron for binding in source.weights.bindings()}
     return TransformerConfig(

@@ -28,7 +28,7 @@ from services.trainer.config import Head
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
+class PolicyModel:
     """`chunks` are what the schedules run (wrapped); `tensors` all parameters with their rules."""
 
     source: ModelSource
@@ -48,7 +48,7 @@ def create_policy(
     device: torch.device,
     head: Head = "policy",
     trained: bool = True,
-) -> Policy:
+) -> PolicyModel:
     """Build this rank's chunks and load the HF checkpoint in `directory` into them.
 
     `head` value: a critic, also of a language model's checkpoint, whose head then starts at zero.
@@ -69,7 +69,7 @@ def create_policy(
         chunks = [Float16Module(core, chunk) for chunk in chunks]
     if trained:
         chunks = _wrap(chunks, core, config)
-    return Policy(
+    return PolicyModel(
         source=source,
         config=core,
         chunks=chunks,

@@ -12,7 +12,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from services.trainer.backend import StepOutcome
 from services.trainer.backends.megatron import upstream
 from services.trainer.backends.megatron.config import MegatronConfig
-from services.trainer.backends.megatron.policy import Policy
+from services.trainer.backends.megatron.policy import PolicyModel
 from services.trainer.backends.megatron.upstream import any_rank
 from services.trainer.config import OptimConfig
 
@@ -23,7 +23,7 @@ NON_FINITE = "non-finite gradient norm"
 class Stepper:
     """Owns the optimizer of one policy."""
 
-    def __init__(self, policy: Policy, config: MegatronConfig, settings: OptimConfig) -> None:
+    def __init__(self, policy: PolicyModel, config: MegatronConfig, settings: OptimConfig) -> None:
         self._chunks: list[Any] = list(policy.chunks)
         self._settings = settings
         core = policy.config

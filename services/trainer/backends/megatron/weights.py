@@ -20,7 +20,7 @@ from services.trainer.backends.megatron import parallel
 from services.trainer.backends.megatron.model_config import ModelSource
 from sluice.weights.checkpoint import shard_paths
 from sluice.weights.errors import DuplicateTensorError
-from sluice.weights.rules import Binding, Cut, Slice, pack, rule_name, source_slices, unpack
+from sluice.weights.rules import Binding, ShardAxis, Slice, pack, rule_name, source_slices, unpack
 from sluice.weights.store import ShardFile
 from sluice.weights.writer import ShardWrite
 
@@ -91,8 +91,10 @@ def local_tensors(
         for name, parameter in chunk.named_parameters():
             canonical = rule_name(name, layer_offset=offset, expert_offset=expert_offset)
             binding = source.weights.binding(canonical)
-            if binding.cut is not Cut.NONE and not hasattr(parameter, "tensor_model_parallel"):
-                axis = 0 if binding.cut is Cut.ROWS else 1
+            if binding.cut is not ShardAxis.NONE and not hasattr(
+                parameter, "tensor_model_parallel"
+            ):
+                axis = 0 if binding.cut is ShardAxis.ROWS else 1
                 set_tensor_model_parallel_attributes(parameter, True, axis, 1)
             yield LocalTensor(binding, parameter)
 
@@ -202,11 +204,11 @@ def _copy_index(*, expert: bool) -> int:
 
 
 def _collect(
-    share: torch.Tensor, cut: Cut, owner: int, group: dist.ProcessGroup
+    share: torch.Tensor, cut: ShardAxis, owner: int, group: dist.ProcessGroup
 ) -> list[torch.Tensor] | None:
     """All shares on the owner, None elsewhere. What is not cut needs no exchange."""
     mine = group.rank() == owner
-    if cut is Cut.NONE or group.size() == 1:
+    if cut is ShardAxis.NONE or group.size() == 1:
         return [share] if mine else None
     share = share.contiguous()
     shares = [torch.empty_like(share) for _ in range(group.size())] if mine else None

@@ -18,7 +18,7 @@ CLUSTER_TOKENS = 64  # siblings' tokens that share one attention call: fills a t
 
 
 @dataclass(frozen=True)
-class Bucket:
+class PromptBucket:
     """Prompts, or clusters of siblings, whose attention runs as one padded batch of N.
 
     queries: int64[N * R], keys: int64[N * K], positions in the pack (padding stands at 0 and
@@ -34,8 +34,8 @@ class Bucket:
     mask: torch.Tensor | None
     kept: torch.Tensor | None
 
-    def to(self, device: torch.device) -> Bucket:
-        return Bucket(
+    def to(self, device: torch.device) -> PromptBucket:
+        return PromptBucket(
             self.count,
             self.query_length,
             self.key_length,
@@ -57,7 +57,7 @@ class PackedLayout:
 
     token_ids: torch.Tensor
     position_ids: torch.Tensor
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[PromptBucket, ...]
     predictors: torch.Tensor
     targets: torch.Tensor
     longest: int
@@ -222,7 +222,7 @@ def _predictors(table: _Table, prompt_starts: np.ndarray, row_starts: np.ndarray
     return np.where(index == 0, np.repeat(first, table.responses), inside)
 
 
-def _buckets(spans: _Spans, owners: np.ndarray) -> Iterator[Bucket]:
+def _buckets(spans: _Spans, owners: np.ndarray) -> Iterator[PromptBucket]:
     """Spans follow one another in the pack, sorted by size class."""
     classes = spans.size_classes()
     edges = np.flatnonzero(np.diff(classes)) + 1
@@ -231,14 +231,14 @@ def _buckets(spans: _Spans, owners: np.ndarray) -> Iterator[Bucket]:
             yield _bucket(spans.pick(index), owners)
 
 
-def _bucket(spans: _Spans, owners: np.ndarray) -> Bucket:
+def _bucket(spans: _Spans, owners: np.ndarray) -> PromptBucket:
     count, longest = len(spans.starts), int(spans.lengths.max())
     own, own_real = _padded(spans.starts, spans.lengths, longest)
     queries = torch.from_numpy(own.reshape(-1))
     kept = None if own_real.all() else torch.from_numpy(np.flatnonzero(own_real))
     if spans.before_starts is None or spans.before_lengths is None:
         # Padding stands behind the real tokens, where causal attention does not look.
-        return Bucket(count, longest, longest, queries, queries, None, kept)
+        return PromptBucket(count, longest, longest, queries, queries, None, kept)
     longest_prompt = int(spans.before_lengths.max())
     prompt, prompt_real = _padded(spans.before_starts, spans.before_lengths, longest_prompt)
     owner = np.where(own_real, owners[own], -1)
@@ -246,7 +246,7 @@ def _bucket(spans: _Spans, owners: np.ndarray) -> Bucket:
     seen_prompt = np.broadcast_to(prompt_real[:, None], (count, longest, longest_prompt))
     mask = np.concatenate([seen_prompt, seen_own], axis=2)
     shared = bool((mask == mask[0]).all())
-    return Bucket(
+    return PromptBucket(
         count,
         longest,
         longest_prompt + longest,

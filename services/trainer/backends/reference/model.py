@@ -23,7 +23,7 @@ from transformers.utils.logging import (
 )
 
 from services.trainer.backend import MicroBatch
-from services.trainer.backends.reference.layout import Bucket, PackedLayout, pack
+from services.trainer.backends.reference.layout import PackedLayout, PromptBucket, pack
 from services.trainer.config import Head
 from sluice.algo.linear_logprobs import linear_logprobs
 from sluice.algo.logprobs import EntropyMode, token_logprobs
@@ -61,7 +61,7 @@ def _attend_bucket(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    bucket: Bucket,
+    bucket: PromptBucket,
     scaling: float | None,
 ) -> torch.Tensor:
     """The bucket's share of the pack, [tokens, heads, D]."""
