@@ -1,0 +1,75 @@
+"""Every file, folder and name that a page speaks of is in the tree."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TOPS = "sluice|services|protos|deploy|tests|tools|benchmarks|examples|docs"
+PATH = re.compile(rf"(?:{TOPS})/[\w./-]*")  # a path begins a code span or a link
+
+
+def paths_of(text: str) -> set[str]:
+    """Paths at the start of code spans and in links, without wildcards and placeholders."""
+    spans = re.findall(r"`([^`\n]+)`", text)
+    found = set()
+    for span in spans:
+        match = PATH.match(span)
+        rest = span[match.end() :] if match else ""
+        if match and not rest.startswith(("*", "<", "{", "[")):
+            found.add(match.group().rstrip("."))
+    return found
+
+
+def names_of(text: str) -> set[tuple[str, str]]:
+    """(path, name) of spans like `path.py::Name` and `path.py: Class.method`."""
+    return set(re.findall(rf"`((?:{TOPS})/[\w./-]+\.py)(?:::|: )([A-Za-z_][\w.]*)`", text))
+
+
+def definitions(path: Path) -> set[str]:
+    """Names at the top of a module, and members of its classes as `Class.member`."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if isinstance(node, ast.AnnAssign):
+            targets = [node.target]
+        found |= {target.id for target in targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{m}" for m in map(_name, node.body) if m}
+    return found
+
+
+def _name(node: ast.stmt) -> str | None:
+    return getattr(node, "name", None)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_path_of_a_page_exists(page: Path) -> None:
+    missing = [path for path in sorted(paths_of(page.read_text())) if not (ROOT / path).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_name_of_a_page_is_defined_where_it_says(page: Path) -> None:
+    missing = [
+        f"{path}: {name}"
+        for path, name in sorted(names_of(page.read_text()))
+        if name not in definitions(ROOT / path)
+    ]
+    assert not missing
+
+
+def test_a_page_that_names_what_is_gone_is_noticed() -> None:
+    """Negative control of both."""
+    text = "`sluice/gone.py: run` and `sluice/cli.py::main`, `docs/*.md`, `python -m sluice`"
+    assert paths_of(text) == {"sluice/gone.py", "sluice/cli.py"}
+    assert names_of(text) == {("sluice/gone.py", "run"), ("sluice/cli.py", "main")}
+    assert "main" in definitions(ROOT / "sluice/cli.py")
+    assert "nothing" not in definitions(ROOT / "sluice/cli.py")
