@@ -34,6 +34,7 @@ from sluice.loop.sft_config import SftConfig
 from sluice.loop.workers import NoWorkerError
 from sluice.platform import PlatformError
 from sluice.runtime.security import SecurityConfig
+from sluice.runtime.wire import seconds_of
 from sluice.supervise import (
     ServiceDiedError,
     Supervisor,
@@ -214,7 +215,7 @@ async def waits(arguments: Sequence[str]) -> None:
             return
         table = Table("what", "on", "for", "explanation")
         for wait in waits:
-            age = time.time() - wait.start_time.ToNanoseconds() / 1e9
+            age = time.time() - seconds_of(wait.start_time)
             table.add_row(wait.what, ", ".join(wait.on), f"{age:.1f} s", wait.explanation)
     Console().print(table)
 

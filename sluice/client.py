@@ -326,7 +326,7 @@ class EngineClient(Client):
         """Seconds it took; generation went on. Without `transfer` they come from the store."""
         request = engine_pb.PrepareWeightsRequest(weights=weights, transfer=transfer)
         response = await self._call(self.stub.PrepareWeights, request)
-        return response.duration.ToNanoseconds() / 1e9
+        return wire.seconds_of(response.duration)
 
     async def commit_weights(
         self,
@@ -336,7 +336,7 @@ class EngineClient(Client):
         """Seconds nothing was decoded."""
         request = engine_pb.CommitWeightsRequest(weights=weights, mode=mode)
         response = await self._call(self.stub.CommitWeights, request)
-        return response.pause.ToNanoseconds() / 1e9
+        return wire.seconds_of(response.pause)
 
 
 class RolloutClient(Client):

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from google.longrunning import operations_pb2
-from google.protobuf import duration_pb2
 from google.protobuf import message as pb_message
 from pydantic import Field
 from rich.console import Console
@@ -22,8 +21,8 @@ from sluice.api.converter.v1 import converter_service_pb2 as pb
 from sluice.api.converter.v1 import converter_service_pb2_grpc as pb_grpc
 from sluice.client import Client, error_from_status
 from sluice.config import Config, ConfigError, ProcessConfig, load_config
-from sluice.runtime import conversions
 from sluice.runtime.security import SecurityConfig
+from sluice.runtime.wire import comparison_to_proto, conversion_to_proto, duration_of
 
 if TYPE_CHECKING:
     from sluice.weights.convert.options import ConvertOptions
@@ -115,7 +114,7 @@ async def _convert_here(
         result = await _in_thread(lambda: validate(source, target, options), control)
     else:
         result = await _in_thread(lambda: convert(source, target, options, control), control)
-    return conversions.result_to_proto(result)
+    return conversion_to_proto(result)
 
 
 async def _verify_here(
@@ -127,7 +126,7 @@ async def _verify_here(
     _check_here(first, second, config.model)
     control = Control()
     found = await _in_thread(lambda: compare(first, second, control, model=config.model), control)
-    return conversions.comparison_to_proto(found)
+    return comparison_to_proto(found)
 
 
 def _check_here(*directories: Path | None) -> None:
@@ -317,8 +316,7 @@ class ConverterClient(Client):
         self, operation: operations_pb2.Operation, *, seconds: float = 1.0
     ) -> AsyncIterator[operations_pb2.Operation]:
         """The operation now and every `seconds` until it is done. Raises RemoteError."""
-        timeout = duration_pb2.Duration()
-        timeout.FromNanoseconds(int(seconds * 1e9))
+        timeout = duration_of(seconds)
         while True:
             if operation.HasField("error"):
                 raise error_from_status(operation.error)

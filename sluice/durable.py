@@ -89,21 +89,19 @@ def locked(
 ) -> Iterator[None]:
     """Hold an flock on `path` (made when missing) among threads and processes.
 
-    Each entry opens the file anew, because locks belong to an open file, not to a thread.
+    Each try opens the file anew: locks belong to an open file, not to a thread or a path.
     The kernel frees the lock of a process that dies; holders keep it for short file operations.
     Raises LockTimeoutError.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        operation = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-        deadline = time.monotonic() + timeout_seconds
-        while not try_lock(descriptor, operation):
-            if time.monotonic() >= deadline:
-                raise LockTimeoutError(path, timeout_seconds)
-            time.sleep(LOCK_POLL_SECONDS)  # flock has no form with a deadline
-        yield
-    finally:
-        os.close(descriptor)
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        with path.open("ab") as file:
+            if try_lock(file.fileno(), shared=shared):
+                yield
+                return
+        if time.monotonic() >= deadline:
+            raise LockTimeoutError(path, timeout_seconds)
+        time.sleep(LOCK_POLL_SECONDS)  # flock has no form with a deadline
 
 
 class DirectoryError(Exception):
@@ -133,10 +131,13 @@ def owned(directory: Path, role: str) -> Iterator[None]:
         yield
 
 
-def try_lock(descriptor: int, operation: int) -> bool:
-    """Take an flock (LOCK_SH or LOCK_EX) on an open file; False where another process holds it."""
+def try_lock(descriptor: int, *, shared: bool = False) -> bool:
+    """Takes an flock on an open file; False where another process holds it.
+
+    A lock on a file that was removed from its directory meanwhile is worth nothing: False too.
+    """
     try:
-        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    return True
+    return os.fstat(descriptor).st_nlink > 0

@@ -21,7 +21,7 @@ from services.converter import metrics
 from services.converter.config import ConverterConfig
 from sluice.api.converter.v1 import converter_service_pb2 as pb
 from sluice.api.converter.v1 import converter_service_pb2_grpc as pb_grpc
-from sluice.runtime import conversions
+from sluice.runtime import wire
 from sluice.runtime.errors import (
     AlreadyExistsError,
     DataLossError,
@@ -212,7 +212,7 @@ def write_progress(progress: ConversionProgress, metadata: pb.ConversionMetadata
     metadata.ClearField("remaining")
     left = progress.seconds_left
     if left is not None and metadata.state == pb.CONVERSION_STATE_RUNNING:
-        metadata.remaining.FromNanoseconds(int(left * 1e9))
+        metadata.remaining.CopyFrom(wire.duration_of(left))
 
 
 def _known(table: Mapping[K, T], value: K, field: str) -> T:
@@ -265,8 +265,8 @@ class ConverterServicer(pb_grpc.ConverterServiceServicer):
 
         def work() -> pb.ConvertCheckpointResponse:
             if request.validate_only:
-                return conversions.result_to_proto(validate(source, target, options))
-            return conversions.result_to_proto(convert(source, target, options, job.control))
+                return wire.conversion_to_proto(validate(source, target, options))
+            return wire.conversion_to_proto(convert(source, target, options, job.control))
 
         return self._start(request, job, work)
 
@@ -279,7 +279,7 @@ class ConverterServicer(pb_grpc.ConverterServiceServicer):
         job = _Job("verify", _metadata(request.first, request.second))
 
         def work() -> pb.VerifyCheckpointResponse:
-            return conversions.comparison_to_proto(compare(first, second, job.control, model=model))
+            return wire.comparison_to_proto(compare(first, second, job.control, model=model))
 
         return self._start(request, job, work)
 

@@ -28,6 +28,7 @@ from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
 from sluice.client import RemoteError, typed_errors
 from sluice.runtime.channel import create_channel
 from sluice.runtime.server import Server
+from sluice.runtime.wire import seconds_of
 from sluice.samples.blobs import BlobStore
 from sluice.weights.host_cache import HostCache
 from sluice.weights.open import open_store
@@ -97,7 +98,7 @@ class Registration:
         if not self._is_known:
             logger.info("registered as %s", request.engine.engine_id)
         self._is_known, self._epoch, self._trouble = True, response.epoch, ""
-        return response.heartbeat_interval.ToNanoseconds() / 1e9 / HEARTBEATS_PER_INTERVAL
+        return seconds_of(response.heartbeat_interval) / HEARTBEATS_PER_INTERVAL
 
     async def _keep(self) -> None:
         while True:

@@ -13,10 +13,11 @@ import numpy as np
 
 from services.router import metrics
 from services.router.config import RouterConfig
-from services.router.wire import duration, engine_to_proto
+from services.router.wire import engine_to_proto
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.balance.routing import Grant, LeaseRefusedError, LeaseRequest, Pool, Refusal
 from sluice.runtime.errors import QueueFullError, ServiceError
+from sluice.runtime.wire import duration_of
 
 _UNAVAILABLE = frozenset({Refusal.NO_ENGINE, Refusal.NO_ENGINE_WITH_VERSION})
 
@@ -68,7 +69,7 @@ class PoolRoom:
         self._epoch = pool.epoch
         self._engines: tuple[int, list[pb.Engine]] = (-1, [])
         metrics.open_pool(name)
-        self.ttl = duration(pool.config.client_ttl)
+        self.ttl = duration_of(pool.config.client_ttl)
         self.releases = metrics.RELEASES.labels(name)
         self._given = metrics.given_leases(name)
 

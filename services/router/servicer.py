@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
-from google.protobuf import duration_pb2
 
 from services.router import metrics, wire
 from services.router.episode_workers import EpisodeRegistry
@@ -18,6 +17,7 @@ from sluice.balance.routing import LeaseRequest, Needs
 from sluice.runtime.errors import InvalidFieldError, NotFoundError
 from sluice.runtime.idempotency import RequestLog, RequestTable, request_digest
 from sluice.runtime.waits import Waits
+from sluice.runtime.wire import duration_of, seconds_of
 
 _REMEMBERED_REQUESTS = 1024
 _TARGET_INDICES = pb.AcquireLeasesResponse.TARGET_INDICES_FIELD_NUMBER
@@ -45,7 +45,7 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
         if engine.role == pb.ROLE_EPISODES:
             state = self._episodes.register(engine)
             return pb.RegisterEngineResponse(
-                heartbeat_interval=wire.duration(self._episodes.ttl), state=state
+                heartbeat_interval=duration_of(self._episodes.ttl), state=state
             )
         if engine.role != pb.ROLE_ENGINE:
             raise InvalidFieldError("engine.role", "is unknown to this router")
@@ -61,7 +61,7 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
         if room.pool.is_closed(spec.name):
             interval = min(interval, _SETTLING_HEARTBEAT)
         return pb.RegisterEngineResponse(
-            heartbeat_interval=wire.duration(interval),
+            heartbeat_interval=duration_of(interval),
             state=wire.state_to_proto(view),
             epoch=room.pool.epoch,
         )
@@ -114,7 +114,7 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
     async def AcquireLeases(
         self, request: pb.AcquireLeasesRequest, context: Any
     ) -> pb.AcquireLeasesResponse:
-        if request.request_id and _seconds(request.max_wait) > 0:  # a repeat joins the wait
+        if request.request_id and seconds_of(request.max_wait) > 0:  # a repeat joins the wait
             response = await self._requests.once(
                 request.request_id, request, lambda: self._acquire(request)
             )
@@ -187,8 +187,8 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
             request.engine_id,
             wire.reports_from_proto(request),
             self._pools.clock(),
-            seconds_per_token=_seconds(request.time_per_token),
-            age=max(_seconds(request.age), 0.0),
+            seconds_per_token=seconds_of(request.time_per_token),
+            age=max(seconds_of(request.age), 0.0),
         )
         room.settle()
         return pb.ReportLoadResponse(known=True)
@@ -216,7 +216,7 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
 
     async def _wait(self, room: PoolRoom, request: pb.AcquireLeasesRequest) -> None:
         """Until a waiting lease of the client has a target, or max_wait is over."""
-        client, seconds = request.client_id, _seconds(request.max_wait)
+        client, seconds = request.client_id, seconds_of(request.max_wait)
         if seconds <= 0 or room.closed:
             return
         if room.pool.has_news(client) or not room.pool.waits(client):
@@ -233,7 +233,3 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
                     await bound.wait()
             except TimeoutError:
                 return  # they go on waiting; the client asks again
-
-
-def _seconds(duration: duration_pb2.Duration) -> float:
-    return duration.seconds + duration.nanos / 1e9

@@ -7,7 +7,6 @@ from collections.abc import Sequence, Sized
 from typing import Any
 
 import numpy as np
-from google.protobuf import duration_pb2
 from numpy.typing import NDArray
 
 from sluice.api.common.v1 import sample_pb2
@@ -24,6 +23,7 @@ from sluice.balance.routing import (
     RankReport,
 )
 from sluice.runtime.errors import InvalidFieldError
+from sluice.runtime.wire import timestamp_of
 
 IntArray = NDArray[np.int64]
 
@@ -36,12 +36,6 @@ _STATES = {
     EngineState.BROKEN: pb.ENGINE_STATE_BROKEN,
     EngineState.LOST: pb.ENGINE_STATE_LOST,
 }
-
-
-def duration(seconds: float) -> duration_pb2.Duration:
-    message = duration_pb2.Duration()
-    message.FromNanoseconds(int(seconds * 1e9))
-    return message
 
 
 def engine_from_proto(engine: pb.Engine) -> EngineSpec:
@@ -95,7 +89,7 @@ def engine_to_proto(view: EngineView, pool: str, *, now: float | None = None) ->
 
 def set_heartbeat(engine: pb.Engine, age: float) -> None:
     """Note a heartbeat of `age` seconds ago."""
-    engine.heartbeat_time.FromNanoseconds(int((time.time() - age) * 1e9))
+    engine.heartbeat_time.CopyFrom(timestamp_of(time.time() - age))
 
 
 def request_from_proto(request: pb.AcquireLeasesRequest) -> LeaseRequest:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import AsyncIterator
 
 import grpc
 from google.longrunning import operations_pb2
-from google.protobuf.timestamp_pb2 import Timestamp
 
 from services.trainer.config import Head
 from services.trainer.controller.passes import COLUMN_OF_MODEL, GradientsRequest
@@ -39,8 +39,10 @@ from sluice.runtime.wire import (
     blob_to_proto,
     column_to_proto,
     columns_from_proto,
+    duration_of,
     loss_from_proto,
     sample_from_proto,
+    timestamp_of,
 )
 
 MAX_RESPONSE_BYTES = 1 << 20  # of one message of a stream, unless a row alone is larger
@@ -245,7 +247,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             done = await self._trainer.step(request.expected_step, request.part_ids, rate)
             skipped = pb.StepOptimizerResponse.OUTCOME_SKIPPED
             applied = pb.StepOptimizerResponse.OUTCOME_APPLIED
-            response = pb.StepOptimizerResponse(
+            return pb.StepOptimizerResponse(
                 step=done.step,
                 outcome=skipped if done.skipped_reason else applied,
                 skipped_reason=done.skipped_reason,
@@ -253,9 +255,8 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
                 learning_rate=done.learning_rate,
                 skipped_count=done.skipped_count,
                 consecutive_skipped_count=done.skips_in_a_row,
+                duration=duration_of(done.seconds),
             )
-            response.duration.FromNanoseconds(int(done.seconds * 1e9))
-            return response
 
         return await self._requests.once(request.request_id, request, run)
 
@@ -276,7 +277,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             step = await self._trainer.save_checkpoint(request.checkpoint_id)
             return pb.SaveCheckpointResponse(checkpoint=name, step=step)
 
-        metadata = pb.CheckpointMetadata(checkpoint=name, create_time=_now())
+        metadata = pb.CheckpointMetadata(checkpoint=name, create_time=timestamp_of(time.time()))
         return self._operations.start("save", request, run, lambda: metadata)
 
     async def LoadCheckpoint(
@@ -287,13 +288,15 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
                 step=await self._trainer.load_checkpoint(request.checkpoint)
             )
 
-        metadata = pb.CheckpointMetadata(checkpoint=request.checkpoint, create_time=_now())
+        metadata = pb.CheckpointMetadata(
+            checkpoint=request.checkpoint, create_time=timestamp_of(time.time())
+        )
         return self._operations.start("load", request, run, lambda: metadata)
 
     async def PublishWeights(
         self, request: pb.PublishWeightsRequest, context: grpc.aio.ServicerContext
     ) -> operations_pb2.Operation:
-        metadata = pb.PublishWeightsMetadata(create_time=_now())
+        metadata = pb.PublishWeightsMetadata(create_time=timestamp_of(time.time()))
         targets = [Target(engine.engine_id, engine.address) for engine in request.engines]
 
         def note(version: int) -> None:
@@ -327,9 +330,3 @@ def _digest_without_id(request: pb.ForwardBackwardRequest) -> str:
     body.CopyFrom(request)
     body.ClearField("request_id")
     return request_digest(body)
-
-
-def _now() -> Timestamp:
-    now = Timestamp()
-    now.GetCurrentTime()
-    return now

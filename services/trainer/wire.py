@@ -14,6 +14,7 @@ from sluice.api.common.v1 import sample_pb2
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.balance.planner import OversizePolicy
 from sluice.runtime.errors import InvalidFieldError, status_of
+from sluice.runtime.wire import duration_of
 
 LOSSES: dict[Head, tuple[str, ...]] = {
     "policy": tuple(name for name in get_args(LossName) if name != "value"),
@@ -40,7 +41,7 @@ def logprobs_to_proto(column: str, scalars: PassScalars) -> pb.ComputeLogprobsRe
 
 def publication_to_proto(publication: Publication) -> pb.PublishWeightsResponse:
     record = publication.record
-    response = pb.PublishWeightsResponse(
+    return pb.PublishWeightsResponse(
         weights=sample_pb2.WeightVersion(version=record.version, digest=record.digest),
         step=record.step,
         byte_count=publication.stored_bytes,
@@ -49,9 +50,8 @@ def publication_to_proto(publication: Publication) -> pb.PublishWeightsResponse:
             pb.TransferOutcome(engine_id=engine_id, error=error and status_of(error))
             for engine_id, error in publication.outcomes.items()
         ],
+        transfer=duration_of(publication.transfer_seconds),
     )
-    response.transfer.FromNanoseconds(int(publication.transfer_seconds * 1e9))
-    return response
 
 
 def plan_options_from_proto(request: pb.PlanBatchRequest) -> PlanOptions:

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import torch
 
-from sluice.algo.inputs import MissingColumnError
+from sluice.algo.inputs import check_columns
 from sluice.algo.kl import estimate_kl
 from sluice.algo.moments import Moments
 from sluice.algo.spec import AdvantageSpec, required_columns
@@ -223,8 +223,7 @@ def whiten(values_T: torch.Tensor, mask_T: torch.Tensor, moments: Moments) -> to
 
 
 def _check_row(row: AdvantageRow, spec: AdvantageSpec, needed: frozenset[str]) -> None:
-    if missing := needed - row.columns.keys() - row.rewards.keys():
-        raise MissingColumnError(missing, f"sample {row.sample_id}")
+    check_columns(needed, row.columns.keys() | row.rewards.keys(), f"sample {row.sample_id}")
     if spec.reward_column is not None and not math.isfinite(row.rewards[spec.reward_column]):
         raise ValueError(f"sample {row.sample_id}: {spec.reward_column} is not finite")
     for name, values in row.columns.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,6 +22,12 @@ class MissingColumnError(ValueError):
     def __init__(self, columns: Iterable[str], where: str) -> None:
         self.columns = tuple(sorted(columns))
         super().__init__(f"{where} lacks {', '.join(self.columns)}")
+
+
+def check_columns(needed: Iterable[str], present: Container[str], where: str) -> None:
+    """Raises MissingColumnError, which names `where`, for columns that are not among `present`."""
+    if missing := [name for name in needed if name not in present]:
+        raise MissingColumnError(missing, where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +96,7 @@ def pack_rows(
     """
     needed = required_columns(spec)
     for row in rows:
-        if not needed <= row.columns.keys():
-            raise MissingColumnError(needed - row.columns.keys(), f"sample {row.sample_id}")
+        check_columns(needed, row.columns, f"sample {row.sample_id}")
     lengths = [row.loss_mask.shape[0] for row in rows]
     expected = sum(lengths) if share_T is None else len(share_T)
     if expected != len(outputs_T):

@@ -18,7 +18,7 @@ from sluice.algo.correction import (
     opsm_dropped,
     sum_sequences,
 )
-from sluice.algo.inputs import LossInputs, LossTerms, MissingColumnError
+from sluice.algo.inputs import LossInputs, LossTerms, check_columns
 from sluice.algo.kl import bounded_exp, estimate_kl
 from sluice.algo.spec import LossSpec, required_columns
 
@@ -32,8 +32,7 @@ def compute_loss(inputs: LossInputs, spec: LossSpec) -> LossTerms:
     Tokens outside the mask have zero gradient whatever their columns hold, NaN included.
     Raises MissingColumnError.
     """
-    if missing := required_columns(spec) - inputs.columns.keys():
-        raise MissingColumnError(missing, f"loss {spec.name}")
+    check_columns(required_columns(spec), inputs.columns, f"loss {spec.name}")
     if spec.has_entropy_gradient and inputs.entropy is None:
         raise ValueError("entropy_coefficient is set but the inputs carry no entropy")
     tokens = _Tokens.read(inputs)

@@ -24,7 +24,7 @@ from sluice.loop.fleet import NoEngineError
 from sluice.loop.prompts import PromptSource, Task, load_prompts
 from sluice.loop.requests import build_evaluation
 from sluice.loop.workers import EpisodeWorkers, NoWorkerError, WorkerLostError
-from sluice.runtime.scores import report_of
+from sluice.runtime.wire import evaluation_report
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +194,7 @@ class EvaluationLane:
         failed_count = len(progress.failed) + len(progress.missing)
         if not progress.finished:
             raise EvaluationError(f"{name}: all {failed_count} tasks failed: {progress.failure}")
-        return report_of(
+        return evaluation_report(
             list(progress.finished.values()),
             failed_count,
             pass_at=data.pass_at,

@@ -12,7 +12,7 @@ from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
-from sluice.client import EngineClient, RemoteError, RouterClient
+from sluice.client import ClientCache, EngineClient, RemoteError, RouterClient
 from sluice.config import ConfigError
 from sluice.loop import trace
 from sluice.runtime.security import SecurityConfig
@@ -58,8 +58,8 @@ class EngineFleet:
     """Prepares and commits weights on the engines that the router knows."""
 
     def __init__(self, router: RouterClient, security: SecurityConfig, config: FleetConfig) -> None:
-        self._router, self._security, self._config = router, security, config
-        self._clients: dict[str, EngineClient] = {}
+        self._router, self._config = router, config
+        self._clients = ClientCache(EngineClient, security)
         self._weights: sample_pb2.WeightVersion | None = None
         self._updating = asyncio.Lock()
 
@@ -69,8 +69,7 @@ class EngineFleet:
         return self._weights.version
 
     async def close(self) -> None:
-        for client in self._clients.values():
-            await client.close()
+        await self._clients.close()
 
     async def commit(self, weights: sample_pb2.WeightVersion, wait_seconds: float) -> CommitReport:
         """Bring every engine to `weights`; waits until at least one is there.
@@ -126,7 +125,7 @@ class EngineFleet:
             raise NoEngineError(f"the router knew no engine for {wait_seconds:g} s") from None
         for engine in engines:
             try:
-                known = await self._client(engine.address).get()
+                known = await self._clients[engine.address].get()
             except RemoteError as error:
                 logger.warning("engine %s: %s", engine.engine_id, error)
                 continue  # it is asked again before it is given weights
@@ -167,7 +166,7 @@ class EngineFleet:
     async def _update(self, engine: router_pb.Engine) -> tuple[float, float] | str:
         """(prepare, pause) seconds, or why it failed."""
         assert self._weights is not None
-        client = self._client(engine.address)
+        client = self._clients[engine.address]
         try:
             known = await client.get()
             if self._config.deterministic and not known.deterministic:
@@ -182,8 +181,3 @@ class EngineFleet:
                 return prepare, await client.commit_weights(self._weights, mode)
         except RemoteError as error:
             return str(error)
-
-    def _client(self, address: str) -> EngineClient:
-        if address not in self._clients:
-            self._clients[address] = EngineClient(address, self._security)
-        return self._clients[address]

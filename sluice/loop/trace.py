@@ -22,6 +22,7 @@ from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.api.rollout.v1 import trace_pb2
 from sluice.durable import replace_file
 from sluice.loop.config import TraceConfig
+from sluice.runtime.wire import seconds_of
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +171,7 @@ def _table(rows: _Rows, groups: Sequence[pb.FinishedGroup]) -> pa.Table:
     for group in groups:
         trace = group.trace
         episodes = np.array(trace.episodes, dtype=np.int32)
-        begin = trace.start_time.ToNanoseconds() / 1e9
+        begin = seconds_of(trace.start_time)
         texts = details.numbers([*_details(group), ""])
         known = (episodes >= 0) & (episodes < len(texts) - 1)
         found: tuple[np.ndarray, ...] = (

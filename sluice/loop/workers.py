@@ -12,7 +12,7 @@ import grpc
 
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2 as router_pb
-from sluice.client import RemoteError, RolloutClient, RouterClient
+from sluice.client import ClientCache, RemoteError, RolloutClient, RouterClient
 from sluice.loop import trace
 from sluice.loop.recovery import Patience
 from sluice.runtime.security import SecurityConfig
@@ -60,16 +60,15 @@ class EpisodeWorkers:
     """Chooses a worker for every Rollout call, in turn."""
 
     def __init__(self, router: RouterClient, security: SecurityConfig, wait_seconds: float) -> None:
-        self._router, self._security, self._wait_seconds = router, security, wait_seconds
-        self._clients: dict[str, RolloutClient] = {}
+        self._router, self._wait_seconds = router, wait_seconds
+        self._clients = ClientCache(RolloutClient, security)
         self._asked: dict[str, RolloutClient] = {}  # by the request_id of a call under way
         self._worker_count = 1
         self._turn = 0
         self._cause = "no answer"  # why there is no worker, while there is none
 
     async def close(self) -> None:
-        for client in self._clients.values():
-            await client.close()
+        await self._clients.close()
 
     def split(self, groups: Sequence[T]) -> list[Sequence[T]]:
         """One share a worker, as even as can be; no empty ones."""
@@ -141,9 +140,4 @@ class EpisodeWorkers:
     async def _next(self) -> RolloutClient:
         addresses = await self.refresh()
         self._turn += 1
-        return self._client(addresses[self._turn % len(addresses)])
-
-    def _client(self, address: str) -> RolloutClient:
-        if address not in self._clients:
-            self._clients[address] = RolloutClient(address, self._security)
-        return self._clients[address]
+        return self._clients[addresses[self._turn % len(addresses)]]

@@ -22,6 +22,7 @@ from sluice.router_client.engine_view import KnownEngines
 from sluice.router_client.lease_book import LeaseBook, Returned, Ticket, renewal
 from sluice.router_client.types import Lease, Wanted, join
 from sluice.runtime.errors import error_from_status
+from sluice.runtime.wire import duration_of, seconds_of
 
 logger = logging.getLogger(__name__)
 
@@ -281,7 +282,7 @@ class LeaseClient:
 
     def _take(self, response: pb.AcquireLeasesResponse, tickets: Sequence[Ticket] = ()) -> None:
         """Resolve what got a target, keep the rest as tickets."""
-        if (ttl := response.ttl.ToNanoseconds() / 1e9) != self._ttl:
+        if (ttl := seconds_of(response.ttl)) != self._ttl:
             self._ttl = ttl
             self._renew_now.set()  # the next heartbeat may be due sooner
         self._ledger.take(response, tickets)
@@ -324,7 +325,7 @@ class LeaseClient:
         """Give back what there is and hear of waiting leases, for which the router holds the call
         `wait` seconds; None and AioRpcError as of the link."""
         request, response = self._request(Wanted(count=0)), None
-        request.max_wait.FromNanoseconds(int(wait * 1e9))
+        request.max_wait.CopyFrom(duration_of(wait))
         try:
             response = await self._link.acquire(request, seconds)
         finally:
@@ -386,7 +387,7 @@ class LeaseClient:
         response = await self._link.stub.RenewLeases(request, timeout=_CALL_SECONDS)
         self._link.answered()
         self._link.wants_renewal = False
-        self._ttl = response.ttl.ToNanoseconds() / 1e9 or self._ttl
+        self._ttl = seconds_of(response.ttl) or self._ttl
         if response.bound_lease_ids:
             self._known.learn(response.epoch, response.engines)
             self._ledger.bind(

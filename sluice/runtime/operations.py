@@ -17,6 +17,7 @@ from google.rpc import status_pb2
 
 from sluice.runtime.errors import InvalidFieldError, NotFoundError, ServiceError
 from sluice.runtime.idempotency import RequestTable, cancel_all, has_failed, request_digest
+from sluice.runtime.wire import seconds_of
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ class Operations(pb_grpc.OperationsServicer):
     ) -> pb.Operation:
         """Wait at most `timeout` (else 30 s), then answer what is known."""
         operation = self._find(request.name)
-        timeout = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else 30.0
+        timeout = seconds_of(request.timeout) if request.HasField("timeout") else 30.0
         remaining = context.time_remaining()
         if remaining is not None:  # answer before the caller's own deadline
             timeout = max(0.0, min(timeout, remaining - 0.2))

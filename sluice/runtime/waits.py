@@ -12,6 +12,7 @@ from prometheus_client import Gauge
 
 from sluice.api.common.v1 import wait_service_pb2 as pb
 from sluice.api.common.v1 import wait_service_pb2_grpc as pb_grpc
+from sluice.runtime.wire import timestamp_of
 
 Names = Sequence[str] | Callable[[], Sequence[str]]
 
@@ -33,11 +34,13 @@ class Wait:
 
     def to_proto(self) -> pb.Wait:
         names = self.on() if callable(self.on) else self.on
-        wait = pb.Wait(what=self.what, on=names, explanation=self.explain())
-        wait.start_time.FromNanoseconds(int(self.start * 1e9))
-        if self.deadline is not None:
-            wait.deadline_time.FromNanoseconds(int(self.deadline * 1e9))
-        return wait
+        return pb.Wait(
+            what=self.what,
+            on=names,
+            explanation=self.explain(),
+            start_time=timestamp_of(self.start),
+            deadline_time=None if self.deadline is None else timestamp_of(self.deadline),
+        )
 
 
 class Waits(pb_grpc.WaitServiceServicer):

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from google.protobuf import duration_pb2, timestamp_pb2
 from google.protobuf import message as pb
 from pydantic import BaseModel, ValidationError
 
+from sluice.algo.evaluation import TaskScores, summarise
 from sluice.algo.spec import AdvantageSpec, LossSpec
 from sluice.api.common.v1 import sample_pb2
+from sluice.api.converter.v1 import converter_service_pb2 as converter_pb
+from sluice.api.rollout.v1 import rollout_service_pb2 as rollout_pb
 from sluice.api.trainer.v1 import loss_pb2
 from sluice.runtime.errors import InvalidFieldError
 from sluice.samples.blobs import BlobReference
 from sluice.samples.sample import Sample, VersionSpan
+
+if TYPE_CHECKING:  # they import torch
+    from sluice.weights.convert.conversion import Result
+    from sluice.weights.convert.verify import Comparison
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -196,3 +204,73 @@ def blob_to_proto(blob: BlobReference) -> sample_pb2.BlobReference:
 
 def blob_from_proto(message: sample_pb2.BlobReference) -> BlobReference:
     return BlobReference(digest=message.digest, size=message.size_bytes)
+
+
+def evaluation_report(
+    finished: Sequence[rollout_pb.FinishedGroup],
+    failed_count: int,
+    *,
+    pass_at: Sequence[int] = (),
+    threshold: float = 1.0,
+) -> rollout_pb.EvaluationReport:
+    """Sums up the finished groups of a data set.
+
+    Each group is a task; an episode passes from a raw reward of `threshold` on.
+
+    Means are NaN without groups. Raises ValueError for a k above the episodes of a task.
+    """
+    summary = summarise([_task_scores(group, threshold) for group in finished], pass_at)
+    lengths = [length for group in finished for length in group.response_lengths]
+    reasons = [reason for group in finished for reason in group.finish_reasons]
+    truncated = sum(reason == sample_pb2.FINISH_REASON_LENGTH for reason in reasons)
+    return rollout_pb.EvaluationReport(
+        group_count=summary.task_count,
+        failed_group_count=failed_count,
+        reward_mean=summary.reward_mean,
+        reward_std=summary.reward_std,
+        reward_error=summary.reward_error,
+        pass_at=dict(summary.pass_at),
+        response_length_mean=sum(lengths) / len(lengths) if lengths else math.nan,
+        truncated_share=truncated / len(reasons) if reasons else math.nan,
+        min_version=min((group.min_version for group in finished), default=0),
+        max_version=max((group.max_version for group in finished), default=0),
+    )
+
+
+def _task_scores(group: rollout_pb.FinishedGroup, threshold: float) -> TaskScores:
+    """The last sample of an episode speaks for it."""
+    episodes = {detail.episode: index for index, detail in enumerate(group.details)}
+    last = sorted(episodes.values()) or range(len(group.rewards))
+    return TaskScores(
+        rewards=[group.rewards[index] for index in last],
+        passes=[group.raw_rewards[index] >= threshold for index in last],
+    )
+
+
+def conversion_to_proto(result: Result) -> converter_pb.ConvertCheckpointResponse:
+    """Returns the answer to a conversion, or to its validation."""
+    report = result.report
+    return converter_pb.ConvertCheckpointResponse(
+        target=str(result.target),
+        byte_count=result.size,
+        largest_group_byte_count=result.largest_group,
+        report=converter_pb.ConversionReport(
+            converted=report.converted,
+            copied=report.copied,
+            skipped=report.skipped,
+            conflicting=report.conflicting,
+        ),
+        digests=result.digests,
+    )
+
+
+def comparison_to_proto(comparison: Comparison) -> converter_pb.VerifyCheckpointResponse:
+    """Returns the answer to a comparison."""
+    return converter_pb.VerifyCheckpointResponse(
+        equal=comparison.same,
+        equal_count=comparison.equal,
+        different=comparison.different,
+        only_first=comparison.only_first,
+        only_second=comparison.only_second,
+        byte_count=comparison.size,
+    )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
 import secrets
 import shutil
 import tempfile
@@ -15,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Protocol
 
-from sluice.durable import LockTimeoutError, write_new
+from sluice.durable import LockTimeoutError, try_lock, write_new
 from sluice.weights.delta import ShardSource, build_shard
 from sluice.weights.digest import digest_file
 from sluice.weights.errors import FileDigestError, ManifestError, MissingFileError, WeightStoreError
@@ -171,10 +169,10 @@ class HostCache:
     def _hold(self, lock: IO[bytes], manifest: Manifest, directory: Path) -> bool:
         """Whether `lock` holds the version now; it is made if nobody else makes it."""
         path = directory / MANIFEST_NAME
-        made = not path.is_file() and _try_lock(lock, fcntl.LOCK_EX)
+        made = not path.is_file() and try_lock(lock.fileno())
         if made and not path.is_file():
             self._make(manifest, directory)
-        if not (_try_lock(lock, fcntl.LOCK_SH) and path.is_file()):
+        if not (try_lock(lock.fileno(), shared=True) and path.is_file()):
             return False
         if made:
             self._trim()
@@ -216,7 +214,7 @@ class HostCache:
             if not directory.is_dir():
                 continue
             lock = holding.enter_context(self._lock_file(directory))
-            if _try_lock(lock, fcntl.LOCK_SH) and (directory / MANIFEST_NAME).is_file():
+            if try_lock(lock.fileno(), shared=True) and (directory / MANIFEST_NAME).is_file():
                 return {manifest.version: directory}
         return {}
 
@@ -232,7 +230,7 @@ class HostCache:
     def _remove(self, directory: Path) -> None:
         """Remove a version that nobody holds."""
         with self._lock_file(directory) as lock:
-            if not _try_lock(lock, fcntl.LOCK_EX):
+            if not try_lock(lock.fileno()):
                 return
             if directory.is_dir():
                 directory.rename(self._root / f".{directory.name}-{secrets.token_hex(4)}")
@@ -250,11 +248,3 @@ class HostCache:
 
     def _lock_file(self, directory: Path) -> IO[bytes]:
         return directory.with_name(directory.name + LOCK_SUFFIX).open("ab")
-
-
-def _try_lock(lock: IO[bytes], operation: int) -> bool:
-    try:
-        fcntl.flock(lock.fileno(), operation | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return os.fstat(lock.fileno()).st_nlink > 0  # else removed with its version

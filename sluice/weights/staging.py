@@ -9,13 +9,13 @@ flock coherent among them (NFS on Linux does).
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import secrets
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
+
+from sluice.durable import try_lock
 
 LOCK_SUFFIX = ".lock"
 GONE_SUFFIX = ".gone"
@@ -39,7 +39,7 @@ def open_staging(root: Path, version: int, parent: int | None) -> Staging:
     while True:
         directory = root / f"{version:08d}-{secrets.token_hex(8)}"
         lock = directory.with_name(directory.name + LOCK_SUFFIX).open("xb")
-        if _take(lock):
+        if try_lock(lock.fileno()):
             directory.mkdir()
             return Staging(directory, version, parent, lock)
         lock.close()  # a sweep was faster
@@ -58,7 +58,7 @@ def sweep_staging(root: Path) -> list[Path]:
         try:
             with lock_path.open("r+b") as lock:
                 directory = lock_path.with_suffix("")
-                if _take(lock) and _remove(directory):
+                if try_lock(lock.fileno()) and _remove(directory):
                     removed.append(directory)
         except FileNotFoundError:
             continue  # committed or swept meanwhile
@@ -78,12 +78,3 @@ def _remove(directory: Path) -> bool:
         return False
     directory.with_name(directory.name + LOCK_SUFFIX).unlink(missing_ok=True)
     return True
-
-
-def _take(lock: IO[bytes]) -> bool:
-    """Whether the lock is ours now, and its file still the one in the directory."""
-    try:
-        fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return os.fstat(lock.fileno()).st_nlink > 0

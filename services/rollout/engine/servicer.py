@@ -29,6 +29,7 @@ from sluice.api.rollout.v1 import engine_service_pb2 as pb
 from sluice.api.rollout.v1 import engine_service_pb2_grpc as pb_grpc
 from sluice.runtime.errors import InvalidFieldError
 from sluice.runtime.waits import Waits
+from sluice.runtime.wire import duration_of, seconds_of
 from sluice.weights.transfer.plan import DEFAULT_BUCKET_BYTES, Membership
 
 DEFAULT_SECONDS = 60.0
@@ -76,7 +77,7 @@ def transfer_from_proto(request: pb.PrepareWeightsRequest) -> Transfer | None:
 
 
 def _seconds(duration: duration_pb2.Duration, field: str, *, given: bool) -> float:
-    seconds = duration.ToNanoseconds() / 1e9 if given else DEFAULT_SECONDS
+    seconds = seconds_of(duration) if given else DEFAULT_SECONDS
     if not 0 < seconds <= MAX_SECONDS:
         raise InvalidFieldError(field, f"must be above 0 and at most {MAX_SECONDS:g} s")
     return seconds
@@ -173,7 +174,7 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
             timeout=transfer.seconds if transfer else None,
         ):
             seconds = await self._weights.prepare(version, digest, transfer)
-        return pb.PrepareWeightsResponse(duration=_duration(seconds))
+        return pb.PrepareWeightsResponse(duration=duration_of(seconds))
 
     async def CommitWeights(
         self, request: pb.CommitWeightsRequest, context: Any
@@ -184,7 +185,7 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
             mode = pause_mode_from_proto(request.mode, "mode")
         with self._waits.waiting(f"CommitWeights of version {version}", on=[self._engine_id]):
             seconds = await self._weights.commit(version, digest, mode)
-        return pb.CommitWeightsResponse(pause=_duration(seconds))
+        return pb.CommitWeightsResponse(pause=duration_of(seconds))
 
     async def Sleep(self, request: pb.SleepRequest, context: Any) -> pb.SleepResponse:
         with self._waits.waiting("Sleep", on=[self._engine_id]):
@@ -208,8 +209,8 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
             max_model_length=status.max_model_length,
             backend=self._backend,
             engine_id=self._engine_id,
-            last_pause=_duration(status.last_pause_seconds),
-            last_preparation=_duration(status.last_prepare_seconds),
+            last_pause=duration_of(status.last_pause_seconds),
+            last_preparation=duration_of(status.last_prepare_seconds),
             decoded_token_count=status.decode_tokens_total,
             prefilled_token_count=status.prefill_tokens_total,
             deterministic=status.deterministic,
@@ -240,9 +241,3 @@ def _weights_from_proto(message: sample_pb2.WeightVersion) -> tuple[int, str]:
     if not message.digest:
         raise InvalidFieldError("weights.digest", "is required")
     return message.version, message.digest
-
-
-def _duration(seconds: float) -> duration_pb2.Duration:
-    duration = duration_pb2.Duration()
-    duration.FromNanoseconds(int(seconds * 1e9))
-    return duration

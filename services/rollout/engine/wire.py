@@ -192,11 +192,11 @@ def delta_to_proto(delta: Delta, *, temperature: float) -> pb.Completion:
 def _timing_to_proto(timing: Timing | None) -> pb.SampleTiming | None:
     if timing is None:
         return None
-    message = pb.SampleTiming()
-    message.queue.FromNanoseconds(int(timing.queue * 1e9))
-    message.prefill.FromNanoseconds(int(timing.prefill * 1e9))
-    message.decode.FromNanoseconds(int(timing.decode * 1e9))
-    return message
+    return pb.SampleTiming(
+        queue=wire.duration_of(timing.queue),
+        prefill=wire.duration_of(timing.prefill),
+        decode=wire.duration_of(timing.decode),
+    )
 
 
 def join_deltas(deltas: Iterable[Delta]) -> list[Delta]:
@@ -267,9 +267,9 @@ def delta_from_proto(message: pb.Completion, *, temperature: float) -> Delta:
 
 def _timing_from_proto(message: pb.SampleTiming) -> Timing:
     return Timing(
-        queue=message.queue.ToNanoseconds() / 1e9,
-        prefill=message.prefill.ToNanoseconds() / 1e9,
-        decode=message.decode.ToNanoseconds() / 1e9,
+        queue=wire.seconds_of(message.queue),
+        prefill=wire.seconds_of(message.prefill),
+        decode=wire.seconds_of(message.decode),
     )
 
 

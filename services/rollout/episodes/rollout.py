@@ -96,7 +96,7 @@ def settings_from_proto(request: pb.RolloutRequest) -> GroupSettings:
         raise InvalidFieldError("sampling.seeds", "come from the groups")
     timeout = DEFAULT_TIMEOUT_SECONDS
     if request.HasField("group_timeout"):
-        timeout = request.group_timeout.ToNanoseconds() / 1e9
+        timeout = wire.seconds_of(request.group_timeout)
         if timeout <= 0:
             raise InvalidFieldError("group_timeout", "must be positive")
     return GroupSettings(

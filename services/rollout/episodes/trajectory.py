@@ -11,6 +11,7 @@ from services.rollout.engine.interface import Delta, FinishReason
 from services.rollout.engine.wire import join_experts
 from services.rollout.environments.environment import Reward
 from sluice.api.rollout.v1 import trace_pb2 as pb
+from sluice.runtime.wire import timestamp_of
 from sluice.samples.sample import SCORE_PREFIX, Sample, VersionSpan
 
 ALL = -1  # in place of an episode
@@ -65,7 +66,8 @@ class Timeline:
             self._add(kind, place, episode, min(now, self._ends[episode] + seconds))
 
     def to_proto(self) -> pb.GroupTrace:
-        trace = pb.GroupTrace(
+        return pb.GroupTrace(
+            start_time=timestamp_of(self._start_time),
             place_names=self._places,
             kinds=self._kinds,
             episodes=self._episodes,
@@ -73,8 +75,6 @@ class Timeline:
             starts=self._starts,
             durations=self._durations,
         )
-        trace.start_time.FromNanoseconds(int(self._start_time * 1e9))
-        return trace
 
     def _add(
         self, kind: pb.SpanKind, place: str, episode: int, end: float, *, shared: bool = False

@@ -23,8 +23,8 @@ from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.api.rollout.v1 import rollout_service_pb2_grpc as pb_grpc
 from sluice.config import ConfigError
 from sluice.runtime.errors import InvalidFieldError
-from sluice.runtime.scores import report_of
 from sluice.runtime.waits import Waits
+from sluice.runtime.wire import evaluation_report
 from sluice.samples.blobs import BlobStore
 from sluice.samples.tokenizer import TextTokenizer
 
@@ -74,7 +74,7 @@ class Evaluations:
             else:
                 failed_count += 1
                 yield pb.EvaluateResponse(failed=event.failed)
-        report = report_of(
+        report = evaluation_report(
             finished, failed_count, pass_at=settings.pass_at, threshold=settings.threshold
         )
         yield pb.EvaluateResponse(report=report)

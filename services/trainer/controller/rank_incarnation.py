@@ -13,6 +13,7 @@ from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.runtime.errors import ServiceError
 from sluice.runtime.waits import Waits
+from sluice.runtime.wire import timestamp_of
 
 MAX_COMMAND_BYTES = 1 << 20
 EXIT_GRACE = 1.0  # seconds in which a process's end explains the end of its stream
@@ -56,15 +57,14 @@ class RankLink:
         )
 
     def to_proto(self) -> trainer_pb.Rank:
-        rank = trainer_pb.Rank(
+        return trainer_pb.Rank(
             rank=self.rank,
             process_id=self.process_id,
             host=self.host,
             activity=self.activity,
             data_rank=self.data_rank,
+            heartbeat_time=timestamp_of(self.heard_time),
         )
-        rank.heartbeat_time.FromNanoseconds(int(self.heard_time * 1e9))
-        return rank
 
 
 @dataclass(eq=False)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from google.protobuf import duration_pb2
 
 from services.trainer import metrics
 from services.trainer.config import TransferConfig
@@ -21,9 +20,10 @@ from services.trainer.controller.rank_incarnation import RankIncarnation
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
-from sluice.client import EngineClient, RemoteError
+from sluice.client import ClientCache, EngineClient, RemoteError
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.waits import Waits
+from sluice.runtime.wire import duration_of
 
 logger = logging.getLogger(__name__)
 
@@ -72,14 +72,13 @@ class WeightSender:
     def __init__(
         self, config: TransferConfig, security: SecurityConfig, ranks: RankGroup, waits: Waits
     ) -> None:
-        self._config, self._security = config, security
+        self._config = config
         self._ranks, self._waits = ranks, waits
-        self._clients: dict[str, EngineClient] = {}
+        self._clients = ClientCache(EngineClient, security)
         self._group: _Group | None = None
 
     async def close(self) -> None:
-        for client in self._clients.values():
-            await client.close()
+        await self._clients.close()
 
     async def send(
         self, shipment: Shipment, targets: Sequence[Target]
@@ -133,7 +132,7 @@ class WeightSender:
 
         async def look(target: Target) -> engine_pb.GetEngineResponse | RemoteError:
             try:
-                return await self._client(target).get()
+                return await self._clients[target.address].get()
             except RemoteError as error:
                 return error
 
@@ -163,7 +162,7 @@ class WeightSender:
             transfer_group=group.name,
             version=shipment.weights.version,
             bucket_bytes=self._config.bucket_bytes,
-            timeout=_duration(self._config.timeout_seconds),
+            timeout=duration_of(self._config.timeout_seconds),
         )
 
         async def receive(target: Target, first_rank: int) -> RemoteError | None:
@@ -216,7 +215,7 @@ class WeightSender:
         command = pb.OpenTransferCommand(
             transfer_group=f"weights-{secrets.token_hex(6)}",
             world_size=1 + sum(counts),
-            timeout=_duration(self._config.timeout_seconds),
+            timeout=duration_of(self._config.timeout_seconds),
         )
         results = await self._ranks.run_on(
             generation, commands.same_for_all(pb.FollowResponse(open_transfer=command))
@@ -246,8 +245,8 @@ class WeightSender:
         first_rank: int,
         known: engine_pb.GetEngineResponse,
     ) -> None:
-        client = self._client(target)
-        timeout = _duration(self._config.timeout_seconds)
+        client = self._clients[target.address]
+        timeout = duration_of(self._config.timeout_seconds)
         async with asyncio.timeout(self._config.timeout_seconds + ANSWER_SECONDS):
             if known.transfer_group != group.name:
                 await client.join_transfer_group(
@@ -270,11 +269,6 @@ class WeightSender:
                 mode=shipment.pause_mode,
             )
             await client.prepare_weights(shipment.weights, transfer)
-
-    def _client(self, target: Target) -> EngineClient:
-        if target.address not in self._clients:
-            self._clients[target.address] = EngineClient(target.address, self._security)
-        return self._clients[target.address]
 
 
 async def _settle(
@@ -324,9 +318,3 @@ def _late(seconds: float) -> RemoteError:
 def _refusal(what: str) -> RemoteError:
     code = grpc.StatusCode.FAILED_PRECONDITION
     return RemoteError(code, "NO_TRANSFER", f"{what} takes no part in transfers", {})
-
-
-def _duration(seconds: float) -> duration_pb2.Duration:
-    duration = duration_pb2.Duration()
-    duration.FromNanoseconds(int(seconds * 1e9))
-    return duration

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from google.protobuf import duration_pb2
 
 from services.trainer.backend import TrainingBackend
 from services.trainer.config import TrainerConfig
 from sluice import platform
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
+from sluice.runtime.wire import seconds_of
 from sluice.weights.errors import WeightStoreError
 from sluice.weights.manifest import ShardFile, delta_name
 from sluice.weights.transfer.group import Deadline, Meeting, TransferGroup, send
@@ -63,7 +63,7 @@ class RankPublisher:
         self.close()
         if self._shards.empty:
             return
-        seconds = _seconds(command.timeout)
+        seconds = seconds_of(command.timeout)
         self._meeting = Meeting(self._host(), command.world_size, seconds)
         result.transfer_address = self._meeting.address
         result.transfer_backend = platform.current().collective
@@ -72,7 +72,7 @@ class RankPublisher:
         """Broadcast the version published last. That engines are gone is no error here."""
         if self._meeting is None:
             return
-        deadline = Deadline(_seconds(command.timeout))
+        deadline = Deadline(seconds_of(command.timeout))
         try:
             buckets = plan_shards(self._shards.report(command.version), command.bucket_bytes)
             if self._group is None:
@@ -96,10 +96,6 @@ class RankPublisher:
         if self._config.transfer.host:
             return self._config.transfer.host
         return "127.0.0.1" if self._config.ranks.launch == "local" else socket.gethostname()
-
-
-def _seconds(duration: duration_pb2.Duration) -> float:
-    return duration.ToNanoseconds() / 1e9
 
 
 def _shard_to_proto(shard: ShardFile) -> pb.WrittenShard:

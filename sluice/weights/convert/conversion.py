@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -26,7 +25,7 @@ import torch
 import xxhash
 
 from sluice import faults
-from sluice.durable import sync_path, write_new
+from sluice.durable import LockTimeoutError, locked, sync_path, write_new
 from sluice.weights.checkpoint import INDEX_NAME
 from sluice.weights.convert.errors import (
     BusyTargetError,
@@ -54,6 +53,7 @@ from sluice.weights.digest import digest_file
 from sluice.weights.errors import TensorDigestError
 from sluice.weights.rules import InexactTensorError
 
+LOCK_SECONDS = 0.5  # after which another conversion has the target
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -67,19 +67,13 @@ def locked_target(target: Path) -> Iterator[None]:
     """Keep others from `target`. Raises BusyTargetError."""
     target.parent.mkdir(parents=True, exist_ok=True)
     path = target.with_name(f".{target.name}.lock")
-    is_ours = False
-    while not is_ours:
-        with path.open("ab") as file:
-            try:
-                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise BusyTargetError(target) from error
-            is_ours = os.fstat(file.fileno()).st_nlink > 0  # else its holder has just removed it
-            if is_ours:
-                try:
-                    yield
-                finally:
-                    path.unlink(missing_ok=True)
+    with contextlib.ExitStack() as stack:
+        try:  # more than once: its last holder may just be removing it
+            stack.enter_context(locked(path, timeout_seconds=LOCK_SECONDS))
+        except LockTimeoutError as error:
+            raise BusyTargetError(target) from error
+        stack.callback(path.unlink, missing_ok=True)
+        yield
 
 
 class Execution:

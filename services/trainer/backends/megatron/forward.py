@@ -19,7 +19,7 @@ from services.trainer.backend import Row
 from services.trainer.backends.megatron.batch import PackedBatch
 from services.trainer.backends.megatron.head import OutputHead
 from services.trainer.backends.megatron.replay import Purpose, RoutingReplay
-from sluice.algo.inputs import MissingColumnError, pack_rows
+from sluice.algo.inputs import check_columns, pack_rows
 from sluice.algo.losses import compute_loss
 from sluice.algo.spec import LossSpec, required_columns
 
@@ -78,12 +78,10 @@ def build_forward_kwargs(batch: PackedBatch) -> dict[str, Any]:
     }
 
 
-def check_columns(rows: Sequence[Row], spec: LossSpec) -> None:
+def check_rows(rows: Sequence[Row], spec: LossSpec) -> None:
     """Raises MissingColumnError ahead of a pass: inside it only the last stage would."""
-    needed = required_columns(spec)
     for row in rows:
-        if missing := needed - row.columns.keys():
-            raise MissingColumnError(missing, f"sample {row.sample_id}")
+        check_columns(required_columns(spec), row.columns, f"sample {row.sample_id}")
 
 
 @dataclass
@@ -115,7 +113,7 @@ class ChunkPasses:
     def train(self, batches: Sequence[PackedBatch], spec: LossSpec) -> SumsOnDevice:
         """Add the gradients of the summed loss; nothing is reduced over ranks."""
         sums = SumsOnDevice()
-        check_columns([row for batch in batches for row in batch.rows], spec)
+        check_rows([row for batch in batches for row in batch.rows], spec)
         with self._replayed("train", batches), ExitStack() as stack:
             for chunk in self.chunks:
                 stack.enter_context(chunk.no_sync())
