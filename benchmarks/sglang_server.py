@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from services.rollout.engine.config import EngineConfig
-from services.rollout.engine.sglang.commands import command, engine_arguments, environment
+from services.rollout.engine.sglang.servers import command, engine_arguments, environment
 from sluice import platform
 
 START_SECONDS, POLL_SECONDS, REQUEST_SECONDS = 900, 1.0, 900

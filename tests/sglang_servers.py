@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from services.rollout.engine.config import EngineConfig
-from services.rollout.engine.sglang.commands import (
+from services.rollout.engine.sglang.servers import (
+    SHIM,
     command,
     engine_arguments,
     environment,
+    free_port,
     model_arguments,
 )
-from services.rollout.engine.sglang.servers import SHIM, free_port
 from services.rollout.engine.sglang.staging import read_config
 from tests.patience import PATIENCE
 

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from prometheus_client import Counter, Gauge, Histogram
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
-
-from services.rollout.engine.interface import Delta, Engine, FinishReason
 from sluice.runtime.metrics import Reading, with_values
 
 MINUTES = (0.01, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600)
@@ -41,7 +36,7 @@ WORKERS_LOST = with_values(
 SPOOLED_BYTES = Counter("sluice_rollout_spooled_bytes_total", "Bytes of groups in the store.")
 SAMPLES = with_values(
     Counter("sluice_rollout_samples_total", "Samples an engine ended.", ["finish_reason"]),
-    FinishReason,
+    ("stop", "length", "aborted"),
 )
 SAMPLE_TOKENS = Histogram(
     "sluice_rollout_sample_length_tokens", "Response lengths.", buckets=LENGTHS
@@ -88,38 +83,3 @@ CACHE_LIMIT = Reading("sluice_rollout_cache_limit_tokens", "Tokens the cache has
 PAUSED = Reading("sluice_rollout_paused", "1 while the engine is paused.")
 DECODED = Reading("sluice_rollout_decoded_tokens_total", "Tokens sampled.")
 PREFILLED = Reading("sluice_rollout_prefilled_tokens_total", "Prompt tokens read.")
-
-
-def count_generation(deltas: Sequence[Delta]) -> None:
-    """Count the samples that ended with these deltas."""
-    for delta in deltas:
-        if delta.finish_reason is not None:
-            SAMPLES.labels(delta.finish_reason.value).inc()
-            SAMPLE_TOKENS.observe(len(delta.token_ids))
-
-
-class EngineCollector(Collector):
-    """State of one engine, read when scraped."""
-
-    def __init__(self, engine: Engine, registry: CollectorRegistry = REGISTRY) -> None:
-        self._engine, self._registry = engine, registry
-        registry.register(self)
-
-    def close(self) -> None:
-        self._registry.unregister(self)
-
-    def describe(self) -> list[Metric]:
-        """Nothing is asked of the engine at registration."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        status = self._engine.status()
-        loads = status.rank_loads
-        yield WEIGHT_VERSION.of(-1 if status.version is None else status.version)
-        yield RUNNING.of(sum(load.running_count for load in loads))
-        yield WAITING.of(sum(load.waiting_count for load in loads))
-        yield CACHE.of(sum(load.used_tokens for load in loads))
-        yield CACHE_LIMIT.of(sum(load.max_tokens for load in loads))
-        yield PAUSED.of(status.paused)
-        yield DECODED.of(status.decode_tokens_total)
-        yield PREFILLED.of(status.prefill_tokens_total)

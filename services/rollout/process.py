@@ -16,10 +16,9 @@ import grpc
 from services.rollout.config import RolloutConfig
 from services.rollout.engine.generations import Generations
 from services.rollout.engine.interface import Engine, create_engine
-from services.rollout.engine.servicer import EngineServicer
+from services.rollout.engine.servicer import EngineCollector, EngineServicer
 from services.rollout.engine.weights import EngineWeights
 from services.rollout.engine.wire import MediaReader, loads_to_proto
-from services.rollout.metrics import EngineCollector
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.rollout.v1 import engine_service_pb2_grpc, rollout_service_pb2_grpc

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 import xxhash
@@ -98,6 +98,15 @@ async def cancel_all(tasks: list[asyncio.Task[Any]]) -> None:
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
+
+
+async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Runs all at once; the results in order. A failure or a cancellation ends the others too."""
+    tasks = [asyncio.create_task(part) for part in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await cancel_all(tasks)
 
 
 class RequestLog:

@@ -21,6 +21,14 @@ def _weight(delta: Delta) -> int:
     return len(delta.token_ids) + (0 if experts is None else experts.nbytes // TOKEN_BYTES)
 
 
+def count_generation(deltas: Sequence[Delta]) -> None:
+    """Count the samples that ended with these deltas."""
+    for delta in deltas:
+        if delta.finish_reason is not None:
+            metrics.SAMPLES.labels(delta.finish_reason.value).inc()
+            metrics.SAMPLE_TOKENS.observe(len(delta.token_ids))
+
+
 async def complete(engine: Engine, generation: Generation, bounds: VersionBounds) -> list[Delta]:
     """One whole delta per sample, for callers in this process; cancelling aborts the request.
 
@@ -30,7 +38,7 @@ async def complete(engine: Engine, generation: Generation, bounds: VersionBounds
     async with contextlib.aclosing(engine.generate(generation)) as stream:  # type: ignore[type-var]
         deltas = join_deltas([delta async for delta in stream])
     check_spans(deltas, bounds)
-    metrics.count_generation(deltas)
+    count_generation(deltas)
     return deltas
 
 
@@ -42,7 +50,7 @@ async def stream(
     async with contextlib.aclosing(engine.generate(generation)) as deltas:  # type: ignore[type-var]
         async for delta in deltas:
             check_spans([delta], bounds)
-            metrics.count_generation([delta])
+            count_generation([delta])
             yield delta
 
 

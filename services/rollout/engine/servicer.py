@@ -1,15 +1,18 @@
-"""Requests about transfers of weights, as the engine takes them."""
+"""Serves one engine: its gRPC methods, and its state as metrics."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from typing import Any
 
 from google.protobuf import duration_pb2
+from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from services.rollout import metrics
-from services.rollout.engine.generations import Generations, score
+from services.rollout.engine.generations import Generations, count_generation, score
 from services.rollout.engine.interface import Engine, Generation, PauseMode
 from services.rollout.engine.weights import EngineWeights, Transfer
 from services.rollout.engine.wire import (
@@ -106,7 +109,7 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
         generation = await self._generation(request, stream=False)
         deltas = await self._generations.generate(request, generation)
         check_spans(deltas, bounds)
-        metrics.count_generation(deltas)
+        count_generation(deltas)
         temperature = generation.sampling.temperature
         return pb.GenerateResponse(
             completions=[delta_to_proto(delta, temperature=temperature) for delta in deltas]
@@ -120,7 +123,7 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
         temperature = generation.sampling.temperature
         async for delta in self._generations.stream(request.generate, generation):
             check_spans([delta], bounds)
-            metrics.count_generation([delta])
+            count_generation([delta])
             yield pb.StreamGenerateResponse(delta=delta_to_proto(delta, temperature=temperature))
 
     async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
@@ -241,3 +244,30 @@ def _weights_from_proto(message: sample_pb2.WeightVersion) -> tuple[int, str]:
     if not message.digest:
         raise InvalidFieldError("weights.digest", "is required")
     return message.version, message.digest
+
+
+class EngineCollector(Collector):
+    """Reads the state of one engine whenever metrics are scraped."""
+
+    def __init__(self, engine: Engine, registry: CollectorRegistry = REGISTRY) -> None:
+        self._engine, self._registry = engine, registry
+        registry.register(self)
+
+    def close(self) -> None:
+        self._registry.unregister(self)
+
+    def describe(self) -> list[Metric]:
+        """Nothing is asked of the engine at registration."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._engine.status()
+        loads = status.rank_loads
+        yield metrics.WEIGHT_VERSION.of(-1 if status.version is None else status.version)
+        yield metrics.RUNNING.of(sum(load.running_count for load in loads))
+        yield metrics.WAITING.of(sum(load.waiting_count for load in loads))
+        yield metrics.CACHE.of(sum(load.used_tokens for load in loads))
+        yield metrics.CACHE_LIMIT.of(sum(load.max_tokens for load in loads))
+        yield metrics.PAUSED.of(status.paused)
+        yield metrics.DECODED.of(status.decode_tokens_total)
+        yield metrics.PREFILLED.of(status.prefill_tokens_total)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from services.rollout import metrics
 from services.rollout.engine.interface import Delta, Sampling
-from services.rollout.engine.requests import all_of
 from services.rollout.engine.wire import VersionBounds
 from services.rollout.environments.environment import (
     EnvironmentFailedError,
@@ -30,6 +29,7 @@ from services.rollout.episodes.trajectory import Timeline, Trajectory
 from services.rollout.errors import MediaUnsupportedError
 from sluice.api.rollout.v1 import trace_pb2
 from sluice.runtime.errors import DeadlineError
+from sluice.runtime.idempotency import all_of
 from sluice.runtime.waits import Waits
 from sluice.samples.blobs import BlobReference
 from sluice.samples.chat_template import ChatTemplateError

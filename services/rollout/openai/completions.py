@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from services.rollout.engine.interface import Delta, FinishReason
-from services.rollout.engine.requests import all_of
 from services.rollout.environments.tools import OPEN, parse_calls
 from services.rollout.openai import answers as encode
 from services.rollout.openai.answers import Names, Scored
@@ -17,6 +16,7 @@ from services.rollout.openai.generation import Answer, Ask
 from services.rollout.openai.prompts import Prompt, chat_prompt, plain_prompt
 from services.rollout.openai.requests import ApiError, ChatRequest, CompletionRequest, Record
 from services.rollout.openai.shared import Chunk, Shared
+from sluice.runtime.idempotency import all_of
 
 REMEMBERED_CALLS = 10_000
 

@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from services.rollout.engine.interface import Delta, Engine, FinishReason, Sampling, TokenScores
-from services.rollout.engine.requests import all_of
 from services.rollout.engine.wire import VersionBounds, join_deltas
 from services.rollout.episodes.drafts import SamplingPrompt
 from services.rollout.episodes.engines import EngineAccess
@@ -18,6 +17,7 @@ from services.rollout.episodes.sampler import Sampler, is_retried
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.client import RemoteError, new_request_id
 from sluice.router_client import Lease, outcome_of
+from sluice.runtime.idempotency import all_of
 from sluice.samples.sample import VersionSpan
 from sluice.samples.tokenizer import TextTokenizer
 

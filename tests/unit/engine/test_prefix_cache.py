@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from services.rollout.engine.interface import Delta
 from services.rollout.engine.reference.core import EngineCore
-from services.rollout.engine.reference.lanes import PrefillPrompt
+from services.rollout.engine.reference.lanes import BLOCK, PrefillPrompt, PrefixCache
 from services.rollout.engine.reference.model import open_model
-from services.rollout.engine.reference.prefix_cache import BLOCK, PrefixCache
 from tests.contract.engine.cases import Model, build_model, request_of
 
 CreateCore = Callable[..., EngineCore]

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import Metric
 
 from services.rollout.engine.interface import EngineStatus, RankLoad
-from services.rollout.metrics import EngineCollector
+from services.rollout.engine.servicer import EngineCollector
 from services.router.metrics import PoolCollector, open_pool
 from sluice.balance.routing import EngineSpec, LeaseRequest, Pool, PoolConfig
 from sluice.runtime import waits as waits_module

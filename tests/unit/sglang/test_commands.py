@@ -1,33 +1,19 @@
-"""Command lines of SGLang, to the word. Several nodes and prefill/decode are not run anywhere."""
+"""Command lines of SGLang, to the word."""
 
 from __future__ import annotations
 
 import pytest
 
 from services.rollout.engine.config import EngineConfig, SglangConfig
-from services.rollout.engine.sglang.commands import (
+from services.rollout.engine.sglang.servers import (
     command,
     dp_size,
+    encoder_arguments,
     engine_arguments,
     environment,
     flags,
     model_arguments,
 )
-from services.rollout.engine.sglang.topology import (
-    Encoders,
-    ServerGroup,
-    Topology,
-    bootstrap_urls,
-    encoder_arguments,
-    launches,
-)
-
-SHARED = {"model_path": "/m", "tp_size": 4, "device": "gpu"}
-LAUNCH = "py -m sglang.launch_server --model-path /m --tp-size 4 --device gpu"
-
-
-def lines(topology: Topology) -> list[tuple[str, str, str]]:
-    return [(one.role, one.url, " ".join(one.command)) for one in launches(topology)]
 
 
 def test_arguments_become_flags() -> None:
@@ -46,78 +32,13 @@ def test_arguments_become_flags() -> None:
     ]
 
 
-def test_a_server_over_two_nodes() -> None:
-    group = ServerGroup(role="regular", hosts=("n0", "n1"), port=30000)
-    assert lines(Topology(python="py", arguments=SHARED, groups=(group,))) == [
-        (
-            "regular",
-            "http://n0:30000",
-            f"{LAUNCH} --port 30000 --host n0 --nnodes 2 --node-rank 0 --dist-init-addr n0:20000",
-        ),
-        (
-            "regular",
-            "http://n0:30000",
-            f"{LAUNCH} --port 30000 --host n1 --nnodes 2 --node-rank 1 --dist-init-addr n0:20000",
-        ),
-    ]
-
-
-def test_prefill_and_decode_servers() -> None:
-    groups = (
-        ServerGroup(role="prefill", hosts=("p",), port=30000, replicas=2),
-        ServerGroup(role="decode", hosts=("d",), port=31000, arguments={"tp_size": 8}),
+def test_an_encoder_is_given_what_concerns_the_model_and_its_own_arguments() -> None:
+    shared = {"model_path": "/m", "tp_size": 4, "language_only": True, "max_running_requests": 8}
+    own = {"tp_size": 1}
+    assert " ".join(command("py", encoder_arguments(shared, "e", 8, "mooncake", own))) == (
+        "py -m sglang.launch_server --model-path /m --tp-size 1 --host e --port 8 --encoder-only"
+        " --encoder-transfer-backend mooncake"
     )
-    decode = LAUNCH.replace("--tp-size 4", "--tp-size 8")
-    assert lines(Topology(python="py", arguments=SHARED, groups=groups)) == [
-        (
-            "prefill",
-            "http://p:30000",
-            f"{LAUNCH} --disaggregation-mode prefill --disaggregation-transfer-backend mooncake"
-            " --disaggregation-bootstrap-port 8998 --port 30000 --host p",
-        ),
-        (
-            "prefill",
-            "http://p:30001",
-            f"{LAUNCH} --disaggregation-mode prefill --disaggregation-transfer-backend mooncake"
-            " --disaggregation-bootstrap-port 8999 --port 30001 --host p",
-        ),
-        (
-            "decode",
-            "http://d:31000",
-            f"{decode} --disaggregation-mode decode --disaggregation-transfer-backend mooncake"
-            " --port 31000 --host d",
-        ),
-    ]
-
-
-def test_prefill_without_decode_is_refused() -> None:
-    group = ServerGroup(role="prefill", hosts=("p",), port=1)
-    with pytest.raises(ValueError, match="need each other"):
-        launches(Topology(python="py", arguments={}, groups=(group,)))
-
-
-def test_encoders_come_first_and_whoever_reads_prompts_is_given_their_urls() -> None:
-    groups = (
-        ServerGroup(role="regular", hosts=("r",), port=1),
-        ServerGroup(role="prefill", hosts=("p",), port=2),
-        ServerGroup(role="decode", hosts=("d",), port=3),
-    )
-    encoders = Encoders(places=(("e", 7), ("e", 8)), arguments={"tp_size": 1})
-    topology = Topology(python="py", arguments=SHARED, groups=groups, encoders=encoders)
-    found = lines(topology)
-    assert [role for role, _, _ in found] == ["encoder", "encoder", "regular", "prefill", "decode"]
-    assert found[1][2] == (
-        f"{LAUNCH.replace('--tp-size 4', '--tp-size 1')} --host e --port 8 --encoder-only"
-        " --encoder-transfer-backend zmq_to_scheduler"
-    )
-    for place, (_, _, line) in enumerate(found[2:]):
-        given = (
-            "--language-only --encoder-urls http://e:7 http://e:8"
-            " --encoder-transfer-backend zmq_to_scheduler"
-            f" --encoder-bootstrap-port {9998 + place}"
-        )
-        assert (given in line) == (place < 2)
-    assert bootstrap_urls(topology) == ["http://r:9998", "http://p:9999"]
 
 
 @pytest.mark.parametrize("device", ["cpu", "npu", "gpu"])

@@ -10,13 +10,13 @@ from typing import Any
 import grpc
 import httpx2
 
-from services.rollout.engine.sglang.commands import CONTEXT_MARGIN
 from services.rollout.engine.sglang.samples import Version, parse_tag
 from services.rollout.errors import EngineFailedError
 from sluice.runtime.errors import InvalidFieldError, ServiceError
 
 CONNECT_SECONDS = 5.0
 CONTROL_SECONDS = 30.0
+CONTEXT_MARGIN = 8  # places of the context that SGLang keeps to itself
 UNLIMITED = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
 
 Json = dict[str, Any]

@@ -19,13 +19,14 @@ from services.rollout.engine.interface import (
     IncomingWeights,
     PauseMode,
     TokenScores,
+    check_generation,
+    check_score,
 )
-from services.rollout.engine.requests import check_generation, check_score
-from services.rollout.engine.sglang.commands import dp_size, reads_media
 from services.rollout.engine.sglang.jobs import Job, score
 from services.rollout.engine.sglang.load import Load, SlotLimiter
 from services.rollout.engine.sglang.replica import Replica
 from services.rollout.engine.sglang.samples import Routing, read_routing
+from services.rollout.engine.sglang.servers import dp_size, reads_media
 from services.rollout.engine.sglang.staging import (
     HostVersions,
     StagedVersion,
