@@ -16,9 +16,14 @@ CLOCKS = 0.05  # seconds by which the wall clock and the monotonic one may drift
 PHASES = ("wait for groups", "upload", "advantages", "forward_backward", "optimizer", "publish")
 
 
-def test_a_run_leaves_a_trace_that_adds_up(stack):
+@pytest.fixture(scope="module")
+def training(stack):
     training = stack.train("traced", steps=3)
     training.finish()
+    return training
+
+
+def test_a_run_leaves_a_trace_that_adds_up(training):
     trace = load(training.run_dir)
     assert trace.steps == (1, 3)
     rows = training.rows()
@@ -45,8 +50,8 @@ def test_a_run_leaves_a_trace_that_adds_up(stack):
         assert sum(s.duration for s in spans) == pytest.approx(wall, rel=0.01)
 
 
-def test_the_page_is_written_beside_the_run(stack):
-    run_dir = stack.run_dir / "runs" / "traced"  # of the test before
+def test_the_page_is_written_beside_the_run(training):
+    run_dir = training.run_dir
     command = [sys.executable, "-m", "sluice.cli", "trace", str(run_dir)]
     done = subprocess.run(
         command, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 
+import pytest
 import yaml
 
 from sluice.loop.run_checkpoint import latest_cut
@@ -18,9 +19,15 @@ def consumed(training) -> dict[str, int]:
     return {group.group_id: group.consumed_step for group in training.groups("consumed")}
 
 
-def test_a_run_trains_every_group_once_and_leaves_its_report(stack):
+@pytest.fixture(scope="module")
+def plain(stack):
+    """A run that has ended, and what it printed."""
     training = stack.train("plain")
-    output = training.finish()
+    return training, training.finish()
+
+
+def test_a_run_trains_every_group_once_and_leaves_its_report(plain):
+    training, output = plain
     assert [row["step"] for row in training.rows()] == [1, 2, 3, 4]
     assert consumed(training) == {f"g{i:07}": i // 4 + 1 for i in range(16)}
     for row in training.rows():
@@ -32,8 +39,8 @@ def test_a_run_trains_every_group_once_and_leaves_its_report(stack):
     assert "reward.png" in output
 
 
-def test_a_run_is_not_overwritten(stack):
-    training = stack.train("plain")  # the run directory of the test before
+def test_a_run_is_not_overwritten(plain, stack):
+    training = stack.train("plain")
     output, _ = training.process.communicate(timeout=PATIENCE)
     assert training.process.returncode == 2
     assert "holds a run" in output
