@@ -119,7 +119,7 @@ async def update(
     shards.begin(base)
     shard = shards.write(staging.directory, FILE, tensors)
     shards.finish(staging.version)
-    companions = companion_files(store.root.parent / "model")
+    companions = companion_files(Path(store.location).parent / "model")
     record = store.commit(staging, [shard], companions, 0, base=base)
     published = time.perf_counter() - began
     del tensors

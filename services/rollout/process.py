@@ -30,7 +30,7 @@ from sluice.runtime.server import Server
 from sluice.runtime.wire import seconds_of
 from sluice.samples.blobs import BlobStore
 from sluice.weights.host_cache import HostCache
-from sluice.weights.open import open_store
+from sluice.weights.store import WeightStore
 
 if TYPE_CHECKING:
     from services.rollout.episodes.worker import EpisodeWorker
@@ -260,7 +260,7 @@ class RolloutProcess:
         self.engine = engine
         collector = EngineCollector(engine)
         generations = Generations(engine, REMEMBERED_TOKENS)
-        store = open_store(config.weights_location, durable=config.store_sync)
+        store = WeightStore(config.weights_location, durable=config.store_sync)
         weights = EngineWeights(
             engine,
             store,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from sluice.algo.spec import LossSpec
-from sluice.weights.store import ShardFile
+from sluice.weights.manifest import ShardFile
 from sluice.weights.writer import ShardWrite
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from sluice.loop.config import RetentionConfig
 from sluice.loop.ledger import Ledger
 from sluice.samples.blobs import BlobNotFoundError, BlobReference, BlobStore
 from sluice.weights.errors import VersionNotFoundError
-from sluice.weights.open import open_store
+from sluice.weights.store import WeightStore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ class Retention:
         readable = re.sub(r"[^A-Za-z0-9_-]+", "-", run_dir.name).strip("-_")[:40] or "run"
         self._prefix = f"{readable}-{ledger.run_id}-"
         self._blobs = BlobStore(store)
-        self._weights = open_store(weights or store / "weights")
+        self._weights = WeightStore(weights or store / "weights")
         self._version: int | None = None
         self._held: set[str] = set()
         self._unheld: list[str] = []

@@ -6,21 +6,14 @@ trusts nothing that was not written whole.
 
 from __future__ import annotations
 
-import builtins
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from sluice.weights.digest import digest_bytes, digest_version
-from sluice.weights.errors import (
-    FileDigestError,
-    ManifestError,
-    VersionNotFoundError,
-    WeightStoreError,
-)
+from sluice.weights.errors import FileDigestError, ManifestError
 
 FORMAT = 1
 DELTA_FORMAT = 2  # of a version that needs its base; readers of format 1 refuse it
@@ -158,75 +151,3 @@ def read_manifest(directory: Path) -> Manifest:
 
 def _render(document: Mapping[str, Any]) -> bytes:
     return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredVersion:
-    """With a `base` it holds what changed since that version; `checkout` makes the whole."""
-
-    version: int
-    digest: str
-    parent: int | None = None
-    step: int = 0
-    created: str = ""
-    base: int | None = None
-
-
-def fields_of(manifest: Manifest) -> dict[str, Any]:
-    """The fields of a StoredVersion."""
-    names = ("version", "digest", "parent", "step", "created", "base")
-    return {name: getattr(manifest, name) for name in names}
-
-
-V = TypeVar("V", bound=StoredVersion)
-
-
-class Versions(ABC, Generic[V]):
-    """What a store answers about its versions once it can list and describe them."""
-
-    location: str  # as a user names the store
-
-    @abstractmethod
-    def versions(self) -> Sequence[int]:
-        """The numbers of the committed versions, ascending; reads no manifest."""
-
-    @abstractmethod
-    def get(self, version: int) -> V:
-        """A committed version; raises VersionNotFoundError, ManifestError or FileDigestError."""
-
-    def chain(self, version: int) -> Sequence[int]:
-        """The versions that `version` is made of, itself first, up to one that needs no base.
-
-        Raises like `get`.
-        """
-        versions = [version]
-        while (base := self.get(versions[-1]).base) is not None:
-            if base >= versions[-1]:
-                raise ManifestError(f"version {versions[-1]} has the base {base}, no older one")
-            versions.append(base)
-        return versions
-
-    def list(self) -> builtins.list[V]:
-        """The committed versions, ascending."""
-        records = []
-        for version in self.versions():
-            try:
-                records.append(self.get(version))
-            except VersionNotFoundError:
-                continue  # removed since
-        return records
-
-    def latest(self) -> V:
-        """The version committed with the highest number; raises VersionNotFoundError if none."""
-        for version in reversed(self.versions()):
-            try:
-                return self.get(version)
-            except VersionNotFoundError:
-                continue
-        raise VersionNotFoundError(None)
-
-    def _chain_or_itself(self, version: int) -> Sequence[int]:
-        try:
-            return self.chain(version)
-        except WeightStoreError:  # damaged: nobody can read it, whatever is kept
-            return [version]

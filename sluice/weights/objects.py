@@ -1,131 +1,209 @@
-"""Objects by key in a bucket: what a weight store needs of S3, through `obstore`.
+"""Files of a weight store by key, and the same in a directory. An object store: `bucket`.
 
-Credentials, endpoint and region come from the environment, as for any S3 client (AWS_*; see
-obstore's S3Config). Every call has a deadline.
+versions/<8 digits>/<file>        a version: a plain HF checkpoint and its manifest.json
+allocated/<8 digits>              one marker per number ever given out; names the parent
+pins/<8 digits>/<owner>           keeps a version from retention
+staging/<8 digits>-<nonce>/       a version in the making, beside its owner's lock
+trash/                            versions on their way out
+retain.lock                       shared by who pins or commits; retention has it alone
 """
 
 from __future__ import annotations
 
-import datetime
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import secrets
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError
-from obstore.store import from_url
-
-REQUEST_SECONDS = 300  # one request, a part of 5 to 10 MiB at most
-RETRY_SECONDS = 60  # after which a failing request is tried no more
-DOWNLOAD_BYTES = 8 << 20
+from sluice import faults
+from sluice.durable import locked, sync_path, write_new
+from sluice.weights.manifest import MANIFEST_NAME
+from sluice.weights.staging import Staging
 
 
-class ObjectsError(OSError):
-    """The bucket cannot be reached, or refuses."""
+class Objects(ABC):
+    """Immutable files by key, from which a commit makes a version in one step.
 
+    Calls block, and raise FileNotFoundError for a key that is not there. `staging` is the
+    directory of this host in which versions are made.
+    """
 
-@dataclass(frozen=True)
-class ObjectInfo:
-    """A key below the prefix, its bytes, and when it was written (UTC)."""
+    staging: Path
 
-    key: str
-    size: int
-    modified: datetime.datetime
+    @abstractmethod
+    def keys(self, folder: str) -> Sequence[str]:
+        """List the keys in a folder and its folders, in any order."""
 
-
-class Objects:
-    """The objects below a URL such as `s3://bucket/prefix`. Calls block."""
-
-    def __init__(self, url: str) -> None:
-        """Raises ValueError for a URL that names no bucket."""
-        try:
-            self._store = from_url(
-                url,
-                client_options={
-                    "timeout": datetime.timedelta(seconds=REQUEST_SECONDS),
-                    "allow_http": os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true",
-                },
-                retry_config={"retry_timeout": datetime.timedelta(seconds=RETRY_SECONDS)},
-            )
-        except BaseError as error:
-            raise ValueError(f"{url!r} is no bucket: {error}") from error
-        self.url = url
-
-    def list(self, prefix: str) -> list[ObjectInfo]:
-        """All objects whose keys begin with the folder `prefix`."""
-        with _errors(prefix):
-            found = obstore.list(self._store, prefix).collect()
-        return [ObjectInfo(meta["path"], meta["size"], meta["last_modified"]) for meta in found]
-
+    @abstractmethod
     def size(self, key: str) -> int:
-        """Raises FileNotFoundError."""
-        with _errors(key):
-            return int(obstore.head(self._store, key)["size"])
+        """Return the bytes of an object."""
+
+    @abstractmethod
+    def get(self, key: str) -> bytes:
+        """Read an object."""
+
+    @abstractmethod
+    def get_range(self, key: str, start: int, end: int) -> bytes:
+        """Read bytes start..end (exclusive) of an object."""
+
+    @abstractmethod
+    def put_new(self, key: str, data: bytes) -> None:
+        """Write an object; FileExistsError where it exists. One of several writers succeeds."""
+
+    @abstractmethod
+    def take_file(self, key: str, path: Path) -> None:
+        """Make a file of this host an object; afterwards `path` is the object, or gone."""
+
+    @abstractmethod
+    def local_file(self, key: str, path: Path) -> Path:
+        """Return an object as a file of this host, which is fetched to the new file `path`
+        unless there is one."""
+
+    @abstractmethod
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects; those that are not there are no error."""
+
+    @abstractmethod
+    def versions(self) -> set[int]:
+        """Return the numbers of the committed versions."""
+
+    @abstractmethod
+    def directory(self, version: int) -> Path | None:
+        """Return the directory of a committed version; None in a bucket."""
+
+    @abstractmethod
+    def draft(self, staging: Staging) -> str:
+        """Return the folder of the files of a version in the making."""
+
+    @abstractmethod
+    def commit(self, staging: Staging, manifest: bytes) -> None:
+        """Write the manifest and make the version visible, at once and with all its files.
+
+        Raises FileExistsError where the number is committed with other content.
+        """
+
+    @abstractmethod
+    def guarded(self, *, alone: bool) -> AbstractContextManager[None]:
+        """Keep retention away, or with `alone` everybody; nothing where `remove` needs no lock."""
+
+    @abstractmethod
+    def is_retiring(self, version: int) -> bool:
+        """Return whether somebody removes the version without a lock."""
+
+    @abstractmethod
+    def remove(self, version: int) -> bool:
+        """Remove a version; False where somebody has pinned it meanwhile."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Remove what removals, and writers long dead, have left."""
 
     def exists(self, key: str) -> bool:
+        """Return whether there is an object."""
         try:
             self.size(key)
         except FileNotFoundError:
             return False
         return True
 
+
+class DirectoryObjects(Objects):
+    """Files below a directory that processes share; hosts, where flock is coherent among them.
+
+    With `durable=False` nothing is synced: what a crash of the machine (not of a process)
+    leaves is then undefined.
+    """
+
+    def __init__(self, root: Path, *, durable: bool) -> None:
+        self._root, self._durable = root, durable
+        self.staging = root / "staging"
+        for name in ("versions", "allocated", "staging", "pins", "trash"):
+            (root / name).mkdir(parents=True, exist_ok=True)
+
+    def keys(self, folder: str) -> Sequence[str]:
+        return [
+            os.path.relpath(os.path.join(path, name), self._root)
+            for path, _, names in os.walk(self._root / folder)
+            for name in names
+        ]
+
+    def size(self, key: str) -> int:
+        return (self._root / key).stat().st_size
+
     def get(self, key: str) -> bytes:
-        """Raises FileNotFoundError."""
-        with _errors(key):
-            return bytes(obstore.get(self._store, key).bytes())
+        return (self._root / key).read_bytes()
 
     def get_range(self, key: str, start: int, end: int) -> bytes:
-        """Bytes start..end (exclusive). Raises FileNotFoundError."""
-        with _errors(key):
-            return bytes(obstore.get_range(self._store, key, start=start, end=end))
-
-    def get_file(self, key: str, path: Path) -> None:
-        """Write an object to the new file `path`. Raises FileNotFoundError."""
-        with _errors(key), path.open("xb") as file:
-            for chunk in obstore.get(self._store, key).stream(min_chunk_size=DOWNLOAD_BYTES):
-                file.write(chunk)
-
-    def put(self, key: str, data: bytes) -> None:
-        with _writing(key):
-            obstore.put(self._store, key, data)
+        with (self._root / key).open("rb", buffering=0) as file:
+            return os.pread(file.fileno(), end - start, start)
 
     def put_new(self, key: str, data: bytes) -> None:
-        """Raises FileExistsError where the key is taken; one of several writers succeeds."""
-        with _writing(key):
-            obstore.put(self._store, key, data, mode="create")
+        path = self._root / key
+        path.parent.mkdir(exist_ok=True)
+        write_new(path, data, sync=self._durable)
+        self._sync(path.parent)
+        self._sync(path.parent.parent)
 
-    def put_file(self, key: str, path: Path) -> None:
-        """Upload a file, in parts if it is large; the key appears when all is there."""
-        with _writing(key):
-            obstore.put(self._store, key, path)
+    def take_file(self, key: str, path: Path) -> None:
+        path.replace(self._root / key)
+        self._sync(self._root / key)
+
+    def local_file(self, key: str, path: Path) -> Path:
+        self.size(key)
+        return self._root / key
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Those that are not there are no error."""
-        wanted = list(keys)
-        if wanted:
-            with _errors(wanted[0]):
-                obstore.delete(self._store, wanted)
+        for key in keys:
+            (self._root / key).unlink(missing_ok=True)
 
+    def versions(self) -> set[int]:
+        return {int(name) for name in os.listdir(self._root / "versions") if name.isdigit()}
 
-@contextmanager
-def _errors(key: str) -> Iterator[None]:
-    try:
-        yield
-    except AlreadyExistsError as error:
-        raise FileExistsError(key) from error
-    except FileNotFoundError as error:
-        raise FileNotFoundError(key) from error
-    except BaseError as error:
-        raise ObjectsError(f"{key}: {error}") from error
+    def draft(self, staging: Staging) -> str:
+        return f"staging/{staging.directory.name}"
 
+    def commit(self, staging: Staging, manifest: bytes) -> None:
+        path, target = staging.directory / MANIFEST_NAME, self.directory(staging.version)
+        path.unlink(missing_ok=True)  # of a commit that failed
+        write_new(path, manifest, sync=self._durable)
+        self._sync(staging.directory)
+        faults.point("weights.manifest")
+        try:
+            staging.directory.rename(target)
+        except OSError as error:
+            if target.exists():
+                raise FileExistsError(target) from error
+            raise
+        self._sync(target.parent)
+        faults.point("weights.renamed")
 
-@contextmanager
-def _writing(key: str) -> Iterator[None]:
-    """What is not found then is the bucket."""
-    try:
-        with _errors(key):
-            yield
-    except FileNotFoundError as error:
-        raise ObjectsError(f"{key}: there is no such bucket") from error
+    def guarded(self, *, alone: bool) -> AbstractContextManager[None]:
+        return locked(self._root / "retain.lock", shared=not alone)
+
+    def is_retiring(self, version: int) -> bool:
+        return False  # nobody removes without the lock
+
+    def remove(self, version: int) -> bool:
+        trash = self._root / "trash" / f"{version:08d}-{secrets.token_hex(8)}"
+        self.directory(version).rename(trash)
+        faults.point("weights.trashed")
+        return True
+
+    def clear(self) -> None:
+        self._sync(self._root / "versions")
+        with self.guarded(alone=True):  # nobody pins meanwhile
+            for directory in (self._root / "pins").iterdir():
+                if not self.directory(int(directory.name)).exists() and not os.listdir(directory):
+                    directory.rmdir()
+        for directory in (self._root / "trash").iterdir():
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def directory(self, version: int) -> Path:
+        return self._root / "versions" / f"{version:08d}"
+
+    def _sync(self, path: Path) -> None:
+        if self._durable:
+            sync_path(path)

@@ -1,4 +1,5 @@
-"""Versions in the making: a directory beside a lock file that its owner holds.
+"""Versions in the making: a directory beside a lock file that its owner holds, and the manifest
+of what its writers report.
 
 The kernel frees the lock when the owner dies, however it dies, so a free lock means that
 nobody will finish the directory. The lock file lies beside it: the rename that commits the
@@ -9,13 +10,38 @@ flock coherent among them (NFS on Linux does).
 from __future__ import annotations
 
 import contextlib
+import datetime
+import json
+import math
 import secrets
 import shutil
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 from sluice.durable import try_lock
+from sluice.weights.checkpoint import INDEX_NAME, SINGLE_NAME
+from sluice.weights.digest import digest_bytes, digest_file
+from sluice.weights.errors import (
+    DuplicateFileError,
+    DuplicateTensorError,
+    InvalidCheckpointError,
+    MissingFileError,
+    MissingTensorError,
+    UnexpectedTensorError,
+)
+from sluice.weights.header import BITS, Extent
+from sluice.weights.manifest import (
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    ShardFile,
+    StoredTensor,
+    TensorEntry,
+    delta_name,
+    version_digest,
+)
 
 LOCK_SUFFIX = ".lock"
 GONE_SUFFIX = ".gone"
@@ -36,6 +62,7 @@ class Staging:
 
 def open_staging(root: Path, version: int, parent: int | None) -> Staging:
     """Make a staging directory below `root` and lock it."""
+    root.mkdir(parents=True, exist_ok=True)
     while True:
         directory = root / f"{version:08d}-{secrets.token_hex(8)}"
         lock = directory.with_name(directory.name + LOCK_SUFFIX).open("xb")
@@ -78,3 +105,188 @@ def _remove(directory: Path) -> bool:
         return False
     directory.with_name(directory.name + LOCK_SUFFIX).unlink(missing_ok=True)
     return True
+
+
+RESERVED = {MANIFEST_NAME, INDEX_NAME}
+
+
+def _collect_tensors(
+    shards: Sequence[ShardFile], expected: Mapping[str, TensorEntry] | Collection[str] | None
+) -> dict[str, StoredTensor]:
+    """Tensors of all shards by name; every one in exactly one shard, all of `expected`."""
+    tensors: dict[str, StoredTensor] = {}
+    files: set[str] = set()
+    for shard in shards:
+        _check_name(shard.file_name, shard=True)
+        if shard.file_name in files:
+            raise DuplicateFileError(shard.file_name)
+        files.add(shard.file_name)
+        for name, entry in shard.tensors.items():
+            if name in tensors:
+                raise DuplicateTensorError(name, (tensors[name].file, shard.file_name))
+            tensors[name] = StoredTensor(
+                shard.file_name, entry.dtype, tuple(entry.shape), entry.digest
+            )
+    if SINGLE_NAME in files and len(files) > 1:  # transformers would read that one alone
+        raise InvalidCheckpointError(f"{SINGLE_NAME!r} cannot lie beside other shards")
+    if not tensors:
+        raise MissingTensorError(("any",))
+    if expected is not None:
+        _check_expected(tensors, expected)
+    return tensors
+
+
+ReadHeader = Callable[[str, int], dict[str, Extent]]  # of a stored file of this name and size
+
+
+def assemble(
+    staging: Staging,
+    shards: Sequence[ShardFile],
+    companions: Iterable[Path],
+    step: int,
+    expected: Mapping[str, TensorEntry] | Collection[str] | None,
+    base: Manifest | None,
+    read_header: ReadHeader,
+) -> Manifest:
+    """Check what writers report, put companions and index beside it, and return the manifest.
+
+    `base` is the version that deltas among the shards are against. Raises DuplicateTensorError,
+    DuplicateFileError, MissingTensorError, UnexpectedTensorError, MissingFileError or
+    InvalidCheckpointError.
+    """
+    tensors = _collect_tensors(shards, expected)
+    _check_shards(shards, read_header)
+    deltas = {s.file_name: FileEntry(s.delta.size, s.delta.digest) for s in shards if s.delta}
+    base = base if deltas else None
+    _check_base(shards, base)
+    files = {shard.file_name: FileEntry(shard.size, shard.digest) for shard in shards}
+    for name, entry in _add_companions(staging.directory, companions).items():
+        if name in files:
+            raise DuplicateFileError(name)
+        files[name] = entry
+    files.update(_write_index(staging.directory, shards))
+    own = {shard.file_name for shard in shards}
+    return Manifest(
+        version=staging.version,
+        parent=staging.parent,
+        step=step,
+        created=datetime.datetime.now(datetime.UTC).isoformat(),
+        digest=version_digest(tensors),
+        tensors=tensors,
+        files=files,
+        base=base.version if base else None,
+        deltas=deltas,
+        inherited=_drop_inherited(staging.directory, files, own, base),
+    )
+
+
+def _check_shards(shards: Iterable[ShardFile], read_header: ReadHeader) -> None:
+    """Each reported file is there, has its size, and its header names the reported tensors."""
+    for shard in shards:
+        if shard.delta is None:
+            extents = read_header(shard.file_name, shard.size)
+            reported = {n: (entry.dtype, tuple(entry.shape)) for n, entry in shard.tensors.items()}
+        else:
+            extents = read_header(delta_name(shard.file_name), shard.delta.size)
+            reported = {n: ("U8", extents[n].shape) for n in shard.tensors if n in extents}
+        found = {name: (extent.dtype, extent.shape) for name, extent in extents.items()}
+        if found != reported or found.keys() != shard.tensors.keys():
+            names = {name for name, _ in found.items() ^ reported.items()}
+            names |= found.keys() ^ shard.tensors.keys()
+            raise InvalidCheckpointError(
+                f"{shard.file_name!r} and its report differ in: {', '.join(sorted(names)[:8])}"
+            )
+
+
+def _check_base(shards: Iterable[ShardFile], base: Manifest | None) -> None:
+    """What deltas are against is in the base, under the same names, dtypes and shapes."""
+    for shard in shards:
+        if shard.delta is None:
+            continue
+        based = {
+            name: (tensor.dtype, tensor.shape)
+            for name, tensor in (base.tensors if base else {}).items()
+            if tensor.file == shard.file_name
+        }
+        reported = {
+            name: (entry.dtype, tuple(entry.shape)) for name, entry in shard.tensors.items()
+        }
+        if based != reported:
+            names = sorted({name for name, _ in based.items() ^ reported.items()})
+            raise InvalidCheckpointError(
+                f"{shard.file_name!r} is a delta of other tensors than the base has: "
+                f"{', '.join(names[:8])}"
+            )
+
+
+def _drop_inherited(
+    directory: Path, files: Mapping[str, FileEntry], shards: set[str], base: Manifest | None
+) -> tuple[str, ...]:
+    """Remove from `directory` the companions that are the same in `base`; their names."""
+    same = {
+        name
+        for name, entry in files.items()
+        if base is not None and name not in shards and base.files.get(name) == entry
+    }
+    for name in same:
+        (directory / name).unlink()
+    return tuple(sorted(same))
+
+
+def _add_companions(directory: Path, paths: Iterable[Path]) -> dict[str, FileEntry]:
+    """Copy companion files into `directory`; returns their sizes and digests by name."""
+    entries: dict[str, FileEntry] = {}
+    for path in paths:
+        _check_name(path.name, shard=False)
+        if path.name in entries:
+            raise DuplicateFileError(path.name)
+        target = directory / path.name
+        if path != target:
+            try:
+                shutil.copyfile(path, target)
+            except FileNotFoundError as error:
+                raise MissingFileError(path.name) from error
+        entries[path.name] = FileEntry(*digest_file(target))
+    return entries
+
+
+def _write_index(directory: Path, shards: Sequence[ShardFile]) -> dict[str, FileEntry]:
+    """Write the HF index; none for a lone `model.safetensors`, which HF finds by itself."""
+    if [shard.file_name for shard in shards] == [SINGLE_NAME]:
+        (directory / INDEX_NAME).unlink(missing_ok=True)  # of a commit that failed
+        return {}
+    weight_map = {name: shard.file_name for shard in shards for name in shard.tensors}
+    total = sum(
+        math.prod(entry.shape) * BITS[entry.dtype] // 8
+        for shard in shards
+        for entry in shard.tensors.values()
+    )
+    document = {
+        "metadata": {"total_size": total},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    data = (json.dumps(document, indent=2) + "\n").encode()
+    (directory / INDEX_NAME).write_bytes(data)
+    return {INDEX_NAME: FileEntry(len(data), digest_bytes(data))}
+
+
+def _check_expected(
+    tensors: Mapping[str, StoredTensor], expected: Mapping[str, TensorEntry] | Collection[str]
+) -> None:
+    if missing := sorted(set(expected) - set(tensors)):
+        raise MissingTensorError(tuple(missing))
+    surplus = set(tensors) - set(expected)
+    if isinstance(expected, Mapping):
+        surplus |= {
+            name
+            for name, entry in expected.items()
+            if (entry.dtype, tuple(entry.shape)) != (tensors[name].dtype, tensors[name].shape)
+        }
+    if surplus:
+        raise UnexpectedTensorError(tuple(sorted(surplus)))
+
+
+def _check_name(file_name: str, *, shard: bool) -> None:
+    plain = file_name == Path(file_name).name and file_name not in {"", ".", ".."}
+    if not plain or file_name in RESERVED or file_name.endswith(".safetensors") is not shard:
+        raise InvalidCheckpointError(f"{file_name!r} cannot be the name of a file of a version")

@@ -1,79 +1,80 @@
-"""Versions of weights in a shared directory: immutable, verified, committed in one rename.
-
-<root>/versions/<8 digits>/       a plain HF checkpoint and its manifest.json
-<root>/allocated/<8 digits>       one marker per number ever given out; names the parent
-<root>/staging/<version>-<nonce>  a version in the making, beside its owner's lock
-<root>/pins/<version>/<owner>     keeps a version from retention
-<root>/trash/                     versions on their way out
-"""
+"""Versions of weights in a directory or a bucket: immutable, verified, committed in one step."""
 
 from __future__ import annotations
 
+import builtins
 import json
-import os
-import secrets
-import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
 
 from sluice import faults
-from sluice.durable import locked, sync_path, write_new
-from sluice.weights.assembly import Draft, assemble, base_of, file_header
-from sluice.weights.checkpoint import companion_files, describe_shard, shard_paths
 from sluice.weights.errors import (
+    DamagedFileError,
     ManifestError,
     MissingFileError,
     StagingLostError,
     VersionExistsError,
     VersionNotFoundError,
+    WeightStoreError,
 )
+from sluice.weights.header import Extent, data_start, parse_extents
 from sluice.weights.manifest import (
     MANIFEST_NAME,
     Manifest,
     ShardFile,
-    StoredVersion,
     TensorEntry,
-    Versions,
+    decode_manifest,
     encode_manifest,
-    fields_of,
-    read_manifest,
 )
-from sluice.weights.staging import Staging, close_staging, open_staging, sweep_staging
-
-__all__ = [
-    "ShardFile",
-    "Staging",
-    "TensorEntry",
-    "VersionRecord",
-    "WeightStore",
-    "companion_files",
-    "import_checkpoint",
-]
+from sluice.weights.objects import DirectoryObjects, Objects
+from sluice.weights.staging import Staging, assemble, close_staging, open_staging, sweep_staging
 
 
 @dataclass(frozen=True, kw_only=True)
-class VersionRecord(StoredVersion):
-    """A version in a directory, which loads with `from_pretrained` unless it has a `base`."""
+class StoredVersion:
+    """A version in a store, in `directory` if that is one: an HF checkpoint.
 
-    directory: Path
-
-
-class WeightStore(Versions[VersionRecord]):
-    """The weights of one policy. Any number of processes may use one directory at a time.
-
-    Calls block on the disk; asynchronous callers use a thread. With `durable=False` nothing
-    is synced: what a crash of the machine (not of a process) leaves is then undefined.
+    With a `base` it holds what changed since that version; a `HostCache` makes the whole.
     """
 
-    def __init__(self, root: Path | str, *, durable: bool = True) -> None:
-        self.root, self.location = Path(root), str(root)
-        self.durable = durable
-        self._records: dict[int, VersionRecord] = {}
-        self._last_allocated = 0
-        for name in ("versions", "allocated", "staging", "pins", "trash"):
-            (self.root / name).mkdir(parents=True, exist_ok=True)
+    version: int
+    digest: str
+    parent: int | None
+    step: int
+    created: str
+    base: int | None
+    directory: Path | None
+
+
+class WeightStore:
+    """The weights of one policy. Any number of processes may use it at a time.
+
+    Calls block on the disk or the network; asynchronous callers use a thread. Besides what they
+    say they raise OSError.
+    """
+
+    def __init__(
+        self, location: Path | str, *, durable: bool = True, scratch: Path | None = None
+    ) -> None:
+        """Open a directory, `file:///directory`, or `s3://bucket/prefix` (needs the extra `s3`).
+
+        With `durable=False` nothing is synced to the disk. `scratch` is a directory of this
+        host for files on their way to a bucket; the default is below the system's temporary
+        directory. Raises ValueError for a URL of another kind.
+        """
+        self.location = str(location)
+        self._objects: Objects
+        if is_bucket(self.location):
+            from sluice.weights.bucket import BucketObjects  # nobody else needs obstore
+
+            self._objects = BucketObjects(self.location, scratch)
+        else:
+            root = Path(self.location.removeprefix("file://"))
+            self._objects = DirectoryObjects(root, durable=durable)
+        self._records: dict[int, StoredVersion] = {}
 
     def allocate(self, parent: int | None) -> Staging:
         """Take the next version number, for good, and a directory to write its files into.
@@ -82,22 +83,24 @@ class WeightStore(Versions[VersionRecord]):
         VersionNotFoundError where no such number was ever allocated.
         """
         self.sweep()
-        if parent is not None and not (
-            self._marker(parent).exists() or self._directory(parent).exists()
-        ):
+        taken = {_number(key) for key in self._objects.keys("allocated")}
+        taken |= self._objects.versions()
+        if parent is not None and parent not in taken:
             raise VersionNotFoundError(parent)
-        number = self._next_number()
+        number = max(taken, default=0) + 1
         marker = json.dumps({"parent": parent}).encode()
         while True:
             try:
-                write_new(self._marker(number), marker, sync=self.durable)
+                self._objects.put_new(f"allocated/{number:08d}", marker)
                 break
             except FileExistsError:
                 number += 1
-        self._sync(self.root / "allocated")
         faults.point("weights.allocated")
-        self._last_allocated = number
-        return open_staging(self.root / "staging", number, parent)
+        return open_staging(self._objects.staging, number, parent)
+
+    def upload(self, version: int, path: Path) -> None:
+        """Move a file of a version in the making into the bucket; for ranks of other hosts."""
+        self._objects.take_file(_key(version, path.name), path)
 
     def commit(
         self,
@@ -108,7 +111,7 @@ class WeightStore(Versions[VersionRecord]):
         *,
         expected: Mapping[str, TensorEntry] | Collection[str] | None = None,
         base: int | None = None,
-    ) -> VersionRecord:
+    ) -> StoredVersion:
         """Make the staged files the version `staging.version`, all at once.
 
         `companions` (config, tokenizer ...; see `companion_files`) are copied in. `expected`
@@ -122,39 +125,50 @@ class WeightStore(Versions[VersionRecord]):
         """
         if not staging.directory.is_dir():
             raise StagingLostError(staging.version)
-        shards = list(shards)
-        draft = Draft(
-            staging=staging,
-            shards=shards,
-            companions=companions,
-            step=step,
-            expected=expected,
-            base=base_of(self, shards, base),
+        if self._has(staging.version):
+            raise VersionExistsError(staging.version)
+        shards, folder = list(shards), self._objects.draft(staging)
+        self._take_files(staging, folder)
+        based = base is not None and any(shard.delta for shard in shards)
+        manifest = assemble(
+            staging,
+            shards,
+            companions,
+            step,
+            expected,
+            self.manifest(base) if based and base is not None else None,
+            lambda name, size: self._read_header(folder, name, size),
         )
-        manifest = assemble(draft, lambda name, size: file_header(staging.directory / name, size))
-        for name in manifest.stored:
-            self._sync(staging.directory / name)
-        (staging.directory / MANIFEST_NAME).unlink(missing_ok=True)
-        write_new(staging.directory / MANIFEST_NAME, encode_manifest(manifest), sync=self.durable)
-        self._sync(staging.directory)
-        faults.point("weights.manifest")
-        return self._publish(staging, manifest)
+        self._take_files(staging, folder)
+        with self._objects.guarded(alone=False):  # a base stays, or is missed
+            if manifest.base is not None and not self._has(manifest.base):
+                raise VersionNotFoundError(manifest.base)
+            try:
+                self._objects.commit(staging, encode_manifest(manifest))
+            except FileExistsError as error:
+                raise VersionExistsError(staging.version) from error
+            except FileNotFoundError as error:
+                raise StagingLostError(staging.version) from error
+        close_staging(staging)
+        return self._remember(manifest)
 
     def abort(self, staging: Staging) -> None:
-        """Drop a version in the making; its number stays taken."""
+        """Drop a version in the making; its number stays taken. May be repeated."""
         close_staging(staging)
+        if not self._has(staging.version):
+            self._objects.delete(self._objects.keys(self._objects.draft(staging)))
 
-    def get(self, version: int) -> VersionRecord:
-        """A committed version; raises VersionNotFoundError, ManifestError or FileDigestError."""
-        record = self._records.get(version)
-        if record is not None and record.directory.exists():
-            return record
+    def get(self, version: int) -> StoredVersion:
+        """Return a committed version; raises VersionNotFoundError, ManifestError or
+        FileDigestError."""
+        if version in self._records and self._has(version):
+            return self._records[version]
         return self._remember(self.manifest(version))
 
     def manifest(self, version: int) -> Manifest:
-        """The manifest of a committed version; raises like `get`."""
+        """Read the manifest of a committed version; raises like `get`."""
         try:
-            manifest = read_manifest(self._directory(version))
+            manifest = decode_manifest(self._objects.get(_key(version, MANIFEST_NAME)))
         except FileNotFoundError as error:
             raise VersionNotFoundError(version) from error
         if manifest.version != version:
@@ -162,56 +176,80 @@ class WeightStore(Versions[VersionRecord]):
         return manifest
 
     def local_file(self, version: int, name: str, scratch: Path) -> Path:
-        """A stored file of a version on this host; it may be made in the directory `scratch`.
+        """Return a stored file of a version on this host; it may be fetched into `scratch`.
 
         Raises MissingFileError or VersionNotFoundError.
         """
-        path = self._directory(version) / name
-        if not path.is_file():
-            if not path.parent.is_dir():
-                raise VersionNotFoundError(version)
-            raise MissingFileError(name)
-        return path
+        try:
+            return self._objects.local_file(_key(version, name), scratch / f"{version:08d}-{name}")
+        except FileNotFoundError as error:
+            if self._has(version):
+                raise MissingFileError(name) from error
+            raise VersionNotFoundError(version) from error
 
     def parent(self, version: int) -> int | None:
-        """The parent of a version ever allocated, removed ones included."""
+        """Return the parent of a version ever allocated, removed ones included."""
         try:
-            parent: int | None = json.loads(self._marker(version).read_bytes())["parent"]
+            marker = json.loads(self._objects.get(f"allocated/{version:08d}"))
         except (FileNotFoundError, ValueError):  # a crash may leave an empty marker
             return self.manifest(version).parent
+        parent: int | None = marker["parent"]
         return parent
 
     def versions(self) -> Sequence[int]:
-        """The numbers of the committed versions, ascending; reads no manifest."""
-        return sorted(int(name) for name in os.listdir(self.root / "versions") if name.isdigit())
+        """Return the numbers of the committed versions, ascending; reads no manifest."""
+        return sorted(self._objects.versions())
+
+    def list(self) -> builtins.list[StoredVersion]:
+        """Return the committed versions, ascending."""
+        records = []
+        for version in self.versions():
+            with suppress(VersionNotFoundError):  # removed since
+                records.append(self.get(version))
+        return records
+
+    def latest(self) -> StoredVersion:
+        """Return the committed version with the highest number; raises VersionNotFoundError."""
+        for version in reversed(self.versions()):
+            with suppress(VersionNotFoundError):
+                return self.get(version)
+        raise VersionNotFoundError(None)
+
+    def chain(self, version: int) -> Sequence[int]:
+        """Return the versions that `version` is made of, itself first, up to one without a base.
+
+        Raises like `get`.
+        """
+        versions = [version]
+        while (base := self.get(versions[-1]).base) is not None:
+            if base >= versions[-1]:
+                raise ManifestError(f"version {versions[-1]} has the base {base}, no older one")
+            versions.append(base)
+        return versions
 
     def pin(self, version: int, owner: str) -> None:
         """Keep `version` from retention until `owner` unpins it; survives crashes."""
-        with locked(self.root / "retain.lock", shared=True):
-            if not self._directory(version).exists():
+        pin = _pin(version, owner)
+        with self._objects.guarded(alone=False):
+            if not self._has(version):
                 raise VersionNotFoundError(version)
-            pins = self.root / "pins" / f"{version:08d}"
-            pins.mkdir(exist_ok=True)
-            (pins / quote(owner, safe="")).touch()
-            self._sync(pins)
-            self._sync(pins.parent)
+            with suppress(FileExistsError):
+                self._objects.put_new(pin, b"")
             faults.point("weights.pinned")
+            if self._objects.is_retiring(version) or not self._has(version):
+                self._objects.delete([pin])
+                raise VersionNotFoundError(version)
 
     def unpin(self, version: int, owner: str) -> None:
         """Forget a pin; one that is not there is no error."""
-        (self.root / "pins" / f"{version:08d}" / quote(owner, safe="")).unlink(missing_ok=True)
+        self._objects.delete([_pin(version, owner)])
 
     def pins(self) -> dict[int, set[str]]:
-        """Owners by pinned version."""
-        found = {}
-        for directory in (self.root / "pins").iterdir():
-            try:
-                owners = {unquote(name) for name in os.listdir(directory)}
-            except FileNotFoundError:  # of a version removed since
-                continue
-            if owners:
-                found[int(directory.name)] = owners
-        return found
+        """Return the owners by pinned version."""
+        owners: dict[int, set[str]] = {}
+        for key in self._objects.keys("pins"):
+            owners.setdefault(_number(key), set()).add(unquote(key.rpartition("/")[2]))
+        return owners
 
     def retain(
         self, keep_last: int, in_use: Collection[int] = (), pinned: Collection[int] = ()
@@ -224,90 +262,81 @@ class WeightStore(Versions[VersionRecord]):
         """
         if keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, not {keep_last}")
-        with locked(self.root / "retain.lock"):
+        removed = []
+        with self._objects.guarded(alone=True):
             versions = self.versions()
-            kept = {*versions[-keep_last:], *in_use, *pinned, *self.pins()} & set(versions)
-            kept = {needed for version in kept for needed in self._chain_or_itself(version)}
-            removed = [version for version in versions if version not in kept]
-            for version in removed:
-                trash = self.root / "trash" / f"{version:08d}-{secrets.token_hex(8)}"
-                self._directory(version).rename(trash)
-                faults.point("weights.trashed")
-                self._records.pop(version, None)
-            self._sync(self.root / "versions")
-            for directory in (self.root / "pins").iterdir():  # nobody pins while the lock is held
-                if not self._directory(int(directory.name)).exists() and not os.listdir(directory):
-                    directory.rmdir()
-        for directory in (self.root / "trash").iterdir():
-            shutil.rmtree(directory, ignore_errors=True)
-        return removed
+            wanted = {*versions[-keep_last:], *in_use, *pinned, *self.pins()} & set(versions)
+            kept = {needed for version in wanted for needed in self._chain_or_itself(version)}
+            for version in reversed(versions):  # what is made of others goes before them
+                if version in kept:
+                    continue
+                if self._objects.remove(version):
+                    self._records.pop(version, None)
+                    removed.append(version)
+                else:
+                    kept.update(self._chain_or_itself(version))
+        self._objects.clear()
+        return removed[::-1]
 
     def sweep(self) -> Sequence[Path]:
         """Remove what crashed writers left; a live writer's directory is locked and stays."""
-        return sweep_staging(self.root / "staging")
+        return sweep_staging(self._objects.staging)
 
-    def _publish(self, staging: Staging, manifest: Manifest) -> VersionRecord:
-        target, base = self._directory(staging.version), manifest.base
+    def _has(self, version: int) -> bool:
+        return self._objects.exists(_key(version, MANIFEST_NAME))
+
+    def _take_files(self, staging: Staging, folder: str) -> None:
+        for path in sorted(staging.directory.iterdir()):
+            self._objects.take_file(f"{folder}/{path.name}", path)
+
+    def _read_header(self, folder: str, name: str, size: int) -> dict[str, Extent]:
+        """The tensors of a safetensors file of `size` bytes. Raises MissingFileError."""
+        key = f"{folder}/{name}"
         try:
-            with locked(self.root / "retain.lock", shared=True):  # a base stays, or is missed
-                if base is not None and not self._directory(base).exists():
-                    raise VersionNotFoundError(base)
-                staging.directory.rename(target)
+            found = self._objects.size(key)
+            if found != size:
+                raise MissingFileError(name, f"has {found} bytes, not {size}")
+            end = data_start(self._objects.get_range(key, 0, 8)) if size >= 8 else 0
+            data = self._objects.get_range(key, 0, min(end, size)) if end else b""
         except FileNotFoundError as error:
-            raise StagingLostError(staging.version) from error
-        except OSError as error:
-            if target.exists():
-                raise VersionExistsError(staging.version) from error
-            raise
-        self._sync(target.parent)
-        faults.point("weights.renamed")
-        close_staging(staging)
-        return self._remember(manifest)
+            raise MissingFileError(name) from error
+        extents = parse_extents(data, file_name=name)
+        if (position := max((e.end for e in extents.values()), default=end)) != size:
+            raise DamagedFileError(name, f"has {size} bytes, not {position}")
+        return extents
 
-    def _remember(self, manifest: Manifest) -> VersionRecord:
-        directory = self._directory(manifest.version)
-        record = VersionRecord(**fields_of(manifest), directory=directory)
+    def _chain_or_itself(self, version: int) -> Sequence[int]:
+        try:
+            return self.chain(version)
+        except WeightStoreError:  # damaged: nobody can read it, whatever is kept
+            return [version]
+
+    def _remember(self, manifest: Manifest) -> StoredVersion:
+        record = StoredVersion(
+            version=manifest.version,
+            digest=manifest.digest,
+            parent=manifest.parent,
+            step=manifest.step,
+            created=manifest.created,
+            base=manifest.base,
+            directory=self._objects.directory(manifest.version),
+        )
         self._records[manifest.version] = record
         return record
 
-    def _next_number(self) -> int:
-        if not self._last_allocated:
-            names = [*os.listdir(self.root / "allocated"), *os.listdir(self.root / "versions")]
-            self._last_allocated = max((int(name) for name in names if name.isdigit()), default=0)
-        return self._last_allocated + 1
 
-    def _directory(self, version: int) -> Path:
-        return self.root / "versions" / f"{version:08d}"
-
-    def _marker(self, version: int) -> Path:
-        return self.root / "allocated" / f"{version:08d}"
-
-    def _sync(self, path: Path) -> None:
-        if self.durable:
-            sync_path(path)
+def is_bucket(location: str) -> bool:
+    """Whether it is no directory of a file system, so that ranks have to upload what they write."""
+    return "://" in location and not location.startswith("file://")
 
 
-def import_checkpoint(
-    store: WeightStore, directory: Path | str, parent: int | None, step: int, *, link: bool = False
-) -> VersionRecord:
-    """Copy a HF checkpoint in safetensors into the store as a new version.
+def _key(version: int, name: str) -> str:
+    return f"versions/{version:08d}/{name}"
 
-    With `link` the shards become hard links: no bytes are copied, but whoever writes into the
-    source file damages the version (readers then refuse it). Raises MissingFileError or
-    InvalidCheckpointError where the directory is no complete checkpoint.
-    """
-    source = Path(directory)
-    paths = shard_paths(source)
-    staging = store.allocate(parent)
-    try:
-        for path in paths:
-            target = staging.directory / path.name
-            if link:
-                target.hardlink_to(path.resolve())
-            else:
-                shutil.copyfile(path, target)
-        shards = [describe_shard(staging.directory / path.name) for path in paths]
-        return store.commit(staging, shards, companion_files(source), step)
-    except BaseException:
-        store.abort(staging)
-        raise
+
+def _pin(version: int, owner: str) -> str:
+    return f"pins/{version:08d}/{quote(owner, safe='')}"
+
+
+def _number(key: str) -> int:
+    return int(key.split("/")[1])

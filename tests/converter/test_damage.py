@@ -28,7 +28,8 @@ from sluice.weights.errors import (
     TensorDigestError,
     WeightStoreError,
 )
-from sluice.weights.store import WeightStore, import_checkpoint
+from sluice.weights.store import WeightStore
+from tests.imported import import_checkpoint
 
 TO_HF = ConvertOptions(target_format="hf", sync=False, max_file_bytes=60_000)
 TO_MEGATRON = ConvertOptions(vocab_multiple=8, sync=False, max_file_bytes=60_000)

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from sluice.weights.checkpoint import companion_files
 from sluice.weights.manifest import ShardFile, TensorEntry
-from sluice.weights.store import WeightStore, companion_files
+from sluice.weights.store import WeightStore
 from tests.megatron.comparison import LOGPROB_TOLERANCE, logprob_difference, read_ranks
 from tests.megatron.models import make_rows
 from tests.megatron.pool import Pool

@@ -11,8 +11,9 @@ import pytest
 
 from services.rollout.engine.config import EngineConfig, SglangConfig
 from services.rollout.engine.sglang.engine import SglangEngine
-from sluice.weights.store import VersionRecord, WeightStore, import_checkpoint
+from sluice.weights.store import StoredVersion, WeightStore
 from tests.contract.engine.cases import Model, build_model
+from tests.imported import import_checkpoint
 from tests.sglang_servers import PYTHON, SharedServers
 
 Start = Callable[..., Awaitable[SglangEngine]]
@@ -40,7 +41,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Model]:
 
 
 @pytest.fixture
-def versions(models: tuple[Model, Model], tmp_path: Path) -> list[VersionRecord]:
+def versions(models: tuple[Model, Model], tmp_path: Path) -> list[StoredVersion]:
     """Both models in a store."""
     store = WeightStore(tmp_path / "weights", durable=False)
     return [import_checkpoint(store, model.directory, None, 0) for model in models]

@@ -15,7 +15,7 @@ import pytest
 from services.rollout.engine.interface import PauseMode
 from services.rollout.engine.sglang.engine import SglangEngine
 from services.rollout.errors import EngineFailedError
-from sluice.weights.store import VersionRecord
+from sluice.weights.store import StoredVersion
 from tests.contract.engine.cases import Model, complete, request_of
 from tests.patience import PATIENCE
 from tests.sglang.conftest import Start
@@ -36,7 +36,7 @@ async def restarted(engine: SglangEngine) -> None:
 
 @pytest.mark.parametrize("whose", ["server", "scheduler"])
 async def test_a_killed_server_is_restarted_with_the_weights_it_had(
-    models: tuple[Model, Model], versions: list[VersionRecord], launch: Start, whose: str
+    models: tuple[Model, Model], versions: list[StoredVersion], launch: Start, whose: str
 ) -> None:
     engine = await launch(model=str(models[0].directory))
     new = versions[1]
@@ -74,7 +74,7 @@ def scheduler_of(processes: list[psutil.Process]) -> psutil.Process:
 
 
 async def test_weights_committed_while_the_server_is_away_are_those_it_comes_back_with(
-    models: tuple[Model, Model], versions: list[VersionRecord], launch: Start
+    models: tuple[Model, Model], versions: list[StoredVersion], launch: Start
 ) -> None:
     engine = await launch(model=str(models[0].directory), sglang={"backoff_seconds": 5})
     new = versions[1]

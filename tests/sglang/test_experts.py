@@ -13,8 +13,9 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from services.rollout.engine.interface import Delta, FinishReason, PauseMode
-from sluice.weights.store import WeightStore, import_checkpoint
+from sluice.weights.store import WeightStore
 from tests.contract.engine.cases import SIZES, Model, complete, request_of
+from tests.imported import import_checkpoint
 from tests.patience import PATIENCE
 from tests.sglang.conftest import Start
 

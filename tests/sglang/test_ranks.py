@@ -9,7 +9,7 @@ import pytest
 from services.rollout.engine.interface import Generation, PauseMode, Sampling
 from services.rollout.engine.sglang.engine import SglangEngine
 from sluice.runtime.errors import InvalidFieldError
-from sluice.weights.store import VersionRecord
+from sluice.weights.store import StoredVersion
 from tests.contract.engine.cases import Model, complete
 from tests.patience import PATIENCE
 from tests.sglang.conftest import Start
@@ -26,7 +26,7 @@ def request_at(rank: int, name: str, length: int) -> Generation:
 
 
 async def test_both_ranks_are_used_evenly_and_take_new_weights(
-    models: tuple[Model, Model], versions: list[VersionRecord], launch: Start
+    models: tuple[Model, Model], versions: list[StoredVersion], launch: Start
 ) -> None:
     engine = await launch(
         model=str(models[0].directory), sglang={"server_args": {"dp_size": 2}}, max_running=8

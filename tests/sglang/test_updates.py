@@ -15,7 +15,7 @@ from services.rollout.errors import DigestMismatchError, EngineFailedError
 from sluice.runtime.errors import ServiceError
 from sluice.weights.manifest import Manifest, read_manifest
 from sluice.weights.shards import load_verified
-from sluice.weights.store import VersionRecord
+from sluice.weights.store import StoredVersion
 from sluice.weights.transfer.group import Deadline, Meeting
 from sluice.weights.transfer.plan import Bucket, Membership, plan_buckets
 from tests.contract.engine.cases import Model, complete, request_of
@@ -55,7 +55,7 @@ def check_spans(
 
 @pytest.mark.fast
 async def test_an_update_from_disk_while_generating(
-    models: tuple[Model, Model], versions: list[VersionRecord], attach: Start
+    models: tuple[Model, Model], versions: list[StoredVersion], attach: Start
 ) -> None:
     engine = await attach()
     old, new = versions
@@ -74,7 +74,7 @@ async def test_an_update_from_disk_while_generating(
 class Sender(threading.Thread):
     """Rank 0 of a transfer group: meets the engine, then broadcasts buckets."""
 
-    def __init__(self, record: VersionRecord, name: str, *, stop_after: int | None = None) -> None:
+    def __init__(self, record: StoredVersion, name: str, *, stop_after: int | None = None) -> None:
         super().__init__(daemon=True)
         manifest = read_manifest(record.directory)
         files = sorted({stored.file for stored in manifest.tensors.values()})
@@ -112,14 +112,14 @@ async def meet(engine: SglangEngine, sender: Sender) -> None:
     await engine.join_transfer([sender.membership], PATIENCE)
 
 
-def incoming(record: VersionRecord, sender: Sender, seconds: float = PATIENCE) -> IncomingWeights:
+def incoming(record: StoredVersion, sender: Sender, seconds: float = PATIENCE) -> IncomingWeights:
     manifest: Manifest = read_manifest(record.directory)
     return IncomingWeights(manifest=manifest, buckets=[sender.buckets], seconds=seconds)
 
 
 @pytest.mark.fast
 async def test_an_update_over_gloo_while_generating(
-    models: tuple[Model, Model], versions: list[VersionRecord], attach: Start
+    models: tuple[Model, Model], versions: list[StoredVersion], attach: Start
 ) -> None:
     engine = await attach()
     assert engine.status().transfer_ranks == 1
@@ -141,7 +141,7 @@ async def test_an_update_over_gloo_while_generating(
 
 
 async def test_other_bytes_than_announced_are_found_and_the_old_weights_go_on(
-    models: tuple[Model, Model], versions: list[VersionRecord], attach: Start
+    models: tuple[Model, Model], versions: list[StoredVersion], attach: Start
 ) -> None:
     engine = await attach()
     old, new = versions
@@ -159,7 +159,7 @@ async def test_other_bytes_than_announced_are_found_and_the_old_weights_go_on(
 
 
 async def test_a_sender_that_dies_is_an_error_in_time_and_the_server_is_started_anew(
-    models: tuple[Model, Model], versions: list[VersionRecord], launch: Start
+    models: tuple[Model, Model], versions: list[StoredVersion], launch: Start
 ) -> None:
     engine = await launch(model=str(models[0].directory))
     old, new = versions
@@ -194,7 +194,7 @@ def flip_a_bit(directory: Path) -> None:
 
 async def test_weights_that_the_server_did_not_take_are_found(
     models: tuple[Model, Model],
-    versions: list[VersionRecord],
+    versions: list[StoredVersion],
     attach: Start,
 ) -> None:
     """The staged files of a version are exchanged for others between prepare and commit."""

@@ -27,9 +27,7 @@ from sluice import faults
 from sluice.runtime.errors import NotFoundError, ServiceError
 from sluice.weights.errors import TransferBrokenError, VersionNotFoundError, WeightStoreError
 from sluice.weights.host_cache import CachedVersion, HostCache
-from sluice.weights.manifest import StoredVersion
-from sluice.weights.open import AnyWeightStore
-from sluice.weights.store import VersionRecord
+from sluice.weights.store import StoredVersion, WeightStore
 from sluice.weights.transfer.plan import Membership, plan_buckets
 
 GRACE_SECONDS = 3.0  # beyond the deadline of a transfer, for the engine to notice it itself
@@ -49,7 +47,7 @@ class Transfer:
 class EngineTransfers:
     """One membership at a time; after a failure there is none."""
 
-    def __init__(self, engine: Engine, store: AnyWeightStore) -> None:
+    def __init__(self, engine: Engine, store: WeightStore) -> None:
         self._engine, self._store = engine, store
         self._joining = asyncio.Lock()
         self._senders = 0
@@ -148,7 +146,7 @@ class EngineWeights:
     def __init__(
         self,
         engine: Engine,
-        store: AnyWeightStore,
+        store: WeightStore,
         owner: str,
         on_commit: Callable[[], Awaitable[None]],
         *,
@@ -257,7 +255,7 @@ class EngineWeights:
         return seconds
 
     async def _prepare_from_store(self, record: StoredVersion) -> None:
-        if isinstance(record, VersionRecord) and record.base is None and self._in_place:
+        if record.directory is not None and record.base is None and self._in_place:
             await self._engine.prepare(record.version, record.digest, record.directory)
             return
         directory = await self._on_host(record)

@@ -24,9 +24,9 @@ from sluice.client import RemoteError
 from sluice.runtime.waits import Waits
 from sluice.weights.checkpoint import companion_files
 from sluice.weights.errors import WeightStoreError
-from sluice.weights.manifest import DeltaFile, ShardFile, StoredVersion, TensorEntry
-from sluice.weights.open import AnyWeightStore, is_bucket
+from sluice.weights.manifest import DeltaFile, ShardFile, TensorEntry
 from sluice.weights.staging import Staging
+from sluice.weights.store import StoredVersion, WeightStore, is_bucket
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Publisher:
     def __init__(
         self,
         config: TrainerConfig,
-        store: AnyWeightStore,
+        store: WeightStore,
         state: TrainerState,
         ranks: RankGroup,
         waits: Waits,

@@ -57,7 +57,7 @@ from sluice.runtime.waits import Waits
 from sluice.runtime.wire import blob_from_proto
 from sluice.samples.blobs import BlobNotFoundError, BlobReference, BlobStore
 from sluice.samples.sample import Sample
-from sluice.weights.open import open_store
+from sluice.weights.store import WeightStore
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ class Trainer:
         )
         self._planner = Planner(self._shape, limits_of(config, trainer_pb.ParallelLayout()))
         self._passes = TrainerPasses(config.optim, self.state, self.ranks, self._planner)
-        weights = open_store(config.weights_location, durable=config.durable)
+        weights = WeightStore(config.weights_location, durable=config.durable)
         self._publisher = Publisher(config, weights, self.state, self.ranks, waits)
         self._waits = waits
         self._lock = asyncio.Lock()

@@ -16,6 +16,7 @@ from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.runtime.wire import seconds_of
 from sluice.weights.errors import WeightStoreError
 from sluice.weights.manifest import ShardFile, delta_name
+from sluice.weights.store import WeightStore
 from sluice.weights.transfer.group import Deadline, Meeting, TransferGroup, send
 from sluice.weights.transfer.plan import plan_shards
 from sluice.weights.writer import PublishedShards
@@ -43,10 +44,8 @@ class RankPublisher:
 
     def _upload_shards(self, version: int) -> list[ShardFile]:
         """Write shard after shard on this host, and put each into the bucket."""
-        from sluice.weights.bucket import BucketWeightStore
-
         with tempfile.TemporaryDirectory(prefix="sluice-shards-") as scratch:
-            store = BucketWeightStore(self._config.weights_location, Path(scratch))
+            store = WeightStore(self._config.weights_location, scratch=Path(scratch))
 
             def write(
                 directory: Path, file_name: str, tensors: Mapping[str, torch.Tensor]

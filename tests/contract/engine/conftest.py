@@ -11,8 +11,9 @@ import pytest
 
 from services.rollout.engine.config import EngineConfig, SglangConfig
 from services.rollout.engine.interface import Engine, create_engine
-from sluice.weights.store import VersionRecord, WeightStore, import_checkpoint
+from sluice.weights.store import StoredVersion, WeightStore
 from tests.contract.engine.cases import Model, StartEngine, build_model, family_of
+from tests.imported import import_checkpoint
 from tests.sglang_servers import PYTHON, SharedServers
 
 
@@ -39,7 +40,7 @@ def family_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture
 def versions(
     qwen3: Model, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> list[tuple[VersionRecord, Model]]:
+) -> list[tuple[StoredVersion, Model]]:
     """Two versions of one architecture in a store; the first has the weights of `qwen3`."""
     store = WeightStore(tmp_path / "weights", durable=False)
     other = build_model(tmp_path_factory.mktemp("other"), "qwen3", seed=1)

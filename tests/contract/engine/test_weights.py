@@ -10,11 +10,12 @@ import pytest
 
 from services.rollout.engine.interface import PauseMode
 from services.rollout.errors import DigestMismatchError, UnfitWeightsError, VersionNotPreparedError
-from sluice.weights.store import VersionRecord, WeightStore, import_checkpoint
+from sluice.weights.store import StoredVersion, WeightStore
 from tests.contract.engine.cases import Model, StartEngine, build_model, complete, request_of
+from tests.imported import import_checkpoint
 from tests.patience import PATIENCE
 
-Versions = list[tuple[VersionRecord, Model]]
+Versions = list[tuple[StoredVersion, Model]]
 LENGTH = 1000  # tokens, of a sample that is seen to run before it ends
 
 

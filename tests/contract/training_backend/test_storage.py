@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from services.trainer.backend import TrainingBackend
-from sluice.weights.store import WeightStore, companion_files
+from sluice.weights.checkpoint import companion_files
+from sluice.weights.store import WeightStore
 from tests.contract.training_backend.cases import (
     PPO,
     Model,

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from sluice.weights.open import AnyWeightStore, open_store
+from sluice.weights.store import WeightStore
 from tests.contract.weight_store.policy import Policy
 from tests.s3_server import environment, make_bucket, running_s3
 
-OpenStore = Callable[[], AnyWeightStore]
+OpenStore = Callable[[], WeightStore]
 
 
 @pytest.fixture(scope="session")
@@ -36,18 +36,18 @@ def bucket(
 def open_again(request: pytest.FixtureRequest, tmp_path: Path) -> OpenStore:
     """Opens one and the same store, as another process would."""
     if request.param == "directory":
-        return lambda: open_store(tmp_path / "store", durable=False)
+        return lambda: WeightStore(tmp_path / "store", durable=False)
     url = request.getfixturevalue("bucket")
-    return lambda: open_store(url, scratch=tmp_path / "scratch")
+    return lambda: WeightStore(url, scratch=tmp_path / "scratch")
 
 
 @pytest.fixture
-def store(open_again: OpenStore) -> AnyWeightStore:
+def store(open_again: OpenStore) -> WeightStore:
     return open_again()
 
 
 @pytest.fixture
-def policy(store: AnyWeightStore, tmp_path: Path) -> Policy:
+def policy(store: WeightStore, tmp_path: Path) -> Policy:
     made = Policy(store)
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_text(f'{{"name": "{name}"}}')

@@ -6,15 +6,14 @@ from pathlib import Path
 
 import torch
 
-from sluice.weights.manifest import StoredVersion
-from sluice.weights.open import AnyWeightStore
+from sluice.weights.store import StoredVersion, WeightStore
 from sluice.weights.writer import PublishedShards
 
 
 class Policy:
     """A model of two shards that changes a little from version to version."""
 
-    def __init__(self, store: AnyWeightStore, *, keep: bool = True, size: int = 4000) -> None:
+    def __init__(self, store: WeightStore, *, keep: bool = True, size: int = 4000) -> None:
         self.store = store
         self.shards = PublishedShards(keep=keep, sync=False)
         self.generator = torch.Generator().manual_seed(0)

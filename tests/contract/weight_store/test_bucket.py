@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from sluice.weights.bucket import BucketWeightStore
+from sluice.weights.bucket import BucketObjects, ObjectsError
 from sluice.weights.errors import VersionNotFoundError
-from sluice.weights.objects import Objects, ObjectsError
+from sluice.weights.store import WeightStore
 from tests.contract.weight_store.policy import Policy
 
 
 @pytest.fixture
-def store(bucket: str, tmp_path) -> BucketWeightStore:
-    return BucketWeightStore(bucket, tmp_path / "scratch")
+def store(bucket: str, tmp_path) -> WeightStore:
+    return WeightStore(bucket, scratch=tmp_path / "scratch")
 
 
 @pytest.fixture
-def policy(store: BucketWeightStore) -> Policy:
+def policy(store: WeightStore) -> Policy:
     return Policy(store)
 
 
 def test_of_two_writers_of_a_key_one_succeeds(bucket: str) -> None:
-    objects = Objects(bucket)
+    objects = BucketObjects(bucket)
     objects.put_new("a/b", b"first")
     with pytest.raises(FileExistsError):
         objects.put_new("a/b", b"second")
@@ -34,39 +34,39 @@ def test_of_two_writers_of_a_key_one_succeeds(bucket: str) -> None:
 
 
 def test_a_manifest_that_came_though_its_answer_was_lost_is_a_commit(
-    store: BucketWeightStore, policy: Policy, monkeypatch: pytest.MonkeyPatch
+    store: WeightStore, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client tries again, and finds the key taken by itself."""
-    put_new = Objects.put_new
+    put_new = BucketObjects.put_new
 
-    def put_twice(self: Objects, key: str, data: bytes) -> None:
+    def put_twice(self: BucketObjects, key: str, data: bytes) -> None:
         put_new(self, key, data)
         if key.endswith("manifest.json"):
             put_new(self, key, data)
 
-    monkeypatch.setattr(Objects, "put_new", put_twice)
+    monkeypatch.setattr(BucketObjects, "put_new", put_twice)
     published = policy.publish()
     assert store.latest() == published
 
 
 def test_large_files_go_in_parts(bucket: str, tmp_path) -> None:
-    objects = Objects(bucket)
+    objects = BucketObjects(bucket)
     (tmp_path / "large").write_bytes(bytes(range(256)) * (12 << 12))
     objects.put_file("large", tmp_path / "large")
-    objects.get_file("large", tmp_path / "back")
+    objects.local_file("large", tmp_path / "back")
     assert (tmp_path / "back").read_bytes() == (tmp_path / "large").read_bytes()
 
 
 def test_a_bucket_that_does_not_exist_is_an_error_of_the_store(bucket: str) -> None:
     with pytest.raises(ObjectsError):
-        Objects("s3://absent/run").put("a", b"")
+        BucketObjects("s3://absent/run").put("a", b"")
 
 
 def test_a_pin_beside_a_removal_loses_or_wins_but_never_both(
-    store: BucketWeightStore, policy: Policy, bucket: str, monkeypatch: pytest.MonkeyPatch
+    store: WeightStore, policy: Policy, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = policy.publish().version, policy.publish().version
-    objects = Objects(bucket)
+    objects = BucketObjects(bucket)
     objects.put(f"retiring/{old:08d}", b"")  # somebody removes it right now
     with pytest.raises(VersionNotFoundError):
         store.pin(old, "engine")
@@ -81,27 +81,27 @@ def test_a_pin_beside_a_removal_loses_or_wins_but_never_both(
 
 
 def test_a_pin_that_comes_during_a_removal_saves_the_version_and_what_it_is_made_of(
-    store: BucketWeightStore, policy: Policy, bucket: str, monkeypatch: pytest.MonkeyPatch
+    store: WeightStore, policy: Policy, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, delta = policy.publish_chain(2)
     newest = policy.publish().version
-    put = Objects.put
+    put = BucketObjects.put
 
-    def put_after_a_pin(self: Objects, key: str, data: bytes) -> None:
+    def put_after_a_pin(self: BucketObjects, key: str, data: bytes) -> None:
         if key == f"retiring/{delta:08d}":
             put(self, f"pins/{delta:08d}/engine", b"")
         put(self, key, data)
 
-    monkeypatch.setattr(Objects, "put", put_after_a_pin)
+    monkeypatch.setattr(BucketObjects, "put", put_after_a_pin)
     assert list(store.retain(1)) == []
     assert list(store.versions()) == [whole, delta, newest]
 
 
 def test_a_removal_that_crashed_is_finished(
-    store: BucketWeightStore, policy: Policy, bucket: str
+    store: WeightStore, policy: Policy, bucket: str
 ) -> None:
     old, new = policy.publish().version, policy.publish().version
-    objects = Objects(bucket)
+    objects = BucketObjects(bucket)
     objects.put(f"retiring/{old:08d}", b"")
     objects.delete([f"versions/{old:08d}/manifest.json"])
     store.retain(1)
@@ -109,11 +109,13 @@ def test_a_removal_that_crashed_is_finished(
     assert objects.list("retiring") == []
 
 
-def test_a_writer_at_work_is_left_alone(store: BucketWeightStore, policy: Policy, bucket) -> None:
+def test_a_writer_at_work_is_left_alone(store: WeightStore, policy: Policy, bucket) -> None:
     staging = store.allocate(None)
     path = staging.directory / "a.safetensors"
     path.write_bytes(b"not finished")
     store.upload(staging.version, path)
     policy.publish()
     store.retain(1)
-    assert [info.size for info in Objects(bucket).list(f"versions/{staging.version:08d}")] == [12]
+    assert [
+        info.size for info in BucketObjects(bucket).list(f"versions/{staging.version:08d}")
+    ] == [12]

@@ -17,20 +17,20 @@ from sluice.weights.errors import (
 )
 from sluice.weights.host_cache import HostCache
 from sluice.weights.manifest import read_manifest
-from sluice.weights.open import AnyWeightStore, open_store
 from sluice.weights.shards import load_verified, write_shard
+from sluice.weights.store import WeightStore
 from tests.contract.weight_store.conftest import OpenStore
 from tests.contract.weight_store.policy import Policy
 
 
-def load(store: AnyWeightStore, version: int, root: Path) -> dict[str, torch.Tensor]:
+def load(store: WeightStore, version: int, root: Path) -> dict[str, torch.Tensor]:
     held = HostCache(root, store).take(version)
     loaded = dict(load_verified(held.directory, read_manifest(held.directory)))
     held.release()
     return loaded
 
 
-def check(store: AnyWeightStore, policy: Policy, version: int, root: Path) -> None:
+def check(store: WeightStore, policy: Policy, version: int, root: Path) -> None:
     loaded = load(store, version, root)
     expected = policy.history[version]
     assert loaded.keys() == expected.keys()
@@ -76,7 +76,7 @@ def test_writers_at_once_take_different_numbers(open_again: OpenStore) -> None:
     assert sorted(taken) == list(range(1, 9))
 
 
-def test_nothing_is_visible_before_the_commit(store: AnyWeightStore, policy: Policy) -> None:
+def test_nothing_is_visible_before_the_commit(store: WeightStore, policy: Policy) -> None:
     staging = store.allocate(None)
     shard = write_shard(staging.directory, "a.safetensors", {"w": torch.ones(3)})
     assert list(store.versions()) == []
@@ -89,7 +89,7 @@ def test_nothing_is_visible_before_the_commit(store: AnyWeightStore, policy: Pol
         store.commit(staging, [shard], [], step=4)
 
 
-def test_an_abort_leaves_nothing(store: AnyWeightStore, tmp_path: Path) -> None:
+def test_an_abort_leaves_nothing(store: WeightStore, tmp_path: Path) -> None:
     staging = store.allocate(None)
     write_shard(staging.directory, "a.safetensors", {"w": torch.ones(3)})
     store.abort(staging)
@@ -98,7 +98,7 @@ def test_an_abort_leaves_nothing(store: AnyWeightStore, tmp_path: Path) -> None:
         store.local_file(staging.version, "a.safetensors", tmp_path)
 
 
-def test_a_commit_refuses_what_is_not_as_reported(store: AnyWeightStore) -> None:
+def test_a_commit_refuses_what_is_not_as_reported(store: WeightStore) -> None:
     staging = store.allocate(None)
     shard = write_shard(staging.directory, "a.safetensors", {"w": torch.ones(3)})
     other = write_shard(staging.directory, "b.safetensors", {"v": torch.ones(3)})
@@ -154,4 +154,4 @@ def test_damage_in_the_store_is_named(policy: Policy, open_again: OpenStore, tmp
 
 def test_a_location_of_another_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="neither a directory nor"):
-        open_store("gopher://somewhere")
+        WeightStore("gopher://somewhere")

@@ -22,7 +22,7 @@ from sluice.runtime.errors import ServiceError
 from sluice.weights.header import parse_header
 from sluice.weights.host_cache import HostCache
 from sluice.weights.manifest import delta_name
-from sluice.weights.store import VersionRecord, WeightStore
+from sluice.weights.store import StoredVersion, WeightStore
 from sluice.weights.transfer.plan import Membership
 from tests.contract.engine.cases import Model, build_model
 from tests.contract.weight_transport.sender import Sender
@@ -63,11 +63,11 @@ class Stage:
     engine: Engine
     weights: EngineWeights
     sender: Sender
-    versions: list[VersionRecord]
+    versions: list[StoredVersion]
     transport: str
 
     async def deliver(
-        self, record: VersionRecord, files: Sequence[tuple[str, ...]] | None = None
+        self, record: StoredVersion, files: Sequence[tuple[str, ...]] | None = None
     ) -> float:
         """Bring a version to the engine over the transport under test.
 
@@ -102,21 +102,21 @@ class Stage:
         finally:
             await asyncio.gather(sending, return_exceptions=True)
 
-    def spoil(self, record: VersionRecord, tensor: str) -> None:
+    def spoil(self, record: StoredVersion, tensor: str) -> None:
         """One bit of a tensor is another on the way to the engine."""
         if self.transport == "collective":
             self.sender.call("damage", tensor)
             return
         flip(self.store, record, tensor)
 
-    def mend(self, record: VersionRecord, tensor: str) -> None:
+    def mend(self, record: StoredVersion, tensor: str) -> None:
         if self.transport == "collective":
             self.sender.call("damage", "")
         else:
             flip(self.store, record, tensor)
 
 
-def flip(store: WeightStore, record: VersionRecord, tensor: str) -> None:
+def flip(store: WeightStore, record: StoredVersion, tensor: str) -> None:
     """Flip the last bit of what the store holds of a tensor."""
     file_name = store.manifest(record.version).tensors[tensor].file
     path = record.directory / (delta_name(file_name) if record.base else file_name)
@@ -156,9 +156,9 @@ async def stage(
 ) -> AsyncIterator[Stage]:
     store = WeightStore(tmp_path / "store", durable=False)
     sender, transport = shared_sender, request.param
-    first = sender.call("publish", store.root, models[0].directory, None)
+    first = sender.call("publish", store.location, models[0].directory, None)
     base = None if transport == "store" else first.version
-    second = sender.call("publish", store.root, models[1].directory, base)
+    second = sender.call("publish", store.location, models[1].directory, base)
     assert second.base == base
     async with started(store, tmp_path) as (engine, weights):
         await weights.prepare(first.version, first.digest)

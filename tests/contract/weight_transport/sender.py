@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from sluice import faults, platform
 from sluice.weights.checkpoint import companion_files
 from sluice.weights.errors import WeightStoreError
-from sluice.weights.store import VersionRecord, WeightStore
+from sluice.weights.store import StoredVersion, WeightStore
 from sluice.weights.transfer.group import Deadline, Meeting, TransferGroup, send
 from sluice.weights.transfer.plan import Bucket, plan_shards
 from sluice.weights.writer import PublishedShards
@@ -42,7 +42,7 @@ class _Ranks:
         self._groups: list[TransferGroup] = []
         self._damaged = ""
 
-    def publish(self, store_root: Path, model: Path, base: int | None) -> VersionRecord:
+    def publish(self, store_root: Path, model: Path, base: int | None) -> StoredVersion:
         store = WeightStore(store_root, durable=False)
         staging = store.allocate(base)
         tensors = load_file(model / "model.safetensors")

@@ -143,7 +143,7 @@ async def test_senders_killed_midway_leave_the_engine_serving(
         mortal = Sender(tmp_path / "faults")
         first, second = stage.versions
         for model, base in ((models[0], None), (models[1], first.version)):
-            record = mortal.call("publish", stage.store.root, model.directory, base)
+            record = mortal.call("publish", stage.store.location, model.directory, base)
         mortal.kill_at(3)
         stage.sender = mortal
         async with asyncio.timeout(SECONDS):  # nobody waits for the deadline
@@ -170,7 +170,7 @@ async def test_a_directory_on_this_host_is_held_while_its_version_serves(
     await stage.weights.commit(second.version, second.digest, PauseMode.IN_PLACE)
     cache.discard(second.version)
     assert directory.is_dir()
-    third = stage.sender.call("publish", stage.store.root, models[0].directory, None)
+    third = stage.sender.call("publish", stage.store.location, models[0].directory, None)
     await stage.deliver(third)
     await stage.weights.commit(third.version, third.digest, PauseMode.IN_PLACE)
     cache.discard(second.version)
@@ -194,7 +194,7 @@ async def test_a_version_cut_short_on_this_host_is_fetched_again(
 
 @pytest.mark.parametrize("stage", ["store"], indirect=True)
 async def test_an_engine_that_looks_in_another_store_says_where(stage: Stage) -> None:
-    with pytest.raises(NotFoundError, match=f"'77' does not exist in {stage.store.root}"):
+    with pytest.raises(NotFoundError, match=f"'77' does not exist in {stage.store.location}"):
         await stage.weights.prepare(77, "0" * 32)
 
 

@@ -14,7 +14,8 @@ from openai import AsyncOpenAI
 from examples.models.tiny_qwen3 import build_tiny_qwen3
 from services.rollout.process import RolloutProcess
 from sluice.client import EngineClient
-from sluice.weights.store import WeightStore, import_checkpoint
+from sluice.weights.store import WeightStore
+from tests.imported import import_checkpoint
 from tests.service.rollout.harness import (
     ENGINE,
     Store,

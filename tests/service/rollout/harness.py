@@ -27,7 +27,7 @@ from sluice.runtime import wire
 from sluice.samples.arrow import decode_group
 from sluice.samples.blobs import BlobStore
 from sluice.samples.sample import Sample
-from sluice.weights.store import VersionRecord, WeightStore
+from sluice.weights.store import StoredVersion, WeightStore
 from tests.patience import PATIENCE
 from tests.unit.rollout import grim
 
@@ -49,8 +49,8 @@ class Store:
 
     root: Path
     weights: WeightStore
-    first: VersionRecord
-    second: VersionRecord
+    first: StoredVersion
+    second: StoredVersion
 
     def samples(self, finished: pb.FinishedGroup) -> list[Sample]:
         """The rows of a finished group."""
@@ -58,7 +58,7 @@ class Store:
         return decode_group(blobs.get(wire.blob_from_proto(finished.blob)))
 
 
-def named(record: VersionRecord) -> sample_pb2.WeightVersion:
+def named(record: StoredVersion) -> sample_pb2.WeightVersion:
     return sample_pb2.WeightVersion(version=record.version, digest=record.digest)
 
 
@@ -86,7 +86,7 @@ async def running_rollout(store: Store, **values: Any) -> AsyncIterator[RolloutP
         await process.close()
 
 
-async def load_weights(client: EngineClient, record: VersionRecord) -> None:
+async def load_weights(client: EngineClient, record: StoredVersion) -> None:
     await client.prepare_weights(named(record))
     await client.commit_weights(named(record))
 

@@ -10,7 +10,7 @@ import pytest
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice.client import TrainerClient
-from sluice.weights.bucket import BucketWeightStore
+from sluice.weights.store import WeightStore
 from tests.s3_server import environment, make_bucket, running_s3
 from tests.service.trainer.harness import ACTIVE, RunningTrainer, poll, running_trainer, until
 from tests.service.weights.harness import RunningEngine, running_engines, serves
@@ -62,7 +62,7 @@ async def client(trainer: RunningTrainer) -> AsyncIterator[TrainerClient]:
 async def test_versions_travel_through_the_bucket(
     client: TrainerClient, engine: RunningEngine, trainer: RunningTrainer, tmp_path: Path
 ) -> None:
-    store = BucketWeightStore(URL, tmp_path)
+    store = WeightStore(URL, scratch=tmp_path)
     async with engine.client() as served:
         await poll(lambda: serves(served))
         sizes = []

@@ -100,7 +100,7 @@ async def test_a_writer_whose_disk_is_full_publishes_nothing(client, trainer) ->
     with full_disk(rank.process_id), pytest.raises(RemoteError, match="too large"):
         await client.publish_weights()
     assert list(store.versions()) == before
-    assert not [path for path in (store.root / "staging").iterdir() if path.is_dir()]
+    assert not [path for path in (trainer.store / "weights" / "staging").iterdir() if path.is_dir()]
     published = await client.publish_weights()
     assert list(store.versions()) == [*before, published.weights.version]
     assert (await client.get()).restart_count == 0

@@ -22,8 +22,9 @@ from services.rollout.engine.interface import Delta, PauseMode
 from services.rollout.engine.reference.core import EngineCore
 from services.rollout.engine.reference.engine import ReferenceEngine
 from services.rollout.errors import UnfitWeightsError, UnsupportedModelError
-from sluice.weights.store import WeightStore, import_checkpoint
+from sluice.weights.store import WeightStore
 from tests.contract.engine.cases import SIZES, Model, complete, request_of
+from tests.imported import import_checkpoint
 from tests.patience import PATIENCE
 
 

@@ -46,7 +46,8 @@ async def test_a_step_that_raises_reaches_everyone_and_the_engine_says_so(qwen3:
 async def test_a_commit_that_waits_can_be_given_up_and_requests_go_on(
     qwen3: Model, tmp_path
 ) -> None:
-    from sluice.weights.store import WeightStore, import_checkpoint
+    from sluice.weights.store import WeightStore
+    from tests.imported import import_checkpoint
 
     record = import_checkpoint(WeightStore(tmp_path, durable=False), qwen3.directory, None, 0)
     engine = ReferenceEngine(EngineConfig(model=str(qwen3.directory), threads=1))

@@ -25,7 +25,8 @@ from services.rollout.errors import (
     UnfitWeightsError,
 )
 from sluice.weights.manifest import read_manifest
-from sluice.weights.store import VersionRecord, WeightStore, import_checkpoint
+from sluice.weights.store import StoredVersion, WeightStore
+from tests.imported import import_checkpoint
 from tests.patience import PATIENCE
 from tests.unit.sglang.test_handshake import SERVER, openapi
 from tests.unit.sglang.test_weights import write_model
@@ -95,7 +96,7 @@ async def attached(
 
 
 @pytest.fixture
-def record(tmp_path: Path) -> VersionRecord:
+def record(tmp_path: Path) -> StoredVersion:
     store = WeightStore(tmp_path / "store", durable=False)
     return import_checkpoint(store, write_model(tmp_path / "model"), None, 0)
 
@@ -107,7 +108,7 @@ async def ask(engine: SglangEngine) -> None:
 
 
 async def test_sleep_needs_a_pause_and_waking_needs_weights(
-    record: VersionRecord, tmp_path: Path
+    record: StoredVersion, tmp_path: Path
 ) -> None:
     recorded = Recorded(enable_memory_saver=True)
     async with attached(tmp_path, recorded) as engine:
@@ -134,7 +135,7 @@ async def test_sleep_needs_a_pause_and_waking_needs_weights(
 
 
 async def test_without_a_memory_saver_there_is_no_sleep(
-    record: VersionRecord, tmp_path: Path
+    record: StoredVersion, tmp_path: Path
 ) -> None:
     async with attached(tmp_path, Recorded()) as engine:
         await engine.pause(PauseMode.WAIT)
@@ -144,7 +145,7 @@ async def test_without_a_memory_saver_there_is_no_sleep(
 
 
 async def test_an_attached_server_that_comes_back_before_any_weights_is_given_them(
-    record: VersionRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    record: StoredVersion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica, "WATCH_SECONDS", 0.02)
     refused, answers = asyncio.Event(), SglangClient.answers
@@ -181,7 +182,7 @@ async def test_an_attached_server_that_comes_back_before_any_weights_is_given_th
 
 
 async def test_an_attached_server_that_comes_back_is_given_the_weights_it_had(
-    record: VersionRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    record: StoredVersion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica, "WATCH_SECONDS", 0.02)
     recorded = Recorded()

@@ -24,7 +24,8 @@ from services.rollout.engine.sglang.samples import (
     read_routing,
 )
 from services.rollout.errors import EngineFailedError, UnfitWeightsError
-from sluice.weights.store import WeightStore, import_checkpoint
+from sluice.weights.store import WeightStore
+from tests.imported import import_checkpoint
 from tests.patience import PATIENCE
 from tests.unit.sglang.test_attached import Recorded, attached
 from tests.unit.sglang.test_weights import write_model

@@ -32,7 +32,8 @@ from services.rollout.engine.sglang.weights import (
 from services.rollout.errors import DigestMismatchError, UnfitWeightsError, VersionNotPreparedError
 from sluice.config import parse_config
 from sluice.weights.host_cache import HostCache
-from sluice.weights.store import VersionRecord, WeightStore, import_checkpoint
+from sluice.weights.store import StoredVersion, WeightStore
+from tests.imported import import_checkpoint
 from tests.patience import PATIENCE
 
 RNG = np.random.default_rng(0)
@@ -58,7 +59,7 @@ def store(tmp_path: Path) -> WeightStore:
 
 
 @pytest.fixture
-def record(store: WeightStore, tmp_path: Path) -> VersionRecord:
+def record(store: WeightStore, tmp_path: Path) -> StoredVersion:
     return import_checkpoint(store, write_model(tmp_path / "model"), None, 0)
 
 
@@ -66,7 +67,7 @@ def sha(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def test_checksums_of_joined_and_padded_parameters(record: VersionRecord) -> None:
+def test_checksums_of_joined_and_padded_parameters(record: StoredVersion) -> None:
     files = CheckpointChecksums([record.directory / "model.safetensors"])
     joined = "model.layers.0.self_attn.qkv_proj.weight"
     assert tensors_of(joined) == tuple(
@@ -107,7 +108,7 @@ def test_what_must_change_and_what_must_not() -> None:
 
 
 def test_a_version_is_fetched_once_and_goes_with_the_last_engine(
-    record: VersionRecord, tmp_path: Path
+    record: StoredVersion, tmp_path: Path
 ) -> None:
     root = tmp_path / "host"
     engines = [HostStaging(root) for _ in range(4)]
@@ -131,7 +132,7 @@ def test_a_version_is_fetched_once_and_goes_with_the_last_engine(
 
 
 def test_a_version_that_is_cached_on_this_host_is_not_copied_again(
-    record: VersionRecord, store: WeightStore, tmp_path: Path
+    record: StoredVersion, store: WeightStore, tmp_path: Path
 ) -> None:
     values = {"store": tmp_path, "roles": ["engine"], "weights_cache": tmp_path / "cache"}
     config = parse_config(RolloutConfig, values)
@@ -147,7 +148,7 @@ def test_a_version_that_is_cached_on_this_host_is_not_copied_again(
 
 
 async def test_a_version_that_is_being_loaded_is_not_displaced(
-    store: WeightStore, record: VersionRecord, tmp_path: Path
+    store: WeightStore, record: StoredVersion, tmp_path: Path
 ) -> None:
     """Others are prepared meanwhile; the oldest of those that only lie there gives way."""
     records = [record, *(import_checkpoint(store, tmp_path / "model", None, i) for i in (1, 2, 3))]
@@ -169,7 +170,7 @@ async def test_a_version_that_is_being_loaded_is_not_displaced(
     assert not [path for path in (tmp_path / "host").iterdir() if path.is_dir()]
 
 
-def test_what_a_killed_engine_left_is_swept(record: VersionRecord, tmp_path: Path) -> None:
+def test_what_a_killed_engine_left_is_swept(record: StoredVersion, tmp_path: Path) -> None:
     import os
 
     staging = HostStaging(tmp_path / "host")
@@ -183,7 +184,7 @@ def test_what_a_killed_engine_left_is_swept(record: VersionRecord, tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 def test_damage_is_named_and_leaves_nothing(
-    record: VersionRecord, tmp_path: Path, name: str
+    record: StoredVersion, tmp_path: Path, name: str
 ) -> None:
     path = record.directory / name
     data = bytearray(path.read_bytes())

@@ -19,10 +19,8 @@ from sluice import faults
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.config import parse_config
 from sluice.runtime.waits import Waits
-from sluice.weights.bucket import BucketWeightStore
 from sluice.weights.errors import MissingTensorError
 from sluice.weights.host_cache import HostCache
-from sluice.weights.open import AnyWeightStore
 from sluice.weights.shards import write_shard
 from sluice.weights.store import WeightStore
 from tests.patience import PATIENCE
@@ -80,13 +78,13 @@ class WritingRanks:
 
 
 @pytest.fixture(params=["directory", "bucket"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> AnyWeightStore:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> WeightStore:
     if request.param == "directory":
         return WeightStore(tmp_path / "weights", durable=False)
-    return BucketWeightStore("memory:///weights", tmp_path / "weights" / "staging")
+    return WeightStore("memory:///weights", scratch=tmp_path / "weights" / "staging")
 
 
-def publisher(store: AnyWeightStore, path: Path, count: int) -> Publisher:
+def publisher(store: WeightStore, path: Path, count: int) -> Publisher:
     (path / "model").mkdir()
     (path / "model" / "config.json").write_text("{}")
     values = {"model": str(path / "model"), "store": str(path / "store"), "durable": False}
@@ -96,7 +94,7 @@ def publisher(store: AnyWeightStore, path: Path, count: int) -> Publisher:
 
 
 async def test_a_stop_in_mid_commit_leaves_a_whole_version(
-    store: AnyWeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread cannot be cancelled: what is aborted beside it would become visible damaged."""
     gate, ended = Gate("weights.manifest", monkeypatch), Ended(store.commit)
@@ -112,9 +110,7 @@ async def test_a_stop_in_mid_commit_leaves_a_whole_version(
     HostCache(tmp_path / "cache", store).take(1)  # looks at every byte
 
 
-async def test_a_commit_that_is_refused_leaves_nothing(
-    store: AnyWeightStore, tmp_path: Path
-) -> None:
+async def test_a_commit_that_is_refused_leaves_nothing(store: WeightStore, tmp_path: Path) -> None:
     with pytest.raises(MissingTensorError):
         await publisher(store, tmp_path, 0).publish(lambda version: None)
     assert list(store.versions()) == []

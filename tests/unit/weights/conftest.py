@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sluice.weights.store import WeightStore, companion_files
+from sluice.weights.checkpoint import companion_files
+from sluice.weights.store import WeightStore
 from tests.contract.weight_store.policy import Policy
 
 

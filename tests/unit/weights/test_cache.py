@@ -36,7 +36,7 @@ class Counting(WeightStore):
 
 @pytest.fixture
 def counting(store: WeightStore) -> Counting:
-    return Counting(store.root, durable=False)
+    return Counting(store.location, durable=False)
 
 
 def check(directory: Path, expected: dict[str, torch.Tensor]) -> None:
@@ -96,7 +96,7 @@ def test_a_base_is_held_while_the_next_version_is_made_of_it(policy, store, tmp_
     other = HostCache(tmp_path / "cache", store)
     held = other.take(first)
     held.release()
-    taken = HostCache(tmp_path / "cache", Meanwhile(store.root)).take(second)
+    taken = HostCache(tmp_path / "cache", Meanwhile(store.location)).take(second)
     assert kept == [True, True]
     check(taken.directory, policy.history[second])
 
@@ -180,7 +180,7 @@ def test_another_process_that_hangs_is_waited_for_only_so_long(policy, store, tm
             return super().local_file(version, name, scratch)
 
     with ThreadPoolExecutor(1) as pool:
-        slow = HostCache(tmp_path / "cache", Slow(store.root))
+        slow = HostCache(tmp_path / "cache", Slow(store.location))
         made = pool.submit(slow.take, version)
         assert began.wait(PATIENCE)
         with pytest.raises(LockTimeoutError):
@@ -204,7 +204,7 @@ def take_and_stop(root: Path, cache: Path, version: int) -> None:
 def test_a_reader_killed_midway_leaves_no_half_version(policy, store, tmp_path) -> None:
     version = policy.publish_chain(2)[-1]
     cache = tmp_path / "cache"
-    process = SPAWN.Process(target=take_and_stop, args=(store.root, cache, version))
+    process = SPAWN.Process(target=take_and_stop, args=(store.location, cache, version))
     process.start()
     process.join(240)
     assert process.exitcode == -signal.SIGKILL
@@ -218,7 +218,7 @@ def test_what_a_killed_reader_left_goes_with_the_next_version(policy, store, tmp
     """Nobody may ever ask for the same one again."""
     version = policy.publish_chain(2)[-1]
     cache = tmp_path / "cache"
-    process = SPAWN.Process(target=take_and_stop, args=(store.root, cache, version))
+    process = SPAWN.Process(target=take_and_stop, args=(store.location, cache, version))
     process.start()
     process.join(240)
     assert [path for path in cache.iterdir() if path.name.startswith(".")]
@@ -241,7 +241,9 @@ def take_with_little_room(root: Path, cache: Path, version: int, limit: int) -> 
 def test_a_full_disk_leaves_no_half_version(policy, store, tmp_path) -> None:
     version = policy.publish_chain(2)[-1]
     cache = tmp_path / "cache"
-    process = SPAWN.Process(target=take_with_little_room, args=(store.root, cache, version, 4096))
+    process = SPAWN.Process(
+        target=take_with_little_room, args=(store.location, cache, version, 4096)
+    )
     process.start()
     process.join(240)
     assert process.exitcode == 3

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sluice.weights.assembly import assemble
 from sluice.weights.errors import (
     FileDigestError,
     InvalidCheckpointError,
@@ -23,6 +22,7 @@ from sluice.weights.errors import (
 from sluice.weights.host_cache import HostCache, check_out
 from sluice.weights.manifest import MANIFEST_NAME, Manifest, encode_manifest, read_manifest
 from sluice.weights.shards import load_verified
+from sluice.weights.staging import assemble
 from sluice.weights.store import WeightStore
 from tests.contract.weight_store.policy import Policy
 
@@ -45,7 +45,7 @@ def test_a_base_that_goes_during_the_commit_is_missed(
 ) -> None:
     """Two writers, or a retention that knows nothing of this one: no chain is committed broken."""
     base = policy.publish().version
-    other = Policy(WeightStore(store.root, durable=False))
+    other = Policy(WeightStore(store.location, durable=False))
 
     def assemble_slowly(*arguments: Any) -> Manifest:
         manifest = assemble(*arguments)
@@ -170,7 +170,7 @@ def test_one_flipped_byte_anywhere_is_found_and_the_tensor_named(policy, store, 
                 out = tmp_path / f"{version}-{path.name}-{position}"
                 out.mkdir()
                 with pytest.raises(WeightStoreError) as found:
-                    check_out(WeightStore(store.root), versions[-1], out)
+                    check_out(WeightStore(store.location), versions[-1], out)
                 if isinstance(found.value, TensorDigestError):
                     named += 1
                     assert found.value.name in policy.tensors
@@ -185,7 +185,7 @@ def test_a_version_whose_base_is_gone_cannot_be_had(policy, store, tmp_path) -> 
     store.get(first).directory.rename(tmp_path / "gone")
     (tmp_path / "out").mkdir()
     with pytest.raises(VersionNotFoundError):
-        check_out(WeightStore(store.root), second, tmp_path / "out")
+        check_out(WeightStore(store.location), second, tmp_path / "out")
 
 
 def test_a_commit_refuses_a_delta_of_what_the_base_has_not(policy, store) -> None:
@@ -214,11 +214,11 @@ def test_a_base_that_is_not_older_is_no_endless_chain(policy, store, tmp_path) -
     (directory / MANIFEST_NAME).write_bytes(encode_manifest(looped))
     (tmp_path / "out").mkdir()
     with pytest.raises(ManifestError):
-        check_out(WeightStore(store.root), second, tmp_path / "out")
+        check_out(WeightStore(store.location), second, tmp_path / "out")
     with pytest.raises(ManifestError):
-        HostCache(tmp_path / "cache", WeightStore(store.root)).take(second)
+        HostCache(tmp_path / "cache", WeightStore(store.location)).take(second)
     with pytest.raises(ManifestError):
-        WeightStore(store.root).chain(second)
+        WeightStore(store.location).chain(second)
 
 
 def test_whole_versions_keep_the_format_that_older_readers_know(policy, store) -> None:

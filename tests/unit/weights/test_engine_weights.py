@@ -16,7 +16,6 @@ from services.rollout.engine.weights import EngineWeights, Transfer
 from services.rollout.errors import TransferGroupNotJoinedError
 from sluice.weights.host_cache import CachedVersion, HostCache
 from sluice.weights.manifest import Manifest
-from sluice.weights.open import AnyWeightStore
 from sluice.weights.store import WeightStore
 from sluice.weights.transfer.plan import Membership
 from tests.patience import PATIENCE
@@ -64,7 +63,7 @@ class Held:
         self._let_go.set()
 
 
-def engine_weights(engine: Any, store: AnyWeightStore, cache: HostCache) -> EngineWeights:
+def engine_weights(engine: Any, store: WeightStore, cache: HostCache) -> EngineWeights:
     async def announce() -> None:
         pass
 
@@ -88,7 +87,7 @@ async def test_an_engine_that_stops_while_it_pins_leaves_no_pin(policy, store, t
     record = policy.publish()
     shared = ThreadPoolExecutor(2)  # one may pin, the other does all else, in order
     asyncio.get_running_loop().set_default_executor(shared)
-    slow = Slow(store.root, durable=False)
+    slow = Slow(store.location, durable=False)
     weights = engine_weights(BareEngine(), slow, HostCache(tmp_path / "cache", slow))
     preparing = asyncio.create_task(weights.prepare(record.version, record.digest))
     await happens(held.begun)
@@ -143,7 +142,7 @@ async def test_a_transfer_comes_over_the_group_it_names_or_not_at_all(
 
     asked = threading.Event()
     record = policy.publish()
-    slow = Slow(store.root, durable=False)
+    slow = Slow(store.location, durable=False)
     engine = BareEngine()
     weights = engine_weights(engine, slow, HostCache(tmp_path / "cache", slow))
 

@@ -25,7 +25,8 @@ from sluice.weights.errors import (
 )
 from sluice.weights.manifest import MANIFEST_NAME, ShardFile
 from sluice.weights.shards import write_shard
-from sluice.weights.store import Staging, VersionRecord, WeightStore
+from sluice.weights.staging import Staging
+from sluice.weights.store import StoredVersion, WeightStore
 from tests.patience import PATIENCE
 from tests.unit.weights.allocating import allocate_many
 
@@ -36,7 +37,7 @@ def shard(
     return write_shard(staging.directory, file_name, {n: torch.full((2, 3), value) for n in names})
 
 
-def publish(store: WeightStore, parent: int | None = None, value: float = 0.0) -> VersionRecord:
+def publish(store: WeightStore, parent: int | None = None, value: float = 0.0) -> StoredVersion:
     staging = store.allocate(parent)
     return store.commit(staging, [shard(staging, "w", value=value)], [], step=5)
 
@@ -53,8 +54,8 @@ def test_a_version_is_visible_only_after_its_commit(store: WeightStore) -> None:
     record = store.commit(staging, [written], [], step=5)
     assert store.latest() == store.get(record.version) == record
     assert (record.version, record.parent, record.step) == (1, None, 5)
-    assert WeightStore(store.root).list() == [record]
-    assert not list((store.root / "staging").iterdir())
+    assert WeightStore(store.location).list() == [record]
+    assert not list((Path(store.location) / "staging").iterdir())
 
 
 def test_numbers_are_never_given_twice(store: WeightStore) -> None:
@@ -62,11 +63,11 @@ def test_numbers_are_never_given_twice(store: WeightStore) -> None:
     first = publish(store)
     second = publish(store, first.version)
     store.retain(1)
-    third = WeightStore(store.root).allocate(second.version)
+    third = WeightStore(store.location).allocate(second.version)
     assert (first.version, second.version, third.version) == (2, 3, 4)
-    for path in (store.root / "allocated").iterdir():
+    for path in (Path(store.location) / "allocated").iterdir():
         path.unlink()  # a store of which only the versions were copied
-    assert WeightStore(store.root).allocate(second.version).version == 4
+    assert WeightStore(store.location).allocate(second.version).version == 4
 
 
 def test_processes_share_the_numbers(tmp_path: Path) -> None:
@@ -214,13 +215,13 @@ def test_a_committed_version_is_never_replaced(store: WeightStore) -> None:
     staging = replace(store.allocate(None), version=record.version)
     with pytest.raises(VersionExistsError):
         store.commit(staging, [shard(staging, "w", value=3.0)], [], 9)
-    assert WeightStore(store.root).get(record.version) == record
+    assert WeightStore(store.location).get(record.version) == record
 
 
 def test_the_sweep_takes_only_what_nobody_holds(store: WeightStore) -> None:
     live, dead = store.allocate(None), store.allocate(None)
     dead.lock.close()  # what the kernel does when its owner dies
-    assert [path.name for path in WeightStore(store.root).sweep()] == [dead.directory.name]
+    assert [path.name for path in WeightStore(store.location).sweep()] == [dead.directory.name]
     assert live.directory.is_dir()
     store.commit(live, [shard(live, "w")], [], 0)
     with pytest.raises(StagingLostError):
@@ -234,7 +235,7 @@ def test_retention_leaves_no_trace_of_pins_on_what_is_gone(store: WeightStore) -
     store.pin(2, "engine")
     store.unpin(1, "engine")
     store.retain(1)
-    assert [path.name for path in (store.root / "pins").iterdir()] == ["00000002"]
+    assert [path.name for path in (Path(store.location) / "pins").iterdir()] == ["00000002"]
     assert store.pins() == {2: {"engine"}}
 
 
@@ -246,10 +247,10 @@ def test_retention_spares_the_used_and_the_pinned(store: WeightStore) -> None:
     assert store.pins() == {2: {"engine/0", "ledger"}}
     assert list(store.retain(2, in_use={4}, pinned=[5])) == [1, 3]
     assert list(store.versions()) == [2, 4, 5, 6, 7]
-    assert not list((store.root / "trash").iterdir())
+    assert not list((Path(store.location) / "trash").iterdir())
     store.unpin(2, "engine/0")
     store.unpin(2, "engine/0")
-    assert list(WeightStore(store.root).retain(2, in_use={4, 5})) == []
+    assert list(WeightStore(store.location).retain(2, in_use={4, 5})) == []
     store.unpin(2, "ledger")
     assert list(store.retain(2)) == [2, 4, 5]
     with pytest.raises(VersionNotFoundError):

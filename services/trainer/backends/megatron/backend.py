@@ -52,8 +52,8 @@ from services.trainer.backends.megatron.weights import write_shards  # noqa: E40
 from services.trainer.config import TrainerConfig  # noqa: E402
 from sluice import platform  # noqa: E402
 from sluice.algo.spec import LossSpec  # noqa: E402
+from sluice.weights.manifest import ShardFile  # noqa: E402
 from sluice.weights.shards import write_shard  # noqa: E402
-from sluice.weights.store import ShardFile  # noqa: E402
 from sluice.weights.writer import ShardWrite  # noqa: E402
 
 SAVE_SECONDS = 1800.0  # that the files of a checkpoint may take

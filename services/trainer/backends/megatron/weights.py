@@ -20,8 +20,8 @@ from services.trainer.backends.megatron import parallel
 from services.trainer.backends.megatron.model_config import ModelSource
 from sluice.weights.checkpoint import shard_paths
 from sluice.weights.errors import DuplicateTensorError
+from sluice.weights.manifest import ShardFile
 from sluice.weights.rules import Binding, ShardAxis, Slice, pack, rule_name, source_slices, unpack
-from sluice.weights.store import ShardFile
 from sluice.weights.writer import ShardWrite
 
 NEW_HEAD = {"score.weight", "score.bias"}  # zero where a checkpoint is a language model's

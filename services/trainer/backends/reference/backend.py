@@ -28,8 +28,8 @@ from sluice.algo.inputs import pack_rows
 from sluice.algo.logprobs import EntropyMode
 from sluice.algo.losses import compute_loss
 from sluice.algo.spec import LossSpec
+from sluice.weights.manifest import ShardFile
 from sluice.weights.shards import write_shard
-from sluice.weights.store import ShardFile
 from sluice.weights.writer import ShardWrite
 
 

@@ -14,7 +14,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from services.trainer.backend import Mesh, StepOutcome
 from services.trainer.config import OptimConfig
-from sluice.weights.store import ShardFile
+from sluice.weights.manifest import ShardFile
 from sluice.weights.writer import ShardWrite
 
 NON_FINITE = "non-finite gradient norm"
