@@ -135,7 +135,7 @@ verify: $(VENV)/.dev  ## the long version: three seeds, every algorithm, faults,
 	$(MAKE) demo ENGINE=sglang
 	$(MAKE) fault-matrix test-megatron test-sglang test-openai demo-smollm2 bench
 
-bench: bench-planner bench-logprob bench-router bench-engine bench-convert bench-sync  ## side by side, one summary line each
+bench: bench-planner bench-logprob bench-router bench-engine bench-convert bench-sync bench-controller  ## side by side, one summary line each
 
 bench-planner: $(VENV)/.dev  ## micro-batch planner against first-fit and others
 	$(RUN) benchmarks/planner.py
@@ -155,6 +155,9 @@ bench-router-simulation: $(VENV)/.dev  ## makespan of simulated fleets by routin
 bench-convert: $(VENV)/.dev  ## HF to torch_dist and back beside cp and sync of the same bytes
 	$(RUN) benchmarks/convert.py
 
+bench-controller: $(VENV)/.dev  ## processor time and memory of the trainer's controller in a step of 16,384 rows
+	$(RUN) -m benchmarks.controller
+
 bench-sync: $(VENV)/.dev  ## weight updates: bytes of a delta, encode, apply, prepare, pause
 	$(RUN) benchmarks/sync.py
 
@@ -162,4 +165,4 @@ clean:  ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 .PHONY: help setup sglang-cpu test-sglang proto docs lint test stress-tests test-megatron test-openai demo demo-smollm2 fault-matrix compose-smoke \
-	verify bench bench-planner bench-logprob bench-engine bench-convert bench-sync bench-router bench-router-simulation clean
+	verify bench bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-router bench-router-simulation clean

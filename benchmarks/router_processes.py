@@ -127,7 +127,7 @@ async def lease_router(
 @asynccontextmanager
 async def sglang_router(binary: str, addresses: list[str]) -> AsyncIterator[ProxyRouter]:
     """sglang-router in front of the same engines, round robin: its cheapest policy."""
-    port, metrics_port = _free_port(), _free_port()
+    port, metrics_port = free_port(), free_port()
     command = [binary, "launch", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--prometheus-port", str(metrics_port), "--policy", "round_robin"]
     command += ["--log-level", "error", "--worker-urls", *(f"http://{a}" for a in addresses)]
@@ -149,7 +149,7 @@ async def _answers(http: HttpPool) -> bool:
     return True
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

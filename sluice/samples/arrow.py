@@ -2,6 +2,9 @@
 
 One record batch, one row a sample. Only columns that a row has are in the file; a row without
 one has null there. https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format
+
+The schema's metadata holds the facts about the rows under a digest of their own, so that who
+plans with them reads neither the rows nor the whole file. Files of older versions lack them.
 """
 
 from __future__ import annotations
@@ -11,7 +14,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 
+from sluice.samples.facts import InvalidFactsError, RowFacts, describe_rows
 from sluice.samples.sample import (
     COLUMNS,
     Column,
@@ -22,6 +27,8 @@ from sluice.samples.sample import (
 )
 
 FORMAT_KEY, FORMAT = b"sluice.format", b"1"
+FACTS_KEY, FACTS_DIGEST_KEY = b"sluice.facts", b"sluice.facts_digest"
+_RESERVED = (FORMAT_KEY, FACTS_KEY, FACTS_DIGEST_KEY)
 
 SPAN_TYPE = pa.struct(
     [
@@ -72,9 +79,13 @@ def encode_group(samples: Sequence[Sample], metadata: Mapping[str, str] | None =
         arrays.append(_encode_experts(samples))
         fields.append(pa.field(EXPERTS, arrays[-1].type))
     texts = {key.encode(): value.encode() for key, value in (metadata or {}).items()}
-    if FORMAT_KEY in texts:
-        raise ValueError(f"metadata key {FORMAT_KEY.decode()!r} is reserved")
-    schema = pa.schema(fields, metadata={**texts, FORMAT_KEY: FORMAT})
+    for key in _RESERVED:
+        if key in texts:
+            raise ValueError(f"metadata key {key.decode()!r} is reserved")
+    facts = describe_rows(samples).to_json().encode()
+    digest = xxhash.xxh3_128_hexdigest(facts).encode()
+    own = {FORMAT_KEY: FORMAT, FACTS_KEY: facts, FACTS_DIGEST_KEY: digest}
+    schema = pa.schema(fields, metadata={**texts, **own})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, schema) as writer:
         writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
@@ -134,13 +145,30 @@ def _sample(fixed: tuple[Any, ...], columns: Mapping[str, np.ndarray | float]) -
 def read_metadata(data: bytes | memoryview) -> dict[str, str]:
     """The metadata given to `encode_group`; reads no rows."""
     pairs = _open(data).schema.metadata.items()
-    return {key.decode(): value.decode() for key, value in pairs if key != FORMAT_KEY}
+    return {key.decode(): value.decode() for key, value in pairs if key not in _RESERVED}
+
+
+def read_facts(data: bytes | memoryview) -> RowFacts | None:
+    """Return the facts about the rows, None where the file has none; reads no rows.
+
+    `data` need not be verified: facts have a digest of their own. Raises InvalidGroupError.
+    """
+    metadata = _open(data).schema.metadata
+    facts = metadata.get(FACTS_KEY)
+    if facts is None:
+        return None
+    if xxhash.xxh3_128_hexdigest(facts).encode() != metadata.get(FACTS_DIGEST_KEY):
+        raise InvalidGroupError("the facts about the rows are damaged")
+    try:
+        return RowFacts.from_json(facts)
+    except InvalidFactsError as error:
+        raise InvalidGroupError(str(error)) from error
 
 
 def _open(data: bytes | memoryview) -> pa.ipc.RecordBatchFileReader:
     try:
         reader = pa.ipc.open_file(pa.py_buffer(data))
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise InvalidGroupError(f"not an Arrow file: {error}") from error
     if (reader.schema.metadata or {}).get(FORMAT_KEY) != FORMAT:
         raise InvalidGroupError("not a group of samples, or of another format")

@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.trainer.errors import OversizeSampleError, cut_sample
-from sluice.balance.planner_inputs import OversizePolicy
 from sluice.runtime.errors import AlreadyExistsError, InvalidFieldError, NotFoundError
 from sluice.samples.blobs import BlobReference
-from sluice.samples.sample import ColumnLengthError, InvalidSampleError, Sample, validate_sample
+from sluice.samples.facts import RowFacts
 
 PREFIX = "batches/"
 
@@ -25,25 +23,6 @@ class StoredRows:
     first_row: int
     count: int
     first_index: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowFacts:
-    """What plans, weights and checks need of every row, in upload order.
-
-    lengths, prompt_lengths, mask_counts (trained tokens), prompts (index of the distinct
-    prompt, one group's siblings share it), oldest_versions (of the weights that sampled; -1
-    unknown): int64[N]. present: bool[N] by column name.
-    """
-
-    sample_ids: Sequence[str]
-    group_ids: Sequence[str]
-    lengths: np.ndarray
-    prompt_lengths: np.ndarray
-    prompts: np.ndarray
-    mask_counts: np.ndarray
-    oldest_versions: np.ndarray
-    present: dict[str, np.ndarray]
 
 
 @dataclass(kw_only=True)
@@ -148,108 +127,3 @@ class BatchRegistry:
 
     def all(self) -> list[Batch]:
         return list(self._batches.values())
-
-
-@dataclass(frozen=True)
-class RowLimits:
-    """What rows must keep to be trained on by this model and these ranks.
-
-    max_tokens: of a row, unless the policy runs longer ones alone.
-    """
-
-    vocabulary_size: int
-    max_tokens: int
-    oversize: OversizePolicy = OversizePolicy.ERROR
-
-
-def describe_rows(samples: Sequence[Sample], limits: RowLimits) -> RowFacts:
-    """Check every sample and gather the facts, of cut samples as they are cut.
-
-    Raises OversizeSampleError, and InvalidFieldError naming the sample, and the column where
-    one is wrong.
-    """
-    for sample in samples:
-        check_row(sample)
-    samples = [admit(sample, row, limits) for row, sample in enumerate(samples)]
-    seen: set[str] = set()
-    prompts: dict[tuple[str, bytes], int] = {}
-    prompt_of = np.empty(len(samples), dtype=np.int64)
-    present: dict[str, np.ndarray] = {}
-    for row, sample in enumerate(samples):
-        if sample.sample_id in seen:
-            raise InvalidFieldError(
-                "sample_id", f"{sample.sample_id!r} comes twice", sample_id=sample.sample_id
-            )
-        seen.add(sample.sample_id)
-        key = (sample.group_id, sample.token_ids[: sample.prompt_length].tobytes())
-        prompt_of[row] = prompts.setdefault(key, len(prompts))
-        for name in sample.columns:
-            if name not in present:
-                present[name] = np.zeros(len(samples), dtype=np.bool_)
-            present[name][row] = True
-    check_tokens(samples, limits)
-    return RowFacts(
-        sample_ids=[sample.sample_id for sample in samples],
-        group_ids=[sample.group_id for sample in samples],
-        lengths=np.array([len(sample.token_ids) for sample in samples], dtype=np.int64),
-        prompt_lengths=np.array([sample.prompt_length for sample in samples], dtype=np.int64),
-        prompts=prompt_of,
-        mask_counts=np.array([count_trained(sample) for sample in samples], dtype=np.int64),
-        oldest_versions=np.array([_oldest(sample) for sample in samples], dtype=np.int64),
-        present=present,
-    )
-
-
-def _oldest(sample: Sample) -> int:
-    return min((span.version for span in sample.spans), default=-1)
-
-
-def count_trained(sample: Sample) -> int:
-    """Response tokens that the loss mask leaves in; all without a mask."""
-    mask = sample.columns.get("loss_mask")
-    return sample.response_length if mask is None else int(np.count_nonzero(mask))
-
-
-def check_row(sample: Sample) -> None:
-    """Raise InvalidFieldError naming what of a sample does not fit together."""
-    try:
-        validate_sample(sample)
-    except ColumnLengthError as error:
-        raise InvalidFieldError(
-            f"columns[{error.name}]", str(error), sample_id=error.sample_id, column=error.name
-        ) from None
-    except InvalidSampleError as error:
-        raise InvalidFieldError(error.field, str(error), sample_id=error.sample_id) from None
-
-
-def check_sample(sample: Sample, limits: RowLimits) -> None:
-    """Raise for a sample that no rank can take."""
-    check_row(sample)
-    check_tokens([admit(sample, 0, limits)], limits)
-
-
-def admit(sample: Sample, row: int, limits: RowLimits) -> Sample:
-    """The sample as the ranks hold it. Raises OversizeSampleError."""
-    length, cap = len(sample.token_ids), limits.max_tokens
-    if length <= cap or limits.oversize is OversizePolicy.ALONE:
-        return sample
-    if limits.oversize is OversizePolicy.ERROR or sample.prompt_length >= cap:
-        raise OversizeSampleError(sample.sample_id, row, length, cap)
-    return cut_sample(sample, cap)
-
-
-def check_tokens(samples: Sequence[Sample], limits: RowLimits) -> None:
-    """Raise InvalidFieldError for the first sample that is not of this vocabulary."""
-    if not samples:
-        return
-    lengths = np.array([len(sample.token_ids) for sample in samples])
-    tokens = np.concatenate([sample.token_ids for sample in samples])
-    foreign = (tokens < 0) | (tokens >= limits.vocabulary_size)
-    if foreign.any():
-        place = np.searchsorted(lengths.cumsum(), int(np.argmax(foreign)), side="right")
-        sample = samples[int(place)]
-        raise InvalidFieldError(
-            "token_ids",
-            f"of sample {sample.sample_id!r} are not all within 0..{limits.vocabulary_size - 1}",
-            sample_id=sample.sample_id,
-        )

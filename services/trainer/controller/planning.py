@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from services.trainer.config import TrainerConfig
-from services.trainer.controller.batches import Batch, RowFacts
+from services.trainer.controller.batches import Batch
 from services.trainer.errors import OversizeSampleError
 from sluice.algo.aggregation import weigh_samples
 from sluice.algo.spec import LossSpec
@@ -24,6 +24,7 @@ from sluice.balance.planner import (
     plan_micro_batches,
 )
 from sluice.runtime.errors import InvalidFieldError
+from sluice.samples.facts import RowFacts
 
 
 @dataclass(frozen=True)

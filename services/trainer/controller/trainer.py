@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,7 +13,7 @@ import numpy as np
 from services.trainer import metrics
 from services.trainer.config import TrainerConfig
 from services.trainer.controller import checkpoints, commands
-from services.trainer.controller.batches import Batch, RowLimits
+from services.trainer.controller.batches import Batch
 from services.trainer.controller.checkpoints import CheckpointStore
 from services.trainer.controller.passes import (
     AdvantageScalars,
@@ -43,18 +41,18 @@ from services.trainer.controller.uploads import (
     check_names,
     in_upload_order,
     read_batch,
-    read_samples,
     set_columns,
 )
+from services.trainer.rows import RowLimits, blob_errors, read_shape
 from sluice.algo.spec import AdvantageSpec
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
-from sluice.balance.cost import shape_from_config
 from sluice.balance.planner import GroupTooLargeError
 from sluice.runtime.errors import InvalidFieldError, NotFoundError, QueueFullError, ServiceError
 from sluice.runtime.waits import Waits
 from sluice.runtime.wire import blob_from_proto
+from sluice.samples.arrow import decode_group
 from sluice.samples.blobs import BlobNotFoundError, BlobReference, BlobStore
 from sluice.samples.sample import Sample
 from sluice.weights.store import WeightStore
@@ -76,12 +74,9 @@ class Trainer:
         self.ranks = RankGroup(config.ranks, launcher, waits, self._restore)
         self.blobs = BlobStore(config.store, sync=config.durable)
         self._checkpoints = CheckpointStore(config.kept / "checkpoints", durable=config.durable)
-        shape = json.loads((Path(config.model) / "config.json").read_bytes())
-        self._shape = shape_from_config(shape)
-        self.limits = RowLimits(
-            self._shape.vocabulary_size, config.max_tokens_per_micro_batch, config.oversize_policy
-        )
-        self._planner = Planner(self._shape, limits_of(config, trainer_pb.ParallelLayout()))
+        self.limits = RowLimits.from_config(config)
+        limits = limits_of(config, trainer_pb.ParallelLayout())
+        self._planner = Planner(read_shape(config.model), limits)
         self._passes = TrainerPasses(config.optim, self.state, self.ranks, self._planner)
         weights = WeightStore(config.weights_location, durable=config.durable)
         self._publisher = Publisher(config, weights, self.state, self.ranks, waits)
@@ -321,8 +316,12 @@ class Trainer:
         message = commands.same_for_all(pb.FollowResponse(read_columns=command))
         results = await self.ranks.run_on(generation, message)
         blobs = [blob_from_proto(result.columns) for result in generation.reporting(results)]
-        parts = [await asyncio.to_thread(read_samples, self.blobs, blob) for blob in blobs]
+        parts = [await asyncio.to_thread(self._read_columns, blob) for blob in blobs]
         return in_upload_order(batch, parts)
+
+    def _read_columns(self, blob: BlobReference) -> list[Sample]:
+        with blob_errors(blob):
+            return decode_group(self.blobs.get(blob))
 
     async def _pin(self, references: list[BlobReference]) -> None:
         digests = [reference.digest for reference in references]

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import suppress
 
 import numpy as np
 
-from services.trainer.controller.batches import (
-    Batch,
-    RowLimits,
-    StoredRows,
-    check_row,
-    check_sample,
-    count_trained,
-    describe_rows,
-)
+from services.trainer.controller.batches import Batch, StoredRows
 from services.trainer.controller.planning import Planner
 from services.trainer.controller.rank_incarnation import Build
+from services.trainer.rows import RowLimits, blob_errors, check_row, read_rows
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
-from sluice.runtime.errors import DataLossError, InvalidFieldError, NotFoundError
+from sluice.runtime.errors import InvalidFieldError, NotFoundError
 from sluice.runtime.wire import blob_to_proto
-from sluice.samples.arrow import InvalidGroupError, decode_group, encode_group
-from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReference, BlobStore
+from sluice.samples.arrow import InvalidGroupError, encode_group, read_facts
+from sluice.samples.blobs import BlobReference, BlobStore
+from sluice.samples.facts import RowFacts, count_trained, describe_rows
 from sluice.samples.sample import COLUMNS, Sample, find_column
 
 SPOOL_TOKENS = 1 << 20  # tokens of one spooled blob
@@ -44,7 +38,8 @@ class Upload:
 
     def add_sample(self, sample: Sample) -> None:
         """Take a row. Raises InvalidFieldError naming what is wrong with it."""
-        check_sample(sample, self._limits)
+        check_row(sample)
+        self._limits.check_tokens([self._limits.admit(sample)])
         self._inline.append(sample)
         self._inline_tokens += len(sample.token_ids)
 
@@ -77,39 +72,43 @@ def read_batch(
     limits: RowLimits,
     planner: Planner,
 ) -> Batch:
-    """A batch of the rows of these blobs.
+    """A batch of the rows of these blobs, of which only the facts are read.
 
-    Raises NotFoundError, DataLossError or InvalidFieldError for what is wrong with a blob.
+    Raises NotFoundError, DataLossError, OversizeSampleError or InvalidFieldError.
     """
     stored: list[StoredRows] = []
-    samples: list[Sample] = []
+    parts: list[RowFacts] = []
+    row = 0
     for reference in references:
-        found = read_samples(blobs, reference)
-        for first in range(0, len(found), SPOOL_ROWS):
-            count = min(SPOOL_ROWS, len(found) - first)
-            stored.append(StoredRows(reference, len(samples) + first, count, first))
-        samples += found
-    facts = describe_rows(samples, limits)
+        parts.append(find_facts(blobs, reference, limits))
+        count = len(parts[-1].lengths)
+        for first in range(0, count, SPOOL_ROWS):
+            rows = min(SPOOL_ROWS, count - first)
+            stored.append(StoredRows(reference, row + first, rows, first))
+        row += count
+    facts = RowFacts.join(parts)
+    if len(set(facts.sample_ids)) < len(facts.sample_ids):
+        seen: set[str] = set()
+        for sample_id in facts.sample_ids:
+            if sample_id in seen:
+                raise InvalidFieldError(
+                    "sample_id", f"{sample_id!r} comes twice", sample_id=sample_id
+                )
+            seen.add(sample_id)
     return Batch(batch_id=batch_id, stored=tuple(stored), facts=facts, owners=planner.own(facts))
 
 
-def read_samples(blobs: BlobStore, reference: BlobReference) -> list[Sample]:
-    """All rows of a blob, with the errors that clients see."""
-    with blob_errors(reference):
-        return decode_group(blobs.get(reference))
+def find_facts(blobs: BlobStore, reference: BlobReference, limits: RowLimits) -> RowFacts:
+    """The facts about the rows of a blob, as the ranks hold those.
 
-
-@contextmanager
-def blob_errors(reference: BlobReference) -> Iterator[None]:
-    """Turn what can be wrong with a blob into typed errors."""
-    try:
-        yield
-    except BlobNotFoundError as error:
-        raise NotFoundError("blob", error.digest) from None
-    except BlobDigestError as error:
-        raise DataLossError(str(error), blob=reference.digest, actual=error.actual) from None
-    except InvalidGroupError as error:
-        raise InvalidFieldError("blob", str(error), blob=reference.digest) from None
+    They are read, without the rows. A blob is read whole, and so checked, where they are absent
+    (older versions wrote none), damaged, or of rows that the ranks cut or refuse.
+    """
+    with blob_errors(reference), suppress(InvalidGroupError):
+        facts = read_facts(blobs.map(reference))
+        if facts is not None and limits.keep(facts):
+            return facts
+    return describe_rows(read_rows(blobs, reference, limits))
 
 
 ROWS_PER_BLOB = 4096

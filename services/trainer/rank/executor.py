@@ -24,16 +24,16 @@ from services.trainer.errors import CheckpointMismatchError
 from services.trainer.rank.failures import FAILURES
 from services.trainer.rank.publishing import RankPublisher
 from services.trainer.rank.table import OwnedRow, RowTable
+from services.trainer.rows import RowLimits
 from sluice import faults, platform
 from sluice.algo.advantages import AdvantageColumns, AdvantageRow, compute_advantages
 from sluice.algo.moments import Moments
 from sluice.algo.spec import AdvantageSpec
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
-from sluice.balance.planner_inputs import OversizePolicy
-from sluice.runtime.errors import DataLossError, NotFoundError, ServiceError
+from sluice.runtime.errors import ServiceError
 from sluice.runtime.wire import advantage_from_proto, blob_to_proto, loss_from_proto
-from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobStore
+from sluice.samples.blobs import BlobStore
 
 
 def find_mesh(config: TrainerConfig, rank: int, world_size: int) -> Mesh:
@@ -178,10 +178,8 @@ class Executor:
         join_group(config, mesh)
         backend = create_backend(config.backend, config, mesh)
         blobs = BlobStore(config.store, sync=config.durable)
-        cuts = config.oversize_policy is OversizePolicy.TRUNCATE
-        cap = config.max_tokens_per_micro_batch * backend.mesh.context_size
-        table = RowTable(blobs, max_tokens=cap if cuts else 0)
-        return cls(backend, blobs, table, RankPublisher(config, backend))
+        limits = RowLimits.from_config(config, backend.mesh.context_size)
+        return cls(backend, blobs, RowTable(blobs, limits), RankPublisher(config, backend))
 
     def describe(self) -> pb.RankReady:
         mesh = self._backend.mesh
@@ -209,10 +207,6 @@ class Executor:
             faults.point(f"rank{self._backend.mesh.rank}.{name}")
         except ServiceError as error:
             result.error.CopyFrom(error.to_status())
-        except BlobNotFoundError as error:
-            result.error.CopyFrom(NotFoundError("blob", error.digest).to_status())
-        except BlobDigestError as error:
-            result.error.CopyFrom(DataLossError(str(error), blob=error.expected).to_status())
         except FAILURES as error:  # the rank is fit for the next command
             logger.error("%s failed", name, exc_info=error)
             message = f"{type(error).__name__} in {name}: {error}"

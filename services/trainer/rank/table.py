@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from services.trainer.backend import Row
-from services.trainer.errors import cut_sample
+from services.trainer.rows import RowLimits, blob_errors, read_rows
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.runtime.wire import blob_from_proto
 from sluice.samples.arrow import decode_group, encode_group
@@ -49,23 +49,27 @@ class OwnedRow:
 
 
 class RowTable:
-    """Batches by id, rows by position. Rows of more than `max_tokens` are cut; 0 cuts none."""
+    """Batches by id, rows by position."""
 
-    def __init__(self, blobs: BlobStore, max_tokens: int = 0) -> None:
-        self._blobs, self._max_tokens = blobs, max_tokens
+    def __init__(self, blobs: BlobStore, limits: RowLimits) -> None:
+        self._blobs, self._limits = blobs, limits
         self._batches: dict[str, dict[int, OwnedRow]] = {}
 
     def add(self, command: pb.AddRows) -> None:
-        """Read this rank's rows of the blobs. Raises the errors of BlobStore.get."""
+        """Read and check this rank's rows of the blobs. Raises the errors of `read_rows`."""
         batch = self._batches.setdefault(command.batch_id, {})
         for stored in command.blobs:
-            for row, sample in zip(stored.rows, self._read(stored), strict=True):
-                whole = not self._max_tokens
-                batch[row] = _own(sample if whole else cut_sample(sample, self._max_tokens))
+            reference = blob_from_proto(stored.blob)
+            samples = read_rows(self._blobs, reference, self._limits, stored.indices)
+            for row, sample in zip(stored.rows, samples, strict=True):
+                batch[row] = _own(sample)
 
     def set_columns(self, command: pb.SetColumns) -> None:
         batch = self._batches[command.batch_id]
-        for row, sample in zip(command.rows.rows, self._read(command.rows), strict=True):
+        reference = blob_from_proto(command.rows.blob)
+        with blob_errors(reference):
+            samples = decode_group(self._blobs.get(reference), command.rows.indices)
+        for row, sample in zip(command.rows.rows, samples, strict=True):
             _set_columns(batch[row], sample)
 
     def spool_columns(self, batch_id: str, names: Sequence[str]) -> bytes:
@@ -91,9 +95,6 @@ class RowTable:
             ]
             for part in plan
         ]
-
-    def _read(self, stored: pb.BlobRows) -> list[Sample]:
-        return decode_group(self._blobs.get(blob_from_proto(stored.blob)), list(stored.indices))
 
 
 def _own(sample: Sample) -> OwnedRow:

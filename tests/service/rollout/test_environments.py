@@ -18,6 +18,7 @@ from services.rollout.episodes.episode import Episode
 from services.rollout.episodes.rollout import digest_of
 from services.rollout.episodes.trajectory import Trajectory
 from services.trainer.rank.table import RowTable
+from services.trainer.rows import RowLimits
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as worker_pb
 from sluice.client import RemoteError, error_from_status
@@ -127,7 +128,8 @@ async def test_engine_and_trainer_see_the_same_tokens(store: Store, models: Mode
         turns = await episodes.finished(
             rollout_request([{"index": 0}], environment=HIDDEN, max_new_tokens=40)
         )
-    table = RowTable(BlobStore(store.root, sync=False))
+    limits = RowLimits(vocabulary_size=1 << 20, max_tokens=1 << 20)
+    table = RowTable(BlobStore(store.root, sync=False), limits)
     for group in (*plain.values(), *turns.values()):
         count = len(group.rewards)
         rows = worker_pb.BlobRows(blob=group.blob, rows=range(count), indices=range(count))

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.trainer.controller.batches import Batch, RowLimits, StoredRows, describe_rows
+from services.trainer.controller.batches import Batch, StoredRows
+from services.trainer.rows import RowLimits
 from sluice.samples.blobs import BlobReference
+from sluice.samples.facts import describe_rows
 from sluice.samples.sample import Sample
 
 LIMITS = RowLimits(vocabulary_size=50, max_tokens=1000)
@@ -41,7 +43,7 @@ def make_samples(group_sizes: Sequence[Sequence[int]]) -> list[Sample]:
 
 
 def make_batch(samples: Sequence[Sample], owners: Sequence[int] | None = None) -> Batch:
-    facts = describe_rows(samples, LIMITS)
+    facts = describe_rows(samples)
     held = np.zeros(len(samples), dtype=np.int64) if owners is None else np.array(owners)
     stored = (StoredRows(BlobReference("0" * 32, 1), 0, len(samples)),)
     return Batch(batch_id="b", stored=stored, facts=facts, owners=held)

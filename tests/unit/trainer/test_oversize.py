@@ -7,17 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.trainer.controller.batches import RowLimits, describe_rows
 from services.trainer.controller.planning import Planner
-from services.trainer.controller.uploads import bare
-from services.trainer.errors import OversizeSampleError, cut_sample
+from services.trainer.controller.uploads import bare, find_facts
+from services.trainer.errors import OversizeSampleError
 from services.trainer.rank.table import RowTable
+from services.trainer.rows import RowLimits
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.balance.planner import OversizePolicy, PlanLimits
 from sluice.runtime.wire import blob_to_proto
 from sluice.samples.arrow import encode_group
 from sluice.samples.blobs import BlobStore
-from sluice.samples.sample import Sample, VersionSpan, validate_sample
+from sluice.samples.sample import Sample, VersionSpan, truncate_sample, validate_sample
 from tests.unit.trainer.rows import make_batch, make_sample, make_samples
 from tests.unit.trainer.test_planning import SHAPE
 
@@ -39,8 +39,8 @@ def long_sample() -> Sample:
     return Sample(**{**vars(sample), "spans": spans, "routed_experts": experts})
 
 
-def test_a_cut_sample_is_well_formed() -> None:
-    sample = cut_sample(long_sample(), 6)
+def test_a_truncate_sample_is_well_formed() -> None:
+    sample = truncate_sample(long_sample(), 6)
     validate_sample(sample)
     assert sample.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
     assert sample.columns["loss_mask"].tolist() == [True, False, True, False]  # type: ignore[union-attr]
@@ -50,15 +50,16 @@ def test_a_cut_sample_is_well_formed() -> None:
         (2, 2, 3),
     ]
     assert sample.routed_experts is not None and len(sample.routed_experts) == 5
-    assert cut_sample(long_sample(), 8).token_ids.tolist() == long_sample().token_ids.tolist()
+    assert truncate_sample(long_sample(), 8).token_ids.tolist() == long_sample().token_ids.tolist()
 
 
-def test_the_policy_decides() -> None:
-    samples = [make_sample("f/0", [1], [2, 3]), long_sample()]
+def test_the_policy_decides(tmp_path: Path) -> None:
+    blobs = BlobStore(tmp_path, sync=False)
+    blob = blobs.put(encode_group([make_sample("f/0", [1], [2, 3]), long_sample()]))
 
     def lengths(policy: OversizePolicy, cap: int = 5) -> list[int]:
         limits = RowLimits(vocabulary_size=50, max_tokens=cap, oversize=policy)
-        return describe_rows(samples, limits).lengths.tolist()
+        return find_facts(blobs, blob, limits).lengths.tolist()
 
     with pytest.raises(OversizeSampleError) as caught:
         lengths(OversizePolicy.ERROR)
@@ -72,17 +73,18 @@ def test_the_policy_decides() -> None:
 def test_front_and_rank_cut_alike(tmp_path: Path) -> None:
     """Trained tokens are counted as the rank trains on them: the loss is divided by them."""
     limits = RowLimits(vocabulary_size=50, max_tokens=5, oversize=OversizePolicy.TRUNCATE)
-    facts = describe_rows([long_sample()], limits)
     blobs = BlobStore(tmp_path, sync=False)
-    table = RowTable(blobs, max_tokens=5)
-    blob = blob_to_proto(blobs.put(encode_group([long_sample()])))
+    reference = blobs.put(encode_group([long_sample()]))
+    facts = find_facts(blobs, reference, limits)
+    table = RowTable(blobs, limits)
+    blob = blob_to_proto(reference)
     rows = pb.BlobRows(blob=blob, indices=[0], rows=[0])
     table.add(pb.AddRows(batch_id="b", blobs=[rows]))
     row = table.rows("b")[0]
     assert len(row.token_ids) == facts.lengths[0] == 5
     assert int(row.loss_mask.sum()) == facts.mask_counts[0] == 2
     # Columns that come later fit the row as it is now.
-    late = cut_sample(long_sample(), 5)
+    late = truncate_sample(long_sample(), 5)
     blob = blob_to_proto(blobs.put(encode_group([bare(late)])))
     table.set_columns(
         pb.SetColumns(batch_id="b", rows=pb.BlobRows(blob=blob, indices=[0], rows=[0]))

@@ -15,7 +15,7 @@ from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.runtime.wire import advantage_to_proto, blob_to_proto
 from sluice.samples.arrow import decode_group, encode_group
 from sluice.samples.blobs import BlobStore
-from tests.unit.trainer.rows import make_sample
+from tests.unit.trainer.rows import LIMITS, make_sample
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def table(blobs: BlobStore) -> RowTable:
     rows = pb.BlobRows(
         blob=blob_to_proto(blobs.put(encode_group(samples))), indices=[0, 2], rows=[4, 6]
     )
-    table = RowTable(blobs)
+    table = RowTable(blobs, LIMITS)
     table.add(pb.AddRows(batch_id="b", blobs=[rows]))
     return table
 

@@ -1,0 +1,129 @@
+"""What a row must keep to be trained on, checked wherever its tokens are at hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.trainer.config import TrainerConfig
+from services.trainer.errors import OversizeSampleError
+from sluice.balance.cost import TransformerShape, shape_from_config
+from sluice.balance.planner_inputs import OversizePolicy
+from sluice.runtime.errors import DataLossError, InvalidFieldError, NotFoundError
+from sluice.samples.arrow import InvalidGroupError, decode_group, read_facts
+from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReference, BlobStore
+from sluice.samples.facts import RowFacts
+from sluice.samples.sample import (
+    ColumnLengthError,
+    InvalidSampleError,
+    Sample,
+    truncate_sample,
+    validate_sample,
+)
+
+
+@dataclass(frozen=True)
+class RowLimits:
+    """Limits of the rows that this model and these ranks train on.
+
+    max_tokens: of a row, unless the policy runs longer ones alone.
+    """
+
+    vocabulary_size: int
+    max_tokens: int
+    oversize: OversizePolicy = OversizePolicy.ERROR
+
+    @classmethod
+    def from_config(cls, config: TrainerConfig, context_size: int = 1) -> RowLimits:
+        """Return the limits of the configured model on ranks of this context parallelism."""
+        return cls(
+            read_shape(config.model).vocabulary_size,
+            config.max_tokens_per_micro_batch * context_size,
+            config.oversize_policy,
+        )
+
+    def admit(self, sample: Sample, row: int = 0) -> Sample:
+        """Return the sample as the ranks hold it. Raises OversizeSampleError."""
+        length, cap = len(sample.token_ids), self.max_tokens
+        if length <= cap or self.oversize is OversizePolicy.ALONE:
+            return sample
+        if self.oversize is OversizePolicy.ERROR or sample.prompt_length >= cap:
+            raise OversizeSampleError(sample.sample_id, row, length, cap)
+        return truncate_sample(sample, cap)
+
+    def keep(self, facts: RowFacts) -> bool:
+        """Whether all rows are held as they came, by what their facts tell."""
+        fits = self.oversize is OversizePolicy.ALONE or bool(
+            (facts.lengths <= self.max_tokens).all()
+        )
+        prompts = facts.prompt_lengths
+        return fits and bool(((prompts >= 1) & (prompts <= facts.lengths)).all())
+
+    def check_tokens(self, samples: Sequence[Sample]) -> None:
+        """Raise InvalidFieldError for the first sample that is not of this vocabulary."""
+        for sample in samples:
+            tokens = sample.token_ids
+            if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.vocabulary_size:
+                raise InvalidFieldError(
+                    "token_ids",
+                    f"of sample {sample.sample_id!r} are not all within "
+                    f"0..{self.vocabulary_size - 1}",
+                    sample_id=sample.sample_id,
+                )
+
+
+def read_shape(model: str) -> TransformerShape:
+    """Read the shape of the model in a directory."""
+    return shape_from_config(json.loads((Path(model) / "config.json").read_bytes()))
+
+
+def check_row(sample: Sample) -> None:
+    """Raise InvalidFieldError naming what of a sample does not fit together."""
+    try:
+        validate_sample(sample)
+    except ColumnLengthError as error:
+        raise InvalidFieldError(
+            f"columns[{error.name}]", str(error), sample_id=error.sample_id, column=error.name
+        ) from None
+    except InvalidSampleError as error:
+        raise InvalidFieldError(error.field, str(error), sample_id=error.sample_id) from None
+
+
+def read_rows(
+    blobs: BlobStore, reference: BlobReference, limits: RowLimits, rows: Sequence[int] | None = None
+) -> list[Sample]:
+    """Read and check rows (default: all) of a blob, as the ranks hold them.
+
+    Plans were made of the facts in the blob: a row of which they are not true is refused.
+    Raises NotFoundError, DataLossError, OversizeSampleError and InvalidFieldError.
+    """
+    with blob_errors(reference):
+        data = blobs.get(reference)
+        facts, samples = read_facts(data), decode_group(data, rows)
+    for sample in samples:
+        check_row(sample)
+    if facts is not None and (
+        difference := facts.difference(samples, range(len(samples)) if rows is None else rows)
+    ):
+        raise InvalidFieldError(
+            "blob", f"has facts that are not those of its rows: {difference}", blob=reference.digest
+        )
+    samples = [limits.admit(sample, row) for row, sample in enumerate(samples)]
+    limits.check_tokens(samples)
+    return samples
+
+
+@contextmanager
+def blob_errors(reference: BlobReference) -> Iterator[None]:
+    """Turn what can be wrong with a blob into typed errors."""
+    try:
+        yield
+    except BlobNotFoundError as error:
+        raise NotFoundError("blob", error.digest) from None
+    except BlobDigestError as error:
+        raise DataLossError(str(error), blob=reference.digest, actual=error.actual) from None
+    except InvalidGroupError as error:
+        raise InvalidFieldError("blob", str(error), blob=reference.digest) from None
