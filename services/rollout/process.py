@@ -34,7 +34,7 @@ from sluice.weights.store import WeightStore
 
 if TYPE_CHECKING:
     from services.rollout.episodes.worker import EpisodeWorker
-    from services.rollout.openai.server import OpenAIFace
+    from services.rollout.openai.server import OpenAIServer
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class RolloutProcess:
         self._leaving: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self.engine: Engine | None = None
-        self.face: OpenAIFace | None = None
+        self.openai: OpenAIServer | None = None
         self.failure = ""  # why the engine broke and took the process with it
         self._router: grpc.aio.Channel | None = None
         if config.router:
@@ -198,10 +198,10 @@ class RolloutProcess:
             self._resources.push_async_callback(self._router.close)
         engine = self._add_engine() if "engine" in config.roles else None
         episodes = self._add_episodes() if "episodes" in config.roles else None
-        face = self._add_face(engine, episodes)
-        if face is not None:
-            await face.start()
-            self.server.further_addresses["openai_url"] = face.url
+        openai = self._add_openai(engine, episodes)
+        if openai is not None:
+            await openai.start()
+            self.server.further_addresses["openai_url"] = openai.url
         await self.server.start()
         try:
             if engine is not None:
@@ -212,13 +212,13 @@ class RolloutProcess:
             raise
         if engine is not None and episodes is not None:
             episodes.engines.add_local(self.server.address, engine.engine)
-        if face is not None:
-            face.set_ready()
+        if openai is not None:
+            openai.set_ready()
         await self.server.set_serving()
         gc.collect()
         gc.freeze()  # modules stay; looking through them again and again is a third of all work
         self._register(None if engine is None else engine.engine)
-        self._leaving = asyncio.create_task(self._leave(episodes, face), name="leave")
+        self._leaving = asyncio.create_task(self._leave(episodes, openai), name="leave")
         if engine is not None:
             self._watching = asyncio.create_task(self._watch(engine.engine), name="watch engine")
 
@@ -242,7 +242,7 @@ class RolloutProcess:
         logger.error("the engine broke: %s", failure)
         self.server.request_stop()
 
-    async def _leave(self, episodes: EpisodeWorker | None, face: OpenAIFace | None) -> None:
+    async def _leave(self, episodes: EpisodeWorker | None, openai: OpenAIServer | None) -> None:
         """Once no new work is wanted, while running calls still end."""
         await self.server.stopping.wait()
         loop = asyncio.get_running_loop()
@@ -250,7 +250,7 @@ class RolloutProcess:
         await asyncio.gather(*(registration.close() for registration in self._registrations))
         seconds = max(0.0, end - loop.time())  # a slow router takes none of the server's own share
         await asyncio.gather(
-            *([face.close()] if face is not None else []),
+            *([openai.close()] if openai is not None else []),
             *([episodes.drain(seconds)] if episodes is not None else []),
         )
 
@@ -302,24 +302,25 @@ class RolloutProcess:
         )
         return worker
 
-    def _add_face(
+    def _add_openai(
         self, engine: _EngineRole | None, episodes: EpisodeWorker | None
-    ) -> OpenAIFace | None:
+    ) -> OpenAIServer | None:
         """Through the leases of the episodes role, else to the engine alone."""
         config = self._config
         if config.openai is None:
             return None
         # Imported here: aiohttp takes a quarter of a second.
-        from services.rollout.openai.server import create_face, local_backing, worker_backing
+        from services.rollout.openai.generation import Generator
+        from services.rollout.openai.server import create_server, local_generator
 
         if episodes is not None:
-            backing = worker_backing(config, episodes)
+            generator = Generator(episodes.tokenizer, episodes.sampler, config.pool)
         else:
             assert engine is not None
-            backing = local_backing(config, engine.engine, self.server.waits)
-        self.face = create_face(config, backing, config.server.drain_seconds * DRAIN_SHARE)
-        self._resources.push_async_callback(self.face.close)
-        return self.face
+            generator = local_generator(config, engine.engine, self.server.waits)
+        self.openai = create_server(config, generator, config.server.drain_seconds * DRAIN_SHARE)
+        self._resources.push_async_callback(self.openai.close)
+        return self.openai
 
     def _register(self, engine: Engine | None) -> None:
         """Begin heartbeats; with both roles the episodes have an id of their own."""

@@ -18,6 +18,13 @@ class VersionSpan:
     first_token: int
     last_token: int
 
+    def shifted(self, offset: int) -> VersionSpan:
+        """Returns the span counted from a place `offset` tokens earlier."""
+        if not offset:
+            return self
+        first, last = self.first_token + offset, self.last_token + offset
+        return replace(self, first_token=first, last_token=last)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:

@@ -55,10 +55,10 @@ async def evaluate(process: RolloutProcess, task: dict[str, Any], root: Path) ->
     (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     data = {"data_files": {"test": str(root / "rows.jsonl")}}
     (root / "task.yaml").write_text(yaml.safe_dump({**task, "dataset_kwargs": data}))
-    assert process.face is not None
+    assert process.openai is not None
     arguments = {
         "model": "policy",
-        "base_url": process.face.url + "/completions",
+        "base_url": process.openai.url + "/completions",
         "num_concurrent": 2,
         "max_length": 64,
     }

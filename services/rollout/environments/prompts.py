@@ -20,7 +20,7 @@ from services.rollout.environments.environment import (
     TaskRequest,
     TextTokenizer,
 )
-from services.rollout.environments.graders.registry import (
+from services.rollout.environments.graders.grader import (
     create_grader,
     is_function,
     needs_text,

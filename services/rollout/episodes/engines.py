@@ -15,7 +15,7 @@ from services.rollout.engine.wire import (
     scores_from_proto,
 )
 from sluice.api.rollout.v1 import engine_service_pb2 as pb
-from sluice.client import EngineClient, error_from_status, typed_errors
+from sluice.client import ClientCache, EngineClient, error_from_status, typed_errors
 from sluice.runtime.errors import ServiceError
 from sluice.runtime.security import SecurityConfig
 
@@ -24,8 +24,7 @@ class EngineAccess:
     """One channel per address, opened when first used."""
 
     def __init__(self, security: SecurityConfig) -> None:
-        self._security = security
-        self._engines: dict[str, EngineClient] = {}
+        self._clients = ClientCache(EngineClient, security)
         self._local: dict[str, Engine] = {}
 
     def add_local(self, address: str, engine: Engine) -> None:
@@ -43,7 +42,7 @@ class EngineAccess:
         if local is None:
             request = _request(generation, bounds)
             with typed_errors():
-                response = await self._client(address).stub.Generate(request)
+                response = await self._clients[address].stub.Generate(request)
             return [delta_from_proto(c, temperature=temperature) for c in response.completions]
         with _as_remote():
             return await complete(local, generation, bounds)
@@ -56,7 +55,7 @@ class EngineAccess:
         if local is None:
             request = pb.StreamGenerateRequest(generate=_request(generation, bounds))
             with typed_errors():
-                async for response in self._client(address).stub.StreamGenerate(request):
+                async for response in self._clients[address].stub.StreamGenerate(request):
                     yield delta_from_proto(response.delta, temperature=temperature)
             return
         with _as_remote():
@@ -82,7 +81,7 @@ class EngineAccess:
                 versions=bounds_to_proto(bounds),
             )
             with typed_errors():
-                return scores_from_proto(await self._client(address).stub.Score(request))
+                return scores_from_proto(await self._clients[address].stub.Score(request))
         with _as_remote():
             bounds.check(local.status().version)
             scores = await score(local, token_ids, prompt_length, top_count)
@@ -91,19 +90,12 @@ class EngineAccess:
 
     async def close(self) -> None:
         """Close all channels."""
-        for engine in self._engines.values():
-            await engine.close()
-
-    def _client(self, address: str) -> EngineClient:
-        engine = self._engines.get(address)
-        if engine is None:
-            engine = self._engines[address] = EngineClient(address, self._security)
-        return engine
+        await self._clients.close()
 
 
 @contextlib.contextmanager
 def _as_remote() -> Iterator[None]:
-    """What an engine in this process refuses, it refuses as others do."""
+    """Turns what an engine in this process refuses into RemoteError, as others refuse it."""
     try:
         yield
     except ServiceError as error:

@@ -30,7 +30,7 @@ from services.rollout.environments.environment import (
     TextTokenizer,
     Turn,
 )
-from services.rollout.environments.graders.registry import create_grader
+from services.rollout.environments.graders.grader import create_grader
 from services.rollout.environments.registry import create_environment, load, parse_settings
 from services.rollout.environments.runner import has_steps
 
@@ -171,8 +171,8 @@ async def _generate(
 ) -> None:
     # Imported here: environments know nothing of episodes otherwise.
     from services.rollout.engine.wire import VersionBounds
-    from services.rollout.episodes.drafts import SamplingPrompt
     from services.rollout.episodes.episode import Episode
+    from services.rollout.episodes.sampler import SamplingPrompt
     from sluice.samples.sample import validate_sample
 
     ids = (

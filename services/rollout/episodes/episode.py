@@ -1,29 +1,38 @@
-"""Observations as tokens that go on after an answer, whose own tokens are never made again."""
+"""An episode: answers that an engine samples, and observations of the environment between them.
+
+Tokens of an answer are never made again; observations are tokenised to go on after them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
 from services.rollout.engine.interface import Delta
 from services.rollout.environments.environment import Response, Step, Task, TaskError, Turn
 from services.rollout.environments.runner import Runner, on_loop
-from services.rollout.episodes.drafts import SamplingPrompt
-from services.rollout.episodes.sampler import EngineError, Sampler
+from services.rollout.episodes.sampler import EngineError, Sampler, SamplingPrompt
 from services.rollout.episodes.trajectory import Trajectory
 from sluice.api.rollout.v1 import trace_pb2
 from sluice.runtime.waits import Waits
 from sluice.samples.chat_template import ChatTemplateError
 from sluice.samples.tokenizer import TextTokenizer
 
-THREAD_CHARACTERS = 4000  # texts longer than this, a millisecond's work, go to a thread
+THREAD_SIZE = 4000  # characters or tokens: a millisecond's work of the tokenizer
 _ANSWER = uuid.uuid4().hex  # stands where the answer is, so that what follows it is found
+
+T = TypeVar("T")
+
+
+async def off_loop(size: int, work: Callable[[], T]) -> T:
+    """Runs `work` on `size` characters or tokens, in a thread if it holds up the event loop."""
+    return await asyncio.to_thread(work) if size > THREAD_SIZE else work()
 
 
 class Conversation:
@@ -77,7 +86,7 @@ class Conversation:
 
 
 def observation_text(step: Step) -> str:
-    """For the reward and for readers."""
+    """Returns an observation as text, for the reward and for readers."""
     return step.text or "\n".join(_content(message) for message in step.messages)
 
 
@@ -201,8 +210,7 @@ class Steps:
             conversation.check(step)
             last_token = trajectory.response[-1] if trajectory.response else None
             encode = partial(conversation.encode, episode.tokenizer, text, last_token, step)
-            is_long = conversation.length(step) > THREAD_CHARACTERS
-            trajectory.add_observation(await asyncio.to_thread(encode) if is_long else encode())
+            trajectory.add_observation(await off_loop(conversation.length(step), encode))
             before = len(trajectory.answers)
             answer = await episode.sample(trajectory)
             if len(trajectory.answers) == before:

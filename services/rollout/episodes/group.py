@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from services.rollout import metrics
 from services.rollout.engine.interface import Delta, Sampling
@@ -20,10 +21,9 @@ from services.rollout.environments.environment import (
 )
 from services.rollout.environments.graders.grader import InvalidRewardError, rewards_from
 from services.rollout.environments.runner import Runner
-from services.rollout.episodes.drafts import SamplingPrompt
-from services.rollout.episodes.episode import THREAD_CHARACTERS, Episode, Steps, text_length
+from services.rollout.episodes.episode import Episode, Steps, off_loop, text_length
 from services.rollout.episodes.leases import NO_HINTS, Hints
-from services.rollout.episodes.sampler import Sampler
+from services.rollout.episodes.sampler import Sampler, SamplingPrompt
 from services.rollout.episodes.spool import Spool
 from services.rollout.episodes.trajectory import Timeline, Trajectory
 from services.rollout.errors import MediaUnsupportedError
@@ -41,8 +41,6 @@ from sluice.samples.sample import (
     validate_sample,
 )
 from sluice.samples.tokenizer import TextTokenizer
-
-THREAD_TOKENS = 4000
 
 
 class GroupTimeoutError(DeadlineError):
@@ -83,7 +81,7 @@ class GroupResult:
 
 
 @dataclass(frozen=True)
-class Played:
+class SampleRow:
     """A trajectory that is to be a sample, and what the reward sees of it.
 
     episode: its index where an episode may have several samples.
@@ -150,16 +148,15 @@ class GroupRunner:
         )
         timeline.mark(trace_pb2.SPAN_KIND_TASK, settings.environment)
         try:
-            drafts = await self._play(task, prompt, settings)
+            rows = await self._play(task, prompt, settings)
         finally:
             self._sampler.leave(prompt)
         timeline.mark(trace_pb2.SPAN_KIND_SIBLINGS, settings.environment)
-        rewards = await self._reward(task, prompt.group_id, drafts, settings.environment)
+        rewards = await self._reward(task, prompt.group_id, rows, settings.environment)
         timeline.mark(trace_pb2.SPAN_KIND_REWARD, settings.environment)
-        rows = zip(drafts, rewards, strict=True)
         samples = [
-            draft.trajectory.to_sample(group.group_id, index, reward, draft.episode)
-            for index, (draft, reward) in enumerate(rows)
+            row.trajectory.to_sample(group.group_id, index, reward, row.episode)
+            for index, (row, reward) in enumerate(zip(rows, rewards, strict=True))
         ]
         if self._runner.has_steps or self._runner.generate is not None:
             for sample in samples:
@@ -171,7 +168,7 @@ class GroupRunner:
 
     async def _play(
         self, task: Task, prompt: SamplingPrompt, settings: GroupSettings
-    ) -> list[Played]:
+    ) -> list[SampleRow]:
         """What is to be a sample, episode by episode."""
         episodes = [
             Episode(index, task, prompt, self._sampler, self._tokenizer, settings.environment)
@@ -181,7 +178,7 @@ class GroupRunner:
             if self._runner.generate is not None:
                 name = settings.environment
                 parts = await all_of(self._generate(episode, name) for episode in episodes)
-                return [played for part in parts for played in part]
+                return [row for part in parts for row in part]
             deltas = await self._sampler.sample(prompt)
             first = [Trajectory.of(prompt.token_ids, delta) for delta in deltas]
             if self._runner.has_steps:
@@ -191,11 +188,11 @@ class GroupRunner:
             else:
                 responses = await self._responses(deltas)
         return [
-            Played(trajectory, response)
+            SampleRow(trajectory, response)
             for trajectory, response in zip(first, responses, strict=True)
         ]
 
-    async def _generate(self, episode: Episode, environment: str) -> list[Played]:
+    async def _generate(self, episode: Episode, environment: str) -> list[SampleRow]:
         """The samples that a generate function makes of an episode."""
         assert self._runner.generate is not None
         waiting = self._waits.waiting(f"generate function of {episode.group_id}", on=[environment])
@@ -212,26 +209,26 @@ class GroupRunner:
             )
         responses = await self._responses([trajectory.answers[-1] for trajectory in trajectories])
         return [
-            Played(
+            SampleRow(
                 trajectory, replace(response, finish_reason=trajectory.finish_reason), episode.index
             )
             for trajectory, response in zip(trajectories, responses, strict=True)
         ]
 
     async def _reward(
-        self, task: Task, group_id: str, drafts: Sequence[Played], environment: str
+        self, task: Task, group_id: str, rows: Sequence[SampleRow], environment: str
     ) -> list[Reward]:
-        """One per draft; the environment sees those that have none yet, all at once."""
-        open_drafts = [draft for draft in drafts if draft.trajectory.reward is None]
+        """One per row; the environment sees those that have none yet, all at once."""
+        unrewarded = [row for row in rows if row.trajectory.reward is None]
         waiting = self._waits.waiting(f"reward of group {group_id}", on=[environment])
         given: list[Reward] = []
-        if open_drafts:
+        if unrewarded:
             with metrics.REWARD_SECONDS.time(), waiting:
-                given = await self._runner.reward(task, [draft.response for draft in open_drafts])
+                given = await self._runner.reward(task, [row.response for row in unrewarded])
         try:
-            rest = iter(rewards_from(given, len(open_drafts)))
-            own = [draft.trajectory.reward or next(rest) for draft in drafts]
-            rewards = rewards_from(own, len(drafts))
+            rest = iter(rewards_from(given, len(unrewarded)))
+            own = [row.trajectory.reward or next(rest) for row in rows]
+            rewards = rewards_from(own, len(rows))
         except InvalidRewardError as error:
             raise EnvironmentFailedError(f"{environment}: {error}") from None
         for reward in rewards:
@@ -247,9 +244,7 @@ class GroupRunner:
                     f"messages[{index}] of the task hold more than text, which this worker and "
                     "its engines cannot read"
                 )
-        if text_length(task) > THREAD_CHARACTERS:
-            return await asyncio.to_thread(self._encode, task)
-        return self._encode(task)
+        return await off_loop(text_length(task), partial(self._encode, task))
 
     def _encode(self, task: Task) -> list[int]:
         if task.messages:
@@ -263,10 +258,7 @@ class GroupRunner:
         texts = [""] * len(deltas)
         if self._runner.needs_text:
             ids = [delta.token_ids for delta in deltas]
-            if sum(map(len, ids)) > THREAD_TOKENS:
-                texts = await asyncio.to_thread(self._tokenizer.decode, ids)
-            else:
-                texts = self._tokenizer.decode(ids)
+            texts = await off_loop(sum(map(len, ids)), partial(self._tokenizer.decode, ids))
         return [
             Response(token_ids=delta.token_ids, text=text, finish_reason=delta.finish_reason or "")
             for delta, text in zip(deltas, texts, strict=True)

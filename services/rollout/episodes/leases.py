@@ -1,8 +1,9 @@
-"""Leases over (engine, dp rank): which engine samples what."""
+"""Says which engine and dp rank samples what: the router, or the one engine of this process."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,15 +11,18 @@ from typing import Protocol, Self
 
 import grpc
 
+from services.rollout.engine.interface import Engine
 from services.rollout.engine.wire import VersionBounds
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.client import typed_errors
 from sluice.router_client import Lease, LeaseClient, Wanted
 
+LOCAL_ADDRESS = "local"  # of the engine in this process, where it serves no other
+
 
 @dataclass(frozen=True)
 class Hints:
-    """What the router may know of samples that it is asked to place.
+    """Tells the router of samples that it is asked to place.
 
     sessions: of the conversation that each belongs to, or none: its turns go to the same dp rank,
     which has `cached_tokens` of the prompt in its cache. expected_tokens: sampled ones of each,
@@ -31,18 +35,18 @@ class Hints:
 
     @classmethod
     def of_conversations(cls, count: int) -> Self:
-        """New ones, for their first turn."""
+        """Hints of new conversations, for their first turn."""
         prefix = uuid.uuid4()
         return cls(tuple(f"{prefix}/{index}" for index in range(count)))
 
     def of(self, indices: Sequence[int]) -> Hints:
-        """Of some samples."""
+        """Hints of some of the samples."""
         if not self.sessions:
             return self
         return replace(self, sessions=tuple(self.sessions[index] for index in indices))
 
     def with_cache(self, tokens: int) -> Hints:
-        """For a later turn."""
+        """Hints for a later turn."""
         return replace(self, cached_tokens=tokens) if self.sessions else self
 
 
@@ -59,7 +63,7 @@ class _Kind:
 
 @dataclass
 class _LeaseBatch:
-    """What is asked for in one turn of the event loop."""
+    """Leases that are asked for in one turn of the event loop."""
 
     groups: list[tuple[str, int]] = field(default_factory=list)
     sessions: list[str] = field(default_factory=list)  # of each sample, "" for none
@@ -69,7 +73,7 @@ class _LeaseBatch:
 
 
 class LeaseSource(Protocol):
-    """Whoever says which engine samples what."""
+    """Says which engine samples what."""
 
     async def request(
         self,
@@ -90,7 +94,7 @@ class LeaseSource(Protocol):
 
 
 class RouterLeases:
-    """One lease client per pool; groups that start together ask in one call."""
+    """Asks the router, with one lease client per pool; groups that start together share a call."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
@@ -149,7 +153,7 @@ class RouterLeases:
         self.release(pool, bound, pb.OUTCOME_ABORTED, ())
 
     def end(self, pool: str, hints: Hints) -> None:
-        """No further turn comes, so no rank is kept for one; does not wait."""
+        """Say that no further turn comes, so that no rank is kept for one; does not wait."""
         if hints.sessions:
             ended = self._client(pool).end_sessions(hints.sessions)
             task = asyncio.create_task(ended, name="end sessions")
@@ -191,3 +195,43 @@ class RouterLeases:
             client = self._clients[pool] = LeaseClient(self._channel, pool=pool)
             client.start()
         return client
+
+
+class LocalLeases:
+    """Leases one engine without limit: it queues what it has no room for.
+
+    Its dp ranks take turns.
+    """
+
+    def __init__(self, engine: Engine, engine_id: str) -> None:
+        self._engine, self._engine_id = engine, engine_id
+        self._turns = itertools.count()
+
+    async def request(
+        self,
+        group_id: str,
+        count: int,
+        bounds: VersionBounds,
+        pool: str,
+        hints: Hints = NO_HINTS,
+    ) -> list[asyncio.Future[Lease]]:
+        """One lease per sample, at once."""
+        ranks = max(1, len(self._engine.status().rank_loads))
+        rank = next(self._turns) % ranks  # one for all: they share the prompt
+        futures = []
+        for _ in range(count):
+            future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+            future.set_result(Lease(0, self._engine_id, LOCAL_ADDRESS, rank))
+            futures.append(future)
+        return futures
+
+    def release(
+        self, pool: str, leases: Sequence[Lease], outcome: pb.Outcome, tokens: Sequence[int]
+    ) -> None:
+        """Nobody counts them."""
+
+    def give_up(self, pool: str, futures: Iterable[asyncio.Future[Lease]]) -> None:
+        """Nobody counts them."""
+
+    def end(self, pool: str, hints: Hints) -> None:
+        """Nobody keeps them."""

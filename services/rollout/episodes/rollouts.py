@@ -1,14 +1,18 @@
-"""The rollouts of an episode worker: begun once, joined by repeats, stopped when orphaned."""
+"""Rollouts of an episode worker: begun once, joined by repeats, stopped when orphaned."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import grpc
+
+from services.rollout import metrics
 from services.rollout.config import EpisodesConfig
 from services.rollout.environments.environment import (
     SettingError,
@@ -23,19 +27,16 @@ from services.rollout.episodes.group import (
     GroupSpec,
     GroupTools,
 )
-from services.rollout.episodes.rollout import (
-    CancelledGroupError,
-    Rollout,
-    WorkerDrainingError,
+from services.rollout.episodes.spool import StoreFailedError
+from services.rollout.episodes.wire import (
     failed_event,
     finished_event,
     groups_from_proto,
     settings_from_proto,
     values_from_proto,
 )
-from services.rollout.episodes.spool import StoreFailedError
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
-from sluice.runtime.errors import InvalidFieldError, NotFoundError, QueueFullError
+from sluice.runtime.errors import InvalidFieldError, NotFoundError, QueueFullError, ServiceError
 from sluice.runtime.idempotency import (
     RequestTable,
     cancel_all,
@@ -67,6 +68,159 @@ ROLLOUTS = GroupLane()
 class _OpeningRollout:
     opening: asyncio.Task[Rollout]
     group_count: int
+
+
+class CancelledGroupError(ServiceError):
+    """CancelRollout named the group, or all of its rollout."""
+
+    code = grpc.StatusCode.CANCELLED
+    reason = "GROUP_CANCELLED"
+
+    def __init__(self, group_id: str) -> None:
+        super().__init__(f"group {group_id} was cancelled", group_id=group_id)
+
+
+class InternalGroupError(ServiceError):
+    """A bug; the log of the server has the trace."""
+
+
+class WorkerDrainingError(ServiceError):
+    """The worker stops; the same request goes on at another one."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "DRAINING"
+
+    def __init__(self) -> None:
+        super().__init__("this worker stops; ask another one for the rest")
+
+
+class Rollout:
+    """Groups of one request. `on_settled` is called once, when every group has its event."""
+
+    def __init__(self, request_id: str, on_settled: Callable[[Rollout], None]) -> None:
+        self.request_id = request_id
+        self._on_settled = on_settled
+        self._events: list[pb.RolloutResponse] = []
+        self._open: dict[str, asyncio.Task[GroupResult]] = {}
+        self._tasks: set[asyncio.Task[GroupResult]] = set()  # cancelled ones too, till they end
+        self._changed = asyncio.Event()
+        self.settled = asyncio.Event()  # every group has its event
+        self._is_stopped = False
+        self.listener_count = 0
+
+    @property
+    def open_count(self) -> int:
+        """Groups without an event."""
+        return len(self._open)
+
+    def add_event(self, event: pb.RolloutResponse) -> None:
+        """An event that was settled before."""
+        self._events.append(event)
+
+    def start(self, groups: Iterable[tuple[str, Coroutine[Any, Any, GroupResult]]]) -> None:
+        """Run these groups."""
+        for group_id, run in groups:
+            task = asyncio.create_task(run, name=f"group {group_id}")
+            self._open[group_id] = task
+            self._tasks.add(task)
+            task.add_done_callback(partial(self._settle, group_id))
+        metrics.GROUPS_OPEN.inc(len(self._open))
+        if not self._open:
+            self._end()
+
+    async def follow(self) -> AsyncIterator[pb.RolloutResponse]:
+        """Every event from the first one; ends when all groups are settled.
+
+        Traces are told once: events stay in memory long after. Raises DrainingError when the
+        rollout is stopped before: once its groups have ended, so that what was being stored is
+        in the journal for whoever goes on.
+        """
+        sent = 0
+        while True:
+            for event in self._events[sent:]:
+                sent += 1
+                yield event
+                if event.HasField("finished"):
+                    event.finished.ClearField("trace")
+            if sent < len(self._events):
+                continue
+            if self._is_stopped:
+                await self._ended()
+                raise WorkerDrainingError
+            if not self._open:
+                return
+            self._changed.clear()
+            await self._changed.wait()
+
+    def cancel(self, group_ids: Sequence[str]) -> list[str]:
+        """End open groups (all of them for an empty list); returns which, at once."""
+        named = dict.fromkeys(group_ids or self._open)
+        found = [name for name in named if name in self._open]
+        for group_id in found:
+            task = self._open[group_id]
+            error = CancelledGroupError(group_id)
+            self._close_group(group_id, failed_event(group_id, error), "cancelled")
+            task.cancel()
+        return found
+
+    async def stop(self) -> None:
+        """End all groups without an event: a later call of the same request runs them."""
+        metrics.GROUPS_OPEN.dec(len(self._open))
+        self._is_stopped |= bool(self._open)
+        for task in self._open.values():  # the others were cancelled before; twice cuts a write off
+            task.cancel()
+        self._open.clear()
+        self._changed.set()
+        await self._ended()
+
+    async def _ended(self) -> None:
+        """Until no group runs any more; cancelling the wait cancels none of them."""
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _settle(self, group_id: str, task: asyncio.Task[GroupResult]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            if group_id in self._open:
+                logger.error("group %s was cancelled from within", group_id)
+                event = failed_event(group_id, CancelledGroupError(group_id))
+                self._close_group(group_id, event, "failed")
+            return
+        error = task.exception()
+        if group_id not in self._open:
+            return
+        if error is None:
+            result = task.result()
+            self._close_group(
+                group_id, finished_event(result.samples, result.blob, result.trace), "finished"
+            )
+        else:
+            logger.info("group %s: %s", group_id, error)
+            self._close_group(group_id, failed_event(group_id, _typed(group_id, error)), "failed")
+
+    def _close_group(self, group_id: str, event: pb.RolloutResponse, outcome: str) -> None:
+        del self._open[group_id]
+        self._events.append(event)
+        metrics.GROUPS.labels(outcome).inc()
+        metrics.GROUPS_OPEN.dec()
+        self._changed.set()
+        if not self._open:
+            self._end()
+
+    def _end(self) -> None:
+        self.settled.set()
+        self._on_settled(self)
+
+
+def _typed(group_id: str, error: BaseException) -> ServiceError:
+    if isinstance(error, ServiceError):
+        return error
+    if isinstance(error, TaskError):
+        return InvalidFieldError(f"groups[{group_id}].{error.key}", str(error))
+    if isinstance(error, SettingError):
+        return InvalidFieldError(f"environment.settings.{error.key}", str(error))
+    logger.error("group %s failed", group_id, exc_info=error)
+    return InternalGroupError(f"{type(error).__name__} in group {group_id}", group_id=group_id)
 
 
 class Rollouts:
@@ -157,11 +311,10 @@ class Rollouts:
         runner = await self._create_runner(request.environment, groups)
         progress = await self._spool.open(request.request_id, body)
         check_same_body(request.request_id, body, progress.body)
-        rollout = Rollout(request.request_id, body, self._on_settled)
+        rollout = Rollout(request.request_id, self._on_settled)
         wanted = {group.group_id for group in groups}
         for group_id in progress.cancelled & wanted:
-            error = CancelledGroupError(f"group {group_id} was cancelled", group_id=group_id)
-            rollout.add_event(failed_event(group_id, error))
+            rollout.add_event(failed_event(group_id, CancelledGroupError(group_id)))
         left = {k: v for k, v in progress.finished.items() if k not in progress.cancelled}
         finished = await self._spool.read(left) if left else {}
         for samples, blob in finished.values():

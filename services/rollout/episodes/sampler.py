@@ -1,4 +1,4 @@
-"""How long answers to a prompt were, for the next time it is asked."""
+"""Samples the continuations of a prompt: over several engines, and again where one is lost."""
 
 from __future__ import annotations
 
@@ -6,65 +6,46 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import grpc
 
 from services.rollout import metrics
-from services.rollout.engine.interface import Delta, FinishReason, Generation
-from services.rollout.engine.wire import join_deltas
-from services.rollout.episodes.drafts import PartialSamples, SamplingPrompt
+from services.rollout.engine.interface import (
+    Delta,
+    FinishReason,
+    Generation,
+    Sampling,
+    TokenScores,
+)
+from services.rollout.engine.wire import VersionBounds, join_deltas, join_experts
 from services.rollout.episodes.engines import EngineAccess
-from services.rollout.episodes.leases import LeaseSource
+from services.rollout.episodes.leases import NO_HINTS, Hints, LeaseSource
+from services.rollout.episodes.trajectory import Timeline
 from sluice.api.rollout.v1 import trace_pb2
 from sluice.api.router.v1 import router_service_pb2 as router_pb
-from sluice.client import RemoteError
+from sluice.client import RemoteError, new_request_id
 from sluice.router_client import Lease, outcome_of
 from sluice.runtime.errors import ServiceError
+from sluice.runtime.recovery import PASSING, Backoff
 from sluice.runtime.waits import Waits
-
-PROMPTS = 65_536  # remembered, those asked last
-_NEW_SHARE = 0.5  # of the latest group in the mean; the policy changes from epoch to epoch
-
-
-class PromptHistory:
-    """Mean sampled tokens of the samples of a prompt, by its token ids."""
-
-    def __init__(self, capacity: int = PROMPTS) -> None:
-        self._capacity = capacity
-        self._means: OrderedDict[int, float] = OrderedDict()  # by hash; a clash misleads a little
-
-    def expected(self, prompt: tuple[int, ...]) -> float:
-        """Tokens of a sample, 0 where nothing is known."""
-        return self._means.get(hash(prompt), 0.0)
-
-    def learn(self, prompt: tuple[int, ...], lengths: Sequence[int]) -> None:
-        """Samples of one group, at least one, have ended."""
-        key, mean = hash(prompt), sum(lengths) / len(lengths)
-        before = self._means.pop(key, mean)
-        self._means[key] = before + _NEW_SHARE * (mean - before)
-        if len(self._means) > self._capacity:
-            self._means.popitem(last=False)
-
 
 logger = logging.getLogger(__name__)
 
 Listener = Callable[[Delta], None]
 
-FIRST_BACKOFF_SECONDS = 0.05
+BACKOFF = Backoff(first=0.05, longest=2.0)
 LINGER_SECONDS = 0.02  # for leases that come almost together
-RETRIED = frozenset(  # another engine, or the same one later, may do
-    {
-        grpc.StatusCode.UNAVAILABLE,
-        grpc.StatusCode.CANCELLED,
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-        grpc.StatusCode.ABORTED,
-        grpc.StatusCode.INTERNAL,
-        grpc.StatusCode.UNKNOWN,
-    }
-)
+RETRIED = PASSING | {  # another engine may do
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+}
 RETRIED_REASONS = frozenset({"VERSION_UNAVAILABLE", "NO_WEIGHTS", "REQUEST_EXISTS"})
+PROMPTS = 65_536  # remembered, those asked last
+_NEW_SHARE = 0.5  # of the latest group in the mean; the policy changes from epoch to epoch
 
 
 class EngineError(ServiceError):
@@ -76,6 +57,140 @@ class EngineError(ServiceError):
     def __init__(self, error: RemoteError, attempts: int) -> None:
         super().__init__(str(error), attempts=attempts, **error.metadata)
         self.code, self.reason = error.code, error.reason or "ENGINE_LOST"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingPrompt:
+    """What is to be sampled: `sample_count` continuations, sample i by seeds[i] if given.
+
+    On the timeline they count from `first_episode` on.
+    """
+
+    group_id: str
+    token_ids: tuple[int, ...]
+    sample_count: int
+    sampling: Sampling
+    bounds: VersionBounds
+    pool: str
+    timeline: Timeline | None = None
+    first_episode: int = 0
+    hints: Hints = NO_HINTS
+
+    def mark(self, kind: trace_pb2.SpanKind, place: str, indices: Sequence[int]) -> None:
+        """Write on the timeline what these samples did until now."""
+        if self.timeline is not None:
+            self.timeline.mark(kind, place, [self.first_episode + index for index in indices])
+
+    def mark_sampled(self, place: str, deltas: Iterable[tuple[int, Delta]]) -> None:
+        """Write on the timeline that these samples came from an engine."""
+        if self.timeline is not None:
+            for index, delta in deltas:
+                self.timeline.sampled(place, self.first_episode + index, delta)
+
+
+class PartialSamples:
+    """Gathers what has come of each sample. One that was cut off goes on from its tokens.
+
+    An engine is asked for at most `chunk_tokens` at once (0: for all), so that no more is lost
+    with it.
+    """
+
+    def __init__(self, prompt: SamplingPrompt, chunk_tokens: int) -> None:
+        self._prompt, self._chunk = prompt, chunk_tokens
+        self._open: dict[int, Delta] = {}
+        self._done: dict[int, Delta] = {}
+
+    @property
+    def missing(self) -> list[int]:
+        """Samples that have not ended."""
+        return [i for i in range(self._prompt.sample_count) if i not in self._done]
+
+    @property
+    def token_count(self) -> int:
+        """Tokens kept so far."""
+        deltas = (*self._open.values(), *self._done.values())
+        return sum(len(delta.token_ids) for delta in deltas)
+
+    def is_begun(self, index: int) -> bool:
+        """Whether a sample has tokens to go on from; then no other shares its request."""
+        return index in self._open
+
+    def ended(self) -> list[Delta]:
+        """One whole delta per sample, by index; all have ended."""
+        return [self._done[index] for index in range(self._prompt.sample_count)]
+
+    def generation(self, indices: Sequence[int], dp_rank: int) -> Generation:
+        """The request for these samples: several that have not begun, or one that has."""
+        seeds = self._prompt.sampling.seeds
+        so_far = self._open.get(indices[0])
+        sampling = replace(
+            self._prompt.sampling,
+            seeds=tuple(seeds[index] for index in indices) if seeds else (),
+            max_new_tokens=self._budget(indices[0]),
+        )
+        return Generation(
+            request_id=new_request_id(),
+            prompt_token_ids=(*self._prompt.token_ids, *(so_far.token_ids if so_far else ())),
+            sampling=sampling,
+            sample_count=len(indices),
+            dp_rank=dp_rank,
+        )
+
+    def add(self, index: int, delta: Delta) -> bool:
+        """Take what an engine answered for a sample; false when the engine aborted it."""
+        asked = self._budget(index)
+        whole = _append(self._open.pop(index, None), replace(delta, index=index))
+        aborted = delta.finish_reason is FinishReason.ABORTED
+        chunk_ended = delta.finish_reason is FinishReason.LENGTH and len(delta.token_ids) == asked
+        is_full = len(whole.token_ids) >= self._prompt.sampling.max_new_tokens
+        if (aborted or chunk_ended) and not is_full:
+            if whole.token_ids:
+                self._open[index] = replace(whole, finish_reason=None)
+        else:
+            reason = FinishReason.LENGTH if aborted else delta.finish_reason
+            self._done[index] = replace(whole, finish_reason=reason)
+        return not aborted or is_full
+
+    def end(self, index: int) -> None:
+        """End a sample that cannot grow: no engine has room for one token more."""
+        self._done[index] = replace(self._open.pop(index), finish_reason=FinishReason.LENGTH)
+
+    def _budget(self, index: int) -> int:
+        so_far = self._open.get(index)
+        left = self._prompt.sampling.max_new_tokens - (len(so_far.token_ids) if so_far else 0)
+        return min(left, self._chunk) if self._chunk else left
+
+
+def _append(so_far: Delta | None, more: Delta) -> Delta:
+    """Spans of `more` count from the start of its own request."""
+    if so_far is None:
+        return more
+    if not more.token_ids:  # aborted before it sampled anything
+        return so_far
+    spans = tuple(span.shifted(len(so_far.token_ids)) for span in more.spans)
+    (joined,) = join_deltas([so_far, replace(more, spans=spans)])
+    experts = join_experts(so_far.routed_experts, more.routed_experts)
+    return replace(joined, routed_experts=experts)
+
+
+class PromptHistory:
+    """Remembers how long answers to a prompt were: mean tokens of its samples, by its token ids."""
+
+    def __init__(self, capacity: int = PROMPTS) -> None:
+        self._capacity = capacity
+        self._means: OrderedDict[int, float] = OrderedDict()  # by hash; a clash misleads a little
+
+    def expected(self, prompt: tuple[int, ...]) -> float:
+        """Tokens of a sample, 0 where nothing is known."""
+        return self._means.get(hash(prompt), 0.0)
+
+    def learn(self, prompt: tuple[int, ...], lengths: Sequence[int]) -> None:
+        """Take the lengths of the samples of one group, at least one, that have ended."""
+        key, mean = hash(prompt), sum(lengths) / len(lengths)
+        before = self._means.pop(key, mean)
+        self._means[key] = before + _NEW_SHARE * (mean - before)
+        if len(self._means) > self._capacity:
+            self._means.popitem(last=False)
 
 
 @dataclass(frozen=True)
@@ -113,38 +228,70 @@ class Sampler:
         if not prompt.hints.cached_tokens:  # no prompt of a later turn comes again
             expected = self._history.expected(prompt.token_ids)
             prompt = replace(prompt, hints=replace(prompt.hints, expected_tokens=expected))
-        drafts, failures = PartialSamples(prompt, self._chunk_tokens), 0
-        while missing := drafts.missing:
-            before = drafts.token_count
+        partial, failures = PartialSamples(prompt, self._chunk_tokens), 0
+        while missing := partial.missing:
+            before = partial.token_count
             try:
-                error = await self._attempt(prompt, missing, drafts, listener)
+                error = await self._attempt(prompt, missing, partial, listener)
             except RemoteError as refusal:  # of the router, which is asked again for the others
                 raise EngineError(refusal, failures + 1) from None
             if error is None:
                 continue
-            failures = 0 if drafts.token_count > before else failures + 1
+            failures = 0 if partial.token_count > before else failures + 1
             if not is_retried(error) or failures >= self._attempts:
                 raise EngineError(error, failures)
             logger.info("group %s, failure %d: %s", prompt.group_id, failures, error)
             metrics.RETRIES.inc()
-            await asyncio.sleep(FIRST_BACKOFF_SECONDS * 2 ** max(0, failures - 1))
-        ended = drafts.ended()
+            await asyncio.sleep(BACKOFF.seconds(failures))
+        ended = partial.ended()
         if not prompt.hints.cached_tokens:
             self._history.learn(prompt.token_ids, [len(delta.token_ids) for delta in ended])
         return ended
 
+    async def score(
+        self,
+        token_ids: Sequence[int],
+        prompt_length: int,
+        top_count: int,
+        bounds: VersionBounds,
+        pool: str,
+    ) -> TokenScores:
+        """Log-probabilities of token_ids[prompt_length:]. Raises RemoteError."""
+        failures = 0
+        while True:
+            futures = await self._leases.request(new_request_id(), 1, bounds, pool)
+            try:
+                lease = await futures[0]
+            except BaseException:
+                self._leases.give_up(pool, futures)
+                raise
+            outcome: router_pb.Outcome = router_pb.OUTCOME_ABORTED
+            try:
+                scores = await self._engines.score(
+                    lease.address, token_ids, prompt_length, top_count, bounds
+                )
+                outcome = router_pb.OUTCOME_OK
+                return scores
+            except RemoteError as error:
+                outcome, failures = outcome_of(error.code), failures + 1
+                if not is_retried(error) or failures >= self._attempts:
+                    raise
+            finally:
+                self._leases.release(pool, [lease], outcome, ())
+            await asyncio.sleep(BACKOFF.seconds(failures))
+
     def leave(self, prompt: SamplingPrompt) -> None:
-        """Its conversations have no further turn."""
+        """Say that its conversations have no further turn."""
         self._leases.end(prompt.pool, prompt.hints)
 
     async def _attempt(
         self,
         prompt: SamplingPrompt,
         missing: Sequence[int],
-        drafts: PartialSamples,
+        partial: PartialSamples,
         listener: Listener | None,
     ) -> RemoteError | None:
-        """Adds what was sampled to `drafts`; the worst error of its parts.
+        """Adds what was sampled to `partial`; returns the worst error of its parts.
 
         Samples are asked for as their leases come, those of one dp rank together, so that they
         share the prompt's cache.
@@ -164,8 +311,8 @@ class Sampler:
                 if not all(future.done() for future in waiting):
                     with self._waits.waiting(f"room for group {prompt.group_id}", on=["router"]):
                         await _first_leases(waiting)
-                for part in _take_parts(waiting, drafts):
-                    asking.add(asyncio.create_task(self._ask(prompt, part, drafts, listener)))
+                for part in _take_parts(waiting, partial):
+                    asking.add(asyncio.create_task(self._ask(prompt, part, partial, listener)))
             errors = await asyncio.gather(*asking)
         finally:
             for task in asking:
@@ -175,74 +322,79 @@ class Sampler:
         return min((error for error in errors if error), key=is_retried, default=None)
 
     async def _ask(
-        self, prompt: SamplingPrompt, part: _Part, drafts: PartialSamples, listener: Listener | None
+        self,
+        prompt: SamplingPrompt,
+        part: _Part,
+        partial: PartialSamples,
+        listener: Listener | None,
     ) -> RemoteError | None:
         outcome, lengths = router_pb.OUTCOME_ABORTED, list[int]()
         lease = part.leases[0]
         prompt.mark(trace_pb2.SPAN_KIND_LEASE, lease.engine_id, part.indices)
         try:
             with self._waits.waiting(f"samples of group {prompt.group_id}", on=[lease.engine_id]):
-                generation = drafts.generation(part.indices, lease.dp_rank)
+                generation = partial.generation(part.indices, lease.dp_rank)
                 if listener is None:
                     deltas = await self._engines.generate(lease.address, generation, prompt.bounds)
                 else:
-                    deltas = await self._listen(lease.address, generation, part, drafts, listener)
+                    stream = self._engines.stream(
+                        lease.address, replace(generation, stream=True), prompt.bounds
+                    )
+                    deltas = await _listen(stream, part.indices, partial, listener)
             outcome, lengths = router_pb.OUTCOME_OK, [len(d.token_ids) for d in deltas]
         except RemoteError as error:
             outcome = outcome_of(error.code)
             prompt.mark(trace_pb2.SPAN_KIND_GENERATE, lease.engine_id, part.indices)
-            if error.reason != "PROMPT_TOO_LONG" or not drafts.is_begun(part.indices[0]):
+            if error.reason != "PROMPT_TOO_LONG" or not partial.is_begun(part.indices[0]):
                 return error
-            drafts.end(part.indices[0])
+            partial.end(part.indices[0])
             return None
         finally:
             self._leases.release(prompt.pool, part.leases, outcome, lengths)
         pairs = list(zip(part.indices, deltas, strict=True))
         prompt.mark_sampled(lease.engine_id, pairs)
-        if all([drafts.add(index, delta) for index, delta in pairs]):
+        if all([partial.add(index, delta) for index, delta in pairs]):
             return None
         return RemoteError(
             grpc.StatusCode.ABORTED, "ENGINE_ABORTED", "the engine aborted the request", {}
         )
 
-    async def _listen(
-        self,
-        address: str,
-        generation: Generation,
-        part: _Part,
-        drafts: PartialSamples,
-        listener: Listener,
-    ) -> list[Delta]:
-        """`generate`, told token by token; what a lost engine told is added to `drafts`."""
-        told: list[Delta] = []
-        stream = self._engines.stream(address, replace(generation, stream=True), drafts.bounds)
-        try:
-            async with contextlib.aclosing(stream):
-                async for delta in stream:
-                    told.append(delta)
-                    listener(replace(delta, index=part.indices[delta.index]))
-        except RemoteError:
-            for delta in join_deltas(told):  # nobody is told other tokens later
-                reason = delta.finish_reason or FinishReason.ABORTED
-                drafts.add(part.indices[delta.index], replace(delta, finish_reason=reason))
-            raise
-        return join_deltas(told)
+
+async def _listen(
+    stream: AsyncGenerator[Delta, None],
+    indices: Sequence[int],
+    partial: PartialSamples,
+    listener: Listener,
+) -> list[Delta]:
+    """Whole deltas of a stream, heard token by token; those of a lost engine go to `partial`."""
+    heard: list[Delta] = []
+    try:
+        async with contextlib.aclosing(stream):
+            async for delta in stream:
+                heard.append(delta)
+                listener(replace(delta, index=indices[delta.index]))
+    except RemoteError:
+        for delta in join_deltas(heard):  # the listener must not get other tokens later
+            reason = delta.finish_reason or FinishReason.ABORTED
+            partial.add(indices[delta.index], replace(delta, finish_reason=reason))
+        raise
+    return join_deltas(heard)
 
 
 async def _first_leases(waiting: Mapping[asyncio.Future[Lease], int]) -> None:
-    """Until a lease came, and a moment longer for those that come with it."""
+    """Waits until a lease came, and a moment longer for those that come with it."""
     first = asyncio.FIRST_COMPLETED
     _, pending = await asyncio.wait(waiting, return_when=first)
     if pending:
         await asyncio.wait(pending, timeout=LINGER_SECONDS)
 
 
-def _take_parts(waiting: dict[asyncio.Future[Lease], int], drafts: PartialSamples) -> list[_Part]:
+def _take_parts(waiting: dict[asyncio.Future[Lease], int], partial: PartialSamples) -> list[_Part]:
     """Moves samples that have their lease into one part per (engine, dp rank), begun ones alone."""
     parts: dict[tuple[str, int, int], _Part] = {}
     for future in [future for future in waiting if future.done()]:
         index, lease = waiting.pop(future), future.result()
-        alone = index if drafts.is_begun(index) else -1
+        alone = index if partial.is_begun(index) else -1
         part = parts.setdefault((lease.address, lease.dp_rank, alone), _Part([], []))
         part.leases.append(lease)
         part.indices.append(index)
@@ -250,4 +402,5 @@ def _take_parts(waiting: dict[asyncio.Future[Lease], int], drafts: PartialSample
 
 
 def is_retried(error: RemoteError) -> bool:
+    """Whether another engine, or the same one later, may do what this one refused."""
     return error.code in RETRIED or error.reason in RETRIED_REASONS

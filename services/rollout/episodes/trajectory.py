@@ -1,4 +1,4 @@
-"""Where the time of a group's episodes goes, gathered while they run."""
+"""Gathers what an episode's tokens are and where its time goes, while it runs."""
 
 from __future__ import annotations
 
@@ -203,20 +203,9 @@ class Trajectory:
         spans, offset = list[VersionSpan](), 0
         for delta, count in self._parts:
             if delta is not None:
-                spans.extend(_shifted(span, offset) for span in delta.spans)
+                spans.extend(span.shifted(offset) for span in delta.spans)
             offset += count
         return tuple(spans)
-
-
-def _shifted(span: VersionSpan, offset: int) -> VersionSpan:
-    if not offset:
-        return span
-    return VersionSpan(
-        version=span.version,
-        digest=span.digest,
-        first_token=span.first_token + offset,
-        last_token=span.last_token + offset,
-    )
 
 
 def _optional_columns(reward: Reward) -> Mapping[str, float]:

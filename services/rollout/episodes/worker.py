@@ -1,11 +1,9 @@
-"""Evaluations: rollouts in a lane of their own, summed up at the end."""
+"""Serves rollouts and evaluations: an episode worker and all it owns."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -19,48 +17,32 @@ from services.rollout.episodes.leases import RouterLeases
 from services.rollout.episodes.rollouts import GroupLane, Rollouts
 from services.rollout.episodes.sampler import Sampler
 from services.rollout.episodes.spool import Journals, Spool
+from services.rollout.episodes.wire import evaluation_from_proto
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.api.rollout.v1 import rollout_service_pb2_grpc as pb_grpc
 from sluice.config import ConfigError
-from sluice.runtime.errors import InvalidFieldError
 from sluice.runtime.waits import Waits
 from sluice.runtime.wire import evaluation_report
 from sluice.samples.blobs import BlobStore
 from sluice.samples.tokenizer import TextTokenizer
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvaluationSettings:
-    """pass_at: the k of pass@k. threshold: raw reward that passes. limit: groups at once, 0 any."""
+class RolloutServicer(pb_grpc.RolloutServiceServicer):
+    """Serves one episode worker."""
 
-    pass_at: tuple[int, ...]
-    threshold: float
-    limit: int
+    def __init__(self, rollouts: Rollouts, environments: Environments) -> None:
+        self._rollouts, self._environments = rollouts, environments
 
+    async def Rollout(
+        self, request: pb.RolloutRequest, context: Any
+    ) -> AsyncIterator[pb.RolloutResponse]:
+        async for event in self._rollouts.follow(request):
+            yield event
 
-def evaluation_from_proto(request: pb.EvaluateRequest) -> EvaluationSettings:
-    """Raises InvalidFieldError."""
-    count = request.rollout.sample_count
-    if any(not 1 <= k <= count for k in request.pass_at):
-        raise InvalidFieldError("pass_at", f"must be within 1..{count}, the samples of a task")
-    threshold = request.pass_threshold if request.HasField("pass_threshold") else 1.0
-    if not math.isfinite(threshold):
-        raise InvalidFieldError("pass_threshold", "must be finite")
-    if request.max_running_groups < 0:
-        raise InvalidFieldError("max_running_groups", "must not be negative")
-    return EvaluationSettings(
-        pass_at=tuple(request.pass_at), threshold=threshold, limit=request.max_running_groups
-    )
-
-
-class Evaluations:
-    """Scores data sets beside the rollouts of the worker."""
-
-    def __init__(self, rollouts: Rollouts) -> None:
-        self._rollouts = rollouts
-
-    async def follow(self, request: pb.EvaluateRequest) -> AsyncIterator[pb.EvaluateResponse]:
-        """Settled groups, then the report. Raises what Rollouts.follow raises."""
+    async def Evaluate(
+        self, request: pb.EvaluateRequest, context: Any
+    ) -> AsyncIterator[pb.EvaluateResponse]:
+        """Settled groups, then the report over all of them."""
         settings = evaluation_from_proto(request)
         finished: list[pb.FinishedGroup] = []
         failed_count = 0
@@ -78,26 +60,6 @@ class Evaluations:
             finished, failed_count, pass_at=settings.pass_at, threshold=settings.threshold
         )
         yield pb.EvaluateResponse(report=report)
-
-
-class RolloutServicer(pb_grpc.RolloutServiceServicer):
-    """One episode worker on the wire."""
-
-    def __init__(self, rollouts: Rollouts, environments: Environments) -> None:
-        self._rollouts, self._environments = rollouts, environments
-        self._evaluations = Evaluations(rollouts)
-
-    async def Rollout(
-        self, request: pb.RolloutRequest, context: Any
-    ) -> AsyncIterator[pb.RolloutResponse]:
-        async for event in self._rollouts.follow(request):
-            yield event
-
-    async def Evaluate(
-        self, request: pb.EvaluateRequest, context: Any
-    ) -> AsyncIterator[pb.EvaluateResponse]:
-        async for event in self._evaluations.follow(request):
-            yield event
 
     async def CancelRollout(
         self, request: pb.CancelRolloutRequest, context: Any

@@ -1,88 +1,300 @@
-"""Tool calls between OpenAI's form and the text that a model wrote."""
+"""Answers chat and text completions in the form that OpenAI's clients read, with our additions."""
 
 from __future__ import annotations
 
-import json
+import itertools
+import time
 import uuid
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+from services.rollout.config import OpenAIConfig
 from services.rollout.engine.interface import Delta, FinishReason
-from services.rollout.environments.tools import OPEN, parse_calls
-from services.rollout.openai import answers as encode
-from services.rollout.openai.answers import Names, Scored
-from services.rollout.openai.generation import Answer, Ask
+from services.rollout.openai.generation import (
+    Answer,
+    AnswerRequest,
+    CallFilter,
+    Generator,
+    ToolCalls,
+    no_tokens,
+)
 from services.rollout.openai.prompts import Prompt, chat_prompt, plain_prompt
-from services.rollout.openai.requests import ApiError, ChatRequest, CompletionRequest, Record
-from services.rollout.openai.shared import Chunk, Shared
+from services.rollout.openai.recorder import Recorder
+from services.rollout.openai.requests import (
+    ApiError,
+    ChatRequest,
+    CommonRequest,
+    CompletionRequest,
+    Record,
+)
 from sluice.runtime.idempotency import all_of
+from sluice.samples.tokenizer import TextTokenizer
 
-REMEMBERED_CALLS = 10_000
+Chunk = dict[str, Any]
+Top = Sequence[Sequence[tuple[int, float]]]
 
 
-class ToolCalls:
-    """Finds calls in answers, and remembers the text of each.
+@dataclass(frozen=True)
+class Scored:
+    """Tokens with log-probabilities at temperature 1, None where nothing precedes a token.
 
-    A caller sends calls back as JSON, which a template would write in its own way. The text as it
-    was sampled takes their place, so that the conversation goes on from the very tokens.
+    `top` has the likeliest tokens of each place, or is empty.
     """
 
-    def __init__(self) -> None:
-        self._texts: OrderedDict[str, str] = OrderedDict()  # of answers, by the id of a call
-
-    def split(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        """What was said before the first call, and the calls; all is said if one is malformed."""
-        said, opening, _ = text.partition(OPEN)
-        calls = parse_calls(text) if opening else []
-        if not calls or any(call.error for call in calls):
-            return text, []
-        found = []
-        for call in calls:
-            function = {"name": call.name, "arguments": json.dumps(call.arguments)}
-            call_id = f"call_{uuid.uuid4().hex}"
-            found.append({"id": call_id, "type": "function", "function": function})
-            self._texts[call_id] = text
-        while len(self._texts) > REMEMBERED_CALLS:
-            self._texts.popitem(last=False)
-        return said.rstrip(), found
-
-    def restore(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A message whose calls were found here, as it was sampled; any other as it is."""
-        calls = message.get("tool_calls")
-        if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-            return message
-        texts = {self._texts.get(str(call.get("id"))) for call in calls}
-        if len(texts) != 1 or None in texts:
-            return message
-        (text,) = texts
-        return {"role": message.get("role"), "content": text}
+    token_ids: Sequence[int]
+    logprobs: Sequence[float | None]
+    top: Top = ()
 
 
-class CallFilter:
-    """Streams what is said; from where a call may begin on, nothing is shown until the end."""
+class Names:
+    """Writes tokens as text."""
 
-    def __init__(self, calls: ToolCalls) -> None:
-        self._calls = calls
-        self._text, self._shown = "", 0
+    def __init__(self, tokenizer: TextTokenizer, *, as_ids: bool) -> None:
+        self._tokenizer, self._as_ids = tokenizer, as_ids
+        self._texts: dict[int, str] = {}
 
-    def add(self, text: str) -> str:
-        """What may be shown now."""
-        self._text += text
-        end = self._text.find(OPEN)
-        if end < 0:
-            sizes = range(min(len(OPEN) - 1, len(self._text)), 0, -1)
-            held = next((size for size in sizes if OPEN.startswith(self._text[-size:])), 0)
-            end = len(self._text) - held
-        # White space before a call is not said.
-        end = max(self._shown, len(self._text[:end].rstrip()))
-        start, self._shown = self._shown, end
-        return self._text[start:end]
+    def of(self, token_ids: Sequence[int]) -> list[str]:
+        """One text a token: several may look alike, since a token may be part of a character."""
+        if self._as_ids:
+            return [f"token_id:{token_id}" for token_id in token_ids]
+        new = [[token_id] for token_id in set(token_ids) - self._texts.keys()]
+        for (token_id,), text in zip(new, self._tokenizer.decode(new, special=True), strict=True):
+            self._texts[token_id] = text
+        return [self._texts[token_id] for token_id in token_ids]
 
-    def finish(self) -> tuple[str, list[dict[str, Any]]]:
-        """The rest of what is said, and the calls."""
-        said, calls = self._calls.split(self._text)
-        return said[self._shown :], calls
+
+def _envelope(kind: str, model: str, prefix: str) -> dict[str, Any]:
+    """The fields that every answer begins with."""
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+    }
+
+
+def _usage(prompt_tokens: int, answers: Sequence[Answer]) -> dict[str, int]:
+    completion = sum(len(answer.delta.token_ids) for answer in answers)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion,
+        "total_tokens": prompt_tokens + completion,
+    }
+
+
+def _weights(answers: Sequence[Answer]) -> dict[str, Any]:
+    """The newest weights that sampled a token."""
+    spans = [span for answer in answers for span in answer.delta.spans]
+    if not spans:
+        return {}
+    newest = max(spans, key=lambda span: span.version)
+    return {
+        "weight_version": newest.version,
+        "system_fingerprint": f"{newest.version}-{newest.digest[:12]}",
+    }
+
+
+def _choice_fields(request: CommonRequest, delta: Delta) -> dict[str, Any]:
+    """The fields of a finished choice besides its text."""
+    reason = "length" if delta.finish_reason is FinishReason.LENGTH else "stop"
+    fields: dict[str, Any] = {
+        "finish_reason": reason,
+        "weight_spans": [
+            {
+                "version": span.version,
+                "digest": span.digest,
+                "first_token": span.first_token,
+                "last_token": span.last_token,
+            }
+            for span in delta.spans
+        ],
+    }
+    if request.return_token_ids:
+        fields["token_ids"] = list(delta.token_ids)
+    return fields
+
+
+def chat_logprobs(names: Names, scored: Scored) -> dict[str, Any]:
+    """`logprobs` of a chat choice."""
+    texts = names.of(scored.token_ids)
+    content = []
+    for place, (text, logprob) in enumerate(zip(texts, scored.logprobs, strict=True)):
+        top = scored.top[place] if scored.top else ()
+        top_texts = names.of([token_id for token_id, _ in top])
+        content.append(
+            {
+                **_entry(text, logprob),
+                "top_logprobs": [
+                    _entry(other, value) for other, (_, value) in zip(top_texts, top, strict=True)
+                ],
+            }
+        )
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(names: Names, scored: Scored) -> dict[str, Any]:
+    """`logprobs` of a text choice; the token itself is always among the top ones."""
+    texts = names.of(scored.token_ids)
+    offsets = list(itertools.accumulate(map(len, texts), initial=0))[:-1]
+    top: list[Mapping[str, float] | None] = []
+    for place, (text, logprob) in enumerate(zip(texts, scored.logprobs, strict=True)):
+        if logprob is None:
+            top.append(None)
+            continue
+        likeliest = dict[str, float]()
+        entries = scored.top[place] if scored.top else ()
+        for name, (_, value) in zip(names.of([i for i, _ in entries]), entries, strict=True):
+            likeliest.setdefault(name, value)
+        likeliest.setdefault(text, logprob)
+        top.append(likeliest)
+    return {
+        "tokens": texts,
+        "token_logprobs": list(scored.logprobs),
+        "top_logprobs": top,
+        "text_offset": offsets,
+    }
+
+
+def _entry(text: str, logprob: float | None) -> dict[str, Any]:
+    """`bytes` is null for a token that is only part of a character."""
+    data = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
+    return {"token": text, "logprob": logprob, "bytes": data}
+
+
+class StreamForm(Protocol):
+    """How chunks of a stream look."""
+
+    kind: str
+    prefix: str
+
+    def opening(self) -> Chunk | None:
+        """What every choice begins with."""
+
+    def piece(self, index: int, text: str) -> Chunk: ...
+
+    def ending(self, index: int) -> Chunk:
+        """The last chunk of a choice; it may have a finish reason of its own."""
+
+    def logprobs(self, names: Names, scored: Scored) -> Chunk: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Responder:
+    """Does what both endpoints need: limits, log-probabilities, streams."""
+
+    config: OpenAIConfig
+    model_name: str
+    generator: Generator
+    recorder: Recorder
+
+    def names(self, request: CommonRequest) -> Names:
+        return Names(self.generator.tokenizer, as_ids=request.return_tokens_as_token_ids)
+
+    def check(self, request: CommonRequest, prompt_count: int, token_limit: int | None) -> None:
+        """Raises ApiError for another model, or more than is allowed."""
+        if request.model not in ("", self.model_name):
+            message = f"the model {request.model!r} does not exist; this is {self.model_name!r}"
+            raise ApiError(404, "model_not_found", message, "model")
+        limits = (
+            ("n", prompt_count * request.n, self.config.max_choices),
+            ("max_tokens", token_limit or 0, self.config.max_tokens),
+        )
+        for name, value, limit in limits:
+            if value > limit:
+                raise ApiError(400, "invalid_value", f"{name}: must not exceed {limit}", name)
+
+    def answer_request(
+        self, request: CommonRequest, prompt: Prompt, max_new_tokens: int
+    ) -> AnswerRequest:
+        return AnswerRequest(
+            token_ids=prompt.token_ids,
+            sampling=request.sampling(max_new_tokens),
+            count=request.n,
+            stops=tuple(request.stop),
+            special=not request.skip_special_tokens,
+            keep_stop=request.include_stop_str_in_output,
+        )
+
+    async def scored(self, prompt: Prompt, answer: Answer, *, top_count: int, echo: bool) -> Scored:
+        """The log-probabilities of an answer, and with `echo` of its prompt before it.
+
+        The engine is asked for what it did not give while sampling.
+        """
+        delta = answer.delta
+        has_logprobs = len(delta.logprobs_t1) == len(delta.token_ids)
+        if not top_count and not echo and has_logprobs:
+            return Scored(delta.token_ids, delta.logprobs_t1)
+        whole = (*prompt.token_ids, *delta.token_ids)
+        first = 1 if echo else len(prompt.token_ids)
+        if len(whole) == first:
+            return Scored(whole if echo else (), [None] if echo else ())
+        version = delta.spans[-1].version if delta.spans else None
+        scores = await self.generator.score(whole, first, top_count, version)
+        if not echo:
+            return Scored(delta.token_ids, scores.logprobs, scores.top)
+        top = ((), *scores.top) if scores.top else ()
+        return Scored(whole, (None, *scores.logprobs), top)
+
+    async def stream(
+        self,
+        request: CommonRequest,
+        prompt: Prompt,
+        asked: AnswerRequest,
+        record: Record | None,
+        form: StreamForm,
+    ) -> AsyncGenerator[Chunk, None]:
+        """Chunks as they come; what is recorded is durable before the last ones.
+
+        Raises ApiError, ServiceError and RemoteError.
+        """
+        head = _envelope(form.kind, self.model_name, form.prefix)
+        names = self.names(request)
+        if (opening := form.opening()) is not None:
+            for index in range(asked.count):
+                yield {**head, "choices": [{"index": index, "finish_reason": None, **opening}]}
+        ended: dict[int, Answer] = {}
+        async for piece in self.generator.stream(asked):
+            choice: Chunk = {"index": piece.index, "finish_reason": None}
+            choice |= form.piece(piece.index, piece.text)
+            if request.wants_logprobs:
+                choice["logprobs"] = form.logprobs(names, _streamed_logprobs(piece.delta))
+            if request.return_token_ids:
+                choice["token_ids"] = list(piece.delta.token_ids)
+            if piece.text or piece.delta.token_ids:
+                yield {**head, "choices": [choice]}
+            if piece.answer is not None:
+                ended[piece.index] = piece.answer
+        answers = [ended[index] for index in sorted(ended)]
+        if record:
+            await self.recorder.add(record, prompt, answers)
+        for index, answer in enumerate(answers):
+            fields = _choice_fields(request, answer.delta) | {"index": index}
+            fields.pop("token_ids", None)  # sent already
+            last = {**head, "choices": [{**fields, **form.ending(index)}]}
+            yield last | _weights([answer])
+        if request.stream_options.include_usage:
+            total = _usage(len(prompt.token_ids), answers)
+            yield {**head, "choices": [], "usage": total}
+
+    def body(
+        self, kind: str, prefix: str, prompts: Sequence[Prompt], answers: Sequence[Answer]
+    ) -> Chunk:
+        """An answer without its choices."""
+        prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        return {
+            **_envelope(kind, self.model_name, prefix),
+            "usage": _usage(prompt_tokens, answers),
+            **_weights(answers),
+        }
+
+
+def _streamed_logprobs(delta: Delta) -> Scored:
+    """What the engine gave while it sampled. Raises ApiError where those are other numbers."""
+    if len(delta.logprobs_t1) != len(delta.token_ids):
+        message = "logprobs: with stream this engine has them at temperature 0 and 1 only"
+        raise ApiError(400, "unsupported_parameter", message, "logprobs")
+    return Scored(delta.token_ids, delta.logprobs_t1)
 
 
 class _ChatForm:
@@ -108,26 +320,26 @@ class _ChatForm:
         return {"delta": delta | {"tool_calls": numbered}, "finish_reason": "tool_calls"}
 
     def logprobs(self, names: Names, scored: Scored) -> Chunk:
-        return encode.chat_logprobs(names, scored)
+        return chat_logprobs(names, scored)
 
 
 class Chat:
     """Conversations, by the model's own chat template."""
 
-    def __init__(self, shared: Shared) -> None:
-        self._shared, self._calls = shared, ToolCalls()
+    def __init__(self, responder: Responder) -> None:
+        self._responder, self._calls = responder, ToolCalls()
 
     async def answer(self, request: ChatRequest, record: Record | None) -> Chunk:
         """Raises ApiError, ServiceError and RemoteError."""
-        shared = self._shared
-        prompt, ask = await self._prepare(request, record)
-        answers = await shared.generator.answer(ask)
+        responder = self._responder
+        prompt, asked = await self._prepare(request, record)
+        answers = await responder.generator.answer(asked)
         choices = await all_of(
             self._choice(request, prompt, index, answer) for index, answer in enumerate(answers)
         )
         if record:
-            await shared.recorder.add(record, prompt, answers)
-        body = shared.body("chat.completion", _ChatForm.prefix, [prompt], answers)
+            await responder.recorder.add(record, prompt, answers)
+        body = responder.body("chat.completion", _ChatForm.prefix, [prompt], answers)
         if request.return_token_ids:
             body["prompt_token_ids"] = list(prompt.token_ids)
         return body | {"choices": choices}
@@ -136,35 +348,41 @@ class Chat:
         self, request: ChatRequest, record: Record | None
     ) -> AsyncGenerator[Chunk, None]:
         """Chunks. Raises ApiError, ServiceError and RemoteError."""
-        prompt, ask = await self._prepare(request, record)
+        prompt, asked = await self._prepare(request, record)
         filters = [CallFilter(self._calls) for _ in range(request.n)] if request.shows_tools else []
-        async for chunk in self._shared.stream(request, prompt, ask, record, _ChatForm(filters)):
+        async for chunk in self._responder.stream(
+            request, prompt, asked, record, _ChatForm(filters)
+        ):
             yield chunk
 
-    async def _prepare(self, request: ChatRequest, record: Record | None) -> tuple[Prompt, Ask]:
-        shared = self._shared
-        shared.check(request, 1, request.token_limit)
-        earlier = await shared.recorder.earlier(record) if record else ()
+    async def _prepare(
+        self, request: ChatRequest, record: Record | None
+    ) -> tuple[Prompt, AnswerRequest]:
+        responder = self._responder
+        responder.check(request, 1, request.token_limit)
+        earlier = await responder.recorder.earlier(record) if record else ()
         messages = [self._calls.restore(message) for message in request.messages]
-        prompt = await chat_prompt(shared.tokenizer, request, messages, earlier)
-        return prompt, shared.ask(request, prompt, request.token_limit or shared.config.max_tokens)
+        prompt = await chat_prompt(responder.generator.tokenizer, request, messages, earlier)
+        return prompt, responder.answer_request(
+            request, prompt, request.token_limit or responder.config.max_tokens
+        )
 
     async def _choice(
         self, request: ChatRequest, prompt: Prompt, index: int, answer: Answer
     ) -> Chunk:
         logprobs = None
         if request.logprobs:
-            scored = await self._shared.scored(
+            scored = await self._responder.scored(
                 prompt, answer, top_count=request.top_logprobs, echo=False
             )
-            logprobs = encode.chat_logprobs(self._shared.names(request), scored)
+            logprobs = chat_logprobs(self._responder.names(request), scored)
         said, calls = self._calls.split(answer.text) if request.shows_tools else (answer.text, [])
         message: Chunk = {"role": "assistant", "content": said, "refusal": None}
         choice = {
             "index": index,
             "message": message,
             "logprobs": logprobs,
-            **encode.choice_fields(request, answer.delta),
+            **_choice_fields(request, answer.delta),
         }
         if calls:
             message |= {"content": said or None, "tool_calls": calls}
@@ -172,17 +390,7 @@ class Chat:
         return choice
 
 
-NOTHING = Answer(
-    Delta(
-        index=0,
-        token_ids=(),
-        logprobs=(),
-        logprobs_t1=(),
-        spans=(),
-        finish_reason=FinishReason.LENGTH,
-    ),
-    "",
-)
+NOTHING = Answer(no_tokens(0, FinishReason.LENGTH), "")
 
 
 class _CompletionForm:
@@ -198,18 +406,18 @@ class _CompletionForm:
         return self.piece(index, "")
 
     def logprobs(self, names: Names, scored: Scored) -> Chunk:
-        return encode.completion_logprobs(names, scored)
+        return completion_logprobs(names, scored)
 
 
 class Completions:
     """Texts that go on from a prompt; with `echo` the prompt is scored too."""
 
-    def __init__(self, shared: Shared) -> None:
-        self._shared = shared
+    def __init__(self, responder: Responder) -> None:
+        self._responder = responder
 
     async def answer(self, request: CompletionRequest, record: Record | None) -> Chunk:
         """Raises ApiError, ServiceError and RemoteError."""
-        shared = self._shared
+        responder = self._responder
         prompts = await self._prepare(request, record)
         parts = await all_of(self._answers(request, prompt) for prompt in prompts)
         pairs = [
@@ -220,9 +428,9 @@ class Completions:
         )
         if record and request.max_tokens:
             for prompt, part in zip(prompts, parts, strict=True):
-                await shared.recorder.add(record, prompt, part)
+                await responder.recorder.add(record, prompt, part)
         every = [answer for _, answer in pairs]
-        return shared.body(_CompletionForm.kind, _CompletionForm.prefix, prompts, every) | {
+        return responder.body(_CompletionForm.kind, _CompletionForm.prefix, prompts, every) | {
             "choices": choices
         }
 
@@ -233,21 +441,26 @@ class Completions:
         prompts = await self._prepare(request, record)
         if len(prompts) > 1:
             raise ApiError(400, "invalid_value", "prompt: one at a time with stream", "prompt")
-        ask = self._shared.ask(request, prompts[0], request.max_tokens)
-        async for chunk in self._shared.stream(request, prompts[0], ask, record, _CompletionForm()):
+        asked = self._responder.answer_request(request, prompts[0], request.max_tokens)
+        async for chunk in self._responder.stream(
+            request, prompts[0], asked, record, _CompletionForm()
+        ):
             yield chunk
 
     async def _prepare(self, request: CompletionRequest, record: Record | None) -> list[Prompt]:
-        shared = self._shared
-        shared.check(request, len(request.prompts), request.max_tokens)
-        earlier = await shared.recorder.earlier(record) if record else ()
-        return [await plain_prompt(shared.tokenizer, each, earlier) for each in request.prompts]
+        responder = self._responder
+        responder.check(request, len(request.prompts), request.max_tokens)
+        earlier = await responder.recorder.earlier(record) if record else ()
+        return [
+            await plain_prompt(responder.generator.tokenizer, each, earlier)
+            for each in request.prompts
+        ]
 
     async def _answers(self, request: CompletionRequest, prompt: Prompt) -> Sequence[Answer]:
         if not request.max_tokens:
             return [NOTHING] * request.n
-        return await self._shared.generator.answer(
-            self._shared.ask(request, prompt, request.max_tokens)
+        return await self._responder.generator.answer(
+            self._responder.answer_request(request, prompt, request.max_tokens)
         )
 
     async def _choice(
@@ -255,15 +468,15 @@ class Completions:
     ) -> Chunk:
         logprobs = None
         if request.logprobs is not None:
-            scored = await self._shared.scored(
+            scored = await self._responder.scored(
                 prompt, answer, top_count=request.logprobs, echo=request.echo
             )
-            logprobs = encode.completion_logprobs(self._shared.names(request), scored)
+            logprobs = completion_logprobs(self._responder.names(request), scored)
         choice: Chunk = {
             "index": index,
             "text": prompt.text + answer.text if request.echo else answer.text,
             "logprobs": logprobs,
-            **encode.choice_fields(request, answer.delta),
+            **_choice_fields(request, answer.delta),
         }
         if request.return_token_ids:
             choice["prompt_token_ids"] = list(prompt.token_ids)

@@ -1,29 +1,31 @@
-"""Tokens as text while they come, with stop strings."""
+"""Samples answers as text, up to a stop string, and finds the tool calls in them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+import json
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
-from services.rollout.engine.interface import Delta, Engine, FinishReason, Sampling, TokenScores
+from services.rollout.engine.interface import Delta, FinishReason, Sampling, TokenScores
 from services.rollout.engine.wire import VersionBounds, join_deltas
-from services.rollout.episodes.drafts import SamplingPrompt
-from services.rollout.episodes.engines import EngineAccess
-from services.rollout.episodes.leases import NO_HINTS, Hints, LeaseSource
-from services.rollout.episodes.sampler import Sampler, is_retried
-from sluice.api.router.v1 import router_service_pb2 as router_pb
-from sluice.client import RemoteError, new_request_id
-from sluice.router_client import Lease, outcome_of
+from services.rollout.environments.tools import OPEN, parse_calls
+from services.rollout.episodes.episode import off_loop
+from services.rollout.episodes.sampler import Sampler, SamplingPrompt
+from sluice.client import new_request_id
 from sluice.runtime.idempotency import all_of
-from sluice.samples.sample import VersionSpan
 from sluice.samples.tokenizer import TextTokenizer
+
+REMEMBERED_CALLS = 10_000
 
 
 class TextStream:
-    """The text of one answer. Text that may turn out to be part of a stop string is held back."""
+    """Decodes one answer. Text that may turn out to be part of a stop string is not shown yet."""
 
     def __init__(
         self, tokenizer: TextTokenizer, stops: Sequence[str], *, special: bool, keep_stop: bool
@@ -38,17 +40,17 @@ class TextStream:
         self.stopped = False
 
     def add(self, token_ids: Sequence[int]) -> tuple[str, int]:
-        """Text to show now, and how many of the tokens were taken: up to the end of a stop."""
+        """Returns text to show now, and how many tokens were taken: up to the end of a stop."""
         for count, token_id in enumerate(token_ids, 1):
             self._token_ids.append(token_id)
             if piece := self._decode(token_id):
                 self._grow(piece)
             if self.stopped:
                 return self._show(len(self.text)), count
-        return self._show(len(self.text) - self._held_back()), len(token_ids)
+        return self._show(len(self.text) - _overlap(self.text, self._stops)), len(token_ids)
 
     def finish(self) -> str:
-        """The rest, once no token follows."""
+        """Returns the rest, once no token follows."""
         if not self.stopped:
             (whole,) = self._tokenizer.decode([self._token_ids], special=self._special)
             if len(whole) > len(self.text) and whole.startswith(self.text):
@@ -65,76 +67,84 @@ class TextStream:
             self.text = self.text[: at + len(stop) if self._keep_stop else at]
             self.stopped = True
 
-    def _held_back(self) -> int:
-        """Characters at the end with which a stop string begins."""
-        longest = max(map(len, self._stops), default=1) - 1
-        for size in range(min(longest, len(self.text)), 0, -1):
-            if any(stop.startswith(self.text[-size:]) for stop in self._stops):
-                return size
-        return 0
-
     def _show(self, end: int) -> str:
         start, self._shown = self._shown, max(self._shown, end)
         return self.text[start : self._shown]
 
 
-ADDRESS = "local"
+def _overlap(text: str, stops: Sequence[str]) -> int:
+    """Characters at the end of `text` with which one of `stops` begins."""
+    longest = max(map(len, stops), default=1) - 1
+    for size in range(min(longest, len(text)), 0, -1):
+        if any(stop.startswith(text[-size:]) for stop in stops):
+            return size
+    return 0
 
 
-class LocalLeases:
-    """The engine itself queues what it has no room for; its dp ranks take turns."""
+class ToolCalls:
+    """Finds calls in answers, and remembers the text of each.
 
-    def __init__(self, engine: Engine, engine_id: str) -> None:
-        self._engine, self._engine_id = engine, engine_id
-        self._turns = itertools.count()
+    A caller sends calls back as JSON, which a template would write in its own way. The text as it
+    was sampled takes their place, so that the conversation goes on from the very tokens.
+    """
 
-    async def request(
-        self,
-        group_id: str,
-        count: int,
-        bounds: VersionBounds,
-        pool: str,
-        hints: Hints = NO_HINTS,
-    ) -> list[asyncio.Future[Lease]]:
-        """One lease per sample, at once."""
-        ranks = max(1, len(self._engine.status().rank_loads))
-        rank = next(self._turns) % ranks  # one for all: they share the prompt
-        futures = []
-        for _ in range(count):
-            future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-            future.set_result(Lease(0, self._engine_id, ADDRESS, rank))
-            futures.append(future)
-        return futures
+    def __init__(self) -> None:
+        self._texts: OrderedDict[str, str] = OrderedDict()  # of answers, by the id of a call
 
-    def release(
-        self, pool: str, leases: Sequence[Lease], outcome: router_pb.Outcome, tokens: Sequence[int]
-    ) -> None:
-        """Nobody counts them."""
+    def split(self, text: str) -> tuple[str, list[dict[str, Any]]]:
+        """Returns the text before the first call and the calls; all is text if one is malformed."""
+        said, opening, _ = text.partition(OPEN)
+        calls = parse_calls(text) if opening else []
+        if not calls or any(call.error for call in calls):
+            return text, []
+        found = []
+        for call in calls:
+            function = {"name": call.name, "arguments": json.dumps(call.arguments)}
+            call_id = f"call_{uuid.uuid4().hex}"
+            found.append({"id": call_id, "type": "function", "function": function})
+            self._texts[call_id] = text
+        while len(self._texts) > REMEMBERED_CALLS:
+            self._texts.popitem(last=False)
+        return said.rstrip(), found
 
-    def give_up(self, pool: str, futures: Iterable[asyncio.Future[Lease]]) -> None:
-        """Nobody counts them."""
+    def restore(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns a message whose calls were found here as it was sampled; any other as it is."""
+        calls = message.get("tool_calls")
+        if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+            return message
+        texts = {self._texts.get(str(call.get("id"))) for call in calls}
+        if len(texts) != 1 or None in texts:
+            return message
+        (text,) = texts
+        return {"role": message.get("role"), "content": text}
 
-    def end(self, pool: str, hints: Hints) -> None:
-        """Nobody keeps them."""
 
+class CallFilter:
+    """Streams what is said; from where a call may begin on, nothing is shown until the end."""
 
-BACKOFF_SECONDS = 0.2
+    def __init__(self, calls: ToolCalls) -> None:
+        self._calls = calls
+        self._text, self._shown = "", 0
+
+    def add(self, text: str) -> str:
+        """Returns what may be shown now."""
+        self._text += text
+        end = self._text.find(OPEN)
+        if end < 0:
+            end = len(self._text) - _overlap(self._text, [OPEN])
+        # White space before a call is not said.
+        end = max(self._shown, len(self._text[:end].rstrip()))
+        start, self._shown = self._shown, end
+        return self._text[start:end]
+
+    def finish(self) -> tuple[str, list[dict[str, Any]]]:
+        """Returns the rest of what is said, and the calls."""
+        said, calls = self._calls.split(self._text)
+        return said[self._shown :], calls
 
 
 @dataclass(frozen=True, kw_only=True)
-class Backing:
-    """What the HTTP face generates with."""
-
-    tokenizer: TextTokenizer
-    sampler: Sampler
-    leases: LeaseSource
-    engines: EngineAccess
-    pool: str
-    attempts: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ask:
+class AnswerRequest:
     """A prompt, and how it is to be answered `count` times.
 
     stops: strings that end an answer; keep_stop: the text holds them. special: the text holds
@@ -161,6 +171,18 @@ class Answer:
     cut: bool = False
 
 
+def no_tokens(index: int, finish_reason: FinishReason | None = None) -> Delta:
+    """A delta of answer `index` that adds nothing."""
+    return Delta(
+        index=index,
+        token_ids=(),
+        logprobs=(),
+        logprobs_t1=(),
+        spans=(),
+        finish_reason=finish_reason,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class AnswerDelta:
     """What was added to answer `index`; `answer` comes with its last piece."""
@@ -176,26 +198,28 @@ class _StopFoundError(Exception):
 
 
 class Generator:
-    """Owns nothing; what it starts ends with the call, also when the caller goes away."""
+    """Answers prompts. What it starts ends with the call, also when the caller goes away."""
 
-    def __init__(self, backing: Backing) -> None:
-        self._backing = backing
+    def __init__(self, tokenizer: TextTokenizer, sampler: Sampler, pool: str) -> None:
+        self.tokenizer, self._sampler, self._pool = tokenizer, sampler, pool
 
-    async def answer(self, ask: Ask) -> list[Answer]:
-        """All answers. Raises ServiceError and RemoteError."""
-        if ask.stops:
-            return await all_of(self._follow(ask, index, _ignore) for index in range(ask.count))
-        prompt = self._prompt(ask, range(ask.count))
-        deltas = await self._backing.sampler.sample(prompt)
-        texts = self._backing.tokenizer.decode(
-            [delta.token_ids for delta in deltas], special=ask.special
-        )
+    async def answer(self, request: AnswerRequest) -> list[Answer]:
+        """Returns all answers. Raises ServiceError and RemoteError."""
+        indices = range(request.count)
+        if request.stops:
+            return await all_of(
+                self._follow(request, index, lambda piece: None) for index in indices
+            )
+        deltas = await self._sampler.sample(self._prompt(request, indices))
+        ids = [delta.token_ids for delta in deltas]
+        decode = partial(self.tokenizer.decode, ids, special=request.special)
+        texts = await off_loop(sum(map(len, ids)), decode)
         return [Answer(delta, text) for delta, text in zip(deltas, texts, strict=True)]
 
-    async def stream(self, ask: Ask) -> AsyncGenerator[AnswerDelta, None]:
+    async def stream(self, request: AnswerRequest) -> AsyncGenerator[AnswerDelta, None]:
         """Pieces of all answers as they come; closing it ends the sampling."""
         pieces: asyncio.Queue[AnswerDelta | None] = asyncio.Queue()
-        follow = [self._follow(ask, index, pieces.put_nowait) for index in range(ask.count)]
+        follow = [self._follow(request, index, pieces.put_nowait) for index in range(request.count)]
         work = asyncio.create_task(all_of(follow), name="answers")
         work.add_done_callback(lambda _: pieces.put_nowait(None))
         try:
@@ -217,88 +241,59 @@ class Generator:
 
         Raises RemoteError.
         """
-        backing, bounds = self._backing, VersionBounds(exact_version=version)
-        failures = 0
-        while True:
-            name = new_request_id()
-            futures = await backing.leases.request(name, 1, bounds, backing.pool)
-            try:
-                lease = await futures[0]
-            except BaseException:
-                backing.leases.give_up(backing.pool, futures)
-                raise
-            outcome: router_pb.Outcome = router_pb.OUTCOME_ABORTED
-            try:
-                scores = await backing.engines.score(
-                    lease.address, token_ids, prompt_length, top_count, bounds
-                )
-                outcome = router_pb.OUTCOME_OK
-                return scores
-            except RemoteError as error:
-                outcome, failures = outcome_of(error.code), failures + 1
-                if not is_retried(error) or failures >= backing.attempts:
-                    raise
-            finally:
-                backing.leases.release(backing.pool, [lease], outcome, ())
-            await asyncio.sleep(BACKOFF_SECONDS)
+        bounds = VersionBounds(exact_version=version)
+        return await self._sampler.score(token_ids, prompt_length, top_count, bounds, self._pool)
 
-    async def _follow(self, ask: Ask, index: int, tell: Callable[[AnswerDelta], None]) -> Answer:
-        """Answer `index`, told token by token."""
+    async def _follow(
+        self, request: AnswerRequest, index: int, send: Callable[[AnswerDelta], None]
+    ) -> Answer:
+        """Samples answer `index` and sends its pieces as they come."""
         text = TextStream(
-            self._backing.tokenizer, ask.stops, special=ask.special, keep_stop=ask.keep_stop
+            self.tokenizer, request.stops, special=request.special, keep_stop=request.keep_stop
         )
-        kept: list[Delta] = []
+        deltas: list[Delta] = []
 
-        def hear(delta: Delta) -> None:
+        def listen(delta: Delta) -> None:
             shown, count = text.add(delta.token_ids)
-            kept.append(_first(delta, count, sum(len(part.token_ids) for part in kept)))
-            if shown or kept[-1].token_ids:
-                tell(AnswerDelta(index=index, text=shown, delta=kept[-1]))
+            deltas.append(_first(delta, count, sum(len(part.token_ids) for part in deltas)))
+            if shown or deltas[-1].token_ids:
+                send(AnswerDelta(index=index, text=shown, delta=deltas[-1]))
             if text.stopped:
                 raise _StopFoundError
 
         delta: Delta | None = None
         with contextlib.suppress(_StopFoundError):
-            (delta,) = await self._backing.sampler.sample(self._prompt(ask, [index]), hear)
+            (delta,) = await self._sampler.sample(self._prompt(request, [index]), listen)
         rest = text.finish()
         if text.stopped or delta is None:
-            (joined,) = join_deltas(kept)
+            (joined,) = join_deltas(deltas)
             delta = replace(joined, finish_reason=FinishReason.STOP)
         answer = Answer(replace(delta, index=index), text.text, text.stopped)
-        nothing = Delta(index=index, token_ids=(), logprobs=(), logprobs_t1=(), spans=())
-        tell(AnswerDelta(index=index, text=rest, delta=nothing, answer=answer))
+        send(AnswerDelta(index=index, text=rest, delta=no_tokens(index), answer=answer))
         return answer
 
-    def _prompt(self, ask: Ask, indices: Sequence[int]) -> SamplingPrompt:
-        seeds = ask.sampling.seeds
+    def _prompt(self, request: AnswerRequest, indices: Sequence[int]) -> SamplingPrompt:
+        seeds = request.sampling.seeds
         return SamplingPrompt(
             group_id=new_request_id(),
-            token_ids=ask.token_ids,
+            token_ids=request.token_ids,
             sample_count=len(indices),
             sampling=replace(
-                ask.sampling, seeds=tuple(seeds[index] for index in indices) if seeds else ()
+                request.sampling, seeds=tuple(seeds[index] for index in indices) if seeds else ()
             ),
             bounds=VersionBounds(),
-            pool=self._backing.pool,
+            pool=self._pool,
         )
-
-
-def _ignore(piece: AnswerDelta) -> None:
-    """Nobody listens."""
 
 
 def _first(delta: Delta, count: int, offset: int) -> Delta:
     """The first tokens of a delta, with spans counted from `offset` on."""
     shift = offset - delta.spans[0].first_token if delta.spans else 0
+    end = offset + count
     spans = tuple(
-        VersionSpan(
-            version=span.version,
-            digest=span.digest,
-            first_token=span.first_token + shift,
-            last_token=min(span.last_token + shift, offset + count - 1),
-        )
-        for span in delta.spans
-        if span.first_token + shift < offset + count
+        replace(span, last_token=min(span.last_token, end - 1))
+        for span in (span.shifted(shift) for span in delta.spans)
+        if span.first_token < end
     )
     experts, left_out = delta.routed_experts, len(delta.token_ids) - count
     return replace(

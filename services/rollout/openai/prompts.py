@@ -1,15 +1,16 @@
-"""Chat messages and texts as the tokens an engine is given."""
+"""Turns chat messages and texts into the tokens an engine is given."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 
+from services.rollout.episodes.episode import off_loop
 from services.rollout.openai.requests import (
     ApiError,
     ChatRequest,
@@ -20,20 +21,13 @@ from services.rollout.openai.requests import (
 from sluice.samples.chat_template import ChatTemplateError, NoChatTemplateError
 from sluice.samples.tokenizer import TextTokenizer
 
-THREAD_CHARACTERS = 20_000  # texts longer than this are tokenised off the event loop
-
 
 @dataclass(frozen=True)
 class Prompt:
-    """token_ids are what the engine is given; text is what they stand for."""
+    """token_ids are what the engine is given; text is what they stand for.
 
-    text: str
-    token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Earlier:
-    """A recorded conversation: a text that it may come back as, and its tokens."""
+    Of an earlier conversation: a text that it may come back as, and its tokens.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -43,7 +37,7 @@ async def chat_prompt(
     tokenizer: TextTokenizer,
     request: ChatRequest,
     messages: Sequence[Mapping[str, Any]],
-    earlier: Sequence[Earlier] = (),
+    earlier: Sequence[Prompt] = (),
 ) -> Prompt:
     """A conversation up to where the assistant begins; `messages` are those of the request.
 
@@ -72,7 +66,7 @@ def chat_text(
 
 
 async def plain_prompt(
-    tokenizer: TextTokenizer, prompt: str | list[int], earlier: Sequence[Earlier] = ()
+    tokenizer: TextTokenizer, prompt: str | list[int], earlier: Sequence[Prompt] = ()
 ) -> Prompt:
     """A text as the model expects it, or tokens as they are. Raises ApiError."""
     if not isinstance(prompt, str):
@@ -86,17 +80,15 @@ async def plain_prompt(
     return Prompt(prompt, token_ids)
 
 
-def _begun(text: str, earlier: Sequence[Earlier]) -> Earlier:
+def _begun(text: str, earlier: Sequence[Prompt]) -> Prompt:
     """The longest earlier conversation that a text goes on from."""
     fitting = [each for each in earlier if text.startswith(each.text)]
-    return max(fitting, key=lambda each: len(each.text), default=Earlier("", ()))
+    return max(fitting, key=lambda each: len(each.text), default=Prompt("", ()))
 
 
 async def encode(tokenizer: TextTokenizer, text: str, *, special: bool) -> list[int]:
     """Token ids; long texts are tokenised in a thread."""
-    if len(text) > THREAD_CHARACTERS:
-        return await asyncio.to_thread(tokenizer.encode, text, special=special)
-    return tokenizer.encode(text, special=special)
+    return await off_loop(len(text), partial(tokenizer.encode, text, special=special))
 
 
 def _message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
@@ -138,7 +130,7 @@ def _tool_call(call: Any, field: str) -> dict[str, Any]:
 
 
 class Tokenization:
-    """Texts to tokens and back."""
+    """Serves texts to tokens and back."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer

@@ -1,44 +1,247 @@
-"""Recorded calls on the disk, so that they outlive the worker and any worker may go on.
+"""Records calls on the disk, so that they outlive the worker and any worker may go on.
 
-<store>/records/<group>.open      JSON lines; see group_record.py. The first, {"born": <random>},
-                                  tells it from another file of this name, which inodes do not
+<store>/records/<group>.open      JSON lines: one answer, a reward, or the end. The first,
+                                  {"born": <random>}, tells it from another file of this name,
+                                  which inodes do not
 <store>/records/<group>.closed    its samples are a blob, pinned by `record/<group>`
-<store>/records/.lock             held for moments
+<store>/records/.lock             locked for moments
+
+A call whose prompt goes on from the tokens of an earlier answer of its session extends that
+trajectory; any other begins a new one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import itertools
 import json
 import os
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
+import numpy as np
+
 from services.rollout.config import OpenAIConfig
-from services.rollout.engine.interface import FinishReason
+from services.rollout.engine.interface import Delta, FinishReason
+from services.rollout.environments.environment import Reward
+from services.rollout.episodes.trajectory import Trajectory
 from services.rollout.openai.generation import Answer
-from services.rollout.openai.group_record import GroupRecord, Line
-from services.rollout.openai.prompts import Earlier, Prompt
+from services.rollout.openai.prompts import Prompt
 from services.rollout.openai.requests import ApiError, Record
+from sluice.api.common.v1.sample_pb2 import RoutedExperts
 from sluice.durable import locked
+from sluice.runtime import wire
 from sluice.samples.arrow import encode_group
-from sluice.samples.blobs import BlobStore
-from sluice.samples.sample import validate_sample
+from sluice.samples.blobs import BlobReference, BlobStore
+from sluice.samples.sample import Sample, VersionSpan, validate_sample
 from sluice.samples.tokenizer import TextTokenizer
 
 OPEN, CLOSED = ".open", ".closed"
 REMEMBERED = 256  # groups kept in memory; others are read again
 
 T = TypeVar("T")
+Line = Mapping[str, Any]
+
+
+@dataclass
+class _Thread:
+    """A trajectory, and the texts that callers may have for it."""
+
+    trajectory: Trajectory
+    texts: list[str]
+
+
+@dataclass
+class _Session:
+    threads: list[_Thread] = field(default_factory=list)
+    reward: float | None = None
+
+
+class GroupRecord:
+    """Folds the lines of a group's journal: its sessions, in the order in which they began."""
+
+    def __init__(self, group_id: str) -> None:
+        self.group_id = group_id
+        self.blob: BlobReference | None = None  # once closed
+        self._sessions: dict[str, _Session] = {}
+
+    @property
+    def sessions(self) -> list[str]:
+        return list(self._sessions)
+
+    @property
+    def unrewarded(self) -> list[str]:
+        """Sessions without a reward."""
+        return [name for name, session in self._sessions.items() if session.reward is None]
+
+    def earlier(self, session: str) -> list[Prompt]:
+        """What a prompt of this session may go on from."""
+        return [
+            Prompt(text, thread.trajectory.token_ids)
+            for thread in self._sessions.get(session, _Session()).threads
+            for text in thread.texts
+        ]
+
+    def lines(
+        self,
+        session: str,
+        prompt: Prompt,
+        answers: Sequence[Answer],
+        endings: Sequence[Sequence[str]],
+    ) -> list[Line]:
+        """Returns what to write of a call. `endings`: texts that each answer may come back as.
+
+        The first answer extends the longest trajectory that the prompt goes on from. The others
+        stand alone, so that no token is trained on twice.
+        """
+        threads = self._sessions.get(session, _Session()).threads
+        fresh = itertools.count(len(threads))
+        extended = _extended(threads, prompt.token_ids)
+        lines: list[Line] = []
+        for answer, texts in zip(answers, endings, strict=True):
+            if extended is None:
+                place, base, seen, before = next(fresh), None, 0, ""
+            else:
+                place, thread = extended, threads[extended]
+                seen = len(thread.trajectory.token_ids)
+                base, before = _base(thread.texts, prompt.text)
+                extended = None
+            line = {
+                "session": session,
+                "thread": place,
+                "observed": list(prompt.token_ids[seen:]),
+                "base": base,
+                "text": prompt.text[len(before) :],
+                "endings": list(texts),
+            }
+            lines.append(line | _delta_to_json(answer.delta))
+        return lines
+
+    def apply(self, line: Line) -> None:
+        """Take a line that was written."""
+        if "born" in line:
+            return
+        if "closed" in line:
+            self.blob = BlobReference(**line["closed"])
+        elif "reward" in line:
+            self._sessions[line["session"]].reward = line["reward"]
+        else:
+            self._apply_answer(self._sessions.setdefault(line["session"], _Session()), line)
+
+    def samples(self) -> list[Sample]:
+        """A row per trajectory; those of one session share its reward and its episode."""
+        rows: list[Sample] = []
+        for episode, session in enumerate(self._sessions.values()):
+            assert session.reward is not None
+            reward = Reward(reward=session.reward, raw_reward=session.reward)
+            for thread in session.threads:
+                rows.append(thread.trajectory.to_sample(self.group_id, len(rows), reward, episode))
+        return rows
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what callers may see of it, as JSON values."""
+        sessions = {
+            name: {
+                "reward": session.reward,
+                "samples": [
+                    {
+                        "prompt_tokens": len(thread.trajectory.prompt_token_ids),
+                        "response_tokens": len(thread.trajectory.response),
+                        "sampled_tokens": thread.trajectory.sampled_count,
+                        "calls": len(thread.trajectory.answers),
+                    }
+                    for thread in session.threads
+                ],
+            }
+            for name, session in self._sessions.items()
+        }
+        blob = self.blob
+        named = None if blob is None else {"digest": blob.digest, "size_bytes": blob.size}
+        return {"group": self.group_id, "closed": blob is not None, "blob": named} | {
+            "sessions": sessions
+        }
+
+    def _apply_answer(self, session: _Session, line: Line) -> None:
+        delta = _delta_from_json(line)
+        if line["thread"] == len(session.threads):
+            session.threads.append(_Thread(Trajectory(line["observed"]), []))
+            thread = session.threads[-1]
+        else:
+            thread = session.threads[line["thread"]]
+            if line["observed"]:
+                thread.trajectory.add_observation(line["observed"])
+        thread.trajectory.add_sampled(delta)
+        before = "" if line["base"] is None else thread.texts[line["base"]]
+        thread.texts = [before + line["text"] + ending for ending in line["endings"]]
+
+
+def _delta_to_json(delta: Delta) -> dict[str, Any]:
+    return {
+        "sampled": list(delta.token_ids),
+        "logprobs": list(delta.logprobs),
+        "logprobs_t1": list(delta.logprobs_t1),
+        "spans": [
+            [span.version, span.digest, span.first_token, span.last_token] for span in delta.spans
+        ],
+        "finish": delta.finish_reason or "",
+        "experts": _experts_to_text(delta.routed_experts),
+    }
+
+
+def _delta_from_json(line: Line) -> Delta:
+    spans = [
+        VersionSpan(version=version, digest=digest, first_token=first, last_token=last)
+        for version, digest, first, last in line["spans"]
+    ]
+    return Delta(
+        index=0,
+        token_ids=tuple(line["sampled"]),
+        logprobs=tuple(line["logprobs"]),
+        logprobs_t1=tuple(line["logprobs_t1"]),
+        spans=tuple(spans),
+        finish_reason=FinishReason(line["finish"]) if line["finish"] else None,
+        routed_experts=_experts_from_text(line.get("experts", "")),
+    )
+
+
+def _experts_to_text(experts: np.ndarray | None) -> str:
+    message = wire.experts_to_proto(experts)
+    return "" if message is None else base64.b64encode(message.SerializeToString()).decode()
+
+
+def _experts_from_text(text: str) -> np.ndarray | None:
+    if not text:
+        return None
+    return wire.experts_from_proto(RoutedExperts.FromString(base64.b64decode(text)), "experts")
+
+
+def _base(texts: Sequence[str], text: str) -> tuple[int | None, str]:
+    """The longest text that this one goes on from, and its place; none where only tokens agree."""
+    fitting = [(len(each), place) for place, each in enumerate(texts) if text.startswith(each)]
+    if not fitting:
+        return None, ""
+    _, place = max(fitting)
+    return place, texts[place]
+
+
+def _extended(threads: Sequence[_Thread], token_ids: tuple[int, ...]) -> int | None:
+    """The longest trajectory that these tokens begin with."""
+    found = [
+        (len(thread.trajectory.token_ids), place)
+        for place, thread in enumerate(threads)
+        if token_ids[: len(thread.trajectory.token_ids)] == thread.trajectory.token_ids
+    ]
+    return max(found)[1] if found else None
 
 
 @dataclass(frozen=True)
-class _Known:
+class _GroupFile:
     """A group as far as its file was read; `birth` is its first line, b"" before there is one."""
 
     group: GroupRecord
@@ -47,7 +250,7 @@ class _Known:
 
 
 class Recorder:
-    """The recorded groups of a store. The disk is waited for in threads."""
+    """Keeps the recorded groups of a store. Threads wait for the disk."""
 
     def __init__(
         self,
@@ -59,9 +262,9 @@ class Recorder:
         self._root = store / "records"
         self._root.mkdir(parents=True, exist_ok=True)
         self._blobs, self._tokenizer, self._config = blobs, tokenizer, config
-        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._files: OrderedDict[str, _GroupFile] = OrderedDict()
 
-    async def earlier(self, record: Record) -> list[Earlier]:
+    async def earlier(self, record: Record) -> list[Prompt]:
         """What the next prompt of a session may go on from. Raises ApiError."""
         return await self._locked(
             lambda: self._open(record.group, make=True).earlier(record.session)
@@ -159,22 +362,21 @@ class Recorder:
             if not make:
                 raise ApiError(404, "group_not_found", f"no group {name!r} was recorded")
             self._check_room()
-            return self._remember(_Known(GroupRecord(name)))
-        with path.open("rb") as file:
-            birth = file.readline()
-            known = self._known.get(name)
-            if known is None or known.birth != birth:
-                known = _Known(GroupRecord(name), birth)
-            file.seek(known.offset)
-            data = file.read()
+            return self._remember(_GroupFile(GroupRecord(name)))
+        with path.open("rb") as lines:
+            birth = lines.readline()
+            file = self._files.get(name)
+            if file is None or file.birth != birth:
+                file = _GroupFile(GroupRecord(name), birth)
+            lines.seek(file.offset)
+            data = lines.read()
         whole = data.rfind(b"\n") + 1  # a crash may have cut off the last line
         for line in data[:whole].splitlines():
-            known.group.apply(json.loads(line))
-        return self._remember(replace(known, offset=known.offset + whole))
+            file.group.apply(json.loads(line))
+        return self._remember(replace(file, offset=file.offset + whole))
 
     def _append(self, group: GroupRecord, lines: Sequence[Line]) -> None:
-        known = self._known[group.group_id]
-        birth, offset = known.birth, known.offset
+        birth, offset = self._files[group.group_id].birth, self._files[group.group_id].offset
         data = "".join(json.dumps(line) + "\n" for line in lines).encode()
         if not offset:
             birth = json.dumps({"born": secrets.token_hex(16)}).encode() + b"\n"
@@ -187,7 +389,7 @@ class Recorder:
                 os.fsync(file.fileno())
         for line in lines:
             group.apply(line)
-        self._remember(_Known(group, birth, offset + len(data)))
+        self._remember(_GroupFile(group, birth, offset + len(data)))
 
     def _seal(self, group: GroupRecord) -> None:
         if not group.sessions:
@@ -206,7 +408,7 @@ class Recorder:
 
     def _forget(self, name: str) -> None:
         self._blobs.unpin(_owner(name))
-        self._known.pop(name, None)
+        self._files.pop(name, None)
         if (path := self._find(name)) is not None:
             path.unlink()
 
@@ -224,13 +426,13 @@ class Recorder:
         if len(self._list(OPEN)) >= self._config.open_groups:
             raise ApiError(429, "too_many_groups", "close or delete recorded groups first")
 
-    def _remember(self, known: _Known) -> GroupRecord:
-        name = known.group.group_id
-        self._known[name] = known
-        self._known.move_to_end(name)
-        if len(self._known) > REMEMBERED:
-            self._known.popitem(last=False)
-        return known.group
+    def _remember(self, file: _GroupFile) -> GroupRecord:
+        name = file.group.group_id
+        self._files[name] = file
+        self._files.move_to_end(name)
+        if len(self._files) > REMEMBERED:
+            self._files.popitem(last=False)
+        return file.group
 
 
 def _owner(group_id: str) -> str:

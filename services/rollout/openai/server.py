@@ -1,4 +1,4 @@
-"""The HTTP port: routes, the API key, limits, deadlines, refusals."""
+"""Serves OpenAI's HTTP: routes, the API key, limits, deadlines, refusals."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from services.rollout import metrics
 from services.rollout.config import RolloutConfig
 from services.rollout.engine.interface import Engine
 from services.rollout.episodes.engines import EngineAccess
+from services.rollout.episodes.leases import LOCAL_ADDRESS, LocalLeases
 from services.rollout.episodes.sampler import Sampler
-from services.rollout.episodes.worker import EpisodeWorker
-from services.rollout.openai.completions import Chat, Completions
-from services.rollout.openai.generation import ADDRESS, Backing, Generator, LocalLeases
+from services.rollout.openai.completions import Chat, Chunk, Completions, Responder
+from services.rollout.openai.generation import Generator
 from services.rollout.openai.prompts import Tokenization
 from services.rollout.openai.recorder import Recorder
 from services.rollout.openai.requests import (
@@ -35,7 +35,6 @@ from services.rollout.openai.requests import (
     api_error,
     parse,
 )
-from services.rollout.openai.shared import Chunk, Shared
 from sluice.config import ConfigError
 from sluice.runtime.security import http_context
 from sluice.runtime.server import ServerConfig
@@ -50,14 +49,14 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _NAME = TypeAdapter(Name)
 
 
-class OpenAIFace:
+class OpenAIServer:
     """Serves from `start` to `close`; refuses to generate until `set_ready`."""
 
-    def __init__(self, shared: Shared, server: ServerConfig, drain_seconds: float) -> None:
+    def __init__(self, responder: Responder, server: ServerConfig, drain_seconds: float) -> None:
         """Raises ConfigError for a token or certificate that cannot be read."""
-        self.shared, self._server, self._drain_seconds = shared, server, drain_seconds
-        self._chat, self._completions = Chat(shared), Completions(shared)
-        self._tokens = Tokenization(shared.tokenizer)
+        self.responder, self._server, self._drain_seconds = responder, server, drain_seconds
+        self._chat, self._completions = Chat(responder), Completions(responder)
+        self._tokens = Tokenization(responder.generator.tokenizer)
         self._token = server.security.token()
         tls = server.security.tls
         self._tls = None if tls is None else http_context(tls)
@@ -82,7 +81,7 @@ class OpenAIFace:
             shutdown_timeout=max(0.01, self._drain_seconds),  # 0 is forever
         )
         await self._runner.setup()
-        port = self.shared.config.port
+        port = self.responder.config.port
         site = web.TCPSite(self._runner, self._server.host, port, ssl_context=self._tls)
         try:
             await site.start()
@@ -104,7 +103,7 @@ class OpenAIFace:
 
     def _application(self) -> web.Application:
         application = web.Application(
-            middlewares=[self._guard], client_max_size=self.shared.config.max_body_bytes
+            middlewares=[self._guard], client_max_size=self.responder.config.max_body_bytes
         )
         group = "/sluice/v1/groups/{group}"
         application.add_routes(
@@ -149,14 +148,14 @@ class OpenAIFace:
         return web.Response(status=200 if self._ready else 503)
 
     def _model_entry(self) -> Chunk:
-        name = self.shared.model_name
+        name = self.responder.model_name
         return {"id": name, "object": "model", "created": self._started, "owned_by": "sluice"}
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [self._model_entry()]})
 
     async def _model(self, request: web.Request) -> web.Response:
-        if request.match_info["model"] != self.shared.model_name:
+        if request.match_info["model"] != self.responder.model_name:
             raise ApiError(404, "model_not_found", "the model does not exist", "model")
         return web.json_response(self._model_entry())
 
@@ -183,7 +182,7 @@ class OpenAIFace:
         """One of the requests that run. Raises ApiError."""
         if not self._ready:
             raise ApiError(503, "not_ready", "the server starts or stops; try again")
-        if self._running >= self.shared.config.max_running:
+        if self._running >= self.responder.config.max_running:
             raise ApiError(429, "too_many_requests", f"{self._running} requests run; try again")
         self._running += 1
         try:
@@ -192,7 +191,7 @@ class OpenAIFace:
             self._running -= 1
 
     def _deadline(self) -> asyncio.Timeout:
-        return asyncio.timeout(self.shared.config.request_seconds)
+        return asyncio.timeout(self.responder.config.request_seconds)
 
     async def _send_stream(
         self, request: web.Request, chunks: AsyncGenerator[Chunk, None]
@@ -219,21 +218,21 @@ class OpenAIFace:
                 return response
 
     async def _list_groups(self, request: web.Request) -> web.Response:
-        return web.json_response(await self.shared.recorder.names())
+        return web.json_response(await self.responder.recorder.names())
 
     async def _get_group(self, request: web.Request) -> web.Response:
-        return web.json_response(await self.shared.recorder.describe(_group_of(request)))
+        return web.json_response(await self.responder.recorder.describe(_group_of(request)))
 
     async def _reward_group(self, request: web.Request) -> web.Response:
         body = await parse(request, RewardRequest)
-        group = await self.shared.recorder.reward(_group_of(request), body.rewards)
+        group = await self.responder.recorder.reward(_group_of(request), body.rewards)
         return web.json_response(group)
 
     async def _close_group(self, request: web.Request) -> web.Response:
-        return web.json_response(await self.shared.recorder.close(_group_of(request)))
+        return web.json_response(await self.responder.recorder.close(_group_of(request)))
 
     async def _delete_group(self, request: web.Request) -> web.Response:
-        await self.shared.recorder.delete(_group_of(request))
+        await self.responder.recorder.delete(_group_of(request))
         return web.json_response({"deleted": True})
 
 
@@ -251,44 +250,26 @@ def _group_of(request: web.Request) -> str:
     return _NAME.validate_python(request.match_info["group"])
 
 
-def create_face(config: RolloutConfig, backing: Backing, drain_seconds: float) -> OpenAIFace:
+def create_server(
+    config: RolloutConfig, generator: Generator, drain_seconds: float
+) -> OpenAIServer:
     """Raises ConfigError."""
     assert config.openai is not None
     blobs = BlobStore(config.store, sync=config.store_sync)
-    shared = Shared(
+    responder = Responder(
         config=config.openai,
         model_name=config.openai.model_name or config.pool,
-        tokenizer=backing.tokenizer,
-        generator=Generator(backing),
-        recorder=Recorder(config.store, blobs, backing.tokenizer, config.openai),
+        generator=generator,
+        recorder=Recorder(config.store, blobs, generator.tokenizer, config.openai),
     )
-    return OpenAIFace(shared, config.server, drain_seconds)
+    return OpenAIServer(responder, config.server, drain_seconds)
 
 
-def worker_backing(config: RolloutConfig, worker: EpisodeWorker) -> Backing:
-    """Whatever engine the router leases, as for episodes."""
-    return Backing(
-        tokenizer=worker.tokenizer,
-        sampler=worker.sampler,
-        leases=worker.leases,
-        engines=worker.engines,
-        pool=config.pool,
-        attempts=config.episodes.engine_attempts,
-    )
-
-
-def local_backing(config: RolloutConfig, engine: Engine, waits: Waits) -> Backing:
-    """The engine of this process alone. Raises ConfigError without a tokenizer."""
+def local_generator(config: RolloutConfig, engine: Engine, waits: Waits) -> Generator:
+    """Samples with the engine of this process alone. Raises ConfigError without a tokenizer."""
     assert config.tokenizer_directory is not None
     engines = EngineAccess(config.server.security)
-    engines.add_local(ADDRESS, engine)
+    engines.add_local(LOCAL_ADDRESS, engine)
     leases = LocalLeases(engine, config.engine_id)
-    attempts = config.episodes.engine_attempts
-    return Backing(
-        tokenizer=TextTokenizer(config.tokenizer_directory),
-        sampler=Sampler(leases, engines, waits, attempts=attempts),
-        leases=leases,
-        engines=engines,
-        pool=config.pool,
-        attempts=attempts,
-    )
+    sampler = Sampler(leases, engines, waits, attempts=config.episodes.engine_attempts)
+    return Generator(TextTokenizer(config.tokenizer_directory), sampler, config.pool)

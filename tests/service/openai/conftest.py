@@ -49,13 +49,13 @@ def store(tmp_path: Path, model: Path) -> Store:
 
 
 def client_of(process: RolloutProcess, **options: Any) -> AsyncOpenAI:
-    assert process.face is not None
-    settings = {"base_url": process.face.url, "api_key": "none", "max_retries": 0, **options}
+    assert process.openai is not None
+    settings = {"base_url": process.openai.url, "api_key": "none", "max_retries": 0, **options}
     return AsyncOpenAI(**settings)
 
 
 @contextlib.asynccontextmanager
-async def running_face(
+async def running_openai(
     store: Store, model: Path, *, engine: dict[str, Any] | None = None, **values: Any
 ) -> AsyncIterator[RolloutProcess]:
     """An engine with the OpenAI port, under the first version."""
@@ -69,7 +69,7 @@ async def running_face(
 
 @pytest.fixture
 async def process(store: Store, model: Path) -> AsyncIterator[RolloutProcess]:
-    async with running_face(store, model) as process:
+    async with running_openai(store, model) as process:
         yield process
 
 
@@ -86,7 +86,7 @@ async def leased(store: Store, model: Path) -> AsyncIterator[AsyncOpenAI]:
         router = await stack.enter_async_context(running_router())
         address = router.server.address
         await stack.enter_async_context(
-            running_face(store, model, router=address, openai=None, engine_id="engine")
+            running_openai(store, model, router=address, openai=None, engine_id="engine")
         )
         worker = await stack.enter_async_context(
             running_rollout(

@@ -265,11 +265,11 @@ async def test_scores_under_other_weights_than_sampled_are_refused(
     process: RolloutProcess, client: AsyncOpenAI, store: Store
 ) -> None:
     """Weights that change between an answer and its scores would give numbers of two models."""
-    assert process.face is not None
+    assert process.openai is not None
     await client.completions.create(model="policy", prompt="1=", max_tokens=2, logprobs=1)
     gone = VersionSpan(version=99, digest="d", first_token=0, last_token=0)
     delta = Delta(index=0, token_ids=(3,), logprobs=(0.0,), logprobs_t1=(0.0,), spans=(gone,))
     with pytest.raises(RemoteError, match="VERSION_UNAVAILABLE"):
-        await process.face.shared.scored(
+        await process.openai.responder.scored(
             Prompt("1=", (1, 10)), Answer(delta, "3"), top_count=1, echo=False
         )

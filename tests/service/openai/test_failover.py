@@ -10,7 +10,7 @@ from typing import Any
 from services.rollout.engine.interface import Engine, PauseMode
 from services.rollout.process import RolloutProcess
 from tests.patience import PATIENCE
-from tests.service.openai.conftest import client_of, running_face
+from tests.service.openai.conftest import client_of, running_openai
 from tests.service.rollout.harness import Store, running_rollout, running_router, wait_for_engines
 
 REQUEST: dict[str, Any] = {"model": "policy", "prompt": "12=", "max_tokens": 40}
@@ -51,7 +51,7 @@ async def draw_some(engines: list[Engine], count: int) -> Engine:
 async def test_a_sample_that_the_engine_aborts_goes_on_with_the_same_tokens(
     store: Store, model: Path
 ) -> None:
-    async with running_face(store, model) as process:
+    async with running_openai(store, model) as process:
         engine = process.engine
         assert engine is not None
         seed, whole = await long_text(process)
@@ -75,7 +75,7 @@ async def test_a_stream_outlives_its_engine(store: Store, model: Path) -> None:
         common = {"router": router.server.address, "tokenizer": str(model)}
         engines = [
             await stack.enter_async_context(
-                running_face(store, model, openai=None, engine_id=f"engine-{number}", **common)
+                running_openai(store, model, openai=None, engine_id=f"engine-{number}", **common)
             )
             for number in range(2)
         ]

@@ -21,7 +21,7 @@ from services.rollout.engine.interface import PauseMode
 from services.rollout.process import RolloutProcess
 from sluice.config import ConfigError
 from tests.patience import PATIENCE
-from tests.service.openai.conftest import client_of, running_face
+from tests.service.openai.conftest import client_of, running_openai
 from tests.service.rollout.harness import SERVER, Store, running_rollout
 from tests.service.security.trust import create_trust
 
@@ -51,7 +51,7 @@ async def test_tls_and_the_key_of_the_server_guard_this_port_too(
     trust = create_trust(tmp_path)
     security = trust.right.model_dump(mode="json")
     server = {**SERVER, "security": security}
-    async with running_face(store, model, server=server) as process:
+    async with running_openai(store, model, server=server) as process:
         tls = trust.right.tls
         assert tls is not None
         context = ssl.create_default_context(cafile=str(tls.ca))
@@ -67,13 +67,13 @@ async def test_tls_and_the_key_of_the_server_guard_this_port_too(
                     assert refused.value.code == "invalid_api_key"
         stranger = ssl.create_default_context(cafile=str(tls.ca))
         async with httpx2.AsyncClient(verify=stranger) as plain:
-            assert process.face is not None
+            assert process.openai is not None
             with pytest.raises(httpx2.TransportError):
-                await plain.get(process.face.url + "/models")
+                await plain.get(process.openai.url + "/models")
 
 
 async def test_one_request_too_many_is_told_to_wait(store: Store, model: Path) -> None:
-    async with running_face(store, model, openai={"max_running": 2}) as process:
+    async with running_openai(store, model, openai={"max_running": 2}) as process:
         assert process.engine is not None
         await process.engine.pause(PauseMode.IN_PLACE)
         async with client_of(process) as client, asyncio.TaskGroup() as tasks:
@@ -87,7 +87,7 @@ async def test_one_request_too_many_is_told_to_wait(store: Store, model: Path) -
 
 
 async def test_a_request_ends_in_time_and_leaves_nothing_running(store: Store, model: Path) -> None:
-    async with running_face(store, model, openai={"request_seconds": 0.3}) as process:
+    async with running_openai(store, model, openai={"request_seconds": 0.3}) as process:
         assert process.engine is not None
         await process.engine.pause(PauseMode.IN_PLACE)
         async with client_of(process) as client:
@@ -114,7 +114,7 @@ async def test_a_caller_that_leaves_ends_its_sampling(
 
 async def test_too_large_a_body_is_refused(store: Store, model: Path) -> None:
     async with (
-        running_face(store, model, openai={"max_body_bytes": 2000}) as process,
+        running_openai(store, model, openai={"max_body_bytes": 2000}) as process,
         client_of(process) as client,
     ):
         with pytest.raises(APIStatusError) as refused:
@@ -137,11 +137,11 @@ async def test_before_the_first_weights_a_client_is_told_to_come_again(
 async def test_other_paths_and_bodies_are_refused_in_the_same_form(
     process: RolloutProcess,
 ) -> None:
-    assert process.face is not None
+    assert process.openai is not None
     async with httpx2.AsyncClient() as client:
-        missing = await client.get(process.face.url + "/embeddings")
-        broken = await client.post(process.face.url + "/completions", content=b"{")
-        health = await client.get(process.face.url.replace("/v1", "/health"))
+        missing = await client.get(process.openai.url + "/embeddings")
+        broken = await client.post(process.openai.url + "/completions", content=b"{")
+        health = await client.get(process.openai.url.replace("/v1", "/health"))
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
     assert (broken.status_code, broken.json()["error"]["code"]) == (400, "invalid_json")
     assert health.status_code == 200
@@ -149,7 +149,7 @@ async def test_other_paths_and_bodies_are_refused_in_the_same_form(
 
 async def test_running_requests_end_before_the_process_does(store: Store, model: Path) -> None:
     server = {"drain_seconds": PATIENCE}
-    async with running_face(store, model, server=server) as process, client_of(process) as client:
+    async with running_openai(store, model, server=server) as process, client_of(process) as client:
         assert process.engine is not None
         await process.engine.pause(PauseMode.IN_PLACE)
         call = asyncio.create_task(client.completions.create(**LONG))
@@ -163,7 +163,7 @@ async def test_running_requests_end_before_the_process_does(store: Store, model:
 
 
 async def test_a_taken_port_is_named(process: RolloutProcess, store: Store, model: Path) -> None:
-    assert process.face is not None
+    assert process.openai is not None
     with pytest.raises(ConfigError, match=r"openai\.port: .*in use"):
-        async with running_face(store, model, openai={"port": process.face.port}):
+        async with running_openai(store, model, openai={"port": process.openai.port}):
             pass

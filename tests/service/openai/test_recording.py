@@ -16,7 +16,7 @@ from sluice.client import TrainerClient
 from sluice.samples.arrow import decode_group, read_metadata
 from sluice.samples.blobs import BlobReference, BlobStore
 from sluice.samples.sample import Sample, validate_sample
-from tests.service.openai.conftest import client_of, running_face
+from tests.service.openai.conftest import client_of, running_openai
 from tests.service.rollout.harness import Store
 from tests.service.trainer.harness import ACTIVE, GRPO, PPO, running_trainer, until
 
@@ -25,8 +25,8 @@ class Records:
     """The endpoints beside OpenAI's."""
 
     def __init__(self, process: RolloutProcess) -> None:
-        assert process.face is not None
-        self._url = process.face.url.replace("/v1", "/sluice/v1/groups")
+        assert process.openai is not None
+        self._url = process.openai.url.replace("/v1", "/sluice/v1/groups")
 
     async def ask(self, method: str, path: str = "", body: Any = None) -> tuple[int, Any]:
         async with httpx2.AsyncClient() as client:
@@ -188,7 +188,7 @@ async def test_a_group_survives_its_worker_and_a_cut_off_line(
     file = store.root / "records" / "g.open"
     whole = file.read_bytes()
     file.write_bytes(whole + b'{"session": "s", "thr')  # what a crash leaves
-    async with running_face(store, model, engine_id="rollout-1") as second:
+    async with running_openai(store, model, engine_id="rollout-1") as second:
         async with client_of(second) as client:
             await converse(client, "g", "t", turns=2, seed=4)
         records = Records(second)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from services.rollout.openai.answers import Names, Scored, chat_logprobs, completion_logprobs
+from services.rollout.openai.completions import Names, Scored, chat_logprobs, completion_logprobs
 from sluice.samples.tokenizer import TextTokenizer
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from services.rollout.engine.interface import Delta, FinishReason
 from services.rollout.openai.generation import Answer
-from services.rollout.openai.group_record import GroupRecord
 from services.rollout.openai.prompts import Prompt
+from services.rollout.openai.recorder import GroupRecord
 from sluice.samples.sample import VersionSpan, validate_sample
 
 Call = tuple[int, int, int, int]  # session, which earlier thread to go on from, tokens, choices

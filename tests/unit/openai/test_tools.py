@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.rollout.openai.completions import CallFilter, ToolCalls
+from services.rollout.openai.generation import CallFilter, ToolCalls
 
 CALL = '<tool_call>{"name":"add",  "arguments":{"a":1}}</tool_call>'
 

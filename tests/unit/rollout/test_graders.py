@@ -18,11 +18,13 @@ from services.rollout.environments.environment import (
     TaskError,
 )
 from services.rollout.environments.graders.grader import (
+    GRADERS,
     InvalidRewardError,
+    create_grader,
     last_boxed,
+    place_grader,
     rewards_from,
 )
-from services.rollout.environments.graders.registry import GRADERS, create_grader, place_grader
 from services.rollout.environments.graders.texts import overlap, words
 
 HERE = "tests.unit.rollout.test_graders"

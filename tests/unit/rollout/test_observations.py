@@ -15,8 +15,8 @@ from services.rollout.engine.interface import Delta, FinishReason, Sampling
 from services.rollout.engine.wire import VersionBounds
 from services.rollout.environments.environment import Response, Reward, Step, Task, TaskError
 from services.rollout.environments.runner import InlineRunner
-from services.rollout.episodes.drafts import SamplingPrompt
 from services.rollout.episodes.episode import Conversation, Episode, Steps
+from services.rollout.episodes.sampler import SamplingPrompt
 from services.rollout.episodes.trajectory import Trajectory
 from sluice.runtime.waits import Waits
 from sluice.samples.sample import VersionSpan, validate_sample

@@ -32,8 +32,7 @@ from services.rollout.episodes.group import (
     GroupSpec,
     GroupTools,
 )
-from services.rollout.episodes.rollout import Rollout, WorkerDrainingError
-from services.rollout.episodes.rollouts import Rollouts
+from services.rollout.episodes.rollouts import Rollout, Rollouts, WorkerDrainingError
 from services.rollout.episodes.spool import Journals, Spool
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.api.rollout.v1 import trace_pb2
@@ -213,7 +212,7 @@ async def test_a_listener_is_sent_away_once_what_was_being_stored_is_known(
 
 
 async def test_a_rollout_stopped_twice_does_not_end_as_if_it_were_settled() -> None:
-    rollout = Rollout("r", "body", lambda _: None)
+    rollout = Rollout("r", lambda _: None)
     never: asyncio.Future[GroupResult] = asyncio.get_running_loop().create_future()
 
     async def run() -> GroupResult:

@@ -10,8 +10,7 @@ import pytest
 
 from services.rollout.engine.interface import Sampling
 from services.rollout.engine.wire import VersionBounds
-from services.rollout.episodes.drafts import SamplingPrompt
-from services.rollout.episodes.sampler import Sampler
+from services.rollout.episodes.sampler import Sampler, SamplingPrompt
 from sluice.router_client import Lease
 from sluice.runtime.waits import Waits
 

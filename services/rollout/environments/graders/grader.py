@@ -1,4 +1,7 @@
-"""What a grader does: rewards the answers of a group, whatever environment made the task."""
+"""Graders reward the answers of a group, whatever environment made the task.
+
+They are chosen by name; another name is a user's function `package.module:name`.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,19 @@ from services.rollout.environments.environment import (
     Task,
     TextTokenizer,
 )
-from services.rollout.environments.registry import load_function
+from services.rollout.environments.registry import load, load_function, parse_settings
 from sluice.config import Config
+
+_HERE = "services.rollout.environments.graders"
+GRADERS = {  # nothing heavy is imported until chosen
+    "exact_match": f"{_HERE}.texts:ExactMatch",
+    "position_match": f"{_HERE}.texts:PositionMatch",
+    "f1": f"{_HERE}.texts:F1",
+    "choice": f"{_HERE}.texts:Choice",
+    "math": f"{_HERE}.mathematics:Mathematics",
+    "remote": f"{_HERE}.remote:Remote",
+}
+_FIELDS = {"reward", "raw_reward", "scores", "trained"}
 
 
 class NoSettings(Config):
@@ -93,9 +107,6 @@ def last_boxed(text: str) -> str:
     return ""
 
 
-_FIELDS = {"reward", "raw_reward", "scores", "trained"}
-
-
 class InvalidRewardError(ValueError):
     """Something that is no list of rewards; the message says what is wrong with it."""
 
@@ -165,3 +176,43 @@ class UserFunction(Grader):
         """Raises InvalidRewardError, and what the function raises."""
         values = self._function(task, list(responses), **self._values)
         return rewards_from(values, len(responses))
+
+
+def is_function(name: str) -> bool:
+    """Whether a reward is a user's function."""
+    return ":" in name
+
+
+def place_grader(name: str) -> Placement:
+    """Where a grader runs. Raises SettingError for an unknown name."""
+    return Placement.PROCESS if is_function(name) else _load_grader(name).placement
+
+
+def needs_text(name: str) -> bool:
+    """Whether responses are decoded for it. Raises SettingError for an unknown name."""
+    return is_function(name) or _load_grader(name).needs_text
+
+
+def create_grader(
+    name: str, settings: Mapping[str, Any], tokenizer: TextTokenizer | None = None
+) -> Grader:
+    """Raises SettingError, whose key is `reward` or below `reward_settings`."""
+    if is_function(name):
+        return UserFunction(name, settings)
+    found = _load_grader(name)
+    try:
+        parsed = parse_settings(found, settings)
+    except SettingError as error:
+        key = f"reward_settings.{error.key}".rstrip(".")
+        raise SettingError(key, str(error)) from None
+    return found(parsed, tokenizer)
+
+
+def _load_grader(name: str) -> type[Grader]:
+    if name not in GRADERS:
+        known = ", ".join(GRADERS)
+        raise SettingError(
+            "reward", f"{name!r} is unknown; known: {known}, package.module:function"
+        )
+    found: type[Grader] = load(GRADERS[name])
+    return found

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from services.rollout.engine.interface import Delta, FinishReason, Sampling
 from services.rollout.engine.wire import VersionBounds
-from services.rollout.episodes.drafts import PartialSamples, SamplingPrompt
+from services.rollout.episodes.sampler import PartialSamples, SamplingPrompt
 from services.rollout.episodes.trajectory import Trajectory
 from sluice.samples.sample import VersionSpan
 
 PROMPT_IDS = (1, 2, 3)
 
 
-def drafts(budget: int, samples: int = 1, chunk: int = 0) -> PartialSamples:
+def partial_samples(budget: int, samples: int = 1, chunk: int = 0) -> PartialSamples:
     prompt = SamplingPrompt(
         group_id="g",
         token_ids=PROMPT_IDS,
@@ -55,7 +55,7 @@ def delta(tokens: tuple[int, ...], version: int, reason: FinishReason, index: in
     chunk=st.integers(0, 5),
 )
 def test_a_sample_cut_off_anywhere_has_its_tokens_and_spans_in_order(pieces, budget, chunk):
-    made = drafts(budget, chunk=chunk)
+    made = partial_samples(budget, chunk=chunk)
     drawn: list[tuple[int, int]] = []  # (token, version)
     for size, version in [*pieces, *[(budget, 9)] * (budget + 1)]:
         if not made.missing:
@@ -87,7 +87,7 @@ def test_a_sample_cut_off_anywhere_has_its_tokens_and_spans_in_order(pieces, bud
 
 
 def test_samples_that_have_not_begun_share_a_request_and_others_go_alone():
-    made = drafts(budget=8, samples=3)
+    made = partial_samples(budget=8, samples=3)
     assert made.generation([0, 1, 2], dp_rank=1).sample_count == 3
     assert not made.add(1, delta((7, 8), 1, FinishReason.ABORTED))
     assert made.add(2, delta((9,), 1, FinishReason.STOP))
@@ -100,13 +100,13 @@ def test_samples_that_have_not_begun_share_a_request_and_others_go_alone():
 
 
 def test_a_chunk_that_ends_in_a_stop_token_ends_the_sample():
-    made = drafts(budget=8, chunk=2)
+    made = partial_samples(budget=8, chunk=2)
     assert made.add(0, delta((7, 8), 1, FinishReason.STOP))
     assert made.missing == []
 
 
 def test_an_engine_that_ends_before_the_chunk_is_full_has_no_more_room():
-    made = drafts(budget=8, chunk=4)
+    made = partial_samples(budget=8, chunk=4)
     assert made.add(0, delta((7, 8), 1, FinishReason.LENGTH))
     assert made.ended()[0].finish_reason is FinishReason.LENGTH
 
@@ -120,7 +120,7 @@ def with_experts(answer: Delta, context: int, mark: int) -> Delta:
 @pytest.mark.parametrize(("second", "wanted"), [(2, [1] * 4 + [2] * 2), (None, None)])
 def test_tokens_keep_the_experts_that_they_were_sampled_by(second, wanted):
     """A sample goes on elsewhere, where its beginning is read again with other experts."""
-    cut = drafts(budget=4)
+    cut = partial_samples(budget=4)
     cut.add(0, with_experts(delta((11, 12), 1, FinishReason.ABORTED), 3, 1))
     last = delta((13, 14), 2, FinishReason.LENGTH)
     cut.add(0, last if second is None else with_experts(last, 5, second))
@@ -130,7 +130,7 @@ def test_tokens_keep_the_experts_that_they_were_sampled_by(second, wanted):
 
 
 def test_an_answer_without_tokens_takes_no_experts_away():
-    made = drafts(budget=4)
+    made = partial_samples(budget=4)
     made.add(0, with_experts(delta((11, 12), 1, FinishReason.ABORTED), 3, 1))
     made.add(0, delta((), 1, FinishReason.ABORTED))
     made.end(0)
