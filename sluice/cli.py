@@ -21,17 +21,14 @@ from sluice.client import Client, RemoteError
 from sluice.config import ConfigError, ProcessConfig, hint, load_config
 from sluice.convert_command import CheckpointError, convert, verify
 from sluice.durable import DirectoryError
-from sluice.loop.config import RunConfig
-from sluice.loop.critic import Critic
-from sluice.loop.dispatcher import RolloutFailedError
+from sluice.loop.config import RunConfig, SftConfig
 from sluice.loop.evaluation import EvaluationError
 from sluice.loop.fleet import NoEngineError
-from sluice.loop.recovery import TrainerBrokenError, TrainerLostError
 from sluice.loop.report import RunReport
 from sluice.loop.run import TrainingRun
 from sluice.loop.run_directory import RunDirectoryError, owned
-from sluice.loop.sft_config import SftConfig
-from sluice.loop.workers import NoWorkerError
+from sluice.loop.training import Critic, TrainerBrokenError, TrainerLostError
+from sluice.loop.workers import NoWorkerError, RolloutFailedError
 from sluice.platform import PlatformError
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.wire import seconds_of

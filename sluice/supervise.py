@@ -6,37 +6,37 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import resource
 import signal
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
-import grpc
 import psutil
 import yaml
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import Field, model_validator
 
 from sluice import faults, platform
-from sluice.api.trainer.v1 import trainer_service_pb2 as pb
-from sluice.api.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
-from sluice.client import RemoteError, RouterClient
+from sluice.client import RouterClient, TrainerClient
 from sluice.config import RESERVED_ENV, Config, ConfigError, ProcessConfig
-from sluice.durable import owned
-from sluice.loop.recovery import TrainerBrokenError
-from sluice.runtime.channel import create_channel
+from sluice.durable import owned, replace_file
+from sluice.loop.training import active_trainer
+from sluice.runtime.recovery import Backoff, NotReadyError, wait_until_ready
 from sluice.runtime.security import SecurityConfig
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Kind = Literal["router", "converter", "trainer", "rollout"]
 START_ORDER: tuple[Kind, ...] = ("router", "converter", "trainer", "rollout")
+RESTART_PAUSES = Backoff(first=0.2, longest=5.0)
 LASTING_SECONDS = 30.0  # a process that served for so long is not failing in a row
 
 
@@ -142,7 +142,7 @@ class Supervisor:
                 for service in starting:
                     await self._spawn(service)
                 await asyncio.gather(*(self._opened(service) for service in starting))
-            await self._ready()
+            await asyncio.gather(*(self._ready(service) for service in self._services))
         except BaseException:
             await self.stop()
             raise
@@ -237,47 +237,47 @@ class Supervisor:
         raise ConfigError("services: a rollout service needs a router")
 
     async def _opened(self, service: _Service) -> None:
-        """Wait until a service has opened its ports."""
-        assert service.process is not None
-        deadline = time.monotonic() + self.config.start_timeout_seconds
-        while not service.address_file.exists():
+        """Waits until a service has opened its ports."""
+
+        async def addresses() -> dict[str, Any]:
+            if not service.address_file.exists():
+                raise NotReadyError(f"it did not open its port; see {service.log}")
+            found: dict[str, Any] = json.loads(service.address_file.read_text())
+            return found
+
+        service.addresses = await self._alive_until(service, addresses)
+
+    async def _ready(self, service: _Service) -> None:
+        """Waits until a trainer takes work, or the router knows a rollout process."""
+        address, security = service.addresses["address"], self.config.security
+        if service.kind == "trainer":
+            async with TrainerClient(address, security) as trainer:
+                await self._alive_until(service, lambda: active_trainer(trainer))
+        elif service.kind == "rollout":
+            async with RouterClient(self._router_address(), security) as router:
+
+                async def registered() -> None:
+                    if address not in {each.address for each in await router.list_engines()}:
+                        raise NotReadyError(f"the router does not know it yet; see {service.log}")
+
+                await self._alive_until(service, registered)
+
+    async def _alive_until(self, service: _Service, probe: Callable[[], Awaitable[T]]) -> T:
+        """Waits for `probe`. Raises ServiceDiedError after too long, or when the process ends."""
+
+        async def checked() -> T:
+            assert service.process is not None
             if service.process.returncode is not None:
                 raise ServiceDiedError(
                     f"{service.name} ended with {service.process.returncode} while starting: "
                     f"{_last_line(service.log)} (log: {service.log})"
                 )
-            if time.monotonic() > deadline:
-                raise ServiceDiedError(f"{service.name} did not open its port; see {service.log}")
-            await asyncio.sleep(0.02)
-        service.addresses = json.loads(service.address_file.read_text())
+            return await probe()
 
-    async def _ready(self) -> None:
-        """Wait until every trainer is ready and the router knows every rollout process."""
-        deadline = time.monotonic() + self.config.start_timeout_seconds
-        waiting = [s for s in self._services if s.kind in ("trainer", "rollout")]
-        while waiting:
-            for service in waiting:
-                assert service.process is not None
-                if service.process.returncode is not None:
-                    raise ServiceDiedError(
-                        f"{service.name} ended while loading: {_last_line(service.log)} "
-                        f"(log: {service.log})"
-                    )
-                if time.monotonic() > deadline:
-                    raise ServiceDiedError(f"{service.name} is not ready; see {service.log}")
-            known: set[str] = set()
-            if any(service.kind == "rollout" for service in waiting):
-                router = self._router_address()
-                known = await registered_addresses(router, self.config.security)
-            waiting = [
-                service
-                for service in waiting
-                if service.addresses["address"] not in known
-                and not await is_serving(
-                    service.addresses["address"], TRAINER_SERVICE, self.config.security
-                )
-            ]
-            await asyncio.sleep(0.05 if waiting else 0)
+        seconds = self.config.start_timeout_seconds
+        return await wait_until_ready(
+            service.name, checked, seconds, ServiceDiedError, every=0.05, usual_seconds=math.inf
+        )
 
     async def _keep_alive(self, service: _Service) -> None:
         while True:
@@ -295,7 +295,7 @@ class Supervisor:
             if service.restarts > self.config.restarts:
                 raise ServiceDiedError(f"{service.name} died too often: {why}; see {service.log}")
             logger.warning("%s %s; restarting it", service.name, why)
-            await asyncio.sleep(min(5.0, 0.2 * 2 ** min(service.restarts - 1, 5)))
+            await asyncio.sleep(RESTART_PAUSES.seconds(service.restarts))
             await self._spawn(service)
             try:
                 await self._opened(service)
@@ -321,7 +321,7 @@ class Supervisor:
             await process.wait()
 
     def _write_services(self) -> None:
-        known = {
+        entries = {
             service.name: {
                 "kind": service.kind,
                 "store": str(service.config.get("store", self.run_dir / "store")),
@@ -330,9 +330,8 @@ class Supervisor:
             }
             for service in self._services
         }
-        partial = self.services_file.with_suffix(".partial")
-        partial.write_text(json.dumps(known, indent=1))
-        partial.rename(self.services_file)
+        data = json.dumps(entries, indent=1).encode()
+        replace_file(self.services_file, data, temporary=self.run_dir, sync=False)
 
 
 def address_of(path: Path, name: str) -> str:
@@ -395,38 +394,3 @@ def _cpu_seconds(process: psutil.Process) -> float:
 def _last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").strip().splitlines()
     return lines[-1] if lines else "no output"
-
-
-TRAINER_SERVICE = "sluice.api.trainer.v1.TrainerService"
-
-
-async def is_serving(address: str, service: str, security: SecurityConfig) -> bool:
-    """Whether the server at `address` says that `service` is ready; False if it has none.
-
-    Raises TrainerFailedError for a trainer that never will be, with its own reason.
-    """
-    async with create_channel(address, security) as channel:
-        try:
-            answer = await health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(service=service)
-            )
-            serving = bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
-            if not serving and service == TRAINER_SERVICE:
-                _check_trainer(await TrainerServiceStub(channel).GetTrainer(pb.GetTrainerRequest()))
-        except grpc.aio.AioRpcError:
-            return False
-    return serving
-
-
-def _check_trainer(answer: pb.GetTrainerResponse) -> None:
-    if answer.trainer.state == pb.Trainer.STATE_FAILED:
-        raise TrainerBrokenError(f"trainer failed: {answer.trainer.failure}")
-
-
-async def registered_addresses(router: str, security: SecurityConfig) -> set[str]:
-    """Addresses of the processes that the router knows; none while it does not answer."""
-    async with RouterClient(router, security) as client:
-        try:
-            return {engine.address for engine in await client.list_engines()}
-        except RemoteError:
-            return set()

@@ -32,7 +32,8 @@ class Fault:
         return not self.name.startswith("reply.")
 
 
-# The run: 5 steps, cuts at 0, 2, 4 and 5. A publication or a cut more than the steps: the first.
+# The run: 5 steps, run checkpoints at 0, 2, 4 and 5. The first of them, and the first publication,
+# come before the steps.
 KILLS = (
     Fault("loop", "issued", 3),
     Fault("loop", "generated", 10),
@@ -46,8 +47,8 @@ KILLS = (
     Fault("loop", "committed", 4),
     Fault("loop", "checkpoint", 1),
     Fault("loop", "checkpoint", 2),
-    Fault("loop", "cut", 2),
-    Fault("loop", "cuts_removed", 3),
+    Fault("loop", "run_checkpoint", 2),
+    Fault("loop", "run_checkpoints_removed", 3),
     Fault("loop", "blob.pinned", 4),
     Fault("trainer", "done.UploadBatch", 2),
     Fault("trainer", "done.ForwardBackward", 3),

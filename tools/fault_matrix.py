@@ -23,7 +23,7 @@ from typing import Any
 from tools.fault_cases import KILLS, LOST_REPLIES, SCHEDULED, SCHEDULES, Fault
 from tools.fault_stack import FaultRun, Outcome, Stack, save_first_checkpoint, wide_services
 
-ALL_AT_CUT = 2
+ALL_AT_CHECKPOINT = 2
 
 
 class MatrixError(Exception):
@@ -83,7 +83,7 @@ def inject(stack: Stack, fault: Fault, reference: Outcome, seconds: float) -> Ou
 def kill_all(stack: Stack, reference: Outcome, seconds: float) -> Outcome:
     """Every process at once, the loop and the supervisor too."""
     run = FaultRun(stack, "everything", seconds)
-    return against(reference, run.run_killed(at_cut=ALL_AT_CUT))
+    return against(reference, run.run_killed(at_checkpoint=ALL_AT_CHECKPOINT))
 
 
 def against(reference: Outcome, outcome: Outcome) -> Outcome:
@@ -129,7 +129,7 @@ def _matrix(flags: argparse.Namespace, directory: Path) -> Totals:
         if flags.only in "everything":
             outcome = kill_all(stack, reference, flags.seconds)
             totals.add(outcome)
-            _print_row("everything", f"cut of step {ALL_AT_CUT}", outcome)
+            _print_row("everything", f"run checkpoint of step {ALL_AT_CHECKPOINT}", outcome)
         print(f"processor time of the services: {stack.cpu_seconds():.0f} s")
     return totals
 

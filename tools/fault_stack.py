@@ -21,13 +21,13 @@ from examples.demo import write_prompts
 from sluice import faults
 from sluice.client import TrainerClient
 from sluice.loop.ledger import Ledger
-from sluice.loop.recovery import wait_for_trainer
+from sluice.loop.training import wait_for_trainer
 from sluice.supervise import read_services
 from tools.fault_cases import Fault
 
 STEPS, GROUPS, SAMPLES = 5, 4, 4
 STOP_SECONDS = 60.0
-RETURN = "going back to the last cut"  # in the log of the loop
+RETURN = "going back to the last run checkpoint"  # in the log of the loop
 
 
 class NotUpError(Exception):
@@ -38,7 +38,7 @@ class NotUpError(Exception):
 class Outcome:
     """What a run came to. `digests`: of the weights after each step, from the first on.
 
-    `returns`: how often a loop that went on went back to its last cut.
+    `returns`: how often a loop that went on went back to its last run checkpoint.
     """
 
     seconds: float
@@ -222,18 +222,18 @@ class FaultRun:
             if fault is not None:
                 faults.disarm(self.stack.faults / fault.process)
 
-    def run_killed(self, at_cut: int) -> Outcome:
-        """Kill everything, loop and services, once the cut of a step is written; start again."""
+    def run_killed(self, at_checkpoint: int) -> Outcome:
+        """Kills loop and services once the run checkpoint of step `at_checkpoint` is written."""
         began = time.monotonic()
         process = self._start()
-        cuts = self.directory / "cuts"
+        run_checkpoints = self.directory / "cuts"
         while True:
             over = process.poll() is not None or time.monotonic() - began > self.seconds
-            # by name: the run may remove a cut between two looks, at the folder and into a file
-            if any(int(path.stem) >= at_cut for path in cuts.glob("*.json")):
+            # by name: the run may remove one between two looks, at the folder and into a file
+            if any(int(path.stem) >= at_checkpoint for path in run_checkpoints.glob("*.json")):
                 break
             if over:
-                return self._ended(began, process, "it did not come to the cut")
+                return self._ended(began, process, "it did not come to the run checkpoint")
             time.sleep(0.01)
         process.kill()
         self.stack.kill()

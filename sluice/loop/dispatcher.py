@@ -1,4 +1,4 @@
-"""One Rollout call of the feed, seen through over lost workers and failed groups."""
+"""Keeps rollouts in flight as the schedule allows, and gives a step its groups."""
 
 from __future__ import annotations
 
@@ -6,134 +6,24 @@ import asyncio
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
-
-import grpc
 
 from sluice import faults
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.client import RemoteError
-from sluice.loop.filters import GroupFilters
+from sluice.loop.filters import FilterError, GroupFilters
 from sluice.loop.ledger import Ledger, LedgerGroup
-from sluice.loop.recovery import Outage, RolloutFailedError, told
-from sluice.loop.workers import EpisodeWorkers, WorkerLostError
+from sluice.loop.workers import EpisodeWorkers, RolloutCall, RolloutFailedError, WorkerLostError
 from sluice.runtime import wire
 from sluice.samples.blobs import BlobReference
 
 logger = logging.getLogger(__name__)
 
-# The task itself is at fault: issuing it again would fail again.
-_HOPELESS = {grpc.StatusCode.INVALID_ARGUMENT.value[0], grpc.StatusCode.NOT_FOUND.value[0]}
-# Engines or the store are at fault, not the group: it loses no attempt.
-_PASSING = {
-    code.value[0]
-    for code in (
-        grpc.StatusCode.UNAVAILABLE,
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-        grpc.StatusCode.ABORTED,
-        grpc.StatusCode.CANCELLED,
-    )
-}
-
-GroupRequests = Callable[[Sequence[LedgerGroup], int], pb.RolloutRequest]
-
-
-class CallEvents(Protocol):
-    """Who hears what becomes of groups."""
-
-    async def version_known(self, version: int) -> None:
-        """Wait until the ledger knows the step of a weight version."""
-
-    def finished(self, group: LedgerGroup, told: pb.FinishedGroup) -> None:
-        """A group is generated and durable."""
-
-    def hopeless(self, group: LedgerGroup, why: str) -> None:
-        """It would fail again."""
-
-    def failed(self, group: LedgerGroup, why: str) -> LedgerGroup | None:
-        """It failed; what to ask for next, None if that was the last attempt."""
-
-
-@dataclass(eq=False)
-class RolloutCall:
-    """`waiting`: the groups that it still owes. `build_request` makes the call of some groups."""
-
-    workers: EpisodeWorkers
-    build_request: GroupRequests
-    events: CallEvents
-    waiting: dict[str, LedgerGroup]
-    patience_seconds: float
-    request_id: str = ""
-
-    def release(self, group_ids: Iterable[str]) -> list[str]:
-        """Owe these no more; those that it owed."""
-        return [group_id for group_id in group_ids if self.waiting.pop(group_id, None)]
-
-    async def see_through(self) -> None:
-        """Until it owes nothing. Raises RolloutFailedError and RemoteError for what is refused."""
-        outage, trial = Outage(self.patience_seconds), 0
-        while self.waiting:
-            request = self.build_request(list(self.waiting.values()), trial)
-            self.request_id = request.request_id
-            failed = await self._follow(request, outage)
-            passing = {name: why for name, (code, why) in failed.items() if code in _PASSING}
-            for group_id in [name for name in self.waiting if name not in passing]:
-                self._ask_again(group_id, failed.get(group_id, (0, "not told of"))[1])
-            if self.waiting and self.waiting.keys() <= passing.keys():
-                await outage.endure(next(iter(passing.values())))
-            trial += 1
-
-    def _ask_again(self, group_id: str, why: str) -> None:
-        group = self.events.failed(self.waiting.pop(group_id), why)
-        if group is not None:
-            self.waiting[group_id] = group
-
-    async def _follow(
-        self, request: pb.RolloutRequest, outage: Outage
-    ) -> dict[str, tuple[int, str]]:
-        """A Rollout to its end, on one worker after another; (code, message) of failed groups.
-
-        A worker that goes on with the same request tells again what is finished already.
-        """
-        failed: dict[str, tuple[int, str]] = {}
-        while self.waiting:
-            failed.clear()
-            try:
-                async for response in self.workers.rollout(request):
-                    if response.WhichOneof("event") == "finished":
-                        outage.end()
-                        await self._record_finished(response.finished)
-                    else:
-                        self._record_failed(response.failed, failed)
-                return failed
-            except WorkerLostError as error:
-                logger.warning("%s; %d groups go to another", error, len(self.waiting))
-                await outage.endure(str(error), error.retry_seconds)
-        return failed
-
-    async def _record_finished(self, told: pb.FinishedGroup) -> None:
-        if told.group_id in self.waiting:
-            await self.events.version_known(told.max_version)
-        group = self.waiting.pop(told.group_id, None)
-        if group is not None:  # else it was announced twice, or settled
-            self.events.finished(group, told)
-
-    def _record_failed(self, failure: pb.FailedGroup, failed: dict[str, tuple[int, str]]) -> None:
-        if failure.group_id not in self.waiting:
-            return
-        code, message = failure.error.code, failure.error.message
-        if code in _HOPELESS:
-            self.events.hopeless(self.waiting.pop(failure.group_id), message)
-        else:
-            logger.warning("group %s failed: %s", failure.group_id, message)
-            failed[failure.group_id] = (code, message)
-
 
 @dataclass(frozen=True, kw_only=True)
-class FeedConfig:
-    """`patience_seconds`: how long workers or engines may be down before the run ends.
+class DispatcherConfig:
+    """`outage_seconds`: how long workers or engines may be down before the run ends.
 
     `steps`: of the whole run.
     `dropped_in_a_row`: without one finished group between, so that the task must be broken.
@@ -142,7 +32,7 @@ class FeedConfig:
     groups_per_step: int
     max_staleness: int
     attempts: int
-    patience_seconds: float = 300.0
+    outage_seconds: float = 300.0
     dropped_in_a_row: int = 64
     filtered_in_a_row: int = 512
     over_sampling: float = 1.0
@@ -151,7 +41,7 @@ class FeedConfig:
 
 
 @dataclass
-class FeedCounts:
+class GroupCounts:
     """What became of groups since the last step; rewards of all that finished."""
 
     finished: int = 0
@@ -168,18 +58,18 @@ class RolloutDispatcher:
 
     def __init__(
         self,
-        config: FeedConfig,
+        config: DispatcherConfig,
         ledger: Ledger,
         workers: EpisodeWorkers,
-        build_request: GroupRequests,
+        build_request: Callable[[Sequence[LedgerGroup], int], pb.RolloutRequest],
         hold: Callable[[BlobReference], None] = lambda _: None,
         filters: GroupFilters | None = None,
     ) -> None:
         self._config, self._ledger, self._workers = config, ledger, workers
         self._build_request, self._hold = build_request, hold
         self._filters = filters or GroupFilters()
-        self._counts = FeedCounts()
-        self._calls: set[RolloutCall] = set()
+        self._counts = GroupCounts()
+        self._calls: set[RolloutCall[LedgerGroup]] = set()
         self._cancelling: set[asyncio.Task[None]] = set()
         self._spared: set[str] = set()  # cancelled once; a step waits for them
         self._ready = {g.group_id: g for g in ledger.groups("generated")}
@@ -234,7 +124,7 @@ class RolloutDispatcher:
         ahead = (1 + config.max_staleness) * config.groups_per_step
         spare = math.ceil((config.over_sampling - 1) * ahead)
         limit = base = spare + min(self._consumed + ahead, config.steps * config.groups_per_step)
-        # A run that went back to a cut has dropped groups of later steps besides.
+        # A run that went back to a run checkpoint has dropped groups of later steps too.
         while (further := base + self._ledger.dropped_count(below=limit)) > limit:
             limit = further
         return limit
@@ -244,7 +134,7 @@ class RolloutDispatcher:
         waited = False
         while (chosen := self._choose(step)) is None:
             if self._failure is not None:
-                raise RolloutFailedError(told(self._failure)) from self._failure
+                raise _rollout_error(self._failure) from self._failure
             if not self._tasks:
                 raise RolloutFailedError("no rollout is in flight and too few groups are ready")
             waited = True
@@ -259,9 +149,9 @@ class RolloutDispatcher:
             self._settle_surplus(step + 1 - self._config.max_staleness)
         return chosen
 
-    def take_counts(self) -> FeedCounts:
+    def take_counts(self) -> GroupCounts:
         """Counts since the last call."""
-        counts, self._counts = self._counts, FeedCounts()
+        counts, self._counts = self._counts, GroupCounts()
         return counts
 
     def _adapt(self, step: int, waited: bool) -> None:
@@ -312,14 +202,14 @@ class RolloutDispatcher:
         pending = [group for name, group in self._pending.items() if name in waited_for]
         for later in range(1 if takes_first else config.max_staleness + 1):
             oldest = step + later - config.max_staleness
-            flying = sum(group.issue_step <= oldest for group in pending)
-            lying = sum(group.oldest_step <= oldest for group in left)
-            if flying and flying + lying > later * config.groups_per_step:
+            in_flight = sum(group.issue_step <= oldest for group in pending)
+            ready = sum(group.oldest_step <= oldest for group in left)
+            if in_flight and in_flight + ready > later * config.groups_per_step:
                 return True
         return False
 
     def _usable(self) -> list[LedgerGroup]:
-        """Ready groups; a run that went back to a cut holds some of later steps besides."""
+        """Ready groups; without those of later steps that a run which went back has besides."""
         limit = self._limit()
         return [group for group in self._ready.values() if group.position < limit]
 
@@ -357,7 +247,7 @@ class RolloutDispatcher:
         self._ready.pop(group.group_id, None)
 
     async def _cancel(self, request_id: str, group_ids: Sequence[str]) -> None:
-        """What cannot be told to a worker costs it some work and nothing else."""
+        """Asks a worker to stop; one that does not hear of it does some work in vain."""
         try:
             await self._workers.cancel(request_id, group_ids)
         except (WorkerLostError, RemoteError) as error:
@@ -365,8 +255,8 @@ class RolloutDispatcher:
 
     def _start(self, groups: Sequence[LedgerGroup]) -> None:
         waiting = {group.group_id: group for group in groups}
-        patience = self._config.patience_seconds
-        call = RolloutCall(self._workers, self._build_request, self, waiting, patience)
+        seconds = self._config.outage_seconds
+        call = RolloutCall(self._workers, self._build_request, self, waiting, seconds)
         self._calls.add(call)  # a step may settle its groups before its task begins
         task = asyncio.create_task(call.see_through())
         task.add_done_callback(lambda _: self._calls.discard(call))
@@ -379,14 +269,14 @@ class RolloutDispatcher:
             self._failure = self._failure or error  # what came first; others may follow from it
         self._changed.set()
 
-    async def version_known(self, version: int) -> None:
+    async def wait_for_version(self, version: int) -> None:
         """Wait until the ledger knows a version.
 
         An engine that cannot hold two serves a version before its publication has ended. Raises
         RolloutFailedError for one that is not of this run.
         """
         try:
-            async with asyncio.timeout(self._config.patience_seconds):
+            async with asyncio.timeout(self._config.outage_seconds):
                 while not self._ledger.knows_version(version):
                     await self._recorded.wait()
         except TimeoutError:
@@ -399,19 +289,19 @@ class RolloutDispatcher:
         self._recorded.set()
         self._recorded = asyncio.Event()
 
-    def finished(self, group: LedgerGroup, told: pb.FinishedGroup) -> None:
+    def finished(self, group: LedgerGroup, finished: pb.FinishedGroup) -> None:
         """Record a group whose blob is durable."""
         group = replace(
             group,
             state="generated",
-            blob=wire.blob_from_proto(told.blob),
-            sample_count=len(told.rewards),
-            reward_mean=sum(told.rewards) / max(1, len(told.rewards)),
-            response_tokens=sum(told.response_lengths),
-            oldest_step=self._ledger.step_of_version(told.min_version),
-            newest_step=self._ledger.step_of_version(told.max_version),
+            blob=wire.blob_from_proto(finished.blob),
+            sample_count=len(finished.rewards),
+            reward_mean=sum(finished.rewards) / max(1, len(finished.rewards)),
+            response_tokens=sum(finished.response_lengths),
+            oldest_step=self._ledger.step_of_version(finished.min_version),
+            newest_step=self._ledger.step_of_version(finished.max_version),
         )
-        rejected = self._filters.rejected_by(told)
+        rejected = self._filters.rejected_by(finished)
         if self._ledger.generated(group, f"filtered: {rejected}" if rejected else None):
             assert group.blob is not None
             self._count_finished(group, rejected)
@@ -459,3 +349,9 @@ class RolloutDispatcher:
             raise RolloutFailedError(
                 f"{self._dropped_in_a_row} groups in a row were dropped, the last one: {reason}"
             )
+
+
+def _rollout_error(error: BaseException) -> RolloutFailedError:
+    """Of an exception that nobody foresaw the type says more than the text."""
+    foreseen = isinstance(error, RolloutFailedError | RemoteError | FilterError)
+    return RolloutFailedError(str(error) if foreseen else f"{type(error).__name__}: {error}")

@@ -8,10 +8,9 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-import grpc
 from rich.console import Console
 
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
@@ -22,41 +21,61 @@ from sluice.config import ConfigError
 from sluice.loop.config import EvaluationConfig, EvaluationSetConfig, RunConfig
 from sluice.loop.fleet import NoEngineError
 from sluice.loop.prompts import PromptSource, Task, load_prompts
-from sluice.loop.requests import build_evaluation
-from sluice.loop.workers import EpisodeWorkers, NoWorkerError, WorkerLostError
+from sluice.loop.workers import (
+    EpisodeWorkers,
+    NoWorkerError,
+    RolloutCall,
+    RolloutFailedError,
+    build_evaluation,
+)
 from sluice.runtime.wire import evaluation_report
 
 logger = logging.getLogger(__name__)
 
-ATTEMPTS = 5
-_HOPELESS = {grpc.StatusCode.INVALID_ARGUMENT.value[0], grpc.StatusCode.NOT_FOUND.value[0]}
+ATTEMPTS = 5  # of a task that fails
 
 
 class EvaluationError(Exception):
     """A data set could not be scored; the message says why."""
 
 
-@dataclass
-class _Progress:
-    """What is known of the tasks of one data set, by group id."""
+@dataclass(frozen=True)
+class _HeldOutTask:
+    group_id: str
+    task: Task
+    attempts: int = 1
 
-    missing: dict[str, Task]
-    finished: dict[str, pb.FinishedGroup] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)  # for good
+
+@dataclass
+class _Outcomes:
+    """What became of the tasks of one data set: the CallEvents of its calls."""
+
+    finished_groups: list[pb.FinishedGroup] = field(default_factory=list)
+    failed_count: int = 0
     failure: str = ""  # the last one
 
-    def take(self, event: pb.EvaluateResponse) -> bool:
-        """Whether it was a failure that another trial may mend."""
-        if event.WhichOneof("event") == "finished":
-            self.finished[event.finished.group_id] = event.finished
-            self.missing.pop(event.finished.group_id, None)
-        elif event.WhichOneof("event") == "failed":
-            self.failure = event.failed.error.message
-            if event.failed.error.code not in _HOPELESS:
-                return True
-            self.failed[event.failed.group_id] = self.failure
-            self.missing.pop(event.failed.group_id, None)
-        return False
+    async def wait_for_version(self, version: int) -> None:
+        """Returns at once: scores may be of any version that the request allows."""
+
+    def finished(self, group: _HeldOutTask, finished: pb.FinishedGroup) -> None:
+        self.finished_groups.append(finished)
+
+    def hopeless(self, group: _HeldOutTask, why: str) -> None:
+        self.failed_count, self.failure = self.failed_count + 1, why
+
+    def failed(self, group: _HeldOutTask, why: str) -> _HeldOutTask | None:
+        if group.attempts < ATTEMPTS:
+            return replace(group, attempts=group.attempts + 1)
+        self.hopeless(group, why)
+        return None
+
+    async def see_through(self, call: RolloutCall[_HeldOutTask]) -> None:
+        """Follows a call to its end; counts what it still owes when it can not go on as failed."""
+        try:
+            await call.see_through()
+        except (RemoteError, RolloutFailedError, NoWorkerError) as error:
+            for group in call.waiting.values():
+                self.hopeless(group, str(error))
 
 
 class EvaluationReport(Protocol):
@@ -139,7 +158,7 @@ class EvaluationLane:
             self._running = None
 
     async def close(self) -> None:
-        """End what runs; also when training goes back to a cut, which undoes its weights."""
+        """Ends what runs; also when training goes back, which undoes its weights."""
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
@@ -178,51 +197,36 @@ class EvaluationLane:
     async def _score(
         self, name: str, data: EvaluationSetConfig, step: int, versions: engine_pb.VersionBounds
     ) -> pb.EvaluationReport:
-        """Scores of the tasks that could be scored. Raises EvaluationError when none could."""
-        source = self._sources[name]
-        tasks = {f"eval-{step}-{name}-{i}": source.task(i) for i in range(data.groups)}
-        progress, trial = _Progress(tasks), 0
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                logger.warning("evaluation of %s: %s", name, progress.failure)
-                await asyncio.sleep(min(2.0, 0.1 * 2**attempt))
-            shares = self._workers.split(list(progress.missing.items()))
-            follow = [self._follow(data, share, versions, trial, progress) for share in shares]
-            trial += any(await asyncio.gather(*follow))
-            if not progress.missing:
-                break
-        failed_count = len(progress.failed) + len(progress.missing)
-        if not progress.finished:
-            raise EvaluationError(f"{name}: all {failed_count} tasks failed: {progress.failure}")
+        """Scores the tasks that can be. Raises EvaluationError where none could."""
+        config, source, outcomes = self._config, self._sources[name], _Outcomes()
+
+        def request(groups: Sequence[_HeldOutTask], trial: int) -> pb.EvaluateRequest:
+            tasks = [(group.group_id, group.task) for group in groups]
+            return build_evaluation(config, data, tasks, versions, trial)
+
+        tasks = [
+            _HeldOutTask(f"eval-{step}-{name}-{i}", source.task(i)) for i in range(data.groups)
+        ]
+        calls = [
+            RolloutCall(
+                self._workers,
+                request,
+                outcomes,
+                {group.group_id: group for group in share},
+                config.service_timeout_seconds,
+            )
+            for share in self._workers.split(tasks)
+        ]
+        await asyncio.gather(*(outcomes.see_through(call) for call in calls))
+        failed_count = outcomes.failed_count
+        if not outcomes.finished_groups:
+            raise EvaluationError(f"{name}: all {failed_count} tasks failed: {outcomes.failure}")
         return evaluation_report(
-            list(progress.finished.values()),
+            outcomes.finished_groups,
             failed_count,
             pass_at=data.pass_at,
             threshold=data.pass_threshold,
         )
-
-    async def _follow(
-        self,
-        data: EvaluationSetConfig,
-        tasks: Sequence[tuple[str, Task]],
-        versions: engine_pb.VersionBounds,
-        trial: int,
-        progress: _Progress,
-    ) -> bool:
-        """One call; whether it told of failures, so that asking again needs another trial."""
-        request = build_evaluation(self._config, data, tasks, versions, trial)
-        has_failures = False
-        try:
-            async for event in self._workers.evaluate(request):
-                has_failures |= progress.take(event)
-        except (WorkerLostError, NoWorkerError) as error:
-            progress.failure = str(error)
-        except RemoteError as error:  # the request is refused: it would be again
-            progress.failure = str(error)
-            for group_id, _ in tasks:
-                progress.failed[group_id] = str(error)
-                progress.missing.pop(group_id, None)
-        return has_failures
 
 
 def _row(scored: pb.EvaluationReport) -> dict[str, Any]:

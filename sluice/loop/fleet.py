@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-
-import grpc
+from typing import TypeVar
 
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
@@ -15,20 +15,17 @@ from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.client import ClientCache, EngineClient, RemoteError, RouterClient
 from sluice.config import ConfigError
 from sluice.loop import trace
+from sluice.runtime.recovery import NotReadyError, is_passing, wait_until_ready
 from sluice.runtime.security import SecurityConfig
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 PAUSE_MODES = {
     "wait": engine_pb.PAUSE_MODE_WAIT,
     "abort": engine_pb.PAUSE_MODE_ABORT,
     "in_place": engine_pb.PAUSE_MODE_IN_PLACE,
-}
-_AWAY = {
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.DEADLINE_EXCEEDED,
-    grpc.StatusCode.CANCELLED,  # a router that stops ends its calls so
-    grpc.StatusCode.UNKNOWN,
 }
 
 
@@ -38,11 +35,12 @@ class NoEngineError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class CommitReport:
-    """Seconds of the slowest engine, and how many engines serve the version."""
+    """Seconds of the slowest engine, how many engines serve the version, and why others do not."""
 
     engine_count: int
     prepare_seconds: float
     pause_seconds: float
+    failures: Mapping[str, str]  # by engine id
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,26 +77,32 @@ class EngineFleet:
         """
         async with self._updating:
             self._weights = weights
-            failures: dict[str, str] = {}
-            try:
-                async with asyncio.timeout(wait_seconds):
-                    while True:
-                        report = await self._update_all(failures)
-                        if report.engine_count:
-                            return report
-                        await asyncio.sleep(self._config.poll_seconds)
-            except TimeoutError:
-                causes = "; ".join(f"{name}: {cause}" for name, cause in failures.items())
-                raise NoEngineError(
-                    f"no engine took weight version {weights.version} in {wait_seconds:g} s: "
-                    f"{causes or 'the router knows no engine'}"
-                ) from None
+            what = f"an engine with weight version {weights.version}"
+            return await self._wait(what, self._update_some, wait_seconds)
+
+    async def _wait(self, what: str, probe: Callable[[], Awaitable[T]], wait_seconds: float) -> T:
+        poll_seconds = self._config.poll_seconds
+        return await wait_until_ready(what, probe, wait_seconds, NoEngineError, every=poll_seconds)
+
+    async def _update_some(self) -> CommitReport:
+        report = await self._update_all()
+        if not report.engine_count:
+            causes = "; ".join(f"{name}: {cause}" for name, cause in report.failures.items())
+            raise NotReadyError(causes or "the router knows no engine")
+        return report
 
     async def targets(self) -> list[trainer_pb.TransferTarget]:
         """The engines that the router knows, for a trainer to send weights to."""
+        try:
+            engines = await self._list_alive()
+        except RemoteError as error:
+            if not is_passing(error):
+                raise
+            logger.warning("router: %s", error)
+            return []  # all read the version from the store
         return [
             trainer_pb.TransferTarget(engine_id=engine.engine_id, address=engine.address)
-            for engine in await self._list_alive({})
+            for engine in engines
         ]
 
     async def keep_up(self) -> None:
@@ -109,58 +113,48 @@ class EngineFleet:
                 continue
             async with self._updating:
                 try:
-                    await self._update_all({})
+                    await self._update_all()
                 except RemoteError as error:
                     logger.warning("router: %s", error)
 
     async def check_deterministic(self, wait_seconds: float) -> None:
         """Raise ConfigError if an engine does not say it is; waits for the first engine."""
-        try:
-            async with asyncio.timeout(wait_seconds):
-                while True:
-                    if engines := await self._list_alive({}):
-                        break
-                    await asyncio.sleep(self._config.poll_seconds)
-        except TimeoutError:
-            raise NoEngineError(f"the router knew no engine for {wait_seconds:g} s") from None
-        for engine in engines:
+        for engine in await self._wait("an engine", self._list_some, wait_seconds):
             try:
-                known = await self._clients[engine.address].get()
+                described = await self._clients[engine.address].get()
             except RemoteError as error:
                 logger.warning("engine %s: %s", engine.engine_id, error)
                 continue  # it is asked again before it is given weights
-            if not known.deterministic:
+            if not described.deterministic:
                 raise ConfigError(
                     f"deterministic: engine {engine.engine_id} at {engine.address} is not; "
                     "set engine.deterministic"
                 )
 
-    async def _list_alive(self, failures: dict[str, str]) -> list[router_pb.Engine]:
-        """Engines as the router knows them; none while it is away."""
-        try:
-            engines = await self._router.list_engines(router_pb.ROLE_ENGINE)
-        except RemoteError as error:
-            if error.code not in _AWAY:
-                raise
-            failures["router"] = str(error)
-            logger.warning("router: %s", error)
-            return []
+    async def _list_some(self) -> list[router_pb.Engine]:
+        if not (engines := await self._list_alive()):
+            raise NotReadyError("the router knows no engine")
+        return engines
+
+    async def _list_alive(self) -> list[router_pb.Engine]:
+        engines = await self._router.list_engines(router_pb.ROLE_ENGINE)
         return [e for e in engines if e.state != router_pb.ENGINE_STATE_LOST]
 
-    async def _update_all(self, failures: dict[str, str]) -> CommitReport:
+    async def _update_all(self) -> CommitReport:
         assert self._weights is not None
-        alive = await self._list_alive(failures)
+        alive = await self._list_alive()
         stale = [e for e in alive if e.weights != self._weights]
         results = await asyncio.gather(*(self._update(engine) for engine in stale))
         done = [result for result in results if not isinstance(result, str)]
-        for engine, result in zip(stale, results, strict=True):
-            if isinstance(result, str):
-                failures[engine.engine_id] = result
-                logger.warning("engine %s is left behind: %s", engine.engine_id, result)
+        outcomes = zip(stale, results, strict=True)
+        failures = {engine.engine_id: why for engine, why in outcomes if isinstance(why, str)}
+        for name, why in failures.items():
+            logger.warning("engine %s is left behind: %s", name, why)
         return CommitReport(
             engine_count=len(alive) - len(stale) + len(done),
             prepare_seconds=max((prepare for prepare, _ in done), default=0.0),
             pause_seconds=max((pause for _, pause in done), default=0.0),
+            failures=failures,
         )
 
     async def _update(self, engine: router_pb.Engine) -> tuple[float, float] | str:
@@ -168,10 +162,10 @@ class EngineFleet:
         assert self._weights is not None
         client = self._clients[engine.address]
         try:
-            known = await client.get()
-            if self._config.deterministic and not known.deterministic:
+            described = await client.get()
+            if self._config.deterministic and not described.deterministic:
                 return "it is not deterministic, and the run is"
-            if known.HasField("weights") and known.weights == self._weights:
+            if described.HasField("weights") and described.weights == self._weights:
                 return 0.0, 0.0  # the router has not heard of it yet
             version = f"version {self._weights.version}"
             with trace.span(engine.engine_id, "prepare", version):

@@ -152,7 +152,7 @@ class Ledger:
         )
 
     def roll_back(self, step: int) -> int:
-        """Return groups consumed after the cut at `step` to `generated`; how many they were."""
+        """Returns groups consumed after `step` to `generated`; how many they were."""
         cursor = self._db.execute(
             "UPDATE groups SET state = 'generated', consumed_step = NULL"
             " WHERE state = 'consumed' AND consumed_step > ?",
@@ -171,7 +171,7 @@ class Ledger:
         return [_group_from_row(row) for row in rows]
 
     def needed_blobs(self, step: int) -> set[str]:
-        """Digests that a run which goes back to the cut at `step` would train on."""
+        """Digests that a run which goes back to `step` would train on."""
         rows = self._db.execute(
             "SELECT blob_digest FROM groups WHERE state = 'generated'"
             " OR (state = 'consumed' AND consumed_step > ?)",

@@ -17,20 +17,33 @@ from sluice.client import RemoteError, RouterClient, TrainerClient
 from sluice.config import ConfigError
 from sluice.loop import trace
 from sluice.loop.config import RunConfig
-from sluice.loop.critic import Critic
-from sluice.loop.dispatcher import FeedConfig, RolloutDispatcher
+from sluice.loop.dispatcher import DispatcherConfig, RolloutDispatcher
 from sluice.loop.evaluation import EvaluationLane
 from sluice.loop.filters import GroupFilters
 from sluice.loop.fleet import PAUSE_MODES, CommitReport, EngineFleet, FleetConfig
 from sluice.loop.ledger import Ledger, LedgerGroup
 from sluice.loop.prompts import load_prompts
-from sluice.loop.recovery import Survival, check_step, lost_blob, wait_for_trainer
 from sluice.loop.report import RunReport
-from sluice.loop.requests import build_request
-from sluice.loop.run_checkpoint import Retention, RunCheckpoint, latest_cut, write_cut
-from sluice.loop.run_directory import CUTS, LEDGER, check_ledger, check_resumed, settings_digests
-from sluice.loop.training import StepReport, train_step
-from sluice.loop.workers import EpisodeWorkers
+from sluice.loop.retention import Retention
+from sluice.loop.run_directory import (
+    LEDGER,
+    RUN_CHECKPOINTS,
+    RunCheckpoint,
+    check_ledger,
+    check_resumed,
+    latest_run_checkpoint,
+    settings_digests,
+)
+from sluice.loop.training import (
+    Critic,
+    StepReport,
+    TrainerRecovery,
+    check_step,
+    lost_blob,
+    train_step,
+    wait_for_trainer,
+)
+from sluice.loop.workers import EpisodeWorkers, build_request
 
 logger = logging.getLogger(__name__)
 
@@ -63,22 +76,22 @@ class TrainingRun:
         self._evaluations = EvaluationLane(config, self.workers, report)
         self.ledger = Ledger(config.run_dir / LEDGER)
         self._trace = trace.RunTrace(config.run_dir, config.trace)
-        self._cuts = config.run_dir / CUTS
+        self._run_checkpoints = config.run_dir / RUN_CHECKPOINTS
         self._retention: Retention | None = None
-        self._feed: RolloutDispatcher | None = None
+        self._dispatcher: RolloutDispatcher | None = None
         self._keeping_up: asyncio.Task[None] | None = None
         self.step = 0  # of the loop
         self.optimizer_step = 0  # of the trainer
         self._rewards: list[float] = []
-        self._survival = Survival(self.trainer, self._begin, config.service_timeout_seconds)
+        self._recovery = TrainerRecovery(self.trainer, self._begin, config.service_timeout_seconds)
         self._weights: sample_pb2.WeightVersion | None = None  # published last
 
     async def start(self) -> None:
-        """Bring trainer and engines to the first weights, or to those of the last cut.
+        """Bring trainer and engines to the first weights, or to those of the last run checkpoint.
 
         Raises ConfigError for services that cannot do what the run is to do.
         """
-        check_ledger(self.ledger, latest_cut(self._cuts))
+        check_ledger(self.ledger, latest_run_checkpoint(self._run_checkpoints))
         seconds = self.config.service_timeout_seconds
         trace.use(self._trace)
         await wait_for_trainer(self.trainer, seconds)
@@ -92,19 +105,19 @@ class TrainingRun:
             self.ledger,
             self.config.weights,
         )
-        await self._survival.run(self._begin)
+        await self._recovery.run(self._begin)
         self._keeping_up = asyncio.create_task(self.fleet.keep_up(), name="keep engines up")
 
     async def train(self) -> None:
-        """Steps until the end the config names; a lost trainer is restored from the last cut."""
+        """Trains until the end that the config names; where the trainer is lost, goes back."""
         if self._is_done():
             self.report.note(f"the run is at its end already (step {self.step})")
         if self.step == 0:
             await self._evaluations.measure("before", 0, self.fleet.version)
-        while not (self._is_done() and self._has_last_cut()):
+        while not (self._is_done() and self._has_last_run_checkpoint()):
             before = self.step
             with trace.span(trace.LOOP, trace.STEP, f"step {before + 1}"):
-                await self._survival.run(self._cut if self._is_done() else self._one_step)
+                await self._recovery.run(self._save if self._is_done() else self._one_step)
             if self.step > before:
                 self._trace.flush(self.step)
         await self._evaluations.measure("after", self.step, self.fleet.version)
@@ -116,8 +129,8 @@ class TrainingRun:
             await asyncio.gather(self._keeping_up, return_exceptions=True)
         await self._evaluations.close()
         self._trace.flush(self.step + 1)  # what came after the last step
-        if self._feed is not None:
-            await self._feed.close()
+        if self._dispatcher is not None:
+            await self._dispatcher.close()
         if self._retention is not None:
             await self._retention.close()
         await asyncio.gather(
@@ -142,10 +155,10 @@ class TrainingRun:
         return reached or self._evaluations.has_reached or self.step >= config.steps
 
     async def _begin(self) -> None:
-        """The first weights and the first cut, or what the last cut names."""
-        cut = latest_cut(self._cuts)
-        if cut is not None:
-            await self._restore(cut)
+        """The first weights and the first run checkpoint, or what the last run checkpoint names."""
+        run_checkpoint = latest_run_checkpoint(self._run_checkpoints)
+        if run_checkpoint is not None:
+            await self._restore(run_checkpoint)
             return
         if self.config.initial_checkpoint:
             loaded = await self.trainer.load_checkpoint(self.config.initial_checkpoint)
@@ -159,7 +172,7 @@ class TrainingRun:
             if self.critic.optimizer_step:
                 self._begin_late(self.critic.optimizer_step)
         await self._publish()
-        await self._cut()
+        await self._save()
 
     def _begin_late(self, step: int) -> None:
         """The trainer is another run's, or was: say so."""
@@ -175,18 +188,18 @@ class TrainingRun:
         start = time.monotonic()
         if self._keeping_up is not None and self._keeping_up.done():
             self._keeping_up.result()  # a bug in there is one of this run
-        feed = self._open_feed()
+        dispatcher = self._open_dispatcher()
         with trace.span(trace.LOOP, "wait for groups"):
-            await feed.fill(self.step)
-            groups = await feed.take(self.step)
+            await dispatcher.fill(self.step)
+            groups = await dispatcher.take(self.step)
         rolled_out = time.monotonic()
-        trained = await self._train(feed, groups)
+        trained = await self._train(dispatcher, groups)
         if trained is None:
             return
         self.ledger.consume((group.group_id for group in groups), self.step + 1)
         faults.point("consumed")
         self.step, self.optimizer_step = self.step + 1, trained.optimizer_step
-        self._survival.progressed()
+        self._recovery.note_step()
         stepped = time.monotonic()
         committed = await self._publish()
         seconds = {
@@ -195,7 +208,7 @@ class TrainingRun:
             "publish_seconds": time.monotonic() - stepped,
             "step_seconds": time.monotonic() - start,
         }
-        counts = feed.take_counts()
+        counts = dispatcher.take_counts()
         if self._filters or self.config.over_sampling > 1:
             trained.metrics["filtered_groups"] = float(counts.filtered)
             trained.metrics["surplus_groups"] = float(counts.surplus)
@@ -204,11 +217,11 @@ class TrainingRun:
         self._report_step(groups, trained, committed, seconds)
         every = self.config.checkpoint_every
         if every and self.step % every == 0:
-            await self._cut()
+            await self._save()
         await self._evaluate_in_between()
 
     async def _train(
-        self, feed: RolloutDispatcher, groups: Sequence[LedgerGroup]
+        self, dispatcher: RolloutDispatcher, groups: Sequence[LedgerGroup]
     ) -> StepReport | None:
         """One step over these groups; None if a blob is lost, whose group is generated again."""
         try:
@@ -222,22 +235,22 @@ class TrainingRun:
                 critic_alone=self.step < self._warmup_steps,
             )
         except RemoteError as error:
-            feed.put_back(groups)
+            dispatcher.put_back(groups)
             digest = lost_blob(error)
-            if digest is None or not feed.lose_blob(digest):
+            if digest is None or not dispatcher.lose_blob(digest):
                 raise
             return None
         except BaseException:
-            feed.put_back(groups)
+            dispatcher.put_back(groups)
             raise
 
-    def _open_feed(self) -> RolloutDispatcher:
-        if self._feed is None:
-            feed_config = FeedConfig(
+    def _open_dispatcher(self) -> RolloutDispatcher:
+        if self._dispatcher is None:
+            dispatcher_config = DispatcherConfig(
                 groups_per_step=self.config.groups_per_step,
                 max_staleness=self.config.max_staleness,
                 attempts=self.config.group_attempts,
-                patience_seconds=self.config.service_timeout_seconds,
+                outage_seconds=self.config.service_timeout_seconds,
                 dropped_in_a_row=max(8, min(64, 4 * self.config.groups_per_step)),
                 filtered_in_a_row=self.config.max_filtered_in_a_row,
                 over_sampling=self.config.over_sampling,
@@ -245,15 +258,15 @@ class TrainingRun:
                 steps=self.config.steps,
             )
             assert self._retention is not None
-            self._feed = RolloutDispatcher(
-                feed_config,
+            self._dispatcher = RolloutDispatcher(
+                dispatcher_config,
                 self.ledger,
                 self.workers,
                 self._rollout_request,
                 self._retention.hold,
                 self._filters,
             )
-        return self._feed
+        return self._dispatcher
 
     def _rollout_request(
         self, groups: Sequence[LedgerGroup], trial: int
@@ -285,8 +298,8 @@ class TrainingRun:
         check_step(published.step, self.optimizer_step, "published weights")
         await self._retention.hold_weights(weights.version)
         self.ledger.record_version(weights.version, weights.digest, self.step)
-        if self._feed is not None:
-            self._feed.version_recorded()
+        if self._dispatcher is not None:
+            self._dispatcher.version_recorded()
         faults.point("version")
         committed = await self.fleet.commit(weights, self.config.service_timeout_seconds)
         faults.point("committed")
@@ -294,7 +307,7 @@ class TrainingRun:
         await self._retention.release_weights(weights.version)
         return committed
 
-    async def _cut(self) -> None:
+    async def _save(self) -> None:
         """Save a checkpoint, then the manifest that makes it the place to resume from."""
         assert self._retention is not None
         assert self._weights is not None
@@ -305,7 +318,7 @@ class TrainingRun:
         check_step(saved.step, self.optimizer_step, "checkpoint")
         of_critic = "" if self.critic is None else await self.critic.save(name)
         faults.point("checkpoint")
-        cut = RunCheckpoint(
+        run_checkpoint = RunCheckpoint(
             step=self.step,
             optimizer_step=saved.step,
             checkpoint=saved.checkpoint,
@@ -316,30 +329,32 @@ class TrainingRun:
             critic_checkpoint=of_critic,
             settings=self._settings,
         )
-        write_cut(self._cuts, cut)
-        faults.point("cut")
-        await self._retention.take_cut()
+        await self._retention.record(run_checkpoint)
 
-    def _has_last_cut(self) -> bool:
-        """The end is worth a cut too, unless the run takes none."""
-        cut = latest_cut(self._cuts)
-        return not self.config.checkpoint_every or (cut is not None and cut.step == self.step)
+    def _has_last_run_checkpoint(self) -> bool:
+        """The end is worth a run checkpoint too, unless the run takes none."""
+        run_checkpoint = latest_run_checkpoint(self._run_checkpoints)
+        return not self.config.checkpoint_every or (
+            run_checkpoint is not None and run_checkpoint.step == self.step
+        )
 
-    async def _restore(self, cut: RunCheckpoint) -> None:
-        """Go back to a cut: groups consumed since are generated again, none is lost."""
+    async def _restore(self, run_checkpoint: RunCheckpoint) -> None:
+        """Go back to a run checkpoint: groups consumed since are generated again, none is lost."""
         assert self._retention is not None
         await self._evaluations.close()
-        if self._feed is not None:
-            await self._feed.close()
-            self._feed = None
-        loaded = await self.trainer.load_checkpoint(cut.checkpoint)
+        if self._dispatcher is not None:
+            await self._dispatcher.close()
+            self._dispatcher = None
+        loaded = await self.trainer.load_checkpoint(run_checkpoint.checkpoint)
         if self.critic is not None:
-            await self.critic.load(cut.critic_checkpoint)
-        returned = self.ledger.roll_back(cut.step)
+            await self.critic.load(run_checkpoint.critic_checkpoint)
+        returned = self.ledger.roll_back(run_checkpoint.step)
         await self._retention.resume()
-        self.step, self.optimizer_step = cut.step, loaded.step
-        self._rewards = self.report.truncate(cut.step)
-        logger.info("restored step %d; %d groups wait to be trained on again", cut.step, returned)
+        self.step, self.optimizer_step = run_checkpoint.step, loaded.step
+        self._rewards = self.report.truncate(run_checkpoint.step)
+        logger.info(
+            "restored step %d; %d groups wait to be trained on again", run_checkpoint.step, returned
+        )
         await self._publish()
         await self._evaluate_in_between()  # if it was not finished
 

@@ -1,4 +1,7 @@
-"""A run directory: of one loop at a time, writable, and with a ledger that fits its last cut."""
+"""A run directory: its lock, its run checkpoints, and whether its ledger fits them.
+
+A run checkpoint is one manifest, written last, that names everything a run resumes from.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,18 @@ import json
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import xxhash
 
 from sluice import durable
 from sluice.config import ConfigError
+from sluice.durable import replace_file
 from sluice.loop.config import RunConfig
 from sluice.loop.ledger import Ledger
-from sluice.loop.run_checkpoint import RunCheckpoint, latest_cut
 
-CUTS, LEDGER = "cuts", "ledger.sqlite"
+RUN_CHECKPOINTS, LEDGER = "cuts", "ledger.sqlite"
 # what a sample and its part in the gradients depend on, besides the prompts
 _SHAPING = {
     "algorithm",
@@ -29,6 +33,61 @@ _SHAPING = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunCheckpoint:
+    """Names what a run resumes from.
+
+    `step` is the loop's, `optimizer_step` the trainer's; `position` the ledger's next row. The
+    weights are those published last: 0 and empty where none were yet. `settings` are digests of
+    those that shaped the run so far.
+    """
+
+    step: int
+    optimizer_step: int
+    checkpoint: str
+    weight_version: int
+    weight_digest: str
+    position: int
+    seed: int
+    critic_checkpoint: str = ""  # empty where the run has no critic
+    settings: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def checkpoints(self) -> tuple[str, ...]:
+        """Of every trainer."""
+        return tuple(name for name in (self.checkpoint, self.critic_checkpoint) if name)
+
+
+def write_run_checkpoint(directory: Path, run_checkpoint: RunCheckpoint) -> None:
+    """Writes the manifest; it is durable and whole, or not there."""
+    directory.mkdir(parents=True, exist_ok=True)
+    data = json.dumps(asdict(run_checkpoint), indent=1).encode()
+    replace_file(_path(directory, run_checkpoint.step), data, temporary=directory)
+
+
+def list_run_checkpoints(directory: Path) -> list[RunCheckpoint]:
+    """Returns all run checkpoints, by step."""
+    if not directory.is_dir():
+        return []
+    paths = sorted(path for path in directory.iterdir() if path.suffix == ".json")
+    return [RunCheckpoint(**json.loads(path.read_text())) for path in paths]
+
+
+def latest_run_checkpoint(directory: Path) -> RunCheckpoint | None:
+    """The run_checkpoint of the highest step, None if there is none."""
+    run_checkpoints = list_run_checkpoints(directory)
+    return run_checkpoints[-1] if run_checkpoints else None
+
+
+def remove_run_checkpoint(directory: Path, run_checkpoint: RunCheckpoint) -> None:
+    """Removes a manifest; a run no longer resumes from it."""
+    _path(directory, run_checkpoint.step).unlink(missing_ok=True)
+
+
+def _path(directory: Path, step: int) -> Path:
+    return directory / f"{step:08}.json"
+
+
 class RunDirectoryError(Exception):
     """The run directory cannot be written, or is damaged; the message says which."""
 
@@ -39,12 +98,12 @@ def owned(run_dir: Path) -> Iterator[None]:
 
     Raises DirectoryError for another loop, RunDirectoryError for what the disk refuses meanwhile.
     """
-    with durable.owned(run_dir, "loop"), _told(run_dir):
+    with durable.owned(run_dir, "loop"), _typed_errors(run_dir):
         yield
 
 
 @contextmanager
-def _told(run_dir: Path) -> Iterator[None]:
+def _typed_errors(run_dir: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
@@ -56,20 +115,23 @@ def _told(run_dir: Path) -> Iterator[None]:
         raise RunDirectoryError(f"{where}: {error.strerror}") from error
 
 
-def last_cut(run_dir: Path, *, resume: bool, seed: int) -> RunCheckpoint | None:
-    """The cut to go on from, if there is one. Raises ConfigError and RunDirectoryError."""
+def checked_run_checkpoint(run_dir: Path, *, resume: bool, seed: int) -> RunCheckpoint | None:
+    """Returns the run checkpoint to go on from, if there is one.
+
+    Raises ConfigError and RunDirectoryError.
+    """
     has_ledger = (run_dir / LEDGER).exists()
-    cut = latest_cut(run_dir / CUTS)
-    if has_ledger and not resume and (cut is not None or _has_groups(run_dir)):
+    run_checkpoint = latest_run_checkpoint(run_dir / RUN_CHECKPOINTS)
+    if has_ledger and not resume and (run_checkpoint is not None or _has_groups(run_dir)):
         raise ConfigError(
             f"run_dir: {run_dir} holds a run; give resume: true (--resume) to go on with it, "
             "or another run_dir"
         )
-    if cut is not None and not has_ledger:
-        raise RunDirectoryError(f"run_dir: {run_dir} has cuts and no {LEDGER}")
-    if cut is not None and cut.seed != seed:
-        raise ConfigError(f"seed: is {seed}, the run to resume has {cut.seed}")
-    return cut
+    if run_checkpoint is not None and not has_ledger:
+        raise RunDirectoryError(f"run_dir: {run_dir} has run checkpoints and no {LEDGER}")
+    if run_checkpoint is not None and run_checkpoint.seed != seed:
+        raise ConfigError(f"seed: is {seed}, the run to resume has {run_checkpoint.seed}")
+    return run_checkpoint
 
 
 def _has_groups(run_dir: Path) -> bool:
@@ -81,18 +143,19 @@ def _has_groups(run_dir: Path) -> bool:
         ledger.close()
 
 
-def check_ledger(ledger: Ledger, cut: RunCheckpoint | None) -> None:
-    """Raise RunDirectoryError if rows are gone that the cut has seen.
+def check_ledger(ledger: Ledger, run_checkpoint: RunCheckpoint | None) -> None:
+    """Raise RunDirectoryError if rows are gone that the run checkpoint has seen.
 
     The run would train on their groups a second time.
     """
-    if cut is None:
+    if run_checkpoint is None:
         return
     position, step = ledger.next_position(), ledger.last_consumed_step()
-    if position < cut.position or step < cut.step:
+    if position < run_checkpoint.position or step < run_checkpoint.step:
         raise RunDirectoryError(
-            f"{LEDGER} ends at group {position} and step {step}, before the last cut (group "
-            f"{cut.position}, step {cut.step}): it is damaged, or of another time than cuts/"
+            f"{LEDGER} ends at group {position} and step {step}, before the last run "
+            f"checkpoint (group {run_checkpoint.position}, step {run_checkpoint.step}): it is "
+            f"damaged, or of another time than {RUN_CHECKPOINTS}/"
         )
 
 
@@ -108,21 +171,23 @@ def settings_digests(config: RunConfig, prompts: str) -> dict[str, str]:
 def check_resumed(
     config: RunConfig, settings: Mapping[str, str], note: Callable[[str], None]
 ) -> None:
-    """Whether the last cut is of a run like this one; `note` hears of settings that differ.
+    """Checks that the last run checkpoint is of a run like this one; notes settings that differ.
 
     Raises ConfigError where they may not: positions would name other tasks, or a deterministic
     run would be none. Raises RunDirectoryError.
     """
     if config.resume and not (config.run_dir / LEDGER).exists():
         note(f"{config.run_dir} holds no run yet: this one begins")
-    cut = last_cut(config.run_dir, resume=config.resume, seed=config.seed)
-    if cut is None:
+    run_checkpoint = checked_run_checkpoint(config.run_dir, resume=config.resume, seed=config.seed)
+    if run_checkpoint is None:
         return
-    if bool(cut.critic_checkpoint) != (config.critic is not None):
+    if bool(run_checkpoint.critic_checkpoint) != (config.critic is not None):
         raise ConfigError(
-            f"critic: the run to resume had {'one' if cut.critic_checkpoint else 'none'}"
+            f"critic: the run to resume had {'one' if run_checkpoint.critic_checkpoint else 'none'}"
         )
-    changed = sorted(name for name, value in cut.settings.items() if settings.get(name) != value)
+    changed = sorted(
+        name for name, value in run_checkpoint.settings.items() if settings.get(name) != value
+    )
     if "prompts" in changed:
         raise ConfigError(
             "prompts: are not those of the run to resume, some would be trained on twice; "

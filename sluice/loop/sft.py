@@ -3,23 +3,257 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import random
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import xxhash
 
 from sluice import faults
 from sluice.client import TrainerClient
 from sluice.config import ConfigError
-from sluice.loop.config import AlgorithmConfig
+from sluice.loop.config import AlgorithmConfig, RowsConfig, SftConfig
 from sluice.loop.ledger import Ledger, LedgerGroup
-from sluice.loop.recovery import Survival, check_step, wait_for_trainer
+from sluice.loop.prompts import PromptFileError, read_rows
 from sluice.loop.report import RunReport
-from sluice.loop.run_checkpoint import Retention, RunCheckpoint, latest_cut, write_cut
-from sluice.loop.run_directory import CUTS, LEDGER, check_ledger, last_cut
-from sluice.loop.sft_config import SftConfig
-from sluice.loop.sft_rows import ConversationRows, StepRows
-from sluice.loop.training import StepReport, train_step
+from sluice.loop.retention import Retention
+from sluice.loop.run_directory import (
+    LEDGER,
+    RUN_CHECKPOINTS,
+    RunCheckpoint,
+    check_ledger,
+    checked_run_checkpoint,
+    latest_run_checkpoint,
+)
+from sluice.loop.training import (
+    StepReport,
+    TrainerRecovery,
+    check_step,
+    train_step,
+    wait_for_trainer,
+)
+from sluice.samples.arrow import encode_group
 from sluice.samples.blobs import BlobStore
+from sluice.samples.chat_template import ChatTemplate, ChatTemplateError
+from sluice.samples.sample import Sample
 from sluice.samples.tokenizer import TextTokenizer
+
+ASSISTANT = "assistant"
+
+
+class ConversationError(ValueError):
+    """A conversation that nothing can be learned from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedTokens:
+    """token_ids int32[length] up to the last token trained on; loss_mask bool[length - prompt]."""
+
+    token_ids: np.ndarray
+    prompt_length: int
+    loss_mask: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """The conversation up to a turn, which begins at character `first` and ends before `end`."""
+
+    text: str
+    first: int
+    end: int
+
+
+def mask_answer(tokenizer: TextTokenizer, prompt: str, answer: str) -> MaskedTokens:
+    """A plain text, encoded as rollouts encode prompts, and its answer with the end token.
+
+    Raises ConversationError for an empty prompt.
+    """
+    before = tokenizer.encode(prompt, special=True)
+    after = tokenizer.encode(answer, special=False)
+    if not before:
+        raise ConversationError("the prompt has no tokens")
+    if tokenizer.end_token_id is not None:
+        after.append(tokenizer.end_token_id)
+    if not after:
+        raise ConversationError("the answer has no tokens")
+    return MaskedTokens(
+        token_ids=np.array(before + after, np.int32),
+        prompt_length=len(before),
+        loss_mask=np.ones(len(after), np.bool_),
+    )
+
+
+def mask_conversation(
+    tokenizer: TextTokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> list[MaskedTokens]:
+    """One sequence with every turn of the assistant.
+
+    A template that rewrites earlier turns once later ones follow (leaves out their reasoning)
+    has no such sequence: then one for each turn, as it was when the assistant said it.
+    Raises ConversationError, or ChatTemplateError for messages the template refuses.
+    """
+    template = tokenizer.chat_template
+    turns = [
+        _turn(template, messages[:index], message, tools)
+        for index, message in enumerate(messages)
+        if message["role"] == ASSISTANT
+    ]
+    if not turns:
+        raise ConversationError("no message is the assistant's")
+    whole = turns[-1].text
+    if all(whole.startswith(turn.text) for turn in turns):
+        return [_masked(tokenizer, whole, turns)]
+    return [_masked(tokenizer, turn.text, [turn]) for turn in turns]
+
+
+def _turn(
+    template: ChatTemplate,
+    before: Sequence[Mapping[str, Any]],
+    message: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] | None,
+) -> _Turn:
+    if not before:
+        raise ConversationError("the assistant's turn has nothing before it")
+    asked = template.render(before, opening=True, tools=tools)
+    closed = template.render(before, opening=False, tools=tools)
+    answered = template.render([*before, message], opening=False, tools=tools)
+    first = _agreement(asked, answered)
+    if first < _agreement(asked, closed):
+        raise ChatTemplateError("chat template: a turn changes what stands before it")
+    return _Turn(answered, first, len(answered.rstrip()))
+
+
+def _agreement(one: str, other: str) -> int:
+    """Characters that both begin with."""
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return sum(1 for _ in pairs)
+
+
+def _masked(tokenizer: TextTokenizer, text: str, turns: Sequence[_Turn]) -> MaskedTokens:
+    ids, begins = tokenizer.encode_with_offsets(text)
+    begin = np.array(begins)
+    mask = np.zeros(len(ids), np.bool_)
+    for turn in turns:
+        mask |= (begin >= turn.first) & (begin < turn.end)
+    trained = np.flatnonzero(mask)
+    if not len(trained):
+        raise ConversationError("the assistant says nothing")
+    prompt, end = int(trained[0]), int(trained[-1]) + 1
+    if not prompt:
+        raise ConversationError("no token stands before the assistant's turn")
+    return MaskedTokens(
+        token_ids=np.array(ids[:end], np.int32), prompt_length=prompt, loss_mask=mask[prompt:end]
+    )
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """What one step trains on, as it is spooled; `row_indices` count from 0 in the file."""
+
+    data: bytes
+    row_indices: tuple[int, ...]
+    sample_count: int
+    trained_tokens: int
+
+    @property
+    def digest(self) -> str:
+        """That of their blob."""
+        return xxhash.xxh3_128_hexdigest(self.data)
+
+
+class ConversationRows:
+    """All rows of a file. Step i of a run always has the same ones.
+
+    Every epoch has each row once, so that its last step may be a short one.
+    """
+
+    def __init__(
+        self, config: RowsConfig, tokenizer: TextTokenizer, rows_per_step: int, seed: int
+    ) -> None:
+        """Raises ConfigError for a missing, PromptFileError for a malformed file."""
+        self._rows = read_rows(config.file, "rows.file")
+        for where, row in self._rows:
+            _check(where, row)
+        self._tokenizer, self._rows_per_step = tokenizer, rows_per_step
+        self._shuffle, self._seed = config.shuffle, seed
+        self._order = lru_cache(maxsize=2)(self._epoch_order)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-len(self._rows) // self._rows_per_step)
+
+    def step(self, step: int) -> StepRows:
+        """Tokenised rows of a step, from 0. Raises PromptFileError for a row without a lesson."""
+        epoch, part = divmod(step, self.steps_per_epoch)
+        first = part * self._rows_per_step
+        indices = self._order(epoch)[first : first + self._rows_per_step]
+        samples = [sample for index in indices for sample in self._samples(epoch, index)]
+        return StepRows(
+            data=encode_group(samples),
+            row_indices=tuple(indices),
+            sample_count=len(samples),
+            trained_tokens=sum(int(np.sum(sample.columns["loss_mask"])) for sample in samples),
+        )
+
+    def _samples(self, epoch: int, index: int) -> list[Sample]:
+        where, row = self._rows[index]
+        try:
+            sequences = self._tokenise(row)
+        except (ConversationError, ChatTemplateError) as error:
+            raise PromptFileError(f"{where}: {error}") from None
+        group_id = f"{epoch}-{index}"
+        return [
+            Sample(
+                sample_id=f"{group_id}/{number}",
+                group_id=group_id,
+                token_ids=sequence.token_ids,
+                prompt_length=sequence.prompt_length,
+                columns={"loss_mask": sequence.loss_mask},
+            )
+            for number, sequence in enumerate(sequences)
+        ]
+
+    def _tokenise(self, row: Mapping[str, Any]) -> list[MaskedTokens]:
+        if row.get("messages"):
+            return mask_conversation(self._tokenizer, row["messages"], row.get("tools"))
+        return [mask_answer(self._tokenizer, row["prompt"], row["answer"])]
+
+    def _epoch_order(self, epoch: int) -> list[int]:
+        order = list(range(len(self._rows)))
+        if self._shuffle:
+            random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        return order
+
+
+def _check(where: str, row: Mapping[str, Any]) -> None:
+    """What can be told of a row without tokenising it."""
+    messages = row.get("messages")
+    if not messages:
+        for key in ("prompt", "answer"):
+            if not isinstance(row.get(key), str):
+                raise PromptFileError(f"{where}: give `messages`, or `prompt` and `answer` texts")
+        return
+    if not isinstance(messages, list):
+        raise PromptFileError(f"{where}: messages must be a list")
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise PromptFileError(f"{where}: messages[{number}] needs a role")
+        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
+            raise PromptFileError(f"{where}: messages[{number}] needs a content")
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles:
+        raise PromptFileError(f"{where}: no message is the assistant's")
+    if roles[0] == "assistant":
+        raise PromptFileError(f"{where}: the assistant's turn has nothing before it")
+
 
 logger = logging.getLogger(__name__)
 
@@ -37,34 +271,34 @@ class SftRun:
     ) -> None:
         """Raises ConfigError and RunDirectoryError for a run_dir that does not fit."""
         self.config, self.report, self._rows = config, report, rows
-        last_cut(config.run_dir, resume=config.resume, seed=config.seed)
+        checked_run_checkpoint(config.run_dir, resume=config.resume, seed=config.seed)
         self.steps = step_count(config, rows)
         self.trainer = TrainerClient(trainer, config.security)
         self.ledger = Ledger(config.run_dir / LEDGER)
         self._blobs = BlobStore(config.store_dir)
-        self._cuts = config.run_dir / CUTS
+        self._run_checkpoints = config.run_dir / RUN_CHECKPOINTS
         self._algorithm = AlgorithmConfig(loss=config.loss)
-        self._survival = Survival(self.trainer, self._begin, config.service_timeout_seconds)
+        self._recovery = TrainerRecovery(self.trainer, self._begin, config.service_timeout_seconds)
         self._retention: Retention | None = None
         self._published = False
         self.step = 0  # of the loop
         self.optimizer_step = 0  # of the trainer
 
     async def start(self) -> None:
-        """Bring the trainer to its first state, or to that of the last cut."""
+        """Bring the trainer to its first state, or to that of the last run checkpoint."""
         config = self.config
-        check_ledger(self.ledger, latest_cut(self._cuts))
+        check_ledger(self.ledger, latest_run_checkpoint(self._run_checkpoints))
         await wait_for_trainer(self.trainer, config.service_timeout_seconds)
         self._retention = Retention(config.retention, config.store_dir, config.run_dir, self.ledger)
-        await self._survival.run(self._begin)
+        await self._recovery.run(self._begin)
 
     async def train(self) -> None:
-        """All steps that are left, a last cut, and the weights published."""
+        """All steps that are left, a last run checkpoint, and the weights published."""
         while not self._published:
             if self.step < self.steps:
-                await self._survival.run(self._one_step)
+                await self._recovery.run(self._one_step)
             else:
-                await self._survival.run(self._publish)
+                await self._recovery.run(self._publish)
 
     async def close(self) -> None:
         """End what runs in the background and close the connection."""
@@ -74,28 +308,28 @@ class SftRun:
         self.ledger.close()
 
     async def _begin(self) -> None:
-        """What the trainer holds, or what the last cut names."""
-        cut = latest_cut(self._cuts)
-        if cut is not None:
-            await self._restore(cut)
+        """What the trainer holds, or what the last run checkpoint names."""
+        run_checkpoint = latest_run_checkpoint(self._run_checkpoints)
+        if run_checkpoint is not None:
+            await self._restore(run_checkpoint)
             return
         if self.config.initial_checkpoint:
             loaded = await self.trainer.load_checkpoint(self.config.initial_checkpoint)
             self.optimizer_step = loaded.step
         else:
             self.optimizer_step = (await self.trainer.get()).step
-        await self._cut()
+        await self._save()
 
-    async def _restore(self, cut: RunCheckpoint) -> None:
-        """Go back to a cut; rows trained on since are trained on again, from there."""
+    async def _restore(self, run_checkpoint: RunCheckpoint) -> None:
+        """Go back to a run checkpoint; rows trained on since are trained on again, from there."""
         assert self._retention is not None
-        loaded = await self.trainer.load_checkpoint(cut.checkpoint)
-        self.ledger.roll_back(cut.step)
+        loaded = await self.trainer.load_checkpoint(run_checkpoint.checkpoint)
+        self.ledger.roll_back(run_checkpoint.step)
         await self._check_rows()
         await self._retention.resume()
-        self.step, self.optimizer_step = cut.step, loaded.step
-        self.report.truncate(cut.step)
-        logger.info("restored step %d", cut.step)
+        self.step, self.optimizer_step = run_checkpoint.step, loaded.step
+        self.report.truncate(run_checkpoint.step)
+        logger.info("restored step %d", run_checkpoint.step)
 
     async def _check_rows(self) -> None:
         """Other rows in a step would be trained on twice, or never."""
@@ -122,11 +356,11 @@ class SftRun:
         self.ledger.consume([group.group_id], self.step + 1)
         faults.point("consumed")
         self.step, self.optimizer_step = self.step + 1, trained.optimizer_step
-        self._survival.progressed()
+        self._recovery.note_step()
         self._report_step(trained, len(rows.row_indices), spooled - start, start)
         every = self.config.checkpoint_every
         if every and (self.step % every == 0 or self.step == self.steps):
-            await self._cut()
+            await self._save()
 
     async def _spool(self, rows: StepRows) -> LedgerGroup:
         """Put the rows of this step into the store, as one blob, and into the ledger."""
@@ -147,13 +381,13 @@ class SftRun:
         self.ledger.generated(group)  # false where the run was here before
         return group
 
-    async def _cut(self) -> None:
+    async def _save(self) -> None:
         """Save a checkpoint, then the manifest that makes it the place to resume from."""
         assert self._retention is not None
         await self._retention.settle()
         saved = await self.trainer.save_checkpoint(self._retention.new_checkpoint_id(self.step))
         check_step(saved.step, self.optimizer_step, "checkpoint")
-        cut = RunCheckpoint(
+        run_checkpoint = RunCheckpoint(
             step=self.step,
             optimizer_step=saved.step,
             checkpoint=saved.checkpoint,
@@ -162,9 +396,7 @@ class SftRun:
             position=self.ledger.next_position(),
             seed=self.config.seed,
         )
-        write_cut(self._cuts, cut)
-        faults.point("cut")
-        await self._retention.take_cut()
+        await self._retention.record(run_checkpoint)
 
     async def _publish(self) -> None:
         assert self._retention is not None

@@ -1,24 +1,204 @@
-"""One training step: batch up, columns, gradients, optimizer."""
+"""The trainer as a loop drives it: one step, the critic beside it, the way back when it is lost."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+
+import grpc
 
 from sluice import faults
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
-from sluice.client import TrainerClient, new_request_id
+from sluice.client import RemoteError, TrainerClient, new_request_id
+from sluice.config import ConfigError
 from sluice.loop import trace
-from sluice.loop.config import AlgorithmConfig
-from sluice.loop.critic import Critic, CriticPart
+from sluice.loop.config import AlgorithmConfig, CriticConfig
 from sluice.loop.ledger import LedgerGroup
+from sluice.runtime.recovery import NotReadyError, wait_until_ready
+from sluice.runtime.security import SecurityConfig
+from sluice.samples.blobs import BlobReference
+
+logger = logging.getLogger(__name__)
+
+Work = Callable[[], Awaitable[None]]
+
+TRAINER_LOSSES = 5  # in a row, without a step in between
+
+# What a trainer answers whose ranks or controller went away and came back at an earlier state.
+_LOST = {
+    "RANK_LOST",
+    "LOADING",
+    "STEP_MISMATCH",
+    "BATCH_NOT_FOUND",
+    "OPERATION_NOT_FOUND",
+    "COLUMN_MISSING",
+    "GRADIENTS_INCOMPLETE",
+    "PARTS_MISMATCH",
+    "NO_GRADIENTS",
+}
+_BLOB_LOST = {"BLOB_NOT_FOUND", "DIGEST_MISMATCH"}
+
+
+class TrainerBrokenError(Exception):
+    """The trainer cannot go on; the message carries its reason."""
+
+
+class TrainerLostError(Exception):
+    """The trainer is not where this run left it."""
+
+
+def check_step(step: int, expected: int, what: str) -> None:
+    """Raises TrainerLostError for a trainer that restarted: it has forgotten its last steps."""
+    if step != expected:
+        raise TrainerLostError(f"{what} of step {step}, this run is at {expected}")
+
+
+def lost_blob(error: RemoteError) -> str | None:
+    """Returns the digest of the blob that the trainer could not read, if that is the error."""
+    if error.reason not in _BLOB_LOST:
+        return None
+    return error.metadata.get("blob") or error.metadata.get("name")
+
+
+async def active_trainer(client: TrainerClient) -> pb.Trainer:
+    """Returns the trainer. Raises NotReadyError while it loads, TrainerBrokenError for good."""
+    trainer = await client.get()
+    if trainer.state == pb.Trainer.STATE_FAILED:
+        raise TrainerBrokenError(f"trainer failed: {trainer.failure}")
+    if trainer.state != pb.Trainer.STATE_ACTIVE:
+        raise NotReadyError(pb.Trainer.State.Name(trainer.state))
+    return trainer
+
+
+async def wait_for_trainer(client: TrainerClient, seconds: float) -> pb.Trainer:
+    """Returns the trainer once it takes work. Raises TrainerBrokenError."""
+    what = f"trainer {client.address}"
+    return await wait_until_ready(what, lambda: active_trainer(client), seconds, TrainerBrokenError)
+
+
+class TrainerRecovery:
+    """Does work on a trainer; where the trainer is lost on the way, does `restore` instead."""
+
+    def __init__(self, trainer: TrainerClient, restore: Work, wait_seconds: float) -> None:
+        self._trainer, self._restore, self._wait_seconds = trainer, restore, wait_seconds
+        self._losses = 0  # since the last step
+
+    def note_step(self) -> None:
+        """Ends the row of losses: a step was made."""
+        self._losses = 0
+
+    async def run(self, work: Work) -> None:
+        """Raises what is no loss of the trainer, and the last of too many losses in a row."""
+        while True:
+            try:
+                await work()
+                return
+            except (RemoteError, TrainerLostError) as error:
+                if isinstance(error, RemoteError) and not _is_lost(error):
+                    raise
+                self._losses += 1
+                if self._losses > TRAINER_LOSSES:
+                    raise
+                logger.warning("trainer: %s; going back to the last run checkpoint", error)
+                await wait_for_trainer(self._trainer, self._wait_seconds)
+            work = self._restore
+
+
+def _is_lost(error: RemoteError) -> bool:
+    return error.reason in _LOST or error.code is grpc.StatusCode.UNAVAILABLE
+
+
+@dataclass(frozen=True)
+class CriticStep:
+    """The answers to one optimizer step of the critic."""
+
+    gradients: pb.ForwardBackwardResponse
+    step: pb.StepOptimizerResponse
+
+
+class Critic:
+    """A trainer with a value head, and where it is."""
+
+    def __init__(
+        self, address: str, config: CriticConfig, security: SecurityConfig, wait_seconds: float
+    ) -> None:
+        self.config = config
+        self.optimizer_step = 0
+        self._client = TrainerClient(address, security)
+        self._wait_seconds = wait_seconds
+
+    async def begin(self) -> None:
+        """Goes on from what the trainer holds. Raises ConfigError if it has no value head."""
+        trainer = await wait_for_trainer(self._client, self._wait_seconds)
+        if trainer.head != "value":
+            raise ConfigError(f"critic: the trainer at {self._client.address} has no head: value")
+        self.optimizer_step = trainer.step
+
+    async def load(self, checkpoint: str) -> None:
+        await wait_for_trainer(self._client, self._wait_seconds)
+        self.optimizer_step = (await self._client.load_checkpoint(checkpoint)).step
+
+    async def save(self, checkpoint_id: str) -> str:
+        """Saves a checkpoint. Raises TrainerLostError where the trainer is at another step."""
+        saved = await self._client.save_checkpoint(checkpoint_id)
+        check_step(saved.step, self.optimizer_step, "checkpoint of the critic")
+        return saved.checkpoint
+
+    async def upload(self, batch_id: str, sample_count: int, blobs: Sequence[BlobReference]) -> str:
+        """Uploads the rows of the actor's batch, from the same blobs."""
+        return (await self._client.upload_batch(batch_id, sample_count, blobs=blobs)).batch
+
+    async def give_values(self, batch: str, actor: TrainerClient, actor_batch: str) -> None:
+        """Estimates values and gives them to the actor, whose advantages need them."""
+        await self._client.compute_values(batch)
+        await actor.put_columns(actor_batch, await self._client.get_columns(batch, ["values"]))
+
+    async def fetch_returns(self, batch: str, actor: TrainerClient, actor_batch: str) -> None:
+        """Fetches the returns, which values should have been, from the actor's advantages."""
+        await self._client.put_columns(batch, await actor.get_columns(actor_batch, ["returns"]))
+
+    async def learn(self, batch: str, part_id: str, sample_ids: Sequence[str]) -> CriticStep:
+        """Makes an optimizer step towards the returns of these samples, or of all by default."""
+        with trace.span(trace.CRITIC, "forward_backward"):
+            gradients = await self._client.forward_backward(
+                batch,
+                self.config.loss,
+                expected_step=self.optimizer_step,
+                part_id=part_id,
+                sample_ids=sample_ids,
+            )
+        with trace.span(trace.CRITIC, "optimizer"):
+            step = await self._client.step_optimizer(self.optimizer_step, [part_id])
+        self.optimizer_step = step.step
+        return CriticStep(gradients, step)
+
+    @asynccontextmanager
+    async def learning(
+        self, batch: str, part_id: str, sample_ids: Sequence[str]
+    ) -> AsyncIterator[asyncio.Task[CriticStep]]:
+        """Runs `learn` while the block trains the actor: they sit on different devices."""
+        learning = asyncio.create_task(self.learn(batch, part_id, sample_ids), name="critic")
+        try:
+            yield learning
+            await learning
+        finally:
+            learning.cancel()
+            await asyncio.gather(learning, return_exceptions=True)
+
+    async def delete_batch(self, batch: str) -> None:
+        await self._client.delete_batch(batch)
+
+    async def close(self) -> None:
+        await self._client.close()
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What a training step told; `optimizer_step` counts the trainer's steps after it."""
+    """The result of a training step; `optimizer_step` counts the trainer's steps after it."""
 
     optimizer_step: int
     metrics: dict[str, float] = field(default_factory=dict)
@@ -43,17 +223,17 @@ async def train_step(
     critic: Critic | None = None,
     critic_alone: bool = False,
 ) -> StepReport:
-    """Train on finished groups: `mini_batches` optimizer steps over references alone.
+    """Trains on finished groups: `mini_batches` optimizer steps over references alone.
 
-    With critic_alone the actor learns nothing. Raises RemoteError; then nothing is known of
-    gradients, and the caller restores a cut.
+    With critic_alone the actor learns nothing. Raises RemoteError; then gradients may or
+    may not have been added, and the caller goes back to a run checkpoint.
     """
     batch_id = f"{name}-{new_request_id()[:8]}"  # a step tried again is another batch
     batch = await _upload(trainer, critic, groups, batch_id)
     faults.point("uploaded")
     metrics = await _add_columns(trainer, algorithm, batch, critic)
     reports = []
-    lessons: list[CriticPart] = []
+    critic_steps: list[CriticStep] = []
     for part, share in enumerate(_mini_batches(groups, algorithm.mini_batches)):
         sample_ids = [] if len(share) == len(groups) else _sample_ids(share)
         part_id = f"{batch_id}-{part}"
@@ -77,11 +257,11 @@ async def train_step(
                 optimizer_step = step.step
                 reports.append((gradients, step))
         if critic is not None:
-            lessons.append(task.result())
+            critic_steps.append(task.result())
     await trainer.delete_batch(batch.name)
     if critic is not None:
         await critic.delete_batch(batch.critic_name)
-        metrics |= _of_critic(lessons)
+        metrics |= _critic_metrics(critic_steps)
     return _report(optimizer_step, metrics, reports)
 
 
@@ -111,12 +291,12 @@ async def _add_columns(
         return {}
     if critic is not None:
         with trace.span(trace.CRITIC, "values"):
-            await critic.lend_values(batch.critic_name, trainer, batch.name)
+            await critic.give_values(batch.critic_name, trainer, batch.name)
     with trace.span(trace.TRAINER, "advantages"):
         advantages = await trainer.compute_advantages(batch.name, algorithm.advantage)
     if critic is not None:
         with trace.span(trace.CRITIC, "returns"):
-            await critic.take_returns(batch.critic_name, trainer, batch.name)
+            await critic.fetch_returns(batch.critic_name, trainer, batch.name)
     return {
         "reward_mean": advantages.reward_mean,
         "advantage_abs_mean": advantages.advantage_abs_mean,
@@ -125,7 +305,7 @@ async def _add_columns(
 
 
 def _mini_batches(groups: Sequence[LedgerGroup], count: int) -> list[Sequence[LedgerGroup]]:
-    """Contiguous shares, as even as can be."""
+    """Returns contiguous shares, as even as can be."""
     bounds = [len(groups) * i // count for i in range(count + 1)]
     return [groups[a:b] for a, b in itertools.pairwise(bounds) if b > a]
 
@@ -149,15 +329,15 @@ def _report(
     return StepReport(optimizer_step=optimizer_step, metrics=metrics, skipped_reasons=skipped)
 
 
-def _of_critic(lessons: Sequence[CriticPart]) -> dict[str, float]:
-    metrics = _weighted([lesson.gradients for lesson in lessons])
-    norms = [lesson.step.grad_norm for lesson in lessons]
-    found = {f"critic_{name.removeprefix('value_')}": value for name, value in metrics.items()}
-    return {**found, "critic_grad_norm": sum(norms) / len(norms)}
+def _critic_metrics(critic_steps: Sequence[CriticStep]) -> dict[str, float]:
+    metrics = _weighted([each.gradients for each in critic_steps])
+    norms = [each.step.grad_norm for each in critic_steps]
+    renamed = {f"critic_{name.removeprefix('value_')}": value for name, value in metrics.items()}
+    return {**renamed, "critic_grad_norm": sum(norms) / len(norms)}
 
 
 def _weighted(passes: Sequence[pb.ForwardBackwardResponse]) -> dict[str, float]:
-    """Means over the tokens of all passes."""
+    """Returns means over the tokens of all passes."""
     tokens = max(1, sum(each.token_count for each in passes))
     metrics: dict[str, float] = {}
     for each in passes:

@@ -1,37 +1,126 @@
-"""The episode workers that the router knows, and Rollout calls that outlive one of them."""
+"""The episode workers that the router knows, and calls for groups that outlive one of them."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import TypeVar
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import grpc
+from google.protobuf.struct_pb2 import Struct
 
+from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.client import ClientCache, RemoteError, RolloutClient, RouterClient
 from sluice.loop import trace
-from sluice.loop.recovery import Patience
+from sluice.loop.config import EnvironmentConfig, EvaluationSetConfig, RunConfig, SamplingConfig
+from sluice.loop.prompts import Task, sample_seed
+from sluice.runtime.recovery import NotReadyError, Retries, is_passing, wait_until_ready
 from sluice.runtime.security import SecurityConfig
+from sluice.runtime.wire import duration_of
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+G = TypeVar("G")
+Request = pb.RolloutRequest | pb.EvaluateRequest
+Response = pb.RolloutResponse | pb.EvaluateResponse
 
-_WORKER_GONE = {
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.UNKNOWN,
-    grpc.StatusCode.CANCELLED,
-    grpc.StatusCode.DEADLINE_EXCEEDED,  # of one call; the same request goes on where it was
-    grpc.StatusCode.RESOURCE_EXHAUSTED,  # too busy
+# The task itself is at fault: issuing it again would fail again.
+_HOPELESS = {grpc.StatusCode.INVALID_ARGUMENT.value[0], grpc.StatusCode.NOT_FOUND.value[0]}
+# Engines or the store are at fault, not the group: it loses no attempt.
+_BLAMELESS = {
+    code.value[0]
+    for code in (
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.ABORTED,
+        grpc.StatusCode.CANCELLED,
+    )
 }
 
 
+def build_request(
+    config: RunConfig,
+    tasks: Sequence[tuple[str, Task]],
+    versions: engine_pb.VersionBounds,
+    trial: int,
+) -> pb.RolloutRequest:
+    """Builds the call of training groups: (group id, task). One content and trial has one id.
+
+    A repeat of it resumes; another trial runs again what the first one answered as failed.
+    """
+    count = config.samples_per_group
+    groups = [_group(config, name, name, task, count) for name, task in tasks]
+    return _request(config, config.environment, config.sampling, versions, groups, trial)
+
+
+def build_evaluation(
+    config: RunConfig,
+    data: EvaluationSetConfig,
+    tasks: Sequence[tuple[str, Task]],
+    versions: engine_pb.VersionBounds,
+    trial: int,
+) -> pb.EvaluateRequest:
+    """Builds the call of held-out groups of one data set. `trial` as for `build_request`.
+
+    Seeds come from the task, not from the step: scores of two steps differ by the weights.
+    """
+    assert config.evaluation is not None
+    greedy = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
+    sampling = data.sampling or config.sampling.model_copy(update=greedy)
+    groups = [
+        _group(config, name, f"eval-{name.split('-', 2)[2]}", task, data.samples)  # without step
+        for name, task in tasks
+    ]
+    environment = data.environment or config.environment
+    return pb.EvaluateRequest(
+        rollout=_request(config, environment, sampling, versions, groups, trial),
+        pass_at=data.pass_at,
+        pass_threshold=data.pass_threshold,
+        max_running_groups=config.evaluation.max_running_groups,
+    )
+
+
+def _request(
+    config: RunConfig,
+    environment: EnvironmentConfig,
+    sampling: SamplingConfig,
+    versions: engine_pb.VersionBounds,
+    groups: Sequence[pb.GroupRequest],
+    trial: int,
+) -> pb.RolloutRequest:
+    request = pb.RolloutRequest(
+        environment=pb.EnvironmentSpec(name=environment.name),
+        sampling=engine_pb.SamplingParams(**sampling.model_dump()),
+        sample_count=len(groups[0].seeds),
+        group_timeout=duration_of(config.group_timeout_seconds),
+        versions=versions,
+        groups=groups,
+    )
+    request.environment.settings.update(environment.settings)
+    content = request.SerializeToString(deterministic=True).hex()
+    request.request_id = str(uuid.uuid5(uuid.NAMESPACE_OID, f"{content}/{trial}"))
+    return request
+
+
+def _group(
+    config: RunConfig, group_id: str, seed_name: str, task: Task, count: int
+) -> pb.GroupRequest:
+    seeds = [sample_seed(config.seed, seed_name, index) for index in range(count)]
+    if isinstance(task, int):
+        return pb.GroupRequest(group_id=group_id, seeds=seeds, index=task)
+    row = Struct()
+    row.update(dict(task))
+    return pb.GroupRequest(group_id=group_id, seeds=seeds, row=row)
+
+
 class WorkerLostError(Exception):
-    """An episode worker went away, or was too busy, in the middle of a Rollout.
+    """An episode worker went away, or was too busy, in the middle of a call.
 
     `retry_seconds`: when to ask again, 0 where nobody says.
     """
@@ -42,11 +131,12 @@ class WorkerLostError(Exception):
 
 
 @contextlib.contextmanager
-def _lost(client: RolloutClient) -> Iterator[None]:
+def _typed_loss(client: RolloutClient) -> Iterator[None]:
+    """Raises WorkerLostError where a repeat may help: after a deadline the request goes on too."""
     try:
         yield
     except RemoteError as error:
-        if error.code not in _WORKER_GONE:
+        if not is_passing(error) and error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
             raise
         message = f"episode worker {client.address}: {error}"
         raise WorkerLostError(message, error.retry_seconds) from error
@@ -57,7 +147,7 @@ class NoWorkerError(Exception):
 
 
 class EpisodeWorkers:
-    """Chooses a worker for every Rollout call, in turn."""
+    """Chooses a worker for every call, in turn."""
 
     def __init__(self, router: RouterClient, security: SecurityConfig, wait_seconds: float) -> None:
         self._router, self._wait_seconds = router, wait_seconds
@@ -65,65 +155,53 @@ class EpisodeWorkers:
         self._asked: dict[str, RolloutClient] = {}  # by the request_id of a call under way
         self._worker_count = 1
         self._turn = 0
-        self._cause = "no answer"  # why there is no worker, while there is none
 
     async def close(self) -> None:
         await self._clients.close()
 
     def split(self, groups: Sequence[T]) -> list[Sequence[T]]:
-        """One share a worker, as even as can be; no empty ones."""
+        """Returns one share a worker, as even as can be; no empty ones."""
         shares = [groups[i :: self._worker_count] for i in range(self._worker_count)]
         return [share for share in shares if share]
 
     async def refresh(self) -> list[str]:
-        """Addresses of the workers; waits for the first one. Raises NoWorkerError."""
-        patience = Patience("an episode worker")
-        try:
-            async with asyncio.timeout(self._wait_seconds):
-                while not (addresses := await self._addresses()):
-                    patience.waited(self._cause)
-                    await asyncio.sleep(0.2)
-        except TimeoutError:
-            raise NoWorkerError(
-                f"no episode worker in {self._wait_seconds:g} s: {self._cause}"
-            ) from None
+        """Returns addresses of the workers; waits for the first one. Raises NoWorkerError."""
+        addresses = await wait_until_ready(
+            "an episode worker", self._addresses, self._wait_seconds, NoWorkerError
+        )
         self._worker_count = len(addresses)
         return addresses
 
     async def _addresses(self) -> list[str]:
-        try:
-            workers = await self._router.list_engines(router_pb.ROLE_EPISODES)
-        except RemoteError as error:
-            if error.code not in _WORKER_GONE:
-                raise
-            self._cause = f"router {self._router.address}: {error}"
-            return []  # it restarts
-        self._cause = f"router {self._router.address} knows none"
-        return [w.address for w in workers if w.state == router_pb.ENGINE_STATE_ACTIVE]
+        workers = await self._router.list_engines(router_pb.ROLE_EPISODES)
+        active = [w.address for w in workers if w.state == router_pb.ENGINE_STATE_ACTIVE]
+        if not active:
+            raise NotReadyError(f"router {self._router.address} knows none")
+        return active
 
-    async def rollout(self, request: pb.RolloutRequest) -> AsyncIterator[pb.RolloutResponse]:
-        """The stream of one call. Raises WorkerLostError when a repeat elsewhere may help."""
-        client = await self._next()
-        self._asked[request.request_id] = client
+    async def ask(self, request: Request) -> AsyncIterator[Response]:
+        """Streams the answers to a call. Raises WorkerLostError where another may do better."""
+        addresses = await self.refresh()
+        self._turn += 1
+        client = self._clients[addresses[self._turn % len(addresses)]]
+        request_id = request_id_of(request)
+        self._asked[request_id] = client
         try:
-            with _lost(client):
+            with _typed_loss(client):
+                if isinstance(request, pb.EvaluateRequest):
+                    async for scored in client.evaluate(request):
+                        yield scored
+                    return
                 async for response in client.rollout(request):
                     if response.HasField("finished"):
                         trace.add_group(response.finished)
                     yield response
         finally:
-            if self._asked.get(request.request_id) is client:
-                del self._asked[request.request_id]
-
-    async def evaluate(self, request: pb.EvaluateRequest) -> AsyncIterator[pb.EvaluateResponse]:
-        """As `rollout`."""
-        client = await self._next()
-        with _lost(client):
-            async for response in client.evaluate(request):
-                yield response
+            if self._asked.get(request_id) is client:
+                del self._asked[request_id]
 
     async def cancel(self, request_id: str, group_ids: Sequence[str]) -> None:
-        """End groups of a call of `rollout` that is under way; without it there are none.
+        """Ends groups of a call that is under way; does nothing where none has this id.
 
         Raises WorkerLostError; what runs there then is not waited for.
         """
@@ -131,13 +209,109 @@ class EpisodeWorkers:
         if client is None:
             return
         try:
-            with _lost(client):
+            with _typed_loss(client):
                 await client.cancel(request_id, group_ids)
         except RemoteError as error:
             if error.code is not grpc.StatusCode.NOT_FOUND:  # it settled meanwhile
                 raise
 
-    async def _next(self) -> RolloutClient:
-        addresses = await self.refresh()
-        self._turn += 1
-        return self._clients[addresses[self._turn % len(addresses)]]
+
+def request_id_of(request: Request) -> str:
+    """Returns the id of a call."""
+    rollout = request.rollout if isinstance(request, pb.EvaluateRequest) else request
+    return rollout.request_id
+
+
+class RolloutFailedError(Exception):
+    """Rollouts cannot go on; the message says why."""
+
+
+class CallEvents(Protocol[G]):
+    """Hears what becomes of the groups of a call."""
+
+    async def wait_for_version(self, version: int) -> None:
+        """Returns once the caller can place samples of a weight version."""
+
+    def finished(self, group: G, finished: pb.FinishedGroup) -> None:
+        """Takes a group that is generated and durable."""
+
+    def hopeless(self, group: G, why: str) -> None:
+        """Takes a group that would fail again."""
+
+    def failed(self, group: G, why: str) -> G | None:
+        """Returns what to ask for after a failure; None if that was the last attempt."""
+
+
+@dataclass(eq=False)
+class RolloutCall(Generic[G]):
+    """Asks for groups until none is owed, over lost workers and failed groups.
+
+    waiting: the groups still owed, by id. build_request: makes the call of some groups; another
+    trial is another request. seconds: how long workers or engines may be down.
+    """
+
+    workers: EpisodeWorkers
+    build_request: Callable[[Sequence[G], int], Request]
+    events: CallEvents[G]
+    waiting: dict[str, G]
+    seconds: float
+    request_id: str = ""
+
+    def release(self, group_ids: Iterable[str]) -> list[str]:
+        """Owes these no more; returns those that it owed."""
+        return [group_id for group_id in group_ids if self.waiting.pop(group_id, None)]
+
+    async def see_through(self) -> None:
+        """Returns when it owes nothing. Raises RolloutFailedError; RemoteError for a refusal."""
+        retries, trial = Retries(self.seconds, RolloutFailedError), 0
+        while self.waiting:
+            request = self.build_request(list(self.waiting.values()), trial)
+            self.request_id = request_id_of(request)
+            failed = await self._follow(request, retries)
+            blameless = {name: why for name, (code, why) in failed.items() if code in _BLAMELESS}
+            for group_id in [name for name in self.waiting if name not in blameless]:
+                _, why = failed.get(group_id, (0, "the worker gave no answer for it"))
+                again = self.events.failed(self.waiting.pop(group_id), why)
+                if again is not None:
+                    self.waiting[group_id] = again
+            if self.waiting and self.waiting.keys() <= blameless.keys():
+                await retries.pause(next(iter(blameless.values())))
+            trial += 1
+
+    async def _follow(self, request: Request, retries: Retries) -> dict[str, tuple[int, str]]:
+        """Follows a call to its end, on one worker after another; (code, message) of failed groups.
+
+        A worker that goes on with the same request repeats what is finished already.
+        """
+        failed: dict[str, tuple[int, str]] = {}
+        while self.waiting:
+            failed.clear()
+            try:
+                async for response in self.workers.ask(request):
+                    if response.HasField("finished"):
+                        retries.succeeded()
+                        await self._record_finished(response.finished)
+                    elif response.HasField("failed"):
+                        self._record_failed(response.failed, failed)
+                return failed
+            except WorkerLostError as error:
+                logger.warning("%s; %d groups go to another", error, len(self.waiting))
+                await retries.pause(str(error), error.retry_seconds)
+        return failed
+
+    async def _record_finished(self, finished: pb.FinishedGroup) -> None:
+        if finished.group_id in self.waiting:
+            await self.events.wait_for_version(finished.max_version)
+        group = self.waiting.pop(finished.group_id, None)
+        if group is not None:  # else it was announced twice, or settled
+            self.events.finished(group, finished)
+
+    def _record_failed(self, failure: pb.FailedGroup, failed: dict[str, tuple[int, str]]) -> None:
+        if failure.group_id not in self.waiting:
+            return
+        code, message = failure.error.code, failure.error.message
+        if code in _HOPELESS:
+            self.events.hopeless(self.waiting.pop(failure.group_id), message)
+        else:
+            logger.warning("group %s failed: %s", failure.group_id, message)
+            failed[failure.group_id] = (code, message)

@@ -24,6 +24,7 @@ from pydantic import Field, model_validator
 from sluice import faults
 from sluice.api.common.v1 import wait_service_pb2_grpc
 from sluice.config import Config, ConfigError
+from sluice.durable import replace_file
 from sluice.runtime.interceptors import ServiceInterceptor
 from sluice.runtime.metrics import MetricsServer
 from sluice.runtime.operations import Operations
@@ -175,9 +176,8 @@ class Server:
             **self.further_addresses,
             "pid": os.getpid(),
         }
-        partial = self.config.address_file.with_suffix(".partial")
-        partial.write_text(json.dumps(addresses))
-        partial.rename(self.config.address_file)
+        path, data = self.config.address_file, json.dumps(addresses).encode()
+        replace_file(path, data, temporary=path.parent, sync=False)
 
     async def set_serving(self, serving: bool = True) -> None:
         """Tell health whether the services are ready."""

@@ -8,7 +8,7 @@ import signal
 import psutil
 import pytest
 
-from sluice.loop.run_checkpoint import latest_cut
+from sluice.loop.run_directory import latest_run_checkpoint
 from tests.e2e.conftest import start_stack, stop_stack
 from tests.patience import PATIENCE
 
@@ -35,7 +35,7 @@ def test_a_run_with_a_critic_survives_the_death_of_each(stack):
     (rank,) = psutil.Process(stack.pid("critic")).children()
     os.kill(rank.pid, signal.SIGKILL)
     training.wait_for_step(5)
-    training.die_at("consumed")  # never between the last cut and the removal of the one before
+    training.die_at("consumed")  # never while a run checkpoint replaces the one before
     training.process.wait(timeout=PATIENCE)
     stack.train("ppo", resume=True, **PPO).finish()
     rows = training.rows()
@@ -49,12 +49,15 @@ def test_a_run_with_a_critic_survives_the_death_of_each(stack):
     assert consumed == {f"g{i:07}": i // 4 + 1 for i in range(24)}
 
 
-def test_checkpoints_of_both_are_those_of_the_cut(stack):
+def test_checkpoints_of_both_are_those_of_the_run_checkpoint(stack):
     """Follows the run above."""
-    cut = latest_cut(stack.run_dir / "runs" / "ppo" / "cuts")
-    assert cut.step == 6
+    run_checkpoint = latest_run_checkpoint(stack.run_dir / "runs" / "ppo" / "cuts")
+    assert run_checkpoint.step == 6
     store = stack.run_dir / "store"
-    kept = [store / cut.checkpoint, store / "critics" / "critic" / cut.critic_checkpoint]
+    kept = [
+        store / run_checkpoint.checkpoint,
+        store / "critics" / "critic" / run_checkpoint.critic_checkpoint,
+    ]
     assert all(path.is_dir() for path in kept)
     assert [len(list(path.parent.iterdir())) for path in kept] == [1, 1]
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from sluice.loop.run_checkpoint import latest_cut
+from sluice.loop.run_directory import latest_run_checkpoint
 from tests.patience import PATIENCE
 
 
 def test_blobs_that_are_gone_or_damaged_are_generated_again(stack):
     training = stack.train("damaged", steps=5, dies_at=("consumed", 3))
     training.died()
-    cut = latest_cut(training.run_dir / "cuts")
-    groups = [g for g in training.groups("consumed") if g.consumed_step > cut.step]
+    run_checkpoint = latest_run_checkpoint(training.run_dir / "cuts")
+    groups = [g for g in training.groups("consumed") if g.consumed_step > run_checkpoint.step]
     groups += training.groups("generated")
     assert len(groups) >= 4  # they are to be trained on again
     blobs = stack.run_dir / "store" / "blobs"
@@ -44,7 +44,7 @@ def test_a_finished_run_can_go_on_from_its_last_step(stack):
     stack.train("longer", steps=3, checkpoint_every=2).finish()
     training = stack.train("longer", steps=4, checkpoint_every=2, resume=True)
     training.finish()
-    assert latest_cut(training.run_dir / "cuts").step == 4
+    assert latest_run_checkpoint(training.run_dir / "cuts").step == 4
     rewards = [row["reward_mean"] for row in training.rows()]
     assert len(rewards) == 4
     consumed = {group.group_id: group.consumed_step for group in training.groups("consumed")}

@@ -49,7 +49,7 @@ def test_a_second_loop_is_refused_and_the_first_goes_on(stack):
         first.wait_for_step(first.rows()[-1]["step"] + 2)
     finally:
         output = ended_by(first, signal.SIGTERM)
-    assert "going back to the last cut" not in output
+    assert "going back to the last run checkpoint" not in output
     steps = [row["step"] for row in first.rows()]
     assert steps == list(range(1, len(steps) + 1))
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from sluice.loop.timeline.summary import load, summarise
+from sluice.loop.timeline.page import load, summarise
 from sluice.loop.trace import LOOP, STEP
 from tests.e2e.conftest import ENVIRONMENT
 from tests.patience import PATIENCE

@@ -11,7 +11,7 @@ import sys
 import pytest
 import yaml
 
-from sluice.loop.run_checkpoint import latest_cut
+from sluice.loop.run_directory import latest_run_checkpoint
 from tests.patience import PATIENCE
 
 
@@ -46,12 +46,12 @@ def test_a_run_is_not_overwritten(plain, stack):
     assert "holds a run" in output
 
 
-def test_a_killed_loop_resumes_from_its_cut_and_loses_nothing(stack):
+def test_a_killed_loop_resumes_from_its_run_checkpoint_and_loses_nothing(stack):
     training = stack.train("killed-loop", steps=6, dies_at=("consumed", 3))
     training.died()
-    cut = latest_cut(training.run_dir / "cuts")
-    assert cut is not None
-    assert cut.step == 2
+    run_checkpoint = latest_run_checkpoint(training.run_dir / "cuts")
+    assert run_checkpoint is not None
+    assert run_checkpoint.step == 2
     stack.train("killed-loop", steps=6, resume=True).finish()
     assert consumed(training) == {f"g{i:07}": i // 4 + 1 for i in range(24)}
     assert not training.groups("dropped")
@@ -65,7 +65,7 @@ def test_a_killed_rollout_process_costs_no_group(stack):
     assert consumed(training) == {f"g{i:07}": i // 4 + 1 for i in range(24)}
 
 
-def test_a_killed_rank_brings_the_run_back_to_its_cut(stack):
+def test_a_killed_rank_brings_the_run_back_to_its_run_checkpoint(stack):
     training = stack.train("killed-rank", steps=6)
     training.wait_for_step(3)
     os.kill(stack.rank_pids()[0], signal.SIGKILL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sluice.loop.ledger import Ledger
-from sluice.loop.run_checkpoint import list_cuts
+from sluice.loop.run_directory import list_run_checkpoints
 from sluice.samples.blobs import BlobStore
 from sluice.weights.store import WeightStore
 from tools.fault_stack import GROUPS, FaultRun
@@ -48,13 +48,13 @@ def test_old_weights_are_removed_unless_pinned(stack, long_run):
 
 
 def test_superseded_checkpoints_are_removed_and_the_last_one_loads(stack, long_run, seconds):
-    (cut,) = list_cuts(long_run.directory / "cuts")
+    (run_checkpoint,) = list_run_checkpoints(long_run.directory / "cuts")
     ledger = Ledger(long_run.directory / "ledger.sqlite")
     directory = stack[0].directory / "store" / "checkpoints"
     own = [path.name for path in directory.iterdir() if ledger.run_id in path.name]
     ledger.close()
-    assert own == [cut.checkpoint.removeprefix("checkpoints/")]
-    assert (directory / "first" / "checkpoint.json").is_file()  # of nobody's cut
+    assert own == [run_checkpoint.checkpoint.removeprefix("checkpoints/")]
+    assert (directory / "first" / "checkpoint.json").is_file()  # of nobody's run checkpoint
     longer = FaultRun(stack[0], "long", seconds, {"steps": LONG + 2}, starts=1)
     (long_run.directory / "run.yaml").unlink()
     outcome = longer.run()

@@ -6,11 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from sluice.weights.errors import (
-    InvalidCheckpointError,
-    MissingTensorError,
-    UnexpectedTensorError,
-)
+from sluice.weights.errors import InvalidCheckpointError, MissingTensorError, UnexpectedTensorError
 from sluice.weights.rules.rule import Family, Pack, ShardAxis, SourceTensor, Stage, WeightRule
 from sluice.weights.rules.shape import ModelShape
 

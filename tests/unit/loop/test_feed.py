@@ -13,9 +13,9 @@ from sluice.api.rollout.v1 import rollout_service_pb2_grpc as pb_grpc
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.api.router.v1 import router_service_pb2_grpc as router_grpc
 from sluice.client import RemoteError, RouterClient
-from sluice.loop.dispatcher import FeedConfig, RolloutDispatcher, RolloutFailedError
+from sluice.loop.dispatcher import DispatcherConfig, RolloutDispatcher
 from sluice.loop.ledger import Ledger
-from sluice.loop.workers import EpisodeWorkers
+from sluice.loop.workers import EpisodeWorkers, RolloutFailedError
 from sluice.runtime.errors import InvalidFieldError
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import Server, ServerConfig
@@ -99,7 +99,7 @@ class World:
                 sample_count=2,
             )
 
-        return RolloutDispatcher(FeedConfig(**config), self.ledger, self.workers, request)
+        return RolloutDispatcher(DispatcherConfig(**config), self.ledger, self.workers, request)
 
     def publish(self, step: int) -> None:
         self.episodes.version += 1
@@ -279,7 +279,7 @@ async def test_lost_engines_cost_no_attempt_and_another_trial_is_asked_for(world
 
 
 async def test_engines_that_stay_away_end_the_run(world):
-    feed = world.feed(patience_seconds=0.1)
+    feed = world.feed(outage_seconds=0.1)
     world.episodes.failure = UNAVAILABLE
     world.episodes.failing = {f"g{i:07}": 99 for i in range(4)}
     with pytest.raises(RolloutFailedError, match="nothing went on"):
@@ -385,7 +385,7 @@ async def test_a_version_that_serves_before_it_is_published_is_waited_for(world)
 
 
 async def test_weights_of_another_run_end_this_one_with_the_reason(world):
-    feed = world.feed(patience_seconds=0.2)
+    feed = world.feed(outage_seconds=0.2)
     world.episodes.version = 7
     with pytest.raises(RolloutFailedError, match=r"weight version 7.* is not of this run"):
         await step(world, feed, 0)

@@ -61,7 +61,7 @@ def test_a_step_is_recorded_whole_or_not_at_all(ledger):
         ledger.consume(["g0"], step=2)
 
 
-def test_rolling_back_returns_what_came_after_the_cut(ledger):
+def test_rolling_back_returns_what_came_after_the_run_checkpoint(ledger):
     for position in range(3):
         ledger.generated(made(position))
         ledger.consume([f"g{position}"], step=position + 1)
@@ -71,7 +71,7 @@ def test_rolling_back_returns_what_came_after_the_cut(ledger):
     assert ledger.groups("generated")[0].blob is not None  # not to be generated again
 
 
-def test_what_a_cut_still_needs_is_named(ledger):
+def test_what_a_run_checkpoint_still_needs_is_named(ledger):
     for position in range(3):
         assert ledger.generated(made(position))
     ledger.consume(["g0"], step=1)

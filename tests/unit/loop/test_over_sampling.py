@@ -14,10 +14,10 @@ from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.api.router.v1 import router_service_pb2_grpc as router_grpc
 from sluice.client import RouterClient
 from sluice.loop.config import FilterConfig
-from sluice.loop.dispatcher import FeedConfig, RolloutDispatcher, RolloutFailedError
+from sluice.loop.dispatcher import DispatcherConfig, RolloutDispatcher
 from sluice.loop.filters import GroupFilters
 from sluice.loop.ledger import Ledger
-from sluice.loop.workers import EpisodeWorkers
+from sluice.loop.workers import EpisodeWorkers, RolloutFailedError
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import Server, ServerConfig
 from tests.patience import PATIENCE
@@ -119,7 +119,7 @@ class World:
             )
 
         return RolloutDispatcher(
-            FeedConfig(**config), self.ledger, self.workers, request, filters=filters
+            DispatcherConfig(**config), self.ledger, self.workers, request, filters=filters
         )
 
     async def step(self, feed: RolloutDispatcher, number: int) -> list[str]:

@@ -12,7 +12,8 @@ import torch
 from sluice.config import ConfigError
 from sluice.loop.config import RetentionConfig
 from sluice.loop.ledger import Ledger, LedgerGroup
-from sluice.loop.run_checkpoint import Retention, RunCheckpoint, list_cuts, write_cut
+from sluice.loop.retention import Retention
+from sluice.loop.run_directory import RunCheckpoint, list_run_checkpoints
 from sluice.samples.blobs import BlobReference, BlobStore
 from sluice.weights.shards import write_shard
 from sluice.weights.store import WeightStore
@@ -50,12 +51,12 @@ class World:
         await self.retention.release_weights(version)
         return version
 
-    async def cut(self, step: int, version: int) -> str:
+    async def run_checkpoint(self, step: int, version: int) -> str:
         await self.retention.settle()
         name = self.retention.new_checkpoint_id(step)
         (self.checkpoints / name).mkdir(parents=True)
         (self.checkpoints / name / "checkpoint.json").touch()
-        cut = RunCheckpoint(
+        run_checkpoint = RunCheckpoint(
             step=step,
             optimizer_step=step,
             checkpoint=f"checkpoints/{name}",
@@ -64,8 +65,7 @@ class World:
             position=0,
             seed=0,
         )
-        write_cut(self.run_dir / "cuts", cut)
-        await self.retention.take_cut()
+        await self.retention.record(run_checkpoint)
         return name
 
 
@@ -81,21 +81,21 @@ def kept(world: World) -> set[str]:
     return {path.name for path in (world.store / "blobs").glob("[0-9a-f][0-9a-f]/*")}
 
 
-async def test_blobs_stay_until_no_kept_cut_needs_them(world):
+async def test_blobs_stay_until_no_kept_run_checkpoint_needs_them(world):
     version = await world.publish()
     blobs = [world.generate(position) for position in range(4)]
     for blob in blobs:
         world.retention.hold(blob)
     world.ledger.consume(["g0"], 1)
-    await world.cut(1, version)
+    await world.run_checkpoint(1, version)
     await world.retention.settle()
     assert kept(world) >= {blob.digest for blob in blobs[1:]}
     world.ledger.consume(["g1"], 2)
-    await world.cut(2, version)  # cuts 1 and 2 are kept: going back to 1 needs g1
+    await world.run_checkpoint(2, version)  # 1 and 2 are kept: going back to 1 needs g1
     await world.retention.settle()
     assert kept(world) == {blob.digest for blob in blobs[1:]}
     world.ledger.consume(["g2"], 3)
-    await world.cut(3, version)
+    await world.run_checkpoint(3, version)
     await world.retention.settle()
     assert kept(world) == {blobs[2].digest, blobs[3].digest}
 
@@ -107,32 +107,32 @@ async def test_what_another_run_holds_is_left_alone(world, tmp_path):
     version = await world.publish()
     world.weights.pin(version, "engine-0")
     for step in range(1, 4):
-        await world.cut(step, version)
+        await world.run_checkpoint(step, version)
     await world.retention.settle()
     assert world.blobs.exists(other)
     assert (world.checkpoints / "another-1").is_dir()
     await world.publish()
-    await world.cut(4, 2)
-    await world.cut(5, 2)
+    await world.run_checkpoint(4, 2)
+    await world.run_checkpoint(5, 2)
     await world.retention.settle()
     assert world.weights.pins()[version] == {"engine-0"}
 
 
 async def test_superseded_checkpoints_go_with_what_crashes_left(world):
     version = await world.publish()
-    first = await world.cut(1, version)
-    second = await world.cut(2, version)
+    first = await world.run_checkpoint(1, version)
+    second = await world.run_checkpoint(2, version)
     (world.checkpoints / f".{second}-0123abcd").mkdir()  # a save that a crash ended
     (world.checkpoints / f".removed-{first}x").mkdir()  # a removal that a crash ended
-    third = await world.cut(3, version)
+    third = await world.run_checkpoint(3, version)
     await world.retention.settle()
     assert {path.name for path in world.checkpoints.iterdir()} == {second, third}
-    assert [cut.step for cut in list_cuts(world.run_dir / "cuts")] == [2, 3]
+    assert [kept.step for kept in list_run_checkpoints(world.run_dir / "cuts")] == [2, 3]
 
 
-async def test_weights_of_cuts_and_of_engines_are_pinned(world):
+async def test_weights_of_run_checkpoint_and_of_engines_are_pinned(world):
     versions = [await world.publish()]
-    await world.cut(1, versions[0])
+    await world.run_checkpoint(1, versions[0])
     versions += [await world.publish() for _ in range(3)]
     owner = f"run/{world.ledger.run_id}"
     assert world.weights.pins() == {versions[0]: {owner}, versions[3]: {owner}}
@@ -154,10 +154,10 @@ def slow_disk(monkeypatch):
     door.set()
 
 
-async def test_a_version_published_while_old_cuts_go_stays_pinned(world, slow_disk):
+async def test_a_version_published_while_old_run_checkpoint_go_stays_pinned(world, slow_disk):
     first = await world.publish()
     for step in range(3):
-        await world.cut(step, first)  # the last one is still at it
+        await world.run_checkpoint(step, first)  # the last one is still at it
     newest = await world.publish()
     slow_disk.set()
     await world.retention.settle()
@@ -166,9 +166,9 @@ async def test_a_version_published_while_old_cuts_go_stays_pinned(world, slow_di
 
 async def test_a_run_stopped_while_it_waits_for_a_removal_still_closes(world, slow_disk):
     version = await world.publish()
-    first = await world.cut(0, version)
+    first = await world.run_checkpoint(0, version)
     for step in (1, 2):
-        await world.cut(step, version)
+        await world.run_checkpoint(step, version)
     waiting = asyncio.create_task(world.retention.settle())
     await asyncio.sleep(0)
     waiting.cancel()

@@ -16,17 +16,18 @@ from sluice.durable import DirectoryError
 from sluice.loop.config import RunConfig
 from sluice.loop.ledger import Ledger, LedgerGroup
 from sluice.loop.prompts import load_prompts
-from sluice.loop.run_checkpoint import RunCheckpoint, write_cut
 from sluice.loop.run_directory import (
+    RunCheckpoint,
     RunDirectoryError,
     check_ledger,
     check_resumed,
     owned,
     settings_digests,
+    write_run_checkpoint,
 )
 from sluice.samples.blobs import BlobReference
 
-CUT = RunCheckpoint(
+RUN_CHECKPOINT = RunCheckpoint(
     step=2,
     optimizer_step=2,
     checkpoint="checkpoints/x",
@@ -120,37 +121,39 @@ def test_a_deadline_is_no_fault_of_the_disk(tmp_path) -> None:
         raise TimeoutError
 
 
-def test_a_ledger_that_fits_the_cut_is_taken(ledger) -> None:
+def test_a_ledger_that_fits_the_run_checkpoint_is_taken(ledger) -> None:
     check_ledger(ledger, None)
     train(ledger, 3)
-    check_ledger(ledger, CUT)
+    check_ledger(ledger, RUN_CHECKPOINT)
     ledger.roll_back(2)
-    check_ledger(ledger, CUT)
+    check_ledger(ledger, RUN_CHECKPOINT)
 
 
 def test_a_ledger_that_lost_groups_is_refused(ledger) -> None:
-    with pytest.raises(RunDirectoryError, match="group 0 and step 0, before the last cut"):
-        check_ledger(ledger, CUT)
+    with pytest.raises(RunDirectoryError, match="group 0 and step 0, before the last run"):
+        check_ledger(ledger, RUN_CHECKPOINT)
 
 
 def test_a_ledger_that_lost_a_step_is_refused(ledger) -> None:
     train(ledger, 1)
     ledger.issue([(2, "g2"), (3, "g3")], 1)
-    with pytest.raises(RunDirectoryError, match="group 4 and step 1, before the last cut"):
-        check_ledger(ledger, CUT)
+    with pytest.raises(RunDirectoryError, match="group 4 and step 1, before the last run"):
+        check_ledger(ledger, RUN_CHECKPOINT)
 
 
-def test_cuts_without_a_ledger_are_no_new_run(tmp_path) -> None:
-    write_cut(tmp_path / "run" / "cuts", CUT)
+def test_run_checkpoint_without_a_ledger_are_no_new_run(tmp_path) -> None:
+    write_run_checkpoint(tmp_path / "run" / "cuts", RUN_CHECKPOINT)
     settings = config(tmp_path)
-    with pytest.raises(RunDirectoryError, match="has cuts and no ledger"):
+    with pytest.raises(RunDirectoryError, match="has run checkpoints and no ledger"):
         check_resumed(settings, digests(settings), print)
 
 
 @pytest.fixture
 def resumed(tmp_path, ledger):
-    """Checks a changed configuration against the cut of `config(tmp_path)`; returns the notes."""
-    write_cut(tmp_path / "run" / "cuts", replace(CUT, settings=digests(config(tmp_path))))
+    """Checks a changed configuration against that of `config(tmp_path)`; returns the notes."""
+    write_run_checkpoint(
+        tmp_path / "run" / "cuts", replace(RUN_CHECKPOINT, settings=digests(config(tmp_path)))
+    )
 
     def check(**changes) -> list[str]:
         settings, notes = config(tmp_path, **changes), list[str]()
@@ -188,8 +191,8 @@ def test_other_prompts_are_refused_wherever_they_are(resumed, tmp_path) -> None:
         resumed(prompts={"file": str(tmp_path / "prompts.jsonl"), "shuffle": False})
 
 
-def test_a_cut_of_before_settings_were_kept_is_taken(tmp_path, ledger) -> None:
-    write_cut(tmp_path / "run" / "cuts", CUT)
+def test_a_run_checkpoint_of_before_settings_were_kept_is_taken(tmp_path, ledger) -> None:
+    write_run_checkpoint(tmp_path / "run" / "cuts", RUN_CHECKPOINT)
     settings = config(tmp_path)
     check_resumed(settings, digests(settings), print)
 

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
+from sluice.loop.config import RowsConfig
 from sluice.loop.prompts import PromptFileError
-from sluice.loop.sft_config import RowsConfig
-from sluice.loop.sft_rows import ConversationRows
+from sluice.loop.sft import ConversationRows
 from sluice.samples.arrow import decode_group
 from sluice.samples.tokenizer import TextTokenizer
 

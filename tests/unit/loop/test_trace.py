@@ -14,8 +14,7 @@ from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.api.rollout.v1 import trace_pb2
 from sluice.loop import trace
 from sluice.loop.config import TraceConfig
-from sluice.loop.timeline.page import pack, render
-from sluice.loop.timeline.summary import NoTraceError, Span, Trace, load, summarise
+from sluice.loop.timeline.page import NoTraceError, Span, Trace, load, pack, render, summarise
 from sluice.loop.trace import LOOP, STEP, TRAINER, RunTrace, trace_files
 
 ALL = -1
@@ -113,7 +112,7 @@ def test_the_latest_steps_are_shown_where_all_are_too_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written(tmp_path, 5)
-    monkeypatch.setattr("sluice.loop.timeline.summary.MOST_SPANS", 25)
+    monkeypatch.setattr("sluice.loop.timeline.page.MOST_SPANS", 25)
     found = load(tmp_path)
     assert found.steps == (4, 5)
     assert found.is_shortened
@@ -125,7 +124,7 @@ def test_steps_forgotten_while_they_are_read_are_left_out(
 ) -> None:
     written(tmp_path, 5)
     listed = trace_files(tmp_path / "traces")
-    monkeypatch.setattr("sluice.loop.timeline.summary.trace_files", lambda _: listed)
+    monkeypatch.setattr("sluice.loop.timeline.page.trace_files", lambda _: listed)
     for path in listed[:3]:
         path.unlink()
     assert load(tmp_path).steps == (4, 5)

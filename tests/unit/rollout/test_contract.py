@@ -30,8 +30,7 @@ from services.rollout.episodes.environment_contract import (
 from services.rollout.episodes.episode import Episode
 from services.rollout.episodes.trajectory import Trajectory
 from sluice.config import Config
-from sluice.loop.filter_contract import check_filter
-from sluice.loop.filters import GeneratedGroup
+from sluice.loop.filters import GeneratedGroup, check_filter
 from sluice.samples import tokenizer as samples_tokenizer
 
 HERE = "tests.unit.rollout.test_contract"

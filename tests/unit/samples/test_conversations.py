@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from sluice.loop.sft_rows import ConversationError, mask_answer, mask_conversation
+from sluice.loop.sft import ConversationError, mask_answer, mask_conversation
 from sluice.samples.chat_template import ChatTemplateError
 from sluice.samples.tokenizer import TextTokenizer
 

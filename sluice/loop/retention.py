@@ -1,80 +1,29 @@
-"""A cut: one manifest, written last, that names everything a run resumes from."""
+"""What a run leaves in the shared store, and what it removes."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 import shutil
 import time
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from sluice import faults
 from sluice.config import ConfigError
-from sluice.durable import replace_file
 from sluice.loop.config import RetentionConfig
 from sluice.loop.ledger import Ledger
+from sluice.loop.run_directory import (
+    RUN_CHECKPOINTS,
+    RunCheckpoint,
+    list_run_checkpoints,
+    remove_run_checkpoint,
+    write_run_checkpoint,
+)
 from sluice.samples.blobs import BlobNotFoundError, BlobReference, BlobStore
 from sluice.weights.errors import VersionNotFoundError
 from sluice.weights.store import WeightStore
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunCheckpoint:
-    """`step` is the loop's, `optimizer_step` the trainer's; `position` the ledger's next row.
-
-    The weights were published last before the cut: 0 and empty where none were yet. `settings`
-    are digests of those that shaped the run so far.
-    """
-
-    step: int
-    optimizer_step: int
-    checkpoint: str
-    weight_version: int
-    weight_digest: str
-    position: int
-    seed: int
-    critic_checkpoint: str = ""  # empty where the run has no critic
-    settings: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def checkpoints(self) -> tuple[str, ...]:
-        """Of every trainer."""
-        return tuple(name for name in (self.checkpoint, self.critic_checkpoint) if name)
-
-
-def write_cut(directory: Path, cut: RunCheckpoint) -> None:
-    """Write the manifest; it is durable and whole, or not there."""
-    directory.mkdir(parents=True, exist_ok=True)
-    data = json.dumps(asdict(cut), indent=1).encode()
-    replace_file(_path(directory, cut.step), data, temporary=directory)
-
-
-def list_cuts(directory: Path) -> list[RunCheckpoint]:
-    """All cuts, by step."""
-    if not directory.is_dir():
-        return []
-    paths = sorted(path for path in directory.iterdir() if path.suffix == ".json")
-    return [RunCheckpoint(**json.loads(path.read_text())) for path in paths]
-
-
-def latest_cut(directory: Path) -> RunCheckpoint | None:
-    """The cut of the highest step, None if there is none."""
-    cuts = list_cuts(directory)
-    return cuts[-1] if cuts else None
-
-
-def remove_cut(directory: Path, cut: RunCheckpoint) -> None:
-    """Remove a manifest; a run no longer resumes from it."""
-    _path(directory, cut.step).unlink(missing_ok=True)
-
-
-def _path(directory: Path, step: int) -> Path:
-    return directory / f"{step:08}.json"
-
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +48,7 @@ class Retention:
         if not store.is_dir():
             raise ConfigError(f"store: {store} does not exist; name the store of the services")
         self._config, self._store, self._ledger = config, store, ledger
-        self._cuts = run_dir / "cuts"
+        self._run_checkpoints = run_dir / RUN_CHECKPOINTS
         self._owner = f"run/{ledger.run_id}"
         readable = re.sub(r"[^A-Za-z0-9_-]+", "-", run_dir.name).strip("-_")[:40] or "run"
         self._prefix = f"{readable}-{ledger.run_id}-"
@@ -116,7 +65,7 @@ class Retention:
         return f"{self._prefix}{step:08}-{time.time_ns():x}"
 
     async def resume(self) -> None:
-        """Hold what a run needs that went back to its cut.
+        """Hold what a run needs that went back to its run checkpoint.
 
         Groups whose blobs are gone are to be generated again.
         """
@@ -155,27 +104,35 @@ class Retention:
             ) from None
 
     async def release_weights(self, version: int) -> None:
-        """Engines serve `version`: let go of the former, if no cut names it."""
+        """Engines serve `version`: let go of the former, if no run checkpoint names it."""
         self._version = version
-        kept = {cut.weight_version for cut in list_cuts(self._cuts)} | {version}
+        kept = {
+            run_checkpoint.weight_version
+            for run_checkpoint in list_run_checkpoints(self._run_checkpoints)
+        } | {version}
         await asyncio.to_thread(self._unpin_weights, kept)
 
-    async def take_cut(self) -> None:
-        """A cut was written: begin to remove what it supersedes. `settle` before the next save."""
+    async def record(self, run_checkpoint: RunCheckpoint) -> None:
+        """Makes this the place to resume from, and begins to remove what it supersedes.
+
+        `settle` before the next checkpoint is saved.
+        """
+        write_run_checkpoint(self._run_checkpoints, run_checkpoint)
+        faults.point("run_checkpoint")
         await self.settle()
-        cuts = list_cuts(self._cuts)
-        for old in cuts[: -self._config.cuts]:
-            remove_cut(self._cuts, old)
-        kept = cuts[-self._config.cuts :]
+        every = list_run_checkpoints(self._run_checkpoints)
+        for superseded in every[: -self._config.cuts]:
+            remove_run_checkpoint(self._run_checkpoints, superseded)
+        kept = every[-self._config.cuts :]
         needed = self._ledger.needed_blobs(kept[0].step)
         spare = self._held - needed
         self._held -= spare
-        checkpoints = {Path(name).name for cut in kept for name in cut.checkpoints}
-        versions = {cut.weight_version for cut in kept}
+        checkpoints = {Path(name).name for each in kept for name in each.checkpoints}
+        versions = {each.weight_version for each in kept}
         if self._version is not None:
             versions.add(self._version)
-        faults.point("cuts_removed")
-        try:  # waited for: the next version is pinned by then, and is in no cut yet
+        faults.point("run_checkpoints_removed")
+        try:  # waited for: the next version is pinned by then, and no run checkpoint names it yet
             await asyncio.to_thread(self._unpin_weights, versions)
         except OSError as error:
             logger.warning("store: versions were not unpinned: %s", error)
@@ -237,5 +194,5 @@ class Retention:
                 return
 
     def _oldest_step(self) -> int:
-        cuts = list_cuts(self._cuts)[-self._config.cuts :]
-        return cuts[0].step if cuts else 0
+        run_checkpoints = list_run_checkpoints(self._run_checkpoints)[-self._config.cuts :]
+        return run_checkpoints[0].step if run_checkpoints else 0
