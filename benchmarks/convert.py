@@ -38,7 +38,7 @@ def resident(name):
             return int(line.split()[1]) / 1024
 
 source, target, kind, workers = sys.argv[1:]
-options = ConvertOptions(target_format=kind, workers=int(workers))
+options = ConvertOptions(to=kind, workers=int(workers))
 Path("/proc/self/clear_refs").write_text("5")
 before, start, used = resident("VmRSS"), time.perf_counter(), time.process_time()
 result = convert(Path(source), Path(target), options)

@@ -9,7 +9,7 @@ import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from google.longrunning import operations_pb2
 from google.protobuf import message as pb_message
@@ -20,12 +20,17 @@ from rich.table import Table
 from sluice.api.converter.v1 import converter_service_pb2 as pb
 from sluice.api.converter.v1 import converter_service_pb2_grpc as pb_grpc
 from sluice.client import Client, error_from_status
-from sluice.config import Config, ConfigError, ProcessConfig, load_config
+from sluice.config import ConfigError, ProcessConfig, load_config
 from sluice.runtime.security import SecurityConfig
-from sluice.runtime.wire import comparison_to_proto, conversion_to_proto, duration_of
+from sluice.runtime.wire import (
+    comparison_to_proto,
+    conversion_to_proto,
+    convert_options_to_proto,
+    duration_of,
+)
+from sluice.weights.convert.options import ConvertOptions, OptionError
 
 if TYPE_CHECKING:
-    from sluice.weights.convert.options import ConvertOptions
     from sluice.weights.convert.work import Control, ConversionProgress
 
 M = TypeVar("M", bound=pb_message.Message)
@@ -34,30 +39,9 @@ FLAGS = "[--key value ...]"
 SHOWN = 8  # names of a list in the report
 
 
-class LayoutFlags(Config):
-    """Ranks that a torch_dist checkpoint is cut for."""
+class ConvertConfig(ProcessConfig, ConvertOptions):
+    """Flags of `sluice convert SRC DST`."""
 
-    tensor: int = 1
-    pipeline: int = 1
-    expert: int = 1
-
-
-class ConvertConfig(ProcessConfig):
-    """What `sluice convert SRC DST` takes besides."""
-
-    to: Literal["hf", "torch_dist"] = Field("torch_dist", description="Format of DST.")
-    dtype: Literal["keep", "float32", "bfloat16", "float16"] = "keep"
-    model: Path | None = Field(None, description="Directory with config.json, if SRC has none.")
-    origin: Path | None = Field(None, description="HF checkpoint that fills in what SRC lacks.")
-    allow: list[str] = Field(["*"], description="Patterns of names to take from the origin.")
-    deny: list[str] = Field([], description="Patterns of names not to take from the origin.")
-    quantize: Literal["", "fp8", "fp8_ue8m0"] = Field("", description="FP8 in blocks of 128.")
-    layout: LayoutFlags = LayoutFlags()
-    vocab_multiple: int = 128
-    stacking: Literal["auto", "stacked", "single"] = "auto"
-    plain_norms: bool = Field(False, description="Norms named as without TransformerEngine.")
-    max_file_bytes: int = Field(0, description="0 is chosen by the size of the whole.")
-    workers: int = 2
     validate_only: bool = False
     report: Path | None = Field(None, description="Write the whole report there, as JSON.")
     address: str = Field("", description="host:port of a converter that does it instead.")
@@ -109,11 +93,11 @@ async def _convert_here(
     from sluice.weights.convert.work import Control
 
     _check_here(source, config.model, config.origin)
-    options, control = _options(config), Control()
+    control = Control()
     if config.validate_only:
-        result = await _in_thread(lambda: validate(source, target, options), control)
+        result = await _in_thread(lambda: validate(source, target, config), control)
     else:
-        result = await _in_thread(lambda: convert(source, target, options, control), control)
+        result = await _in_thread(lambda: convert(source, target, config, control), control)
     return conversion_to_proto(result)
 
 
@@ -137,7 +121,6 @@ def _check_here(*directories: Path | None) -> None:
 
 async def _in_thread(work: Callable[[], T], control: Control) -> T:
     """Run `work`, showing its progress; Ctrl-C stops it. Raises CheckpointError."""
-    from sluice.weights.convert.options import OptionError
     from sluice.weights.errors import WeightStoreError
     from sluice.weights.rules import PartitionError
 
@@ -156,26 +139,10 @@ async def _in_thread(work: Callable[[], T], control: Control) -> T:
 async def _convert_there(
     config: ConvertConfig, source: Path, target: Path
 ) -> pb.ConvertCheckpointResponse:
-    quantizations = {"": "UNSPECIFIED", "fp8": "FP8_BLOCK", "fp8_ue8m0": "FP8_BLOCK_UE8M0"}
-    request = pb.ConvertCheckpointRequest(
-        request_id=str(uuid.uuid4()),
-        source=_there(source),
-        target=_there(target),
-        target_format=pb.FORMAT_HF if config.to == "hf" else pb.FORMAT_TORCH_DIST,
-        model=_there(config.model),
-        dtype=f"DTYPE_{_or_unspecified(config.dtype, 'keep')}",
-        quantization=f"QUANTIZATION_{quantizations[config.quantize]}",
-        layout=pb.Layout(**config.layout.model_dump()),
-        vocab_multiple=config.vocab_multiple,
-        stacking=f"STACKING_{_or_unspecified(config.stacking, 'auto')}",
-        plain_norms=config.plain_norms,
-        max_file_bytes=config.max_file_bytes,
-        validate_only=config.validate_only,
-    )
-    if config.origin is not None:
-        request.origin.directory = _there(config.origin)
-        request.origin.allow.extend(config.allow)
-        request.origin.deny.extend(config.deny)
+    request = convert_options_to_proto(config)
+    request.request_id = str(uuid.uuid4())
+    request.source, request.target = _there(source), _there(target)
+    request.validate_only = config.validate_only
     async with ConverterClient(config.address, config.security) as client:
         operation = await client.convert(request)
         return await _follow(client, operation, pb.ConvertCheckpointResponse())
@@ -203,31 +170,6 @@ async def _follow(client: ConverterClient, operation: Any, response: M) -> M:
         if now.done:
             now.response.Unpack(response)
     return response
-
-
-def _or_unspecified(value: str, default: str) -> str:
-    return "UNSPECIFIED" if value == default else value.upper()
-
-
-def _options(config: ConvertConfig) -> ConvertOptions:
-    from sluice.weights.convert.options import ConvertOptions, Layout
-
-    return ConvertOptions(
-        target_format=config.to,
-        dtype=config.dtype,
-        model=config.model,
-        origin=config.origin,
-        allow=tuple(config.allow),
-        deny=tuple(config.deny),
-        quantize=bool(config.quantize),
-        scale_format="ue8m0" if config.quantize == "fp8_ue8m0" else "float32",
-        layout=Layout(**config.layout.model_dump()),
-        vocab_multiple=config.vocab_multiple,
-        stacking=config.stacking,
-        fused_norms=not config.plain_norms,
-        max_file_bytes=config.max_file_bytes,
-        workers=config.workers,
-    )
 
 
 def _two_paths(arguments: Sequence[str]) -> tuple[Path, Path, list[str]]:

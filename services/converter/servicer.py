@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,15 +37,7 @@ from sluice.weights.convert.errors import (
     DiskFullError,
     TargetExistsError,
 )
-from sluice.weights.convert.fp8 import ScaleFormat
-from sluice.weights.convert.options import (
-    ConvertOptions,
-    Dtype,
-    Format,
-    Layout,
-    OptionError,
-    Stacking,
-)
+from sluice.weights.convert.options import OptionError
 from sluice.weights.convert.verify import compare
 from sluice.weights.convert.work import Control, ConversionProgress
 from sluice.weights.errors import (
@@ -128,27 +120,6 @@ def not_found(path: str) -> NotFoundError:
     return NotFoundError("checkpoint", path)
 
 
-K = TypeVar("K")
-T = TypeVar("T")
-_FORMATS: dict[pb.Format, Format] = {pb.FORMAT_HF: "hf", pb.FORMAT_TORCH_DIST: "torch_dist"}
-_DTYPES: dict[pb.Dtype, Dtype] = {
-    pb.DTYPE_UNSPECIFIED: "keep",
-    pb.DTYPE_FLOAT32: "float32",
-    pb.DTYPE_BFLOAT16: "bfloat16",
-    pb.DTYPE_FLOAT16: "float16",
-}
-_STACKINGS: dict[pb.Stacking, Stacking] = {
-    pb.STACKING_UNSPECIFIED: "auto",
-    pb.STACKING_STACKED: "stacked",
-    pb.STACKING_SINGLE: "single",
-}
-_SCALES: dict[pb.Quantization, ScaleFormat | None] = {
-    pb.QUANTIZATION_UNSPECIFIED: None,
-    pb.QUANTIZATION_FP8_BLOCK: "float32",
-    pb.QUANTIZATION_FP8_BLOCK_UE8M0: "ue8m0",
-}
-
-
 class Paths:
     """Directories below the roots; nothing else is touched, links followed."""
 
@@ -172,37 +143,6 @@ class Paths:
         return path
 
 
-def options_from_proto(
-    request: pb.ConvertCheckpointRequest, paths: Paths, *, workers: int, sync: bool
-) -> ConvertOptions:
-    """Raises InvalidFieldError or NotFoundError."""
-    scale = _known(_SCALES, request.quantization, "quantization")
-    layout, origin = request.layout, request.origin
-    return ConvertOptions(
-        target_format=_known(_FORMATS, request.target_format, "target_format"),
-        dtype=_known(_DTYPES, request.dtype, "dtype"),
-        model=paths.existing("model", request.model) if request.model else None,
-        origin=(
-            paths.existing("origin.directory", origin.directory)
-            if request.HasField("origin")
-            else None
-        ),
-        allow=tuple(origin.allow) or ("*",),
-        deny=tuple(origin.deny),
-        quantize=scale is not None,
-        scale_format=scale or "float32",
-        layout=Layout(
-            tensor=layout.tensor or 1, pipeline=layout.pipeline or 1, expert=layout.expert or 1
-        ),
-        vocab_multiple=request.vocab_multiple or 128,
-        stacking=_known(_STACKINGS, request.stacking, "stacking"),
-        fused_norms=not request.plain_norms,
-        max_file_bytes=request.max_file_bytes,
-        workers=workers,
-        sync=sync,
-    )
-
-
 def write_progress(progress: ConversionProgress, metadata: pb.ConversionMetadata) -> None:
     """Bring `metadata` up to date."""
     metadata.byte_count, metadata.total_byte_count = progress.done_bytes, progress.total_bytes
@@ -213,12 +153,6 @@ def write_progress(progress: ConversionProgress, metadata: pb.ConversionMetadata
     left = progress.seconds_left
     if left is not None and metadata.state == pb.CONVERSION_STATE_RUNNING:
         metadata.remaining.CopyFrom(wire.duration_of(left))
-
-
-def _known(table: Mapping[K, T], value: K, field: str) -> T:
-    if value not in table:
-        raise InvalidFieldError(field, "is unknown to this converter")
-    return table[value]
 
 
 M = TypeVar("M", bound=pb_message.Message)
@@ -256,8 +190,8 @@ class ConverterServicer(pb_grpc.ConverterServiceServicer):
     ) -> operations_pb2.Operation:
         source = self._paths.existing("source", request.source)
         target = self._paths.inside("target", request.target)
-        options = options_from_proto(
-            request, self._paths, workers=self._config.workers, sync=self._config.durable
+        options = wire.convert_options_from_proto(
+            request, self._paths.existing, workers=self._config.workers, sync=self._config.durable
         )
         with typed_errors():
             options.check()

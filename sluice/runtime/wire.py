@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -20,6 +21,7 @@ from sluice.api.trainer.v1 import loss_pb2
 from sluice.runtime.errors import InvalidFieldError
 from sluice.samples.blobs import BlobReference
 from sluice.samples.sample import Sample, VersionSpan
+from sluice.weights.convert.options import ConvertOptions, Layout
 
 if TYPE_CHECKING:  # they import torch
     from sluice.weights.convert.conversion import Result
@@ -245,6 +247,84 @@ def _task_scores(group: rollout_pb.FinishedGroup, threshold: float) -> TaskScore
         rewards=[group.rewards[index] for index in last],
         passes=[group.raw_rewards[index] >= threshold for index in last],
     )
+
+
+_FORMATS = {"hf": converter_pb.FORMAT_HF, "torch_dist": converter_pb.FORMAT_TORCH_DIST}
+_DTYPES = {
+    "keep": converter_pb.DTYPE_UNSPECIFIED,
+    "float32": converter_pb.DTYPE_FLOAT32,
+    "bfloat16": converter_pb.DTYPE_BFLOAT16,
+    "float16": converter_pb.DTYPE_FLOAT16,
+}
+_STACKINGS = {
+    "auto": converter_pb.STACKING_UNSPECIFIED,
+    "stacked": converter_pb.STACKING_STACKED,
+    "single": converter_pb.STACKING_SINGLE,
+}
+_QUANTIZATIONS = {
+    "": converter_pb.QUANTIZATION_UNSPECIFIED,
+    "fp8": converter_pb.QUANTIZATION_FP8_BLOCK,
+    "fp8_ue8m0": converter_pb.QUANTIZATION_FP8_BLOCK_UE8M0,
+}
+
+
+def convert_options_to_proto(options: ConvertOptions) -> converter_pb.ConvertCheckpointRequest:
+    """A request without its id, source and target; directories are made absolute."""
+    request = converter_pb.ConvertCheckpointRequest(
+        target_format=_FORMATS[options.to],
+        model=str(options.model.absolute()) if options.model else "",
+        dtype=_DTYPES[options.dtype],
+        quantization=_QUANTIZATIONS[options.quantize],
+        layout=converter_pb.Layout(**dict(options.layout)),
+        vocab_multiple=options.vocab_multiple,
+        stacking=_STACKINGS[options.stacking],
+        plain_norms=options.plain_norms,
+        max_file_bytes=options.max_file_bytes,
+    )
+    if options.origin is not None:
+        request.origin.directory = str(options.origin.absolute())
+        request.origin.allow.extend(options.allow)
+        request.origin.deny.extend(options.deny)
+    return request
+
+
+def convert_options_from_proto(
+    request: converter_pb.ConvertCheckpointRequest,
+    directory: Callable[[str, str], Path],
+    *,
+    workers: int,
+    sync: bool,
+) -> ConvertOptions:
+    """The options of a request. `directory` finds one by the field and what stands in it.
+
+    Raises InvalidFieldError and what `directory` raises.
+    """
+    values: dict[str, object] = {
+        "to": _name_of(_FORMATS, request.target_format, "target_format"),
+        "dtype": _name_of(_DTYPES, request.dtype, "dtype"),
+        "quantize": _name_of(_QUANTIZATIONS, request.quantization, "quantization"),
+        "stacking": _name_of(_STACKINGS, request.stacking, "stacking"),
+        "layout": {name: getattr(request.layout, name) or 1 for name in Layout.model_fields},
+        "vocab_multiple": request.vocab_multiple or 128,
+        "plain_norms": request.plain_norms,
+        "max_file_bytes": request.max_file_bytes,
+        "workers": workers,
+        "sync": sync,
+    }
+    if request.model:
+        values["model"] = directory("model", request.model)
+    if request.HasField("origin"):
+        values["origin"] = directory("origin.directory", request.origin.directory)
+        values["allow"] = list(request.origin.allow) or ["*"]
+        values["deny"] = list(request.origin.deny)
+    return ConvertOptions.model_validate(values)
+
+
+def _name_of(numbers: Mapping[str, int], number: int, field: str) -> str:
+    for name, other in numbers.items():
+        if other == number:
+            return name
+    raise InvalidFieldError(field, "is unknown to this converter")
 
 
 def conversion_to_proto(result: Result) -> converter_pb.ConvertCheckpointResponse:

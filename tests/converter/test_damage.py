@@ -31,7 +31,7 @@ from sluice.weights.errors import (
 from sluice.weights.store import WeightStore
 from tests.imported import import_checkpoint
 
-TO_HF = ConvertOptions(target_format="hf", sync=False, max_file_bytes=60_000)
+TO_HF = ConvertOptions(to="hf", sync=False, max_file_bytes=60_000)
 TO_MEGATRON = ConvertOptions(vocab_multiple=8, sync=False, max_file_bytes=60_000)
 
 

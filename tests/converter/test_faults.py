@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import resource
@@ -33,7 +32,7 @@ from sluice.weights.convert.work import JOURNAL, Control, Journal
 from sluice.weights.errors import InvalidCheckpointError, MissingTensorError, UnexpectedTensorError
 from tests.patience import PATIENCE
 
-TO_HF = ConvertOptions(target_format="hf", sync=False, max_file_bytes=60_000)
+TO_HF = ConvertOptions(to="hf", sync=False, max_file_bytes=60_000)
 TO_MEGATRON = ConvertOptions(vocab_multiple=8, sync=False, max_file_bytes=60_000)
 MULTIPLE = {"torch_dist": "8", "hf": "128"}  # as in the options above
 RUN = """
@@ -41,7 +40,7 @@ import sys
 from pathlib import Path
 from sluice.weights.convert.conversion import convert
 from sluice.weights.convert.options import ConvertOptions
-options = {"target_format": sys.argv[3], "vocab_multiple": int(sys.argv[4])}
+options = {"to": sys.argv[3], "vocab_multiple": int(sys.argv[4])}
 options |= {"sync": False, "max_file_bytes": 60_000, "workers": 1}  # points count in one thread
 convert(Path(sys.argv[1]), Path(sys.argv[2]), ConvertOptions(**options))
 """
@@ -144,7 +143,7 @@ def test_every_file_is_on_the_disk_before_the_target_appears(
             synced.add(os.fstat(descriptor).st_ino)
 
     monkeypatch.setattr(os, "fsync", note)
-    convert(qwen3, target, dataclasses.replace(TO_MEGATRON, sync=True))
+    convert(qwen3, target, TO_MEGATRON.model_copy(update={"sync": True}))
     assert {path.stat().st_ino for path in (target, *target.iterdir())} <= synced
 
 
@@ -153,7 +152,7 @@ def test_a_conversion_by_another_description_is_another(megatron: Path, tmp_path
     model = tmp_path / "described"
     model.mkdir()
     shutil.copy(megatron / "config.json", model)
-    options = ConvertOptions(target_format="hf", model=model, sync=False)
+    options = ConvertOptions(to="hf", model=model, sync=False)
     convert(megatron, tmp_path / "target", options)
     text = (model / "config.json").read_text()
     (model / "config.json").write_text(text.replace("{", '{"note": 1,', 1))
@@ -320,7 +319,7 @@ def test_memory_stays_at_buffers(qwen3: Path, tmp_path: Path) -> None:
 
 def test_fp8_weights_and_scales_come_in_pairs(qwen3: Path, tmp_path: Path) -> None:
     """Blocks without scales are other numbers; so is a trained weight with scales of old."""
-    convert(qwen3, tmp_path / "fp8", ConvertOptions(target_format="hf", quantize=True, sync=False))
+    convert(qwen3, tmp_path / "fp8", ConvertOptions(to="hf", quantize="fp8", sync=False))
     (tmp_path / "fp8/conversion.json").unlink()
     name = "model.layers.1.mlp.down_proj.weight"
     source = resave(tmp_path / "fp8", tmp_path / "lost", {name + "_scale_inv": None})

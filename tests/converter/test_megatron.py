@@ -31,11 +31,11 @@ CASES = {
     "llama_tied": ConvertOptions(),
     "qwen2": ConvertOptions(layout=Layout(tensor=2)),
     "qwen3": ConvertOptions(layout=Layout(tensor=2, pipeline=2)),
-    "qwen3_moe": ConvertOptions(layout=Layout(expert=2), fused_norms=False),
-    "qwen3_5": ConvertOptions(layout=Layout(tensor=2), fused_norms=False),
-    "qwen3_5_vl_moe": ConvertOptions(layout=Layout(expert=2), fused_norms=False),
-    "deepseek_v3": ConvertOptions(layout=Layout(expert=2), fused_norms=False),
-    "deepseek_v3_direct": ConvertOptions(fused_norms=False),
+    "qwen3_moe": ConvertOptions(layout=Layout(expert=2), plain_norms=True),
+    "qwen3_5": ConvertOptions(layout=Layout(tensor=2), plain_norms=True),
+    "qwen3_5_vl_moe": ConvertOptions(layout=Layout(expert=2), plain_norms=True),
+    "deepseek_v3": ConvertOptions(layout=Layout(expert=2), plain_norms=True),
+    "deepseek_v3_direct": ConvertOptions(plain_norms=True),
 }
 TOLERANCE = 2e-5
 SAVED = {  # family of tests/megatron, ranks, layout
@@ -102,7 +102,7 @@ def test_what_ranks_saved_becomes_the_model_again(layout: str, pool: Pool, tmp_p
         out=str(tmp_path / "saved"),
         first=0,
     )
-    options = ConvertOptions(target_format="hf", model=model, sync=False)
+    options = ConvertOptions(to="hf", model=model, sync=False)
     convert(tmp_path / "saved/checkpoint", tmp_path / "back", options)
     assert compare(model, tmp_path / "back").same
     assert compare(model, tmp_path / "saved/checkpoint").same

@@ -30,7 +30,7 @@ MTP = {
 
 
 def to_hf(source: Path, target: Path, **more: Any) -> Any:
-    return convert(source, target, ConvertOptions(target_format="hf", sync=False, **more))
+    return convert(source, target, ConvertOptions(to="hf", sync=False, **more))
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_conflicts_are_reported_and_the_trained_one_kept(
 
 
 @pytest.mark.parametrize(
-    ("number", "more"), [(1e38, {"dtype": "float16"}), (float("inf"), {"quantize": True})]
+    ("number", "more"), [(1e38, {"dtype": "float16"}), (float("inf"), {"quantize": "fp8"})]
 )
 def test_numbers_that_a_narrow_type_cannot_hold_are_refused(
     number: float, more: dict[str, Any], trained: Path, tmp_path: Path
@@ -131,7 +131,7 @@ def test_fp8_of_the_smallest_numbers_is_a_number() -> None:
 
 
 def test_fp8_out_and_in(origin: Path, trained: Path, tmp_path: Path) -> None:
-    to_hf(trained, tmp_path / "fp8", origin=origin, quantize=True)
+    to_hf(trained, tmp_path / "fp8", origin=origin, quantize="fp8")
     tensors = load_file(tmp_path / "fp8/model.safetensors")
     plain = load_file(origin / "model.safetensors")
     quantized = {n for n, t in tensors.items() if t.dtype is torch.float8_e4m3fn}
@@ -236,10 +236,10 @@ def test_stacked_experts_stay_stacked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (ConvertOptions(quantize=True), "for HF"),
+        (ConvertOptions(quantize="fp8"), "for HF"),
         (ConvertOptions(origin=Path("x")), "for HF"),
         (ConvertOptions(workers=0), "at least 1"),
-        (ConvertOptions(target_format="hf", quantize=True, dtype="float16"), "bfloat16"),
+        (ConvertOptions(to="hf", quantize="fp8", dtype="float16"), "bfloat16"),
     ],
 )
 def test_options_that_mean_nothing(
@@ -247,3 +247,25 @@ def test_options_that_mean_nothing(
 ) -> None:
     with pytest.raises(OptionError, match=text):
         convert(trained, tmp_path / "target", options)
+
+
+def test_the_options_in_a_record_keep_their_names() -> None:
+    """Else a conversion that an earlier release made, or began, would count as another one."""
+    options = ConvertOptions(
+        to="hf", model=Path("/m"), deny=["b*"], quantize="fp8_ue8m0", plain_norms=True, workers=7
+    )
+    assert options.describe() == {
+        "target_format": "hf",
+        "dtype": "keep",
+        "model": "/m",
+        "origin": None,
+        "allow": ["*"],
+        "deny": ["b*"],
+        "quantize": True,
+        "scale_format": "ue8m0",
+        "layout": {"tensor": 1, "pipeline": 1, "expert": 1},
+        "vocab_multiple": 128,
+        "stacking": "auto",
+        "fused_norms": False,
+        "max_file_bytes": 0,
+    }

@@ -48,7 +48,7 @@ def to_megatron(source: Path, target: Path, layout: str = "TP1") -> Result:
 
 
 def to_hf(source: Path, target: Path, **more: object) -> Result:
-    options = ConvertOptions(target_format="hf", sync=False, **more)  # type: ignore[arg-type]
+    options = ConvertOptions(to="hf", sync=False, **more)  # type: ignore[arg-type]
     return convert(source, target, options)
 
 
@@ -84,7 +84,7 @@ def test_transformers_computes_the_same(name: str, saved: dict[str, Path], tmp_p
 
 def test_stacked_layers_and_plain_names(saved: dict[str, Path], tmp_path: Path) -> None:
     """Other Megatron models name layers one by one, or norms as without TransformerEngine."""
-    for number, more in enumerate(({"stacking": "single"}, {"fused_norms": False})):
+    for number, more in enumerate(({"stacking": "single"}, {"plain_norms": True})):
         for name in ("qwen3", "deepseek_v3", "qwen3_vl"):
             made = tmp_path / f"{name}-{number}"
             convert(saved[name], made, ConvertOptions(sync=False, **more))  # type: ignore[arg-type]

@@ -443,17 +443,10 @@ def _fingerprint(source: Path, options: ConvertOptions, plan: ConversionPlan) ->
     for path in sorted(path for path in inputs if path is not None and path.is_file()):
         stat = path.stat()
         hasher.update(json.dumps([str(path.resolve()), stat.st_size, stat.st_mtime_ns]).encode())
-    hasher.update(json.dumps(_described(options), sort_keys=True).encode())
+    hasher.update(json.dumps(options.describe(), sort_keys=True).encode())
     for file in plan.work.files:
         hasher.update(json.dumps([file.name, file.size]).encode())
     return hasher.hexdigest()
-
-
-def _described(options: ConvertOptions) -> dict[str, object]:
-    values = asdict(options)
-    for name in ("workers", "sync"):
-        del values[name]
-    return {k: str(v.resolve()) if isinstance(v, Path) else v for k, v in values.items()}
 
 
 def _record(
@@ -464,6 +457,6 @@ def _record(
         "format": 1,
         "source": source.name,
         "fingerprint": fingerprint,
-        "options": _described(options),
+        "options": options.describe(),
         "report": asdict(plan.work.report),
     }

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Literal
 
 import torch
 
+from sluice.weights.convert.options import ScaleFormat
 from sluice.weights.errors import InvalidCheckpointError
 
 SCALE = "_scale_inv"
 BLOCK = (128, 128)
 LARGEST = 448.0  # of float8_e4m3fn
-ScaleFormat = Literal["float32", "ue8m0"]
 _QUANTIZED = re.compile(r"(\w_proj|_proj_with_mqa|\.in_proj_qkv|\.in_proj_z)\.weight$")
 _KEPT = re.compile(r"(^|\.)(visual|lm_head|embed_tokens)\.")
 

@@ -1,25 +1,23 @@
-"""What a conversion is asked to do."""
+"""How a checkpoint is converted: the options of the library, the service and the command."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from sluice.weights.convert.fp8 import ScaleFormat
-from sluice.weights.rules import Binding, Layers, WeightMap
+from pydantic import Field
 
-Format = Literal["hf", "torch_dist"]
-Dtype = Literal["keep", "float32", "bfloat16", "float16"]
+from sluice.config import Config
+
+Stacking = Literal["auto", "stacked", "single"]
+ScaleFormat = Literal["float32", "ue8m0"]
 
 
 class OptionError(ValueError):
     """Options that do not go together; the message says which."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
+class Layout(Config):
     """Ranks that a torch_dist checkpoint is cut for. Any layout reads any other's."""
 
     tensor: int = 1
@@ -27,134 +25,59 @@ class Layout:
     expert: int = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConvertOptions:
-    """How a checkpoint is converted.
+class ConvertOptions(Config):
+    """Options of a conversion. Patterns are those of fnmatch."""
 
-    `model` holds the `config.json` (and tokenizer) where the source has none: a directory.
-    `origin` is the HF checkpoint that fills in what training does not own: tensors whose names
-    match a pattern (fnmatch) of `allow` and none of `deny`. `quantize`: FP8 weights in blocks.
-    `fused_norms`: norms under the names that TransformerEngine's layers have. `max_file_bytes`:
-    0 takes an eighth of the whole, from 256 MiB to 4 GiB, so that threads write to several files.
-    """
-
-    target_format: Format = "torch_dist"
-    dtype: Dtype = "keep"
-    model: Path | None = None
-    origin: Path | None = None
-    allow: tuple[str, ...] = ("*",)
-    deny: tuple[str, ...] = ()
-    quantize: bool = False
-    scale_format: ScaleFormat = "float32"
+    to: Literal["hf", "torch_dist"] = Field("torch_dist", description="Format of DST.")
+    dtype: Literal["keep", "float32", "bfloat16", "float16"] = "keep"
+    model: Path | None = Field(None, description="Directory with config.json, if SRC has none.")
+    origin: Path | None = Field(None, description="HF checkpoint that fills in what SRC lacks.")
+    allow: list[str] = Field(["*"], description="Patterns of names to take from the origin.")
+    deny: list[str] = Field([], description="Patterns of names not to take from the origin.")
+    quantize: Literal["", "fp8", "fp8_ue8m0"] = Field("", description="FP8 in blocks of 128.")
     layout: Layout = Layout()
     vocab_multiple: int = 128
     stacking: Stacking = "auto"
-    fused_norms: bool = True
-    max_file_bytes: int = 0
-    workers: int = 2
-    sync: bool = True
+    plain_norms: bool = Field(False, description="Norms named as without TransformerEngine.")
+    max_file_bytes: int = Field(0, description="0 is chosen by the size of the whole.")
+    workers: int = Field(2, description="Threads, which write to several files at a time.")
+    sync: bool = Field(True, description="Files are on the disk before DST appears.")
+
+    @property
+    def scale_format(self) -> ScaleFormat:
+        """How the scales of FP8 blocks are rounded."""
+        return "ue8m0" if self.quantize == "fp8_ue8m0" else "float32"
 
     def file_bytes(self, total: int) -> int:
-        """Largest size of a file of a checkpoint of `total` bytes."""
+        """Return the largest size of a file of a checkpoint of `total` bytes."""
         return self.max_file_bytes or min(4 << 30, max(256 << 20, total // 8))
 
     def check(self) -> None:
-        """Raises OptionError."""
-        numbers = (*vars(self.layout).values(), self.vocab_multiple, self.workers)
+        """Raise OptionError for options that do not go together."""
+        numbers = (*dict(self.layout).values(), self.vocab_multiple, self.workers)
         if min(numbers) < 1 or self.max_file_bytes < 0:
             raise OptionError("sizes of layouts and files, and workers, are at least 1")
-        if self.target_format == "torch_dist" and (self.quantize or self.origin is not None):
+        if self.to == "torch_dist" and (self.quantize or self.origin is not None):
             raise OptionError("origin and quantize are for HF checkpoints")
-        if self.target_format == "hf" and self.layout != Layout():
+        if self.to == "hf" and self.layout != Layout():
             raise OptionError("an HF checkpoint is not cut for ranks")
         if self.quantize and self.dtype not in ("keep", "bfloat16"):
             raise OptionError("FP8 checkpoints keep the other tensors in bfloat16")
 
-
-Stacking = Literal["auto", "stacked", "single"]
-FUSED_NORMS = (  # (norm, the linear layer that TransformerEngine fuses it into)
-    ("input_layernorm", "self_attention.linear_qkv"),
-    ("input_layernorm", "self_attention.in_proj"),
-    ("self_attention.q_layernorm", "self_attention.linear_q_up_proj"),
-    ("self_attention.kv_layernorm", "self_attention.linear_kv_up_proj"),
-    ("pre_mlp_layernorm", "mlp.linear_fc1"),
-)
-LINEAR = re.compile(r"\.(linear_\w+|in_proj|out_proj)\.weight$")
-_LAYER = re.compile(r"^(?P<block>.*\blayers\.)(?P<layer>\d+)\.(?P<rest>.*)$")
-_EXPERT = re.compile(r"\blocal_experts\.\d+\.")
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a Megatron tensor lies: at `index` of the leading axes, of sizes `lead`, of `key`."""
-
-    key: str
-    lead: tuple[int, ...]
-    index: tuple[int, ...]
-
-    def shard(self) -> str:
-        """The suffix of an object, such as extra state, of this place."""
-        index, lead = self.index or (0,), self.lead or (1,)
-        return f"/shard_{'.'.join(map(str, index))}_{'.'.join(map(str, lead))}"
-
-
-class Naming:
-    """Places of the tensors of one model. `fused`: norms have TransformerEngine's names."""
-
-    def __init__(self, weights: WeightMap, *, stacking: Stacking, fused: bool = True) -> None:
-        self._weights = weights
-        self._fused = fused
-        self._names = {binding.megatron for binding in weights.bindings()}
-        shape = weights.shape
-        uneven = bool(shape.sparse_layers or shape.linear_layers)
-        self._stacked = stacking == "stacked" or (stacking == "auto" and not uneven)
-        self._even_vision = stacking == "auto"
-        self._lengths = {
-            "decoder.layers.": shape.layers,
-            "vision_model.decoder.layers.": len(shape.layer_indices(Layers.VISION)),
+    def describe(self) -> dict[str, object]:
+        """Return what decides about the bytes of the target, as `conversion.json` keeps it."""
+        return {
+            "target_format": self.to,
+            "dtype": self.dtype,
+            "model": self.model and str(self.model.resolve()),
+            "origin": self.origin and str(self.origin.resolve()),
+            "allow": self.allow,
+            "deny": self.deny,
+            "quantize": bool(self.quantize),
+            "scale_format": self.scale_format,
+            "layout": dict(self.layout),
+            "vocab_multiple": self.vocab_multiple,
+            "stacking": self.stacking,
+            "fused_norms": not self.plain_norms,
+            "max_file_bytes": self.max_file_bytes,
         }
-
-    def place(self, binding: Binding) -> Place:
-        """The place of a tensor; experts always are stacked in their layer."""
-        name, lead, index = binding.megatron, [], []
-        block = _LAYER.match(name)
-        if block is not None and block["block"] in self._lengths:
-            stacked = self._stacked or (self._even_vision and block["block"].startswith("vision"))
-            name = block["block"] + ("" if stacked else f"{block['layer']}.")
-            if stacked:
-                lead.append(self._lengths[block["block"]])
-                index.append(int(block["layer"]))
-            name += self._layer_name(block["block"] + block["layer"] + ".", block["rest"])
-        if binding.expert is not None:
-            lead.append(self._weights.shape.experts)
-            index.append(binding.expert)
-            name = _EXPERT.sub("experts.", name)
-        vision = name.startswith("vision_model.")
-        return Place(
-            name if vision else self._weights.family.prefix + name, tuple(lead), tuple(index)
-        )
-
-    def extra_state(self, binding: Binding) -> str | None:
-        """The name of the state that Megatron keeps beside a linear layer; None beside others."""
-        place = self.place(binding)
-        if not LINEAR.search(place.key):
-            return None
-        return place.key.removesuffix("weight") + "_extra_state" + place.shard()
-
-    def _layer_name(self, layer: str, name: str) -> str:
-        if not self._fused:
-            return name
-        for norm, linear in FUSED_NORMS:
-            if name.startswith(f"{norm}.") and f"{layer}{linear}.weight" in self._names:
-                return f"{linear}.layer_norm_{name.removeprefix(f'{norm}.')}"
-        return name
-
-
-def find_namings(weights: WeightMap) -> list[Naming]:
-    """Every way in which some Megatron model names tensors, the usual ones first."""
-    ways: tuple[Stacking, ...] = ("stacked", "single", "auto")
-    return [
-        Naming(weights, stacking=stacking, fused=fused)
-        for fused in (True, False)
-        for stacking in ways
-    ]

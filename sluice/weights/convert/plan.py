@@ -96,13 +96,13 @@ def plan_conversion(source: Path, options: ConvertOptions, files: Files) -> Conv
                 f"{source.name!r} says nothing of its model: give a directory with {CONFIG!r}"
             )
         config = read_config(described)
-        if options.target_format == "torch_dist":
+        if options.to == "torch_dist":
             raise InvalidCheckpointError("the source is a torch_dist checkpoint already")
         stored = TorchDistSource(source, read_weights(config, options.origin or described), files)
         plan = _plan_hf(_groups_of_torch_dist(stored), config, described, options, files)
         return _with_checks(plan, stored)
     config = read_config(options.model or source)
-    if options.target_format == "torch_dist":
+    if options.to == "torch_dist":
         return _plan_torch_dist(source, config, options, files)
     known = _weights_or_none(config, source)
     spellings = () if known is None else known.family.spellings

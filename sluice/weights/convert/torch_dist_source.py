@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 import torch
 
 from sluice.weights.convert.errors import UncoveredTensorError
-from sluice.weights.convert.options import Naming, Place, find_namings
+from sluice.weights.convert.options import Stacking
 from sluice.weights.convert.pieces import Content, FileRange, Files
 from sluice.weights.convert.stored import Chunk, StoredKey, find_bytes, read_keys
 from sluice.weights.errors import MissingTensorError, UnexpectedTensorError
 from sluice.weights.rules import (
     Binding,
+    Layers,
     Pack,
     Partition,
     TensorShapeError,
@@ -25,6 +28,92 @@ from sluice.weights.rules import (
 )
 
 Pieces = tuple[FileRange, ...]
+FUSED_NORMS = (  # (norm, the linear layer that TransformerEngine fuses it into)
+    ("input_layernorm", "self_attention.linear_qkv"),
+    ("input_layernorm", "self_attention.in_proj"),
+    ("self_attention.q_layernorm", "self_attention.linear_q_up_proj"),
+    ("self_attention.kv_layernorm", "self_attention.linear_kv_up_proj"),
+    ("pre_mlp_layernorm", "mlp.linear_fc1"),
+)
+LINEAR = re.compile(r"\.(linear_\w+|in_proj|out_proj)\.weight$")
+_LAYER = re.compile(r"^(?P<block>.*\blayers\.)(?P<layer>\d+)\.(?P<rest>.*)$")
+_EXPERT = re.compile(r"\blocal_experts\.\d+\.")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a Megatron tensor lies: at `index` of the leading axes, of sizes `lead`, of `key`."""
+
+    key: str
+    lead: tuple[int, ...]
+    index: tuple[int, ...]
+
+    def shard(self) -> str:
+        """The suffix of an object, such as extra state, of this place."""
+        index, lead = self.index or (0,), self.lead or (1,)
+        return f"/shard_{'.'.join(map(str, index))}_{'.'.join(map(str, lead))}"
+
+
+class Naming:
+    """Places of the tensors of one model. `fused`: norms have TransformerEngine's names."""
+
+    def __init__(self, weights: WeightMap, *, stacking: Stacking, fused: bool = True) -> None:
+        self._weights = weights
+        self._fused = fused
+        self._names = {binding.megatron for binding in weights.bindings()}
+        shape = weights.shape
+        uneven = bool(shape.sparse_layers or shape.linear_layers)
+        self._stacked = stacking == "stacked" or (stacking == "auto" and not uneven)
+        self._even_vision = stacking == "auto"
+        self._lengths = {
+            "decoder.layers.": shape.layers,
+            "vision_model.decoder.layers.": len(shape.layer_indices(Layers.VISION)),
+        }
+
+    def place(self, binding: Binding) -> Place:
+        """The place of a tensor; experts always are stacked in their layer."""
+        name, lead, index = binding.megatron, [], []
+        block = _LAYER.match(name)
+        if block is not None and block["block"] in self._lengths:
+            stacked = self._stacked or (self._even_vision and block["block"].startswith("vision"))
+            name = block["block"] + ("" if stacked else f"{block['layer']}.")
+            if stacked:
+                lead.append(self._lengths[block["block"]])
+                index.append(int(block["layer"]))
+            name += self._layer_name(block["block"] + block["layer"] + ".", block["rest"])
+        if binding.expert is not None:
+            lead.append(self._weights.shape.experts)
+            index.append(binding.expert)
+            name = _EXPERT.sub("experts.", name)
+        vision = name.startswith("vision_model.")
+        return Place(
+            name if vision else self._weights.family.prefix + name, tuple(lead), tuple(index)
+        )
+
+    def extra_state(self, binding: Binding) -> str | None:
+        """The name of the state that Megatron keeps beside a linear layer; None beside others."""
+        place = self.place(binding)
+        if not LINEAR.search(place.key):
+            return None
+        return place.key.removesuffix("weight") + "_extra_state" + place.shard()
+
+    def _layer_name(self, layer: str, name: str) -> str:
+        if not self._fused:
+            return name
+        for norm, linear in FUSED_NORMS:
+            if name.startswith(f"{norm}.") and f"{layer}{linear}.weight" in self._names:
+                return f"{linear}.layer_norm_{name.removeprefix(f'{norm}.')}"
+        return name
+
+
+def _find_namings(weights: WeightMap) -> list[Naming]:
+    """Every way in which some Megatron model names tensors, the usual ones first."""
+    ways: tuple[Stacking, ...] = ("stacked", "single", "auto")
+    return [
+        Naming(weights, stacking=stacking, fused=fused)
+        for fused in (True, False)
+        for stacking in ways
+    ]
 
 
 class TorchDistSource:
@@ -176,7 +265,7 @@ class TorchDistSource:
         return self._offsets[chunk]
 
     def _find_places(self) -> Iterator[tuple[Binding, Place]]:
-        namings, missing = find_namings(self._weights), []
+        namings, missing = _find_namings(self._weights), []
         for binding in self._weights.bindings():
             if binding.alias:
                 continue

@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from sluice.weights.convert.hf import HfSource
-from sluice.weights.convert.options import ConvertOptions, Naming, Place
+from sluice.weights.convert.options import ConvertOptions
 from sluice.weights.convert.pieces import Content, FileRange, Files
 from sluice.weights.convert.stored import CONFIG, envelope, save_object
-from sluice.weights.convert.torch_dist_source import chunk_name
+from sluice.weights.convert.torch_dist_source import Naming, Place, chunk_name
 from sluice.weights.convert.work import Group, OutputFile, TensorTask
 from sluice.weights.errors import InvalidCheckpointError
 from sluice.weights.rules import (
@@ -181,7 +181,7 @@ class ToTorchDist:
         self._dtype: torch.dtype | None = None
         if options.dtype != "keep":
             self._dtype = getattr(torch, options.dtype)
-        self._naming = Naming(weights, stacking=options.stacking, fused=options.fused_norms)
+        self._naming = Naming(weights, stacking=options.stacking, fused=not options.plain_norms)
         self._padded = padded_rows(
             weights.shape.vocab, multiple=options.vocab_multiple, size=self._layout.tensor
         )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import xxhash
 
-from sluice.weights.convert.options import Naming
+from sluice.weights.convert.torch_dist_source import Naming
 from sluice.weights.rules import (
     Binding,
     Family,
