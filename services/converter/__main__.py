@@ -7,14 +7,27 @@ import sys
 import torch
 import uvloop
 
-from services.converter.config import ConverterConfig
-from services.converter.process import ConverterProcess
+from services.converter.servicer import ConverterConfig, ConverterServicer
 from sluice import logs
+from sluice.api.converter.v1 import converter_service_pb2_grpc as pb_grpc
 from sluice.config import ConfigError, load_config
+from sluice.runtime.server import Server
+
+SERVICE = "sluice.api.converter.v1.ConverterService"
 
 
-async def _run(config: ConverterConfig) -> None:
-    await ConverterProcess(config).run()
+async def serve(config: ConverterConfig) -> None:
+    """Serve until a signal."""
+    server = Server(config.server)
+    servicer = ConverterServicer(config, server)
+    server.add(pb_grpc.add_ConverterServiceServicer_to_server, servicer, SERVICE)
+    server.stop_on_signals()
+    await server.start()
+    await server.set_serving()
+    try:
+        await server.run_until_signal()
+    finally:
+        servicer.close()
 
 
 def main() -> int:
@@ -22,7 +35,7 @@ def main() -> int:
     torch.set_num_threads(1)  # threads of a conversion are its own
     try:
         config = load_config(ConverterConfig)
-        uvloop.run(_run(config))
+        uvloop.run(serve(config))
     except ConfigError as error:
         print(f"services.converter: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""What a converter refuses or runs into, by gRPC code and reason."""
+"""ConverterService: conversions and comparisons in threads, followed as operations."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 import grpc
 from google.longrunning import operations_pb2
 from google.protobuf import message as pb_message
+from pydantic import Field
 
 from services.converter import metrics
-from services.converter.config import ConverterConfig
 from sluice.api.converter.v1 import converter_service_pb2 as pb
 from sluice.api.converter.v1 import converter_service_pb2_grpc as pb_grpc
+from sluice.config import ProcessConfig
 from sluice.runtime import wire
 from sluice.runtime.errors import (
     AlreadyExistsError,
@@ -29,27 +30,37 @@ from sluice.runtime.errors import (
     NotFoundError,
     ServiceError,
 )
-from sluice.runtime.server import Server
+from sluice.runtime.server import Server, ServerConfig
 from sluice.weights.convert.conversion import convert, validate
-from sluice.weights.convert.errors import (
-    BusyTargetError,
-    ConflictingTensorError,
-    DiskFullError,
-    TargetExistsError,
-)
 from sluice.weights.convert.options import OptionError
 from sluice.weights.convert.verify import compare
 from sluice.weights.convert.work import Control, ConversionProgress
 from sluice.weights.errors import (
+    BusyTargetError,
+    ConflictingTensorError,
     DamagedFileError,
+    DiskFullError,
     FileDigestError,
     ManifestError,
     MissingTensorError,
+    TargetExistsError,
     TensorDigestError,
     UnexpectedTensorError,
     WeightStoreError,
 )
 from sluice.weights.rules import PartitionError
+
+
+class ConverterConfig(ProcessConfig):
+    """Converter service: checkpoints between HF and torch_dist."""
+
+    roots: list[Path] = Field(
+        min_length=1, description="Directories below which checkpoints are read and written."
+    )
+    max_running: int = Field(1, ge=1, description="Conversions at a time; others wait.")
+    workers: int = Field(2, ge=1, description="Threads of one conversion.")
+    durable: bool = Field(True, description="Files are on the disk before a target appears.")
+    server: ServerConfig = ServerConfig()
 
 
 class UnfitSourceError(ServiceError):
@@ -115,11 +126,6 @@ def typed_errors() -> Iterator[None]:
         raise UnusablePathError(str(error), file=error.filename or "") from error
 
 
-def not_found(path: str) -> NotFoundError:
-    """No such directory."""
-    return NotFoundError("checkpoint", path)
-
-
 class Paths:
     """Directories below the roots; nothing else is touched, links followed."""
 
@@ -130,7 +136,7 @@ class Paths:
         """Raises InvalidFieldError or NotFoundError."""
         path = self.inside(field, text)
         if not path.is_dir():
-            raise not_found(text)
+            raise NotFoundError("checkpoint", text)
         return path
 
     def inside(self, field: str, text: str) -> Path:

@@ -30,15 +30,14 @@ import xxhash
 
 from sluice import faults
 from sluice.durable import write_all
-from sluice.weights.digest import digest_bytes
+from sluice.weights.checkpoint import BITS, Extent, data_start, encode_header, parse_header
 from sluice.weights.errors import (
     DamagedFileError,
     FileDigestError,
     MissingFileError,
     TensorDigestError,
 )
-from sluice.weights.header import BITS, Extent, data_start, encode_header, parse_header
-from sluice.weights.manifest import FileEntry, Manifest
+from sluice.weights.manifest import FileEntry, Manifest, digest_bytes
 
 BLOCK = 1 << 20  # elements that are compared at a time
 LONG_GAP = 255

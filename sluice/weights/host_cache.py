@@ -15,9 +15,14 @@ from typing import IO, Protocol
 
 from sluice.durable import LockTimeoutError, try_lock, write_new
 from sluice.weights.delta import ShardSource, build_shard
-from sluice.weights.digest import digest_file
 from sluice.weights.errors import FileDigestError, ManifestError, MissingFileError, WeightStoreError
-from sluice.weights.manifest import MANIFEST_NAME, Manifest, delta_name, encode_manifest
+from sluice.weights.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    delta_name,
+    digest_file,
+    encode_manifest,
+)
 
 
 class WeightSource(Protocol):

@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from sluice.durable import write_all
-from sluice.weights.digest import digest_bytes, digest_file
+from sluice.weights.checkpoint import Extent, data_start, encode_header, parse_header
 from sluice.weights.errors import (
     DamagedFileError,
     DuplicateFileError,
@@ -19,8 +19,7 @@ from sluice.weights.errors import (
     MissingFileError,
     TensorDigestError,
 )
-from sluice.weights.header import Extent, data_start, encode_header, parse_header
-from sluice.weights.manifest import Manifest, ShardFile, TensorEntry
+from sluice.weights.manifest import Manifest, ShardFile, TensorEntry, digest_bytes, digest_file
 
 TORCH_DTYPES = {
     "BOOL": torch.bool,

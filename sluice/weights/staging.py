@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from sluice.durable import try_lock
-from sluice.weights.checkpoint import INDEX_NAME, SINGLE_NAME
-from sluice.weights.digest import digest_bytes, digest_file
+from sluice.weights.checkpoint import BITS, INDEX_NAME, SINGLE_NAME, Extent
 from sluice.weights.errors import (
     DuplicateFileError,
     DuplicateTensorError,
@@ -31,7 +30,6 @@ from sluice.weights.errors import (
     MissingTensorError,
     UnexpectedTensorError,
 )
-from sluice.weights.header import BITS, Extent
 from sluice.weights.manifest import (
     MANIFEST_NAME,
     FileEntry,
@@ -40,6 +38,8 @@ from sluice.weights.manifest import (
     StoredTensor,
     TensorEntry,
     delta_name,
+    digest_bytes,
+    digest_file,
     version_digest,
 )
 

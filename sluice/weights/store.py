@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from sluice import faults
+from sluice.weights.checkpoint import Extent, data_start, parse_extents
 from sluice.weights.errors import (
     DamagedFileError,
     ManifestError,
@@ -20,7 +21,6 @@ from sluice.weights.errors import (
     VersionNotFoundError,
     WeightStoreError,
 )
-from sluice.weights.header import Extent, data_start, parse_extents
 from sluice.weights.manifest import (
     MANIFEST_NAME,
     Manifest,

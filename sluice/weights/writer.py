@@ -14,11 +14,10 @@ import xxhash
 
 from sluice.durable import write_pieces
 from sluice.weights import delta as delta_module
+from sluice.weights.checkpoint import BITS, byte_order, encode_header
 from sluice.weights.delta import element_width, encode_file
-from sluice.weights.digest import digest_bytes
 from sluice.weights.errors import DuplicateFileError, StagingLostError
-from sluice.weights.header import BITS, byte_order, encode_header
-from sluice.weights.manifest import DeltaFile, ShardFile, TensorEntry, delta_name
+from sluice.weights.manifest import DeltaFile, ShardFile, TensorEntry, delta_name, digest_bytes
 from sluice.weights.shards import DTYPE_NAMES, host_bytes, write_shard
 from sluice.weights.transfer.plan import Bucket
 

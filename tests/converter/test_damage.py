@@ -15,7 +15,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from sluice.weights.convert.conversion import convert
-from sluice.weights.convert.errors import ForbiddenObjectError, UncoveredTensorError
 from sluice.weights.convert.options import ConvertOptions
 from sluice.weights.convert.pieces import Files
 from sluice.weights.convert.stored import _MetadataUnpickler, find_bytes, read_keys
@@ -23,9 +22,11 @@ from sluice.weights.convert.verify import compare
 from sluice.weights.errors import (
     DamagedFileError,
     FileDigestError,
+    ForbiddenObjectError,
     InvalidCheckpointError,
     MissingFileError,
     TensorDigestError,
+    UncoveredTensorError,
     WeightStoreError,
 )
 from sluice.weights.store import WeightStore

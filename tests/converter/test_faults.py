@@ -19,17 +19,19 @@ from safetensors.torch import load_file, save_file
 
 from sluice import faults
 from sluice.weights.convert.conversion import Result, convert, locked_target, staging_of
-from sluice.weights.convert.errors import (
+from sluice.weights.convert.options import ConvertOptions
+from sluice.weights.convert.verify import compare
+from sluice.weights.convert.work import JOURNAL, Control, Journal
+from sluice.weights.errors import (
     BusyTargetError,
     CancelledConversionError,
     ConflictingTensorError,
     DiskFullError,
+    InvalidCheckpointError,
+    MissingTensorError,
     TargetExistsError,
+    UnexpectedTensorError,
 )
-from sluice.weights.convert.options import ConvertOptions
-from sluice.weights.convert.verify import compare
-from sluice.weights.convert.work import JOURNAL, Control, Journal
-from sluice.weights.errors import InvalidCheckpointError, MissingTensorError, UnexpectedTensorError
 from tests.patience import PATIENCE
 
 TO_HF = ConvertOptions(to="hf", sync=False, max_file_bytes=60_000)

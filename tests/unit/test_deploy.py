@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from services.converter.config import ConverterConfig
+from services.converter.servicer import ConverterConfig
 from services.rollout.config import RolloutConfig
 from services.router.config import RouterConfig
 from services.trainer.config import TrainerConfig

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from services.rollout.errors import DigestMismatchError, UnfitWeightsError
 from sluice.weights.checkpoint import describe_shard, shard_paths
-from sluice.weights.digest import digest_version
 from sluice.weights.errors import (
     DamagedFileError,
     FileDigestError,
@@ -17,7 +16,7 @@ from sluice.weights.errors import (
     TensorDigestError,
     WeightStoreError,
 )
-from sluice.weights.manifest import MANIFEST_NAME, Manifest, read_manifest
+from sluice.weights.manifest import MANIFEST_NAME, Manifest, digest_version, read_manifest
 
 
 def damage(error: WeightStoreError) -> DigestMismatchError | None:

@@ -27,16 +27,9 @@ import xxhash
 from sluice import faults
 from sluice.durable import LockTimeoutError, locked, sync_path, write_new
 from sluice.weights.checkpoint import INDEX_NAME
-from sluice.weights.convert.errors import (
-    BusyTargetError,
-    CancelledConversionError,
-    DiskFullError,
-    TargetExistsError,
-)
-from sluice.weights.convert.known import RECORD
 from sluice.weights.convert.options import ConvertOptions
 from sluice.weights.convert.pieces import Content, FileRange, Files
-from sluice.weights.convert.plan import ConversionPlan, plan_conversion
+from sluice.weights.convert.plan import RECORD, ConversionPlan, plan_conversion
 from sluice.weights.convert.stored import CONFIG, METADATA
 from sluice.weights.convert.torch_dist_target import COMMON
 from sluice.weights.convert.work import (
@@ -49,8 +42,14 @@ from sluice.weights.convert.work import (
     TensorTask,
     is_same_work,
 )
-from sluice.weights.digest import digest_file
-from sluice.weights.errors import TensorDigestError
+from sluice.weights.errors import (
+    BusyTargetError,
+    CancelledConversionError,
+    DiskFullError,
+    TargetExistsError,
+    TensorDigestError,
+)
+from sluice.weights.manifest import digest_file
 from sluice.weights.rules import InexactTensorError
 
 LOCK_SECONDS = 0.5  # after which another conversion has the target

@@ -12,20 +12,26 @@ from pathlib import Path
 
 import torch
 
-from sluice.weights.checkpoint import INDEX_NAME, SINGLE_NAME, shard_paths
-from sluice.weights.convert.errors import ConflictingTensorError
+from sluice.weights.checkpoint import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    encode_header,
+    parse_extents,
+    parse_header,
+    shard_paths,
+)
 from sluice.weights.convert.fp8 import SCALE, block_size, dequantize
 from sluice.weights.convert.options import ConvertOptions
 from sluice.weights.convert.pieces import Content, FileRange, Files
 from sluice.weights.convert.work import ConversionReport, Group, OutputFile, TensorTask
 from sluice.weights.errors import (
+    ConflictingTensorError,
     DamagedFileError,
     InvalidCheckpointError,
     MissingFileError,
     MissingTensorError,
     UnexpectedTensorError,
 )
-from sluice.weights.header import encode_header, parse_extents, parse_header
 from sluice.weights.rules import WeightMap
 from sluice.weights.shards import DTYPE_NAMES, TORCH_DTYPES
 

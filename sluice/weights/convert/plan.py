@@ -1,9 +1,13 @@
-"""The rules of the model that a directory describes."""
+"""Plans a conversion: which bytes of the sources go where, by the rules of the model.
+
+Digests that the writer of a source left, in the manifest of a published version or in the
+record of a conversion, are checked, so that damage since then is found.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,7 +15,6 @@ import torch
 
 from sluice.weights.checkpoint import companion_files, shard_paths
 from sluice.weights.convert import fp8
-from sluice.weights.convert.errors import ConflictingTensorError
 from sluice.weights.convert.hf import (
     CONFIG,
     HfSource,
@@ -22,14 +25,21 @@ from sluice.weights.convert.hf import (
     read_config,
     read_names,
 )
-from sluice.weights.convert.known import RECORD, check_files, find_checks
 from sluice.weights.convert.options import ConvertOptions
 from sluice.weights.convert.pieces import Content, Files
 from sluice.weights.convert.stored import is_torch_dist
 from sluice.weights.convert.torch_dist_source import TorchDistSource
 from sluice.weights.convert.torch_dist_target import TorchDistLayout, ToTorchDist
-from sluice.weights.convert.work import ConversionReport, Work
-from sluice.weights.errors import DamagedFileError, InvalidCheckpointError, MissingFileError
+from sluice.weights.convert.work import Check, ConversionReport, Work
+from sluice.weights.errors import (
+    ConflictingTensorError,
+    DamagedFileError,
+    FileDigestError,
+    InvalidCheckpointError,
+    MissingFileError,
+    MissingTensorError,
+)
+from sluice.weights.manifest import MANIFEST_NAME, digest_file, read_manifest
 from sluice.weights.rules import (
     InexactTensorError,
     UnknownArchitectureError,
@@ -37,6 +47,83 @@ from sluice.weights.rules import (
     family_of,
     read_shape,
 )
+from sluice.weights.shards import verify_companions
+
+RECORD = "conversion.json"
+
+
+def check_files(source: Path) -> None:
+    """The small files of a checkpoint are those that were written, where their digests are known.
+
+    Of a conversion that is what no person edits. Raises FileDigestError, MissingFileError or
+    InvalidCheckpointError.
+    """
+    if (source / MANIFEST_NAME).is_file():
+        manifest = read_manifest(source)
+        if manifest.base is not None:
+            raise InvalidCheckpointError(
+                f"{source.name!r} holds only what changed since version {manifest.base}"
+            )
+        verify_companions(source, manifest)
+        return
+    for name, digest in _read_record(source).get("files", {}).items():
+        try:
+            _, actual = digest_file(source / name)
+        except FileNotFoundError as error:
+            raise MissingFileError(name) from error
+        if actual != digest:
+            raise FileDigestError(name, digest, actual)
+
+
+def find_checks(source: HfSource | TorchDistSource) -> tuple[Check, ...]:
+    """What can be checked of a checkpoint; nothing where nobody left digests.
+
+    Raises MissingTensorError where a tensor with a digest is gone, or FileDigestError.
+    """
+    known = _known_digests(source.directory)
+    if not known:
+        return ()
+    stored = dict(_stored(source, known))
+    if lost := sorted(set(known) - set(stored)):
+        raise MissingTensorError(tuple(lost))
+    return tuple(Check(name, stored[name], digest) for name, digest in known.items())
+
+
+def _known_digests(source: Path) -> dict[str, str]:
+    if (source / MANIFEST_NAME).is_file():
+        return {name: entry.digest for name, entry in read_manifest(source).tensors.items()}
+    return _read_record(source).get("digests", {})
+
+
+def _read_record(source: Path) -> dict[str, dict[str, str]]:
+    """The digests in the record of a conversion; nothing where there is none."""
+    try:
+        record = json.loads((source / RECORD).read_bytes())
+        return {
+            kind: {str(name): str(digest) for name, digest in found.items()}
+            for kind, found in (("digests", record["digests"]), ("files", record.get("files", {})))
+        }
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedFileError(RECORD, f"is no record of digests: {error!r}") from error
+
+
+def _stored(
+    source: HfSource | TorchDistSource, known: Mapping[str, str]
+) -> Iterator[tuple[str, Content]]:
+    """Tensors as they are stored, by the names that digests are kept under."""
+    if isinstance(source, TorchDistSource):
+        yield from source.chunks()
+        return
+    for found in source.stored().values():
+        name, content = found.name, found.content
+        if f"{name}[0]" not in known:
+            yield name, content
+            continue
+        for index in range(content.shape[0]):
+            yield f"{name}[{index}]", content.rows(index, index + 1)
+
 
 CRITIC = "ForTokenClassification"
 STACKED = ".experts.gate_up_proj"

@@ -26,9 +26,13 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
-from sluice.weights.convert.errors import ForbiddenObjectError
 from sluice.weights.convert.pieces import Files
-from sluice.weights.errors import DamagedFileError, InvalidCheckpointError, MissingFileError
+from sluice.weights.errors import (
+    DamagedFileError,
+    ForbiddenObjectError,
+    InvalidCheckpointError,
+    MissingFileError,
+)
 
 METADATA = ".metadata"
 CONFIG = "metadata.json"  # Megatron's; written last

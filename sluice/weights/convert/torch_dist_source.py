@@ -11,11 +11,10 @@ from pathlib import Path
 
 import torch
 
-from sluice.weights.convert.errors import UncoveredTensorError
 from sluice.weights.convert.options import Stacking
 from sluice.weights.convert.pieces import Content, FileRange, Files
 from sluice.weights.convert.stored import Chunk, StoredKey, find_bytes, read_keys
-from sluice.weights.errors import MissingTensorError, UnexpectedTensorError
+from sluice.weights.errors import MissingTensorError, UncoveredTensorError, UnexpectedTensorError
 from sluice.weights.rules import (
     Binding,
     Layers,

@@ -6,15 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sluice.weights.convert.errors import CancelledConversionError
 from sluice.weights.convert.hf import CONFIG, HfSource, read_config
-from sluice.weights.convert.known import check_files
 from sluice.weights.convert.pieces import Content, Files
-from sluice.weights.convert.plan import read_weights
+from sluice.weights.convert.plan import check_files, read_weights
 from sluice.weights.convert.stored import is_torch_dist
 from sluice.weights.convert.torch_dist_source import TorchDistSource
 from sluice.weights.convert.work import Control
-from sluice.weights.errors import InvalidCheckpointError
+from sluice.weights.errors import CancelledConversionError, InvalidCheckpointError
 from sluice.weights.rules import WeightMap
 
 

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from sluice.weights.convert.pieces import Content
-from sluice.weights.digest import digest_bytes
+from sluice.weights.manifest import digest_bytes
 
 
 @dataclass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-from sluice.weights.rules.families import FAMILIES, UnknownArchitectureError, family_of
 from sluice.weights.rules.packing import (
     InexactTensorError,
     Partition,
@@ -29,11 +28,14 @@ from sluice.weights.rules.rule import (
 )
 from sluice.weights.rules.shape import ModelShape, read_shape
 from sluice.weights.rules.weight_map import (
+    FAMILIES,
     Binding,
     HfTensor,
     RuleConflictError,
     TensorShapeError,
+    UnknownArchitectureError,
     WeightMap,
+    family_of,
 )
 
 __all__ = [

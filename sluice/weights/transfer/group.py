@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from sluice import faults, platform
-from sluice.weights.digest import digest_bytes
 from sluice.weights.errors import TensorDigestError, TransferBrokenError
+from sluice.weights.manifest import digest_bytes
 from sluice.weights.shards import TORCH_DTYPES
 from sluice.weights.transfer.plan import Bucket, Membership
 

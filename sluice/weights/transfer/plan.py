@@ -34,8 +34,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from sluice.weights.checkpoint import BITS, byte_order
 from sluice.weights.errors import InvalidCheckpointError
-from sluice.weights.header import BITS, byte_order
 from sluice.weights.manifest import Manifest, ShardFile, TensorEntry
 
 DEFAULT_BUCKET_BYTES = 256 << 20

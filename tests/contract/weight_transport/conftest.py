@@ -19,7 +19,7 @@ from services.rollout.engine.reference.engine import ReferenceEngine
 from services.rollout.engine.weights import EngineWeights, Transfer
 from sluice import platform
 from sluice.runtime.errors import ServiceError
-from sluice.weights.header import parse_header
+from sluice.weights.checkpoint import parse_header
 from sluice.weights.host_cache import HostCache
 from sluice.weights.manifest import delta_name
 from sluice.weights.store import StoredVersion, WeightStore

@@ -14,12 +14,11 @@ import pytest_asyncio
 from google.longrunning import operations_pb2
 
 from services.converter import servicer
-from services.converter.config import ConverterConfig
-from services.converter.servicer import ConverterServicer
+from services.converter.servicer import ConverterConfig, ConverterServicer
 from sluice.api.converter.v1 import converter_service_pb2 as pb
 from sluice.runtime.server import Server
-from sluice.weights.convert.errors import CancelledConversionError
 from sluice.weights.convert.work import Control
+from sluice.weights.errors import CancelledConversionError
 from tests.patience import PATIENCE
 
 

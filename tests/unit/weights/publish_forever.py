@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from sluice.weights.checkpoint import describe_shard
-from sluice.weights.header import encode_header
+from sluice.weights.checkpoint import describe_shard, encode_header
 from sluice.weights.store import WeightStore
 
 

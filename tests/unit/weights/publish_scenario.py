@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from sluice.weights.checkpoint import describe_shard
-from sluice.weights.header import encode_header
+from sluice.weights.checkpoint import describe_shard, encode_header
 from sluice.weights.store import WeightStore
 
 

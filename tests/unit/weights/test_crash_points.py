@@ -6,8 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from sluice.weights.checkpoint import describe_shard
-from sluice.weights.header import encode_header
+from sluice.weights.checkpoint import describe_shard, encode_header
 from sluice.weights.shards import load_verified
 from sluice.weights.store import WeightStore
 

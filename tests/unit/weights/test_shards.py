@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from sluice.weights.checkpoint import describe_shard
+from sluice.weights.checkpoint import describe_shard, parse_header
 from sluice.weights.errors import (
     FileDigestError,
     InvalidCheckpointError,
@@ -24,7 +24,6 @@ from sluice.weights.errors import (
     TensorDigestError,
     WeightStoreError,
 )
-from sluice.weights.header import parse_header
 from sluice.weights.shards import TORCH_DTYPES, load_verified, write_shard
 from sluice.weights.store import StoredVersion, WeightStore
 from tests.imported import import_checkpoint

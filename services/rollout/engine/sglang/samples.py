@@ -17,8 +17,8 @@ from services.rollout.errors import EngineFailedError, UnfitWeightsError
 from sluice.runtime.errors import InvalidFieldError
 from sluice.samples.sample import VersionSpan
 from sluice.weights.errors import InvalidCheckpointError
-from sluice.weights.rules.families import family_of
 from sluice.weights.rules.shape import ConfigKeys, read_shape
+from sluice.weights.rules.weight_map import family_of
 
 Version = tuple[int, str]
 

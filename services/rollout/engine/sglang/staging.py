@@ -22,9 +22,8 @@ from services.rollout.engine.version_files import checked_manifest, reading
 from services.rollout.errors import UnfitWeightsError, VersionNotPreparedError
 from sluice.durable import LockTimeoutError, locked
 from sluice.weights.checkpoint import describe_shard, shard_paths
-from sluice.weights.digest import digest_file, digest_version
 from sluice.weights.errors import FileDigestError, TensorDigestError, WeightStoreError
-from sluice.weights.manifest import MANIFEST_NAME, Manifest
+from sluice.weights.manifest import MANIFEST_NAME, Manifest, digest_file, digest_version
 
 REMOVE_SECONDS = 1.0
 FETCH_SECONDS = 3600.0  # another engine of this host may be fetching the same

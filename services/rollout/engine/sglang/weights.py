@@ -22,7 +22,7 @@ from services.rollout.engine.sglang.samples import tag
 from services.rollout.engine.sglang.staging import StagedVersion
 from services.rollout.errors import DigestMismatchError, EngineFailedError, UnfitWeightsError
 from sluice import platform
-from sluice.weights.header import Extent, parse_header
+from sluice.weights.checkpoint import Extent, parse_header
 
 if TYPE_CHECKING:
     from services.rollout.engine.interface import IncomingWeights
