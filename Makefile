@@ -161,8 +161,18 @@ bench-controller: $(VENV)/.dev  ## processor time and memory of the trainer's co
 bench-sync: $(VENV)/.dev  ## weight updates: bytes of a delta, encode, apply, prepare, pause
 	$(RUN) benchmarks/sync.py
 
+WHEELS_PYTHON ?= 3.12
+WHEELS_ALSO ?=
+WHEELS ?= build/accelerator-wheels/$(WHEELS_PYTHON)
+
+accelerator-wheels: $(VENV)/.dev  ## wheels that a bare accelerator machine lacks (WHEELS_PYTHON=3.12, WHEELS_ALSO="pyarrow ...")
+	$(RUN) -m tools.accelerator_wheels $(WHEELS) --python $(WHEELS_PYTHON) $(addprefix --also ,$(WHEELS_ALSO))
+
+accelerator-check: $(VENV)/.dev  ## the whole system on the device at hand: right figures, speed, recovery; small on a CPU
+	$(RUN) -m tools.accelerator_check
+
 clean:  ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup sglang-cpu test-sglang proto docs lint test stress-tests test-megatron test-openai demo demo-smollm2 fault-matrix compose-smoke \
+.PHONY: help accelerator-wheels accelerator-check setup sglang-cpu test-sglang proto docs lint test stress-tests test-megatron test-openai demo demo-smollm2 fault-matrix compose-smoke \
 	verify bench bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-router bench-router-simulation clean

@@ -144,6 +144,13 @@ class Platform:
         self.module.empty_cache()
         self.module.reset_peak_memory_stats()
 
+    def describe(self) -> dict[str, str]:
+        """What the current device and the libraries under torch call themselves.
+
+        `name` is always there; the others (toolkit, collectives, capability) where they exist.
+        """
+        return {"name": str(self.module.get_device_name())}
+
     def supports(self, dtype: torch.dtype) -> bool:
         """Whether matrix products in `dtype` run on the device at all."""
         raise NotImplementedError
@@ -215,6 +222,9 @@ class _Cpu(Platform):
     def release_memory(self) -> None:
         pass  # the allocator of the host keeps no cache of its own
 
+    def describe(self) -> dict[str, str]:
+        return {"name": self.device_type}
+
     def supports(self, dtype: torch.dtype) -> bool:
         return dtype.is_floating_point and dtype.itemsize > 1
 
@@ -229,6 +239,15 @@ class _Cpu(Platform):
 
 
 class _Cuda(Platform):
+    def describe(self) -> dict[str, str]:
+        found = super().describe()
+        found["capability"] = ".".join(str(part) for part in self.module.get_device_capability())
+        found["toolkit"] = str(_torch().version.cuda)
+        if _torch().distributed.is_nccl_available():
+            version = importlib.import_module("torch.cuda.nccl").version()
+            found[self.collective] = ".".join(str(part) for part in version)
+        return found
+
     def supports(self, dtype: torch.dtype) -> bool:
         torch = _torch()
         if dtype.is_floating_point and dtype.itemsize == 1:  # fp8 needs Ada or later

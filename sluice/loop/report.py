@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from pathlib import Path
@@ -93,7 +94,13 @@ class RunReport:
         return [row["reward_mean"] for row in kept if "reward_mean" in row]
 
     def plot(self) -> Path | None:
-        """Reward, response length and log-prob mismatch over steps, as reward.png."""
+        """Reward, response length and log-prob mismatch over steps, as reward.png.
+
+        None before the first step, and where matplotlib is not installed, which is said.
+        """
+        if importlib.util.find_spec("matplotlib") is None:
+            self.note("no reward.png: matplotlib is not installed")
+            return None
         rows = read_metrics(self._run_dir)
         steps = [row for row in rows if "reward_mean" in row]
         scores = [row for row in rows if "score" in row]

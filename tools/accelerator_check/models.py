@@ -1,0 +1,98 @@
+"""Random Qwen3 models in the shapes that the check measures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from sluice import platform
+from tools.accelerator_check.work import Work
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a Qwen3 with tied embeddings."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head: int
+    feed_forward: int
+    vocabulary: int
+
+    @property
+    def body(self) -> int:
+        """Parameters that every token passes: all but the embedding."""
+        attention = self.hidden * self.head * (2 * self.heads + 2 * self.kv_heads)
+        norms = 2 * self.hidden + 2 * self.head
+        return self.layers * (attention + 3 * self.hidden * self.feed_forward + norms)
+
+    @property
+    def parameters(self) -> int:
+        return self.body + self.hidden + self.vocabulary * self.hidden
+
+    def training_flops(self, tokens: int, scored: int, length: int) -> float:
+        """Of forward and backward over rows of `length`, `scored` of whose tokens have logits.
+
+        6 FLOP a weight and token, and 6 x heads x head size x length for causal attention,
+        whose two products see half of the row on average (Chowdhery et al. 2022, appendix B).
+        """
+        attention = 6 * self.layers * self.heads * self.head * length
+        head = 6 * self.vocabulary * self.hidden
+        return float((6 * self.body + attention) * tokens + head * scored)
+
+
+SHAPES = {
+    "0.5b": Shape(896, 24, 14, 2, 64, 4864, 151936),
+    "1.5b": Shape(1536, 28, 12, 2, 128, 8960, 151936),
+    "parity": Shape(256, 4, 4, 2, 64, 768, 4096),
+}
+SMALL_SHAPES = {
+    "0.5b": Shape(64, 2, 4, 2, 16, 192, 512),
+    "1.5b": Shape(96, 2, 6, 2, 16, 256, 512),
+    "parity": Shape(64, 2, 4, 2, 16, 192, 512),
+}
+
+
+def shape_of(work: Work, name: str) -> Shape:
+    return (SMALL_SHAPES if work.small else SHAPES)[name]
+
+
+def random_model(
+    work: Work, name: str, *, dtype: torch.dtype = torch.bfloat16, spread: float = 0.02
+) -> Path:
+    """The HF directory of a shape, made once for all steps; it has no end-of-sequence token.
+
+    `spread` is the standard deviation of its weights: 0.02 gives nearly even next tokens.
+    """
+    path = work.out / "work" / "models" / name
+    if path.exists():
+        return path
+    shape = shape_of(work, name)
+    config = Qwen3Config(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.feed_forward,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        initializer_range=spread,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    platform.current().seed_all(0)
+    with platform.current().device():  # a billion draws take a while on a host
+        model = Qwen3ForCausalLM(config)
+    partial = path.with_name(f"{name}.{work.step.name}")
+    model.to(dtype).save_pretrained(partial)
+    if not path.exists():
+        partial.rename(path)
+    return path

@@ -1,0 +1,55 @@
+"""The steps of the check: what each runs, how long it may take, what it cannot do without."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PACKAGE = "tools.accelerator_check"
+SERVICES = (  # started as processes, so that no import names them
+    "services.router.__main__",
+    "services.trainer.__main__",
+    "services.trainer.rank.__main__",
+    "services.trainer.rank.executor",
+    "services.rollout.__main__",
+    "services.rollout.environments.worker",
+)
+REFERENCE = ("services.trainer.backends.reference.backend",)
+MEGATRON = ("services.trainer.backends.megatron.backend",)
+ENGINE = ("services.rollout.engine.reference.engine",)
+DEMO = ("examples.demo", "examples.models.tiny_qwen3", *SERVICES, *ENGINE)
+
+
+@dataclass(frozen=True)
+class Step:
+    """`module` is of this package and has `run(work, *arguments)`; seconds end the process.
+
+    `entries`: modules of the project that it starts or imports by name. `small_seconds` is the
+    limit of the small form, generous: it ends a hang, on a machine that may be busy.
+    """
+
+    name: str
+    module: str
+    seconds: float
+    arguments: tuple[str, ...] = ()
+    entries: tuple[str, ...] = ()
+    small_seconds: float = 300.0
+    always: bool = False  # also where an earlier run has done it
+
+    @property
+    def roots(self) -> tuple[str, ...]:
+        return (f"{PACKAGE}.{self.module}", *self.entries)
+
+
+STEPS = (  # the most telling first
+    Step("environment", "environment", 60, always=True),
+    Step("parity-reference", "parity", 60, ("reference",), REFERENCE),
+    Step("parity-megatron", "parity", 75, ("megatron",), MEGATRON),
+    Step("demo-reference", "demo", 90, ("reference",), (*DEMO, *REFERENCE)),
+    Step("demo-megatron", "demo", 100, ("megatron",), (*DEMO, *MEGATRON)),
+    Step("training-1.5b", "training", 110, ("1.5b",), (*REFERENCE, *MEGATRON)),
+    Step("training-0.5b", "training", 80, ("0.5b",), (*REFERENCE, *MEGATRON)),
+    Step("sync", "sync", 75, (), ENGINE),
+    Step("engine", "engine", 90, (), ENGINE),
+    Step("faults", "faults", 100, (), (*DEMO, *REFERENCE)),
+    Step("checkpoint", "checkpoint", 75, (), (*REFERENCE, *MEGATRON)),
+)
