@@ -38,6 +38,7 @@ LACKING = (
     "googleapis-common-protos",
     "prometheus-client",
     "uvloop",
+    "typing-extensions",  # pydantic wants a newer one than torch
     "megatron-core",
 )
 USUALLY_THERE = (
