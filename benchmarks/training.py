@@ -189,8 +189,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as root:
         parameters = build_model(Path(root), options.size)
-        both: tuple[str, ...] = ("megatron", "reference")
-        names = both if options.backend == "both" else (options.backend,)
+        names = ["megatron", "reference"] if options.backend == "both" else [options.backend]
         found = {name: run_apart(options, name, Path(root), parameters) for name in names}
     if os.environ.get("RANK", "0") != "0":
         return

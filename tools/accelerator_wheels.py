@@ -19,12 +19,13 @@ import sys
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tools.accelerator_check.packages import ROOT, third_party
+from tools.accelerator_check.packages import ROOT, WheelError, third_party
 from tools.accelerator_check.steps import STEPS
 
 LACKING = (
@@ -52,10 +53,6 @@ LIMIT_MB = 20.0
 DOWNLOAD_SECONDS = 600
 
 
-class WheelsError(Exception):
-    """The folder would not do; the message says why."""
-
-
 def download(names: Iterable[str], folder: Path, python: str) -> None:
     """Fetch the wheels of `names` without what they need. Raises CalledProcessError."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
@@ -71,7 +68,7 @@ def fill(folder: Path, python: str, also: Iterable[str] = ()) -> list[Path]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     there = {canonicalize_name(name) for name in USUALLY_THERE} - set(also)
-    wanted = {canonicalize_name(name) for name in (*LACKING, *also)}
+    wanted = {str(canonicalize_name(name)) for name in (*LACKING, *also)}
     fetched: set[str] = set()
     while new := wanted - fetched:
         download(sorted(new), folder, python)
@@ -82,7 +79,7 @@ def fill(folder: Path, python: str, also: Iterable[str] = ()) -> list[Path]:
 
 def needed(wheels: Iterable[Path], python: str) -> set[str]:
     """Distributions that these wheels require on that Python, by their own word."""
-    environment = {**default_environment(), "python_version": python, "extra": ""}
+    environment: dict[str, Any] = {**default_environment(), "python_version": python, "extra": ""}
     environment |= {"python_full_version": f"{python}.0", "sys_platform": "linux"}
     environment |= {"platform_system": "Linux", "platform_machine": "x86_64"}
     found = set()
@@ -106,7 +103,7 @@ def provided(wheels: Iterable[Path]) -> set[str]:
 
 
 def check(wheels: list[Path], python: str, also: Iterable[str] = ()) -> list[str]:
-    """Names of what the check imports. Raises WheelsError where the wheels would not do."""
+    """Names of what the check imports. Raises WheelError where the wheels would not do."""
     imported = third_party(root for step in STEPS for root in step.roots)
     there = {canonicalize_name(name) for name in USUALLY_THERE} - set(also)
     inside = provided(wheels)
@@ -118,9 +115,9 @@ def check(wheels: list[Path], python: str, also: Iterable[str] = ()) -> list[str
     names = {canonicalize_name(str(_metadata(wheel)["Name"])) for wheel in wheels}
     lacking += sorted(str(name) for name in needed(wheels, python) - names - there)
     if lacking:
-        raise WheelsError(f"neither in the wheels nor usually there: {', '.join(lacking)}")
+        raise WheelError(f"neither in the wheels nor usually there: {', '.join(lacking)}")
     if not set(also) and (size := megabytes(wheels)) > LIMIT_MB:
-        raise WheelsError(f"{size:.1f} MB of wheels, more than {LIMIT_MB:g}")
+        raise WheelError(f"{size:.1f} MB of wheels, more than {LIMIT_MB:g}")
     return sorted(imported)
 
 
@@ -144,7 +141,7 @@ def main() -> int:
     try:
         wheels = fill(flags.folder, flags.python, flags.also)
         imported = check(wheels, flags.python, flags.also)
-    except (WheelsError, subprocess.SubprocessError) as error:
+    except (WheelError, subprocess.SubprocessError) as error:
         print(f"accelerator-wheels: {error}", file=sys.stderr)
         return 1
     for wheel in wheels:

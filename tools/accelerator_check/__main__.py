@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools.accelerator_check.packages import ROOT, WheelError, unpack
-from tools.accelerator_check.report import Report
-from tools.accelerator_check.runner import Runner
+from tools.accelerator_check.report import CheckReport
+from tools.accelerator_check.runner import StepRunner
 from tools.accelerator_check.steps import STEPS
 from tools.accelerator_check.work import Form
 
@@ -44,11 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     environment |= {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
     environment |= {"HF_HUB_OFFLINE": "1"}
 
-    def runner(form: Form, device: str) -> Runner:
+    def runner(form: Form, device: str) -> StepRunner:
         seconds = flags.seconds or SECONDS[form]
         if form == "small":  # several at once
             environment.setdefault("OMP_NUM_THREADS", "1")
-        return Runner(out, form, device, seconds=seconds, environment=environment)
+        return StepRunner(out, form, device, seconds=seconds, environment=environment)
 
     first, rest = STEPS[0], [step for step in STEPS[1:] if step.name in flags.steps]
     results = runner("small", "").run([first])
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     form: Form = flags.form or ("small" if device == CPU else "full")
     jobs = SMALL_JOBS if form == "small" else 1
     results += runner(form, device).run(rest, jobs)
-    report = Report(device, form, _command(arguments), results)
+    report = CheckReport(device, form, _command(arguments), results)
     report.write(out)
     print(report.line, flush=True)
     return 0 if report.done == len(results) else 1

@@ -15,13 +15,13 @@ from sluice import platform
 from sluice.algo.spec import LossSpec
 from tools.accelerator_check.backends import alone, backend_of, even_rows
 from tools.accelerator_check.models import random_model, shape_of
-from tools.accelerator_check.work import Work
+from tools.accelerator_check.work import StepWork
 
 BACKENDS = ("reference", "megatron")
 RATE = 1e-6
 
 
-def run(work: Work) -> None:
+def run(work: StepWork) -> None:
     """After a step, so that there are moments to save."""
     model = random_model(work, "0.5b")
     for name in BACKENDS:
@@ -30,7 +30,7 @@ def run(work: Work) -> None:
         _measure(work, name, model)
 
 
-def _measure(work: Work, name: str, model: Path) -> None:
+def _measure(work: StepWork, name: str, model: Path) -> None:
     current = platform.current()
     rows = even_rows(shape_of(work, "0.5b").vocabulary, 2, 16, 48)
     target = work.directory / name

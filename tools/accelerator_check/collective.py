@@ -21,7 +21,7 @@ from sluice.weights.manifest import read_manifest
 from sluice.weights.transfer.group import Deadline, Meeting, join_group, receive, send
 from sluice.weights.transfer.plan import Bucket, Membership, plan_buckets
 from tools.accelerator_check.steps import PACKAGE
-from tools.accelerator_check.work import Work
+from tools.accelerator_check.work import StepWork
 
 GROUP = "accelerator-check"
 ROUNDS = 2  # the first connects
@@ -29,7 +29,7 @@ SECONDS, PROCESS_SECONDS = 20.0, 30.0
 SMALL_SECONDS = 120.0  # of a machine that may be busy
 
 
-def broadcast(work: Work, version: Path) -> None:
+def broadcast(work: StepWork, version: Path) -> None:
     """GB/s over the device's own collectives; over the host's where two processes of one device
     cannot meet there."""
     own, host = platform.current().collective, platform.CPU.collective
@@ -49,7 +49,7 @@ def broadcast(work: Work, version: Path) -> None:
     work.fail("two processes did not meet in any collective")
 
 
-def _pair(work: Work, backend: str, version: Path, folder: Path) -> float:
+def _pair(work: StepWork, backend: str, version: Path, folder: Path) -> float:
     """Seconds of the slower side. Raises SubprocessError if either fails."""
     limit = SMALL_SECONDS if work.small else PROCESS_SECONDS
     with ThreadPoolExecutor(2) as pool:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from sluice import platform
-from tools.accelerator_check.work import Work
+from tools.accelerator_check.work import StepWork
 
 CPU_STEPS = 68  # of seed 0 on a CPU, both backends: docs/benchmarks.md
 SLACK = 2.0  # the chances of rounding: other seeds take 54 and 55 steps
@@ -16,7 +16,7 @@ SMALL_STEPS = 3
 LINE = re.compile(r"demo: reward first=(\S+) last=(\S+) steps=(\d+) seconds=(\d+)")
 
 
-def run(work: Work, backend: str) -> None:
+def run(work: StepWork, backend: str) -> None:
     """Train until the reward is there; in the small form a few steps, whatever they reach."""
     steps = SMALL_STEPS if work.small else round(SLACK * CPU_STEPS)
     command = [sys.executable, "-m", "examples.demo", "--backend", backend]

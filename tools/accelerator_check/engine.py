@@ -25,13 +25,13 @@ from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.interface import Engine, Generation, Sampling, create_engine
 from sluice import platform
 from tools.accelerator_check.models import random_model, shape_of
-from tools.accelerator_check.work import Work
+from tools.accelerator_check.work import StepWork
 
 ROUNDS = 2  # the first warms up
 
 
 @dataclass(frozen=True)
-class Requests:
+class RequestLoad:
     """Prompts of one length, and how many tokens each wants."""
 
     prompts: list[list[int]]
@@ -40,7 +40,7 @@ class Requests:
     @classmethod
     def draw(
         cls, count: int, vocabulary: int, *, prompt: int, median: int, longest: int
-    ) -> Requests:
+    ) -> RequestLoad:
         rng = random.Random(count)
         return cls(
             [[rng.randrange(vocabulary) for _ in range(prompt)] for _ in range(count)],
@@ -65,7 +65,7 @@ class OwnLength(StoppingCriteria):
         return input_ids.shape[1] >= self._ends
 
 
-def run(work: Work) -> None:
+def run(work: StepWork) -> None:
     """Both sides at every number of requests."""
     counts = (4, 8) if work.small else (64, 256)
     sizes = (
@@ -74,7 +74,7 @@ def run(work: Work) -> None:
         else {"prompt": 64, "median": 96, "longest": 256}
     )
     vocabulary = shape_of(work, "0.5b").vocabulary
-    loads = [Requests.draw(count, vocabulary, **sizes) for count in counts]
+    loads = [RequestLoad.draw(count, vocabulary, **sizes) for count in counts]
     model = random_model(work, "0.5b")
     engine = asyncio.run(_engine(work, model, loads, sum(sizes.values())))
     generate = _generate(work, model, loads)
@@ -84,11 +84,13 @@ def run(work: Work) -> None:
     work.record(vs_generate=min(ratios))
 
 
-def _dtype(work: Work) -> str:
+def _dtype(work: StepWork) -> str:
     return "float32" if work.small else "bfloat16"
 
 
-async def _engine(work: Work, model: Path, loads: list[Requests], max_length: int) -> list[float]:
+async def _engine(
+    work: StepWork, model: Path, loads: list[RequestLoad], max_length: int
+) -> list[float]:
     settings = {
         "model": str(model),
         "dtype": _dtype(work),
@@ -115,7 +117,7 @@ async def _engine(work: Work, model: Path, loads: list[Requests], max_length: in
     return speeds
 
 
-async def _one(engine: Engine, load: Requests, number: int, index: int) -> None:
+async def _one(engine: Engine, load: RequestLoad, number: int, index: int) -> None:
     generation = Generation(
         request_id=f"{len(load.lengths)}-{number}-{index}",
         prompt_token_ids=load.prompts[index],
@@ -128,7 +130,7 @@ async def _one(engine: Engine, load: Requests, number: int, index: int) -> None:
         raise AssertionError(f"{drawn} tokens came, {load.lengths[index]} were asked for")
 
 
-def _generate(work: Work, model: Path, loads: list[Requests]) -> list[float]:
+def _generate(work: StepWork, model: Path, loads: list[RequestLoad]) -> list[float]:
     current = platform.current()
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, _dtype(work)))
     policy = policy.to(current.device()).eval()

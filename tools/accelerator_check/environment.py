@@ -11,7 +11,7 @@ from importlib import metadata
 
 from tools.accelerator_check.packages import ROOT, missing, third_party
 from tools.accelerator_check.steps import STEPS
-from tools.accelerator_check.work import Work
+from tools.accelerator_check.work import StepWork
 
 TOLD = (
     "torch",
@@ -27,7 +27,7 @@ TOLD = (
 )
 
 
-def run(work: Work) -> None:
+def run(work: StepWork) -> None:
     """Tell first what is missing: the device needs torch."""
     work.record(python=sys.version.split()[0])
     for name in TOLD:

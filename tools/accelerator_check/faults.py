@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from sluice.loop.report import read_metrics
-from tools.accelerator_check.work import Work
+from tools.accelerator_check.work import StepWork
 
 RANK = "services.trainer.rank"
 POLL_SECONDS = 0.05
@@ -21,7 +21,7 @@ class DemoEndedError(Exception):
     """The demo was over before it came to where it was to be killed."""
 
 
-def run(work: Work) -> None:
+def run(work: StepWork) -> None:
     """The run must come to its last step all the same."""
     steps = 8 if work.small else 24
     run_dir = work.directory / "run"

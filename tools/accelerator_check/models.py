@@ -9,11 +9,11 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from sluice import platform
-from tools.accelerator_check.work import Work
+from tools.accelerator_check.work import StepWork
 
 
 @dataclass(frozen=True)
-class Shape:
+class Qwen3Shape:
     """Sizes of a Qwen3 with tied embeddings."""
 
     hidden: int
@@ -47,23 +47,23 @@ class Shape:
 
 
 SHAPES = {
-    "0.5b": Shape(896, 24, 14, 2, 64, 4864, 151936),
-    "1.5b": Shape(1536, 28, 12, 2, 128, 8960, 151936),
-    "parity": Shape(256, 4, 4, 2, 64, 768, 4096),
+    "0.5b": Qwen3Shape(896, 24, 14, 2, 64, 4864, 151936),
+    "1.5b": Qwen3Shape(1536, 28, 12, 2, 128, 8960, 151936),
+    "parity": Qwen3Shape(256, 4, 4, 2, 64, 768, 4096),
 }
 SMALL_SHAPES = {
-    "0.5b": Shape(64, 2, 4, 2, 16, 192, 512),
-    "1.5b": Shape(96, 2, 6, 2, 16, 256, 512),
-    "parity": Shape(64, 2, 4, 2, 16, 192, 512),
+    "0.5b": Qwen3Shape(64, 2, 4, 2, 16, 192, 512),
+    "1.5b": Qwen3Shape(96, 2, 6, 2, 16, 256, 512),
+    "parity": Qwen3Shape(64, 2, 4, 2, 16, 192, 512),
 }
 
 
-def shape_of(work: Work, name: str) -> Shape:
+def shape_of(work: StepWork, name: str) -> Qwen3Shape:
     return (SMALL_SHAPES if work.small else SHAPES)[name]
 
 
 def random_model(
-    work: Work, name: str, *, dtype: torch.dtype = torch.bfloat16, spread: float = 0.02
+    work: StepWork, name: str, *, dtype: torch.dtype = torch.bfloat16, spread: float = 0.02
 ) -> Path:
     """The HF directory of a shape, made once for all steps; it has no end-of-sequence token.
 

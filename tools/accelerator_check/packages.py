@@ -16,7 +16,7 @@ NAMESPACES = ("google", "megatron")  # whose parts come with different distribut
 
 
 class WheelError(Exception):
-    """A wheel that this interpreter cannot use; the message names it."""
+    """Wheels that would not do; the message says why."""
 
 
 def unpack(wheels: Path, target: Path) -> list[str]:

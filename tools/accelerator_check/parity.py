@@ -21,7 +21,7 @@ from sluice.algo.spec import LossSpec
 from tools.accelerator_check.backends import alone, backend_of, joined, ragged_rows
 from tools.accelerator_check.models import random_model, shape_of
 from tools.accelerator_check.steps import PACKAGE, STEPS
-from tools.accelerator_check.work import Work
+from tools.accelerator_check.work import StepWork
 
 STEP_COUNT = 5
 LOSS = LossSpec(name="ppo_clip", clip_low=0.2)
@@ -32,7 +32,7 @@ FP32_GOAL, BF16_GOAL = 1e-4, 0.05
 CPU_SECONDS = 60.0
 
 
-def run(work: Work, backend: str) -> None:
+def run(work: StepWork, backend: str) -> None:
     """Compare, record, and fail where the goals are missed."""
     model = random_model(work, "parity", dtype=torch.float32, spread=0.05)
     on_cpu = platform.current() is platform.CPU
@@ -50,7 +50,7 @@ def run(work: Work, backend: str) -> None:
     _compare(work, found, expected, rehearsal=on_cpu)
 
 
-def measure(work: Work, backend: str, model: Path) -> dict[str, torch.Tensor]:
+def measure(work: StepWork, backend: str, model: Path) -> dict[str, torch.Tensor]:
     """Log-probs, loss, gradient, five steps in fp32; log-probs in bf16. All on the host."""
     shape = shape_of(work, "parity")
     rows = ragged_rows(shape.vocabulary, groups=3 if work.small else 8, longest=96)
@@ -94,7 +94,7 @@ def _weights(backend: TrainingBackend, directory: Path) -> torch.Tensor:
 
 
 def _compare(
-    work: Work,
+    work: StepWork,
     found: dict[str, torch.Tensor],
     expected: dict[str, torch.Tensor],
     *,
@@ -132,7 +132,7 @@ def _most(difference: torch.Tensor) -> float:
 def main() -> None:
     out, form, name, file = sys.argv[1:5]
     step = next(step for step in STEPS if step.name == name)
-    work = Work(step, Path(out), "small" if form == "small" else "full")
+    work = StepWork(step, Path(out), "small" if form == "small" else "full")
     model = random_model(work, "parity", dtype=torch.float32, spread=0.05)
     save_file(measure(work, step.arguments[0], model), file)
 

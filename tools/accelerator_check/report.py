@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tools.accelerator_check.runner import Result
+from tools.accelerator_check.runner import CheckResult
 from tools.accelerator_check.work import number
 
 GOALS = {  # on a GPU; the figure must be at most, or at least, so much
@@ -24,13 +24,13 @@ GOALS = {  # on a GPU; the figure must be at most, or at least, so much
 
 
 @dataclass(frozen=True)
-class Report:
+class CheckReport:
     """What a whole check came to."""
 
     device: str
     form: str
     command: str
-    results: Sequence[Result]
+    results: Sequence[CheckResult]
 
     @property
     def done(self) -> int:

@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tools.accelerator_check.packages import ROOT, missing, third_party
-from tools.accelerator_check.steps import PACKAGE, Step
+from tools.accelerator_check.steps import PACKAGE, CheckStep
 from tools.accelerator_check.work import Form, found_path
 
 Status = Literal["ok", "failed", "timeout"]
-Command = Callable[[Step], Sequence[str]]
+Command = Callable[[CheckStep], Sequence[str]]
 
 
 @dataclass(frozen=True)
-class Result:
+class CheckResult:
     """What a step came to. `reason` is empty for one that is ok; `device` is the one it ran on."""
 
     name: str
@@ -45,7 +45,7 @@ class Result:
         return f"step: {self.name} {self.status} seconds={self.seconds:.1f} {rest}".rstrip()
 
 
-class Runner:
+class StepRunner:
     """Runs the steps that an earlier run in the same `out` has not done."""
 
     def __init__(
@@ -70,12 +70,12 @@ class Runner:
         for name in ("steps", "logs", "work"):
             (out / name).mkdir(parents=True, exist_ok=True)
 
-    def run(self, steps: Sequence[Step], jobs: int = 1) -> list[Result]:
+    def run(self, steps: Sequence[CheckStep], jobs: int = 1) -> list[CheckResult]:
         """Their results, in order; each printed as it ends. `jobs` at once: nothing to time."""
         with ThreadPoolExecutor(jobs) as pool:
             return list(pool.map(self._one, steps))
 
-    def _one(self, step: Step) -> Result:
+    def _one(self, step: CheckStep) -> CheckResult:
         result = None if step.always else self._earlier(step)
         if result is None:
             result = self._run(step)
@@ -85,15 +85,17 @@ class Runner:
             print(result.line, flush=True)
         return result
 
-    def _earlier(self, step: Step) -> Result | None:
+    def _earlier(self, step: CheckStep) -> CheckResult | None:
         try:
-            found = Result(**json.loads((self.out / "steps" / f"{step.name}.json").read_text()))
+            found = CheckResult(
+                **json.loads((self.out / "steps" / f"{step.name}.json").read_text())
+            )
         except (OSError, ValueError, TypeError):
             return None
         same = (found.form, found.device) == (self.form, self.device)
         return found if same and found.status == "ok" else None
 
-    def _run(self, step: Step) -> Result:
+    def _run(self, step: CheckStep) -> CheckResult:
         began = time.monotonic()
         if gone := missing(third_party(step.roots)):
             return self._result(step, "failed", began, f"missing: {', '.join(gone)}")
@@ -125,12 +127,12 @@ class Runner:
             return self._result(step, "failed", began, _reason(log, code))
         return self._result(step, "ok", began, "")
 
-    def _result(self, step: Step, status: Status, began: float, reason: str) -> Result:
+    def _result(self, step: CheckStep, status: Status, began: float, reason: str) -> CheckResult:
         try:
             found = json.loads(found_path(self.out, step.name).read_text())
         except (OSError, ValueError):
             found = {}
-        return Result(
+        return CheckResult(
             name=step.name,
             status=status,
             seconds=round(time.monotonic() - began, 2),
@@ -141,7 +143,7 @@ class Runner:
             reason="; ".join(found.get("failures", [])) or reason,
         )
 
-    def _own_command(self, step: Step) -> Sequence[str]:
+    def _own_command(self, step: CheckStep) -> Sequence[str]:
         return [sys.executable, "-m", f"{PACKAGE}.work", step.name, str(self.out), self.form]
 
 

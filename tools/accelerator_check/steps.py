@@ -20,7 +20,7 @@ DEMO = ("examples.demo", "examples.models.tiny_qwen3", *SERVICES, *ENGINE)
 
 
 @dataclass(frozen=True)
-class Step:
+class CheckStep:
     """`module` is of this package and has `run(work, *arguments)`; seconds end the process.
 
     `entries`: modules of the project that it starts or imports by name. `small_seconds` is the
@@ -41,15 +41,15 @@ class Step:
 
 
 STEPS = (  # the most telling first
-    Step("environment", "environment", 60, always=True),
-    Step("parity-reference", "parity", 60, ("reference",), REFERENCE),
-    Step("parity-megatron", "parity", 75, ("megatron",), MEGATRON),
-    Step("demo-reference", "demo", 90, ("reference",), (*DEMO, *REFERENCE)),
-    Step("demo-megatron", "demo", 100, ("megatron",), (*DEMO, *MEGATRON)),
-    Step("training-1.5b", "training", 110, ("1.5b",), (*REFERENCE, *MEGATRON)),
-    Step("training-0.5b", "training", 80, ("0.5b",), (*REFERENCE, *MEGATRON)),
-    Step("sync", "sync", 75, (), ENGINE),
-    Step("engine", "engine", 90, (), ENGINE),
-    Step("faults", "faults", 100, (), (*DEMO, *REFERENCE)),
-    Step("checkpoint", "checkpoint", 75, (), (*REFERENCE, *MEGATRON)),
+    CheckStep("environment", "environment", 60, always=True),
+    CheckStep("parity-reference", "parity", 60, ("reference",), REFERENCE),
+    CheckStep("parity-megatron", "parity", 75, ("megatron",), MEGATRON),
+    CheckStep("demo-reference", "demo", 90, ("reference",), (*DEMO, *REFERENCE)),
+    CheckStep("demo-megatron", "demo", 100, ("megatron",), (*DEMO, *MEGATRON)),
+    CheckStep("training-1.5b", "training", 110, ("1.5b",), (*REFERENCE, *MEGATRON)),
+    CheckStep("training-0.5b", "training", 80, ("0.5b",), (*REFERENCE, *MEGATRON)),
+    CheckStep("sync", "sync", 75, (), ENGINE),
+    CheckStep("engine", "engine", 90, (), ENGINE),
+    CheckStep("faults", "faults", 100, (), (*DEMO, *REFERENCE)),
+    CheckStep("checkpoint", "checkpoint", 75, (), (*REFERENCE, *MEGATRON)),
 )

@@ -21,26 +21,25 @@ from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.interface import Engine, Generation, PauseMode, Sampling, create_engine
 from sluice import platform
 from sluice.weights.checkpoint import companion_files
-from sluice.weights.store import VersionRecord, WeightStore
+from sluice.weights.store import StoredVersion, WeightStore
 from sluice.weights.writer import PublishedShards
 from tools.accelerator_check.collective import broadcast
 from tools.accelerator_check.models import random_model
 from tools.accelerator_check.peaks import copy_peaks
-from tools.accelerator_check.work import Work
+from tools.accelerator_check.work import StepWork
 
 FILE = "model-00001-of-00001.safetensors"
 MAX_LENGTH = 128
 
 
-def run(work: Work) -> None:
+def run(work: StepWork) -> None:
     """Through the store, then over a collective."""
     peaks = copy_peaks((16 << 20) if work.small else (2 << 30))
     work.record(**peaks)
-    record = asyncio.run(_through_store(work, peaks["host_copy_gbs"]))
-    broadcast(work, record.directory)
+    broadcast(work, asyncio.run(_through_store(work, peaks["host_copy_gbs"])))
 
 
-async def _through_store(work: Work, host_peak: float) -> VersionRecord:
+async def _through_store(work: StepWork, host_peak: float) -> Path:
     model = random_model(work, "1.5b")
     device = platform.current().device()
     tensors: dict[str, torch.Tensor] = {}
@@ -60,7 +59,7 @@ async def _through_store(work: Work, host_peak: float) -> VersionRecord:
                 began = time.perf_counter()
                 record = await asyncio.to_thread(_publish, store, tensors, model)
                 published = time.perf_counter()
-                await engine.prepare(record.version, record.digest, record.directory)
+                await engine.prepare(record.version, record.digest, _directory(record))
                 prepared = time.perf_counter()
                 pause = await engine.commit(record.version, PauseMode.IN_PLACE)
                 ended = time.perf_counter()
@@ -82,7 +81,12 @@ async def _through_store(work: Work, host_peak: float) -> VersionRecord:
         prepare_gbs=size / prepare / 1e9,
         pause_ms=pause * 1e3,
     )
-    return record
+    return _directory(record)
+
+
+def _directory(record: StoredVersion) -> Path:
+    assert record.directory is not None, "the store is a directory"
+    return record.directory
 
 
 def _settings(model: Path) -> dict[str, object]:
@@ -94,7 +98,7 @@ def _settings(model: Path) -> dict[str, object]:
     }
 
 
-def _publish(store: WeightStore, tensors: dict[str, torch.Tensor], model: Path) -> VersionRecord:
+def _publish(store: WeightStore, tensors: dict[str, torch.Tensor], model: Path) -> StoredVersion:
     """As a rank and its front do, without what crosses the wire between them."""
     shards = PublishedShards(keep=False, sync=False)
     staging = store.allocate(None)

@@ -25,9 +25,9 @@ from services.trainer.config import OptimConfig
 from sluice import platform
 from sluice.algo.spec import LossSpec
 from tools.accelerator_check.backends import alone, backend_of, even_rows
-from tools.accelerator_check.models import Shape, random_model, shape_of
+from tools.accelerator_check.models import Qwen3Shape, random_model, shape_of
 from tools.accelerator_check.peaks import data_sheet_tflops, matmul_tflops
-from tools.accelerator_check.work import Work
+from tools.accelerator_check.work import StepWork
 
 MICRO_BATCHES = 2
 WARM_UP_STEPS = 2
@@ -35,7 +35,7 @@ RATE = 1e-6
 BACKENDS = ("reference", "megatron")  # Megatron last: on a CPU it changes torch
 
 
-def run(work: Work, size: str) -> None:
+def run(work: StepWork, size: str) -> None:
     """One side after the other; one that fails does not end those after it."""
     shape = shape_of(work, size)
     length, tokens = (128, 256) if work.small else (1024, 16384)
@@ -63,7 +63,11 @@ def run(work: Work, size: str) -> None:
 
 
 def _guarded(
-    work: Work, name: str, shape: Shape, rows: list[Row], measure: Callable[[], list[float]]
+    work: StepWork,
+    name: str,
+    shape: Qwen3Shape,
+    rows: list[Row],
+    measure: Callable[[], list[float]],
 ) -> float:
     """tokens/s by the median step; 0 where it failed, with the reason kept."""
     device = platform.current()
@@ -98,7 +102,7 @@ def _timed(step: Callable[[], None], steps: int) -> list[float]:
     return seconds
 
 
-def _backend(work: Work, name: str, model: Path, rows: list[Row], steps: int) -> list[float]:
+def _backend(work: StepWork, name: str, model: Path, rows: list[Row], steps: int) -> list[float]:
     loss, optim = LossSpec(name="sft"), OptimConfig(learning_rate=RATE)
     normalizer = float(MICRO_BATCHES * sum(row.response_length for row in rows))
     with (

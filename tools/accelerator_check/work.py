@@ -15,17 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from tools.accelerator_check.steps import PACKAGE, STEPS, Step
+from tools.accelerator_check.steps import PACKAGE, STEPS, CheckStep
 
 Form = Literal["small", "full"]
 Figure = float | int | str
 
 
 @dataclass
-class Work:
+class StepWork:
     """Where a step works, and what it has found. `small`: sizes that a CPU does in seconds."""
 
-    step: Step
+    step: CheckStep
     out: Path
     form: Form
     figures: dict[str, Figure] = field(default_factory=dict)
@@ -90,7 +90,7 @@ def number(figures: dict[str, Figure], name: str) -> float:
 def main() -> int:
     name, out, form = sys.argv[1:4]
     step = next(step for step in STEPS if step.name == name)
-    work = Work(step, Path(out), "small" if form == "small" else "full")
+    work = StepWork(step, Path(out), "small" if form == "small" else "full")
     importlib.import_module(f"{PACKAGE}.{step.module}").run(work, *step.arguments)
     work.record()
     return 1 if work.failures else 0

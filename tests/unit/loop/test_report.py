@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sluice.loop.report import Report
+from sluice.loop.report import RunReport
 
 ROW = {"step": 1, "reward_mean": 0.5, "response_length_mean": 4.0, "skipped": []}
 
@@ -18,7 +18,7 @@ def test_a_run_without_matplotlib_does_not_fail_at_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = io.StringIO()
-    with Report(tmp_path, 1, Console(file=said)) as report:
+    with RunReport(tmp_path, 1, Console(file=said)) as report:
         report.step(ROW)
         assert report.plot() == tmp_path / "reward.png"
         (tmp_path / "reward.png").unlink()

@@ -14,10 +14,10 @@ import pytest
 
 from tests.patience import PATIENCE
 from tools.accelerator_check.packages import WheelError, missing, third_party, unpack
-from tools.accelerator_check.report import Report
-from tools.accelerator_check.runner import Result, Runner
-from tools.accelerator_check.steps import STEPS, Step
-from tools.accelerator_check.work import Work
+from tools.accelerator_check.report import CheckReport
+from tools.accelerator_check.runner import CheckResult, StepRunner
+from tools.accelerator_check.steps import STEPS, CheckStep
+from tools.accelerator_check.work import StepWork
 
 SCRIPTS = {
     "fine": "print('all well')",
@@ -27,8 +27,8 @@ SCRIPTS = {
 }
 
 
-def step(name: str, seconds: float = PATIENCE) -> Step:
-    return Step(name, "steps", seconds)  # a module that imports nothing from outside
+def step(name: str, seconds: float = PATIENCE) -> CheckStep:
+    return CheckStep(name, "steps", seconds)  # a module that imports nothing from outside
 
 
 class Checks:
@@ -38,14 +38,14 @@ class Checks:
         self.out = out
         self.started: list[str] = []
 
-    def command(self, chosen: Step) -> Sequence[str]:
+    def command(self, chosen: CheckStep) -> Sequence[str]:
         self.started.append(chosen.name)
         return [sys.executable, "-c", SCRIPTS[chosen.name]]
 
     def run(
-        self, *steps: Step, device: str = "some device", seconds: float = PATIENCE
-    ) -> list[Result]:
-        runner = Runner(
+        self, *steps: CheckStep, device: str = "some device", seconds: float = PATIENCE
+    ) -> list[CheckResult]:
+        runner = StepRunner(
             self.out, "full", device, seconds=seconds, environment={}, command=self.command
         )
         return runner.run(steps)
@@ -95,18 +95,18 @@ def test_no_step_starts_once_the_time_is_over(checks: Checks) -> None:
 
 def test_a_missing_package_is_named(checks: Checks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "grpc", None)
-    (result,) = checks.run(Step("fine", "steps", PATIENCE, entries=("sluice.runtime.server",)))
+    (result,) = checks.run(CheckStep("fine", "steps", PATIENCE, entries=("sluice.runtime.server",)))
     assert (result.status, result.reason, checks.started) == ("failed", "missing: grpc", [])
 
 
 def test_what_a_step_found_before_it_died_is_kept(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from tools.accelerator_check.work import Work;"
-        "from tools.accelerator_check.steps import Step;"
-        "Work(Step('half', 'steps', 1), Path(sys.argv[1]), 'full').record(gbs=2.5);"
+        "import sys; from pathlib import Path; from tools.accelerator_check.work import StepWork;"
+        "from tools.accelerator_check.steps import CheckStep;"
+        "StepWork(CheckStep('half', 'steps', 1), Path(sys.argv[1]), 'full').record(gbs=2.5);"
         "raise MemoryError('no more')"
     )
-    runner = Runner(
+    runner = StepRunner(
         tmp_path,
         "full",
         "some device",
@@ -147,8 +147,8 @@ def test_wheels_are_unpacked_and_those_of_another_python_refused(tmp_path: Path)
         unpack(wheels, target)
 
 
-def result(name: str, status: str = "ok", **figures: float) -> Result:
-    return Result(name, status, 1.0, "full", "NVIDIA H200", figures, [], "")  # type: ignore[arg-type]
+def result(name: str, status: str = "ok", **figures: float) -> CheckResult:
+    return CheckResult(name, status, 1.0, "full", "NVIDIA H200", figures, [], "")  # type: ignore[arg-type]
 
 
 def test_the_last_line_takes_the_worst_and_knows_what_is_not_there(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_the_last_line_takes_the_worst_and_knows_what_is_not_there(tmp_path: Pat
         result("training-1.5b", mfu=0.45, vs_bare=math.nan),
         result("sync", "failed", gbs=4.0, vs_copy=0.5, pause_ms=0.25),
     ]
-    report = Report("NVIDIA H200", "full", "python -m tools.accelerator_check", results)
+    report = CheckReport("NVIDIA H200", "full", "python -m tools.accelerator_check", results)
     assert report.line == (
         "accelerator: device=NVIDIA_H200 steps=4 of=5 parity_fp32=3e-05 parity_bf16=0.02 "
         "mfu_0_5b=0.3 mfu_1_5b=0.45 vs_bare=1.2 engine/generate=nan sync_gbs=4 sync/copy=0.5 "
@@ -175,7 +175,7 @@ def test_the_last_line_takes_the_worst_and_knows_what_is_not_there(tmp_path: Pat
 
 
 def test_work_keeps_figures_notes_and_failures(tmp_path: Path) -> None:
-    work = Work(step("fine"), tmp_path, "small")
+    work = StepWork(step("fine"), tmp_path, "small")
     work.record(speed=3.0)
     work.note("read from the page cache")
     work.fail("too slow")
