@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from sluice import platform
-from sluice.weights.header import data_start
+from sluice.weights.checkpoint import data_start
 from sluice.weights.manifest import read_manifest
 from sluice.weights.transfer.group import Deadline, Meeting, join_group, receive, send
 from sluice.weights.transfer.plan import Bucket, Membership, plan_buckets
