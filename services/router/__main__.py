@@ -2,14 +2,79 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 
 import uvloop
+from prometheus_client import REGISTRY, CollectorRegistry
 
 from services.router.config import RouterConfig
-from services.router.process import RouterProcess
+from services.router.episode_workers import EpisodeRegistry
+from services.router.pools import PoolCollector, Pools
+from services.router.proxy import SERVICE as ENGINE_SERVICE
+from services.router.proxy import Proxy
+from services.router.servicer import RouterServicer
 from sluice import logs
+from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
 from sluice.config import ConfigError, load_config
+from sluice.runtime.server import Server
+
+SERVICE = "sluice.api.router.v1.RouterService"
+
+
+class RouterProcess:
+    """One router process: its pools, its servers and the clock that expires things."""
+
+    def __init__(self, config: RouterConfig, registry: CollectorRegistry = REGISTRY) -> None:
+        self._config = config
+        self.server = Server(config.server)
+        self.pools = Pools(config)
+        self.episodes = EpisodeRegistry(config.default_pool.engine_ttl, self.pools.clock)
+        self._servicer = RouterServicer(self.pools, self.episodes, self.server.waits)
+        self._proxy = Proxy(self.pools, config.proxy, config.server.security)
+        self._collector = PoolCollector(self.pools, registry)
+        self._tasks: list[asyncio.Task[None]] = []
+        self.server.add(pb_grpc.add_RouterServiceServicer_to_server, self._servicer, SERVICE)
+        self.server.add(Proxy.add_to_server, self._proxy, ENGINE_SERVICE)
+
+    async def run(self) -> None:
+        """Serve until a signal."""
+        self.server.stop_on_signals()
+        await self.start()
+        try:
+            await self.server.run_until_signal()
+        finally:
+            await self.close()
+
+    async def start(self) -> None:
+        await self.server.start()
+        self._tasks = [
+            asyncio.create_task(self._tick(), name="expiry"),
+            asyncio.create_task(self._let_go(), name="stop"),
+        ]
+        for task in self._tasks:
+            self.server.depend_on(task)
+        await self.server.set_serving()
+
+    async def close(self) -> None:
+        """Let go of everything; the server has stopped before."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._servicer.close()
+        await self._proxy.close()
+        self._collector.close()
+
+    async def _let_go(self) -> None:
+        await self.server.stopping.wait()
+        self.pools.close()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.tick_seconds)
+            self._proxy.heartbeat()
+            self.pools.expire()
+            self.episodes.expire()
 
 
 async def serve(config: RouterConfig) -> int:

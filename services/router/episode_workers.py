@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.router.wire import set_heartbeat
 from sluice.api.router.v1 import router_service_pb2 as pb
+from sluice.runtime.wire import timestamp_of
 
 _FORGET_AFTER = 10  # TTLs without a heartbeat
 
@@ -64,5 +65,6 @@ class EpisodeRegistry:
         engine = pb.Engine()
         engine.CopyFrom(worker.engine)
         engine.state = self._state(worker)
-        set_heartbeat(engine, self._clock() - worker.last_seen)
+        age = self._clock() - worker.last_seen
+        engine.heartbeat_time.CopyFrom(timestamp_of(time.time() - age))
         return engine

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import grpc
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
+from prometheus_client import Counter, Histogram
 
 from sluice.balance.routing import Grant, Refusal
-from sluice.runtime.metrics import Family, Reading, show, with_values
-
-if TYPE_CHECKING:
-    from services.router.pools import PoolRoom, Pools
+from sluice.runtime.metrics import Reading, show, with_values
 
 WAITS = (0.001, 0.01, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600)
 DECISIONS = ("session", "placed", "queued")
@@ -109,52 +103,3 @@ def count_grant(given: Sequence[Counter], grant: Grant) -> None:
     for counter, count in zip(given, counts, strict=True):
         if count:
             counter.inc(count)
-
-
-class PoolCollector(Collector):
-    """State of the pools, read when scraped."""
-
-    def __init__(self, pools: Pools, registry: CollectorRegistry = REGISTRY) -> None:
-        self._pools, self._registry = pools, registry
-        registry.register(self)
-
-    def close(self) -> None:
-        self._registry.unregister(self)
-
-    def describe(self) -> list[Metric]:
-        """The pools are not asked at registration."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        engines = {reading: reading.family() for reading in (OUTSTANDING, SLOWDOWN, STATE, LAG)}
-        pools = {reading: reading.family() for reading in POOL_READINGS}
-        for room in self._pools:
-            _read_engines(room, engines)
-            name, pool = [room.name], room.pool
-            pools[IMBALANCE].add_metric(name, _imbalance(room))
-            pools[QUEUED].add_metric(name, pool.waiting.count)
-            pools[CLIENTS].add_metric(name, pool.client_count)
-            pools[SESSIONS].add_metric(name, pool.session_count)
-            pools[LOCAL].add_metric(name, pool.local_count)
-            pools[SETTLING].add_metric(name, pool.closed_count)
-        yield from (*engines.values(), *pools.values())
-
-
-def _read_engines(room: PoolRoom, families: dict[Reading, Family]) -> None:
-    views = room.pool.engines()
-    newest = max((view.spec.version for view in views), default=-1)
-    for view in views:
-        labels = [room.name, view.spec.name]
-        version = view.spec.version  # NO_VERSION is below 0
-        families[SLOWDOWN].add_metric(labels, view.slowdown)
-        families[STATE].add_metric([*labels, view.state.value], 1)
-        families[LAG].add_metric(labels, -1 if version < 0 else newest - version)
-        for rank, count in enumerate(view.lease_counts):
-            families[OUTSTANDING].add_metric([*labels, str(rank)], count)
-
-
-def _imbalance(room: PoolRoom) -> float:
-    views = [view for view in room.pool.engines() if view.state == "active"]
-    counts = [count for view in views for count in view.lease_counts]
-    mean = sum(counts) / len(counts) if counts else 0.0
-    return max(counts) / mean if mean else 1.0

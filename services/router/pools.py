@@ -1,4 +1,4 @@
-"""What a router refuses, by gRPC code and reason."""
+"""Pools by name, with the callers that wait for their news, and what is shown of them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,21 @@ from contextlib import contextmanager
 
 import grpc
 import numpy as np
+from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from services.router import metrics
 from services.router.config import RouterConfig
-from services.router.wire import engine_to_proto
-from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.balance.routing import Grant, LeaseRefusedError, LeaseRequest, Pool, Refusal
 from sluice.runtime.errors import QueueFullError, ServiceError
-from sluice.runtime.wire import duration_of
+from sluice.runtime.metrics import Family, Reading
 
+logger = logging.getLogger(__name__)
+
+DEFAULT_POOL = "policy"
+_NANOSECOND_BITS, _ID_BITS = 20, 14  # ids start at the time in ms x 2^14, so that an earlier
+_POOL_BITS = 56  # process, which gives fewer than 16,000 a millisecond, is never caught up with
 _UNAVAILABLE = frozenset({Refusal.NO_ENGINE, Refusal.NO_ENGINE_WITH_VERSION})
 
 
@@ -51,13 +57,6 @@ class RouterDrainingError(ServiceError):
     reason = "DRAINING"
 
 
-logger = logging.getLogger(__name__)
-
-DEFAULT_POOL = "policy"
-_NANOSECOND_BITS, _ID_BITS = 20, 14  # ids start at the time in ms x 2^14, so that an earlier
-_POOL_BITS = 56  # process, which gives fewer than 16,000 a millisecond, is never caught up with
-
-
 class PoolRoom:
     """A pool with the callers that wait for its news. Every change ends in `settle`."""
 
@@ -67,9 +66,7 @@ class PoolRoom:
         self._changed = asyncio.Event()  # replaced at each change of the epoch
         self.closed = False
         self._epoch = pool.epoch
-        self._engines: tuple[int, list[pb.Engine]] = (-1, [])
         metrics.open_pool(name)
-        self.ttl = duration_of(pool.config.client_ttl)
         self.releases = metrics.RELEASES.labels(name)
         self._given = metrics.given_leases(name)
 
@@ -121,14 +118,6 @@ class PoolRoom:
         """Set at the next change of the epoch."""
         return self._changed
 
-    def engines(self) -> list[pb.Engine]:
-        """Engines without their load, by id; made anew when the epoch has changed."""
-        if self._engines[0] != self.pool.epoch:
-            views = sorted(self.pool.engines(), key=lambda view: view.spec.name)
-            protos = [engine_to_proto(view, self.name) for view in views]
-            self._engines = (self.pool.epoch, protos)
-        return self._engines[1]
-
 
 class Pools:
     """Pools by name; a pool comes to be when it is first named."""
@@ -170,7 +159,7 @@ class Pools:
         # Ids of different pools and of earlier processes never meet.
         first_id = (len(self._rooms) << _POOL_BITS) + self._first_id + 1
         rng = np.random.default_rng(self._seeds.spawn(1)[0])
-        pool = Pool(settings.to_pool_config(), rng, first_lease_id=first_id)
+        pool = Pool(settings, rng, first_lease_id=first_id)
         return PoolRoom(name, pool, self.clock)
 
     def expire(self) -> None:
@@ -183,3 +172,55 @@ class Pools:
             for engine in expired.engines:
                 logger.warning("pool %s: engine %s is lost", room.name, engine)
             metrics.EXPIRED_LEASES.labels(room.name).inc(expired.lease_count)
+
+
+class PoolCollector(Collector):
+    """State of the pools, read when scraped."""
+
+    def __init__(self, pools: Pools, registry: CollectorRegistry = REGISTRY) -> None:
+        self._pools, self._registry = pools, registry
+        registry.register(self)
+
+    def close(self) -> None:
+        self._registry.unregister(self)
+
+    def describe(self) -> list[Metric]:
+        """The pools are not asked at registration."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        engines = {
+            reading: reading.family()
+            for reading in (metrics.OUTSTANDING, metrics.SLOWDOWN, metrics.STATE, metrics.LAG)
+        }
+        pools = {reading: reading.family() for reading in metrics.POOL_READINGS}
+        for room in self._pools:
+            _read_engines(room, engines)
+            name, pool = [room.name], room.pool
+            pools[metrics.IMBALANCE].add_metric(name, _imbalance(room))
+            pools[metrics.QUEUED].add_metric(name, pool.waiting.count)
+            pools[metrics.CLIENTS].add_metric(name, pool.client_count)
+            pools[metrics.SESSIONS].add_metric(name, pool.session_count)
+            pools[metrics.LOCAL].add_metric(name, pool.local_count)
+            pools[metrics.SETTLING].add_metric(name, pool.closed_count)
+        yield from (*engines.values(), *pools.values())
+
+
+def _read_engines(room: PoolRoom, families: dict[Reading, Family]) -> None:
+    views = room.pool.engines()
+    newest = max((view.spec.version for view in views), default=-1)
+    for view in views:
+        labels = [room.name, view.spec.name]
+        version = view.spec.version  # NO_VERSION is below 0
+        families[metrics.SLOWDOWN].add_metric(labels, view.slowdown)
+        families[metrics.STATE].add_metric([*labels, view.state.value], 1)
+        families[metrics.LAG].add_metric(labels, -1 if version < 0 else newest - version)
+        for rank, count in enumerate(view.lease_counts):
+            families[metrics.OUTSTANDING].add_metric([*labels, str(rank)], count)
+
+
+def _imbalance(room: PoolRoom) -> float:
+    views = [view for view in room.pool.engines() if view.state == "active"]
+    counts = [count for view in views for count in view.lease_counts]
+    mean = sum(counts) / len(counts) if counts else 0.0
+    return max(counts) / mean if mean else 1.0

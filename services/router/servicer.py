@@ -1,24 +1,48 @@
-"""RouterService: decodes a request, asks a pool, encodes the answer."""
+"""RouterService: decodes a request, asks a pool, encodes the answer. Protobuf ends here."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence, Sized
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from services.router import metrics, wire
+from services.router import metrics
 from services.router.episode_workers import EpisodeRegistry
 from services.router.pools import PoolRoom, Pools
+from sluice.api.common.v1 import sample_pb2
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
-from sluice.balance.routing import LeaseRequest, Needs
+from sluice.balance.routing import (
+    NO_VERSION,
+    EngineSpec,
+    EngineState,
+    EngineView,
+    LeaseClaims,
+    LeaseRequest,
+    Needs,
+    Outcome,
+    RankReport,
+)
 from sluice.runtime.errors import InvalidFieldError, NotFoundError
-from sluice.runtime.idempotency import RequestLog, RequestTable, request_digest
+from sluice.runtime.idempotency import RequestLog
 from sluice.runtime.waits import Waits
-from sluice.runtime.wire import duration_of, seconds_of
+from sluice.runtime.wire import duration_of, seconds_of, timestamp_of
 
+IntArray = NDArray[np.int64]
+
+MAX_COUNT = 65_536  # leases of one call
+MAX_DP_SIZE = 4_096
+_ALL_OK = np.full(MAX_COUNT, int(Outcome.OK), np.uint8)
+_STATES = {
+    EngineState.ACTIVE: pb.ENGINE_STATE_ACTIVE,
+    EngineState.DRAINING: pb.ENGINE_STATE_DRAINING,
+    EngineState.BROKEN: pb.ENGINE_STATE_BROKEN,
+    EngineState.LOST: pb.ENGINE_STATE_LOST,
+}
 _REMEMBERED_REQUESTS = 1024
 _TARGET_INDICES = pb.AcquireLeasesResponse.TARGET_INDICES_FIELD_NUMBER
 _LONGEST_WAIT = 600.0  # seconds
@@ -32,8 +56,7 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
     def __init__(self, pools: Pools, episodes: EpisodeRegistry, waits: Waits) -> None:
         self._pools, self._episodes, self._waits = pools, episodes, waits
         self._requests = RequestLog(_REMEMBERED_REQUESTS)
-        # Of calls that do not wait: they end without an await, none can be joined while it runs.
-        self._answers: RequestTable[pb.AcquireLeasesResponse] = RequestTable(_REMEMBERED_REQUESTS)
+        self._engines: dict[str, tuple[int, list[pb.Engine]]] = {}  # by pool, of its epoch
 
     async def close(self) -> None:
         await self._requests.close()
@@ -49,7 +72,7 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
             )
         if engine.role != pb.ROLE_ENGINE:
             raise InvalidFieldError("engine.role", "is unknown to this router")
-        spec = wire.engine_from_proto(engine)
+        spec = engine_from_proto(engine)
         room = self._pools.room(engine.pool)
         former = self._pools.find(spec.name)
         if former is not None and former is not room:  # it has moved to another pool
@@ -62,7 +85,7 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
             interval = min(interval, _SETTLING_HEARTBEAT)
         return pb.RegisterEngineResponse(
             heartbeat_interval=duration_of(interval),
-            state=wire.state_to_proto(view),
+            state=state_to_proto(view),
             epoch=room.pool.epoch,
         )
 
@@ -79,7 +102,7 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
         view = room.pool.drain(request.engine_id, draining, now)
         assert view is not None, "find says it is there"
         room.settle()
-        engine = wire.engine_to_proto(view, room.name, now=now)
+        engine = engine_to_proto(view, room.name, now=now)
         return pb.DrainEngineResponse(engine=engine, epoch=room.pool.epoch)
 
     async def ListEngines(
@@ -93,8 +116,7 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
             for room in self._pools:
                 if request.pool in ("", room.name):
                     engines += [
-                        wire.engine_to_proto(view, room.name, now=now)
-                        for view in room.pool.engines()
+                        engine_to_proto(view, room.name, now=now) for view in room.pool.engines()
                     ]
         engines.sort(key=lambda engine: (engine.engine_id, engine.role))
         return pb.ListEnginesResponse(engines=engines)
@@ -108,25 +130,20 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
             room.settle()
         while not room.closed:
             changed = room.changed
-            yield pb.WatchEnginesResponse(engines=room.engines(), epoch=room.pool.epoch)
+            yield pb.WatchEnginesResponse(engines=self._engines_of(room), epoch=room.pool.epoch)
             await changed.wait()  # for as long as the caller listens
 
     async def AcquireLeases(
         self, request: pb.AcquireLeasesRequest, context: Any
     ) -> pb.AcquireLeasesResponse:
-        if request.request_id and seconds_of(request.max_wait) > 0:  # a repeat joins the wait
+        if seconds_of(request.max_wait) > 0:  # a repeat joins the wait
             response = await self._requests.once(
+                request.request_id, request, lambda: self._acquire_or_wait(request)
+            )
+        else:
+            response = self._requests.once_now(
                 request.request_id, request, lambda: self._acquire(request)
             )
-        elif request.request_id:
-            digest = request_digest(request)
-            known = self._answers.find(request.request_id, digest)
-            response = known or await self._acquire(request)
-            if known is None:
-                self._answers.add(request.request_id, digest, response)
-                self._answers.done(request.request_id, response)
-        else:
-            response = await self._acquire(request)
         return self._with_engines(request, response)
 
     def _with_engines(
@@ -143,14 +160,14 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
             return response
         full = pb.AcquireLeasesResponse()
         full.CopyFrom(response)
-        full.engines.extend(room.engines())
+        full.engines.extend(self._engines_of(room))
         return full
 
     async def RenewLeases(
         self, request: pb.RenewLeasesRequest, context: Any
     ) -> pb.RenewLeasesResponse:
         room = self._pools.room(request.pool)
-        held = wire.held_from_proto(request)
+        held = claims_from_proto(request)
         renewal = room.pool.renew(
             request.client_id, held, self._pools.clock(), known_epoch=request.known_epoch
         )
@@ -162,12 +179,12 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
         bound = targets >= 0
         return pb.RenewLeasesResponse(
             void_lease_ids=renewal.unknown.tolist(),
-            ttl=room.ttl,
+            ttl=duration_of(room.pool.config.client_ttl),
             adopted_count=renewal.adopted_count,
             dropped_count=renewal.dropped_count,
             bound_lease_ids=waiting[bound].tolist(),
             bound_target_indices=targets[bound].tolist(),
-            engines=room.engines() if bound.any() else (),
+            engines=self._engines_of(room) if bound.any() else (),
             epoch=room.pool.epoch,
         )
 
@@ -185,7 +202,7 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
             return pb.ReportLoadResponse(known=False)
         room.pool.report_load(
             request.engine_id,
-            wire.reports_from_proto(request),
+            reports_from_proto(request),
             self._pools.clock(),
             seconds_per_token=seconds_of(request.time_per_token),
             age=max(seconds_of(request.age), 0.0),
@@ -193,9 +210,17 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
         room.settle()
         return pb.ReportLoadResponse(known=True)
 
-    async def _acquire(self, request: pb.AcquireLeasesRequest) -> pb.AcquireLeasesResponse:
-        wanted = wire.request_from_proto(request) if request.count else _NOTHING
-        ids, outcomes, tokens = wire.released_from_proto(request.released)
+    async def _acquire_or_wait(self, request: pb.AcquireLeasesRequest) -> pb.AcquireLeasesResponse:
+        """As `_acquire`, but with no target to tell of it waits for one, up to max_wait."""
+        response = self._acquire(request)
+        if not response.bound_lease_ids and all(target < 0 for target in response.target_indices):
+            await self._wait(request)
+            self._add_news(request, response)
+        return response
+
+    def _acquire(self, request: pb.AcquireLeasesRequest) -> pb.AcquireLeasesResponse:
+        wanted = request_from_proto(request) if request.count else _NOTHING
+        ids, outcomes, tokens = released_from_proto(request.released)
         room, client = self._pools.room(request.pool), request.client_id
         room.pool.greet(client, request.known_epoch, self._pools.clock())
         if len(ids):
@@ -204,24 +229,28 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
             )
             room.releases.inc(count)
         grant = room.acquire(client, wanted)
-        response = pb.AcquireLeasesResponse(first_lease_id=grant.first_id, ttl=room.ttl)
+        response = pb.AcquireLeasesResponse(
+            first_lease_id=grant.first_id, ttl=duration_of(room.pool.config.client_ttl)
+        )
         targets = np.maximum(grant.targets, -1) if grant.queued_count else grant.targets
-        response.MergeFromString(wire.write_column(_TARGET_INDICES, targets))
-        if grant.queued_count == request.count:  # no lease of this call has a target
-            await self._wait(room, request)
-        for lease, target in room.pool.collect(client):
-            response.bound_lease_ids.append(lease)
-            response.bound_target_indices.append(target)
+        response.MergeFromString(write_column(_TARGET_INDICES, targets))
+        self._add_news(request, response)
         return response
 
-    async def _wait(self, room: PoolRoom, request: pb.AcquireLeasesRequest) -> None:
+    def _add_news(
+        self, request: pb.AcquireLeasesRequest, response: pb.AcquireLeasesResponse
+    ) -> None:
+        """Put in the answer which waiting leases of the client have got a target."""
+        for lease, target in self._pools.room(request.pool).pool.collect(request.client_id):
+            response.bound_lease_ids.append(lease)
+            response.bound_target_indices.append(target)
+
+    async def _wait(self, request: pb.AcquireLeasesRequest) -> None:
         """Until a waiting lease of the client has a target, or max_wait is over."""
-        client, seconds = request.client_id, seconds_of(request.max_wait)
-        if seconds <= 0 or room.closed:
+        room, client = self._pools.room(request.pool), request.client_id
+        if room.closed or not room.pool.waits(client):
             return
-        if room.pool.has_news(client) or not room.pool.waits(client):
-            return
-        seconds = min(seconds, _LONGEST_WAIT)
+        seconds = min(seconds_of(request.max_wait), _LONGEST_WAIT)
         where, bound = f"{client} for a free rank of pool {room.name}", asyncio.Event()
         with (
             metrics.HOLD_SECONDS.time(),
@@ -233,3 +262,202 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
                     await bound.wait()
             except TimeoutError:
                 return  # they go on waiting; the client asks again
+
+    def _engines_of(self, room: PoolRoom) -> list[pb.Engine]:
+        """A pool's engines without their load, by id; made anew when its epoch has changed."""
+        epoch, engines = self._engines.get(room.name, (-1, []))
+        if epoch != room.pool.epoch:
+            views = sorted(room.pool.engines(), key=lambda view: view.spec.name)
+            engines = [engine_to_proto(view, room.name) for view in views]
+            self._engines[room.name] = room.pool.epoch, engines
+        return engines
+
+
+def engine_from_proto(engine: pb.Engine) -> EngineSpec:
+    """Raises InvalidFieldError for sizes out of range."""
+    if not 0 <= engine.dp_size <= MAX_DP_SIZE:
+        raise InvalidFieldError("engine.dp_size", f"must be 0 to {MAX_DP_SIZE}")
+    if engine.max_running_count < 0:
+        raise InvalidFieldError("engine.max_running_count", "must not be negative")
+    weights = engine.weights if engine.HasField("weights") else None
+    return EngineSpec(
+        name=engine.engine_id,
+        address=engine.address,
+        instance=engine.incarnation,
+        dp_size=engine.dp_size or 1,
+        max_running=engine.max_running_count,
+        version=NO_VERSION if weights is None else weights.version,
+        digest="" if weights is None else weights.digest,
+    )
+
+
+def state_to_proto(view: EngineView) -> pb.EngineState:
+    state = _STATES[view.state]
+    if state == pb.ENGINE_STATE_ACTIVE and view.spec.version == NO_VERSION:
+        return pb.ENGINE_STATE_EMPTY
+    return state
+
+
+def engine_to_proto(view: EngineView, pool: str, *, now: float | None = None) -> pb.Engine:
+    """With `now` (the router's clock) the load and the heartbeat too, which change always."""
+    spec = view.spec
+    engine = pb.Engine(
+        engine_id=spec.name,
+        address=spec.address,
+        role=pb.ROLE_ENGINE,
+        pool=pool,
+        dp_size=spec.dp_size,
+        max_running_count=spec.max_running,
+        incarnation=spec.instance,
+        state=state_to_proto(view),
+        first_target_index=view.first_target,
+        slowdown=view.slowdown,
+    )
+    if spec.version != NO_VERSION:
+        weights = sample_pb2.WeightVersion(version=spec.version, digest=spec.digest)
+        engine.weights.CopyFrom(weights)
+    if now is not None:
+        engine.leased_counts.extend(view.lease_counts)
+        engine.heartbeat_time.CopyFrom(timestamp_of(time.time() - now + view.last_seen))
+    return engine
+
+
+def request_from_proto(request: pb.AcquireLeasesRequest) -> LeaseRequest:
+    """Raises InvalidFieldError naming the column that does not fit."""
+    count = request.count
+    if not 0 <= count <= MAX_COUNT:
+        raise InvalidFieldError("count", f"must be 0 to {MAX_COUNT}")
+    for name in ("expected_token_counts", "session_ids", "cached_token_counts"):
+        _check_length(name, getattr(request, name), count)
+    names, sizes = request.group_ids[:], request.group_sizes[:]
+    if (names or sizes) and (len(sizes) != len(names) or min(sizes) < 0 or sum(sizes) != count):
+        raise InvalidFieldError("group_sizes", f"must be one per group and sum to {count}")
+    expected = None
+    if request.expected_token_counts:
+        expected = np.asarray(request.expected_token_counts, dtype=np.float64)
+        expected[~(expected > 0)] = np.nan
+    cached = None
+    if request.cached_token_counts:
+        cached = np.asarray(request.cached_token_counts, dtype=np.int64)
+    return LeaseRequest(
+        count=count,
+        groups=list(zip(names, sizes, strict=True)),
+        expected_tokens=expected,
+        sessions=request.session_ids,
+        prefix_tokens=cached,
+        needs=Needs(
+            minimum=request.min_version if request.HasField("min_version") else 0,
+            exact=request.exact_version if request.HasField("exact_version") else None,
+        ),
+        may_wait=request.HasField("max_wait"),
+        excluded=frozenset(request.excluded_engine_ids or ()),
+    )
+
+
+def claims_from_proto(request: pb.RenewLeasesRequest) -> LeaseClaims:
+    """Raises InvalidFieldError naming the column that does not fit."""
+    ids = int_column(request.lease_ids)
+    for name in ("dp_ranks", "engine_indices"):
+        if len(getattr(request, name)) != len(ids):
+            raise InvalidFieldError(name, f"must have {len(ids)} entries, one per lease")
+    engines, ranks = int_column(request.engine_indices), int_column(request.dp_ranks)
+    bound = ranks >= 0
+    if bound.any() and not (
+        (engines[bound] >= 0).all() and (engines[bound] < len(request.engine_ids)).all()
+    ):
+        raise InvalidFieldError("engine_indices", "must index engine_ids")
+    unique, first = np.unique(ids, return_index=True)
+    return LeaseClaims(
+        ids=unique, names=list(request.engine_ids), engines=engines[first], ranks=ranks[first]
+    )
+
+
+def reports_from_proto(request: pb.ReportLoadRequest) -> list[RankReport]:
+    return [
+        RankReport(
+            running_count=load.running_count,
+            waiting_count=load.waiting_count,
+            used_tokens=load.used_tokens,
+            max_tokens=load.max_tokens,
+        )
+        for load in request.rank_loads
+    ]
+
+
+def int_column(values: Sequence[int]) -> IntArray:
+    """int64[n] of a packed column."""
+    return np.fromiter(values, dtype=np.int64, count=len(values))
+
+
+def released_from_proto(
+    released: pb.ReleasedLeases,
+) -> tuple[IntArray, NDArray[Any], NDArray[Any] | None]:
+    """Ids, outcomes (OK where the column is empty) and token counts (None) of leases given back.
+
+    Raises InvalidFieldError naming the column that does not fit.
+    """
+    columns = read_columns(released.SerializeToString())
+    ids = np.frombuffer(columns.get(1, b""), dtype="<i8")
+    outcomes = _all_ok(len(ids))
+    tokens: NDArray[Any] | None = None
+    if 2 in columns:
+        data = columns[2]  # packed varints: of one byte each, unless a newer client has more
+        one_byte = len(data) == len(released.outcomes)
+        outcomes = np.frombuffer(data, np.uint8) if one_byte else int_column(released.outcomes)
+        _check_length("released.outcomes", outcomes, len(ids))
+    if 3 in columns:
+        tokens = np.frombuffer(columns[3], dtype="<i4")
+        _check_length("released.token_counts", tokens, len(ids))
+    return ids, outcomes, tokens
+
+
+def _all_ok(count: int) -> NDArray[Any]:
+    """uint8[count], not to be written to."""
+    return _ALL_OK[:count] if count <= MAX_COUNT else np.full(count, _ALL_OK[0])
+
+
+def read_columns(data: bytes) -> dict[int, bytes]:
+    """Packed fields of a serialized message that has no others, by field number.
+
+    The columns of thousands of leases become arrays without an object for each value.
+    """
+    columns: dict[int, bytes] = {}
+    at = 0
+    while at < len(data):
+        tag, at = _read_varint(data, at)
+        length, at = _read_varint(data, at)
+        assert tag & 7 == 2, "only packed fields"
+        columns[tag >> 3] = data[at : at + length]
+        at += length
+    return columns
+
+
+def write_column(field: int, values: IntArray) -> bytes:
+    """A packed sfixed32 field, to be merged into a message."""
+    data = values.astype("<i4").tobytes()
+    return _varint(field << 3 | 2) + _varint(len(data)) + data
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+
+
+def _varint(value: int) -> bytes:
+    data = bytearray()
+    while value > 0x7F:
+        data.append(value & 0x7F | 0x80)
+        value >>= 7
+    data.append(value)
+    return bytes(data)
+
+
+def _check_length(name: str, column: Sized, count: int) -> None:
+    if len(column) not in (0, count):
+        raise InvalidFieldError(name, f"must be empty or have {count} entries")

@@ -18,9 +18,16 @@ from grpc_status import rpc_status
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
 from sluice.balance.routing.types import HEARTBEATS_PER_TTL, Refusal
-from sluice.router_client.engine_view import KnownEngines
-from sluice.router_client.lease_book import LeaseBook, Returned, Ticket, renewal
-from sluice.router_client.types import Lease, Wanted, join
+from sluice.router_client.lease_book import (
+    FleetView,
+    Lease,
+    LeaseBook,
+    LeaseDemand,
+    PendingReleases,
+    Ticket,
+    join,
+    renewal,
+)
 from sluice.runtime.errors import error_from_status
 from sluice.runtime.wire import duration_of, seconds_of
 
@@ -118,13 +125,13 @@ class LeaseClient:
         rng = random.Random(seed)
         self._link = RouterLink(channel, rng)
         self._pool = pool
-        self._known = KnownEngines(rng)
-        self._ledger = LeaseBook(self._known, self._give_back)
-        self._returned = Returned()
+        self._fleet = FleetView(rng)
+        self._book = LeaseBook(self._fleet, self._give_back)
+        self._releases = PendingReleases()
         self._ttl = 30.0
         self._tasks: set[asyncio.Task[None]] = set()
         self._hearing_out: set[asyncio.Task[None]] = set()  # each ends within _CALL_SECONDS
-        self._has_returned = asyncio.Event()
+        self._has_releases = asyncio.Event()
         self._renew_now = asyncio.Event()
         self._renewing = asyncio.Lock()
         self._unadopted = False  # the router may not know all leases held
@@ -143,7 +150,7 @@ class LeaseClient:
         """Begin to keep leases alive and to watch engines."""
         self._run(self._renew_always(), "renew leases")
         self._run(self._collect_always(), "collect leases")
-        self._run(self._return_always(), "give back leases")
+        self._run(self._release_always(), "give back leases")
         self._run(self._watch_always(), "watch engines")
 
     def _run(self, work: Coroutine[Any, Any, None], name: str) -> None:
@@ -159,10 +166,10 @@ class LeaseClient:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         # Those just cut off may have begun some, too.
         await asyncio.gather(*self._hearing_out, return_exceptions=True)
-        self._ledger.close()
-        await self._send_returned()
+        self._book.close()
+        await self._send_releases()
 
-    async def request(self, wanted: Wanted) -> list[asyncio.Future[Lease]]:
+    async def request(self, wanted: LeaseDemand) -> list[asyncio.Future[Lease]]:
         """One future per lease, in order; each is done when its lease has a target.
 
         Cancelling a future gives its lease up.
@@ -175,7 +182,7 @@ class LeaseClient:
         await self._submit(wanted, tickets)
         return [ticket.future for ticket in tickets]
 
-    async def acquire(self, wanted: Wanted, timeout: float = ACQUIRE_SECONDS) -> list[Lease]:  # noqa: ASYNC109
+    async def acquire(self, wanted: LeaseDemand, timeout: float = ACQUIRE_SECONDS) -> list[Lease]:  # noqa: ASYNC109
         """All leases, once the last one has a target. Cancelling gives all of them up.
 
         Raises TimeoutError after `timeout` seconds.
@@ -202,8 +209,8 @@ class LeaseClient:
         """
         for index, lease in enumerate(leases):
             if outcome == pb.OUTCOME_CONNECT_ERROR:
-                self._known.shun(lease.engine_id)
-            if self._ledger.held.pop(lease.lease_id, None) is not None:
+                self._fleet.shun(lease.engine_id)
+            if self._book.leases.pop(lease.lease_id, None) is not None:
                 tokens = token_counts[index] if token_counts else -1
                 self._give_back(lease.lease_id, outcome, tokens)
 
@@ -217,14 +224,14 @@ class LeaseClient:
 
     # Asking
 
-    async def _submit(self, wanted: Wanted, tickets: Sequence[Ticket]) -> None:
+    async def _submit(self, wanted: LeaseDemand, tickets: Sequence[Ticket]) -> None:
         """Ask the router until it takes the request; pick locally while it is down."""
         request = self._request(wanted, str(uuid.uuid4()))  # the same each time: it counts once
         try:
             while not all(ticket.future.done() for ticket in tickets):
                 if not self._link.is_down and await self._send(request, tickets):
                     return
-                if not (self._link.is_down and self._ledger.pick(tickets)):
+                if not (self._link.is_down and self._book.pick(tickets)):
                     await self._link.pause()
         finally:
             self._put_back(request)
@@ -259,22 +266,22 @@ class LeaseClient:
             if response := await self._link.acquire(request, _CALL_SECONDS):
                 self._take(response, tickets)
 
-    def _request(self, wanted: Wanted, request_id: str = "") -> pb.AcquireLeasesRequest:
-        returned, self._returned = self._returned, Returned()
+    def _request(self, wanted: LeaseDemand, request_id: str = "") -> pb.AcquireLeasesRequest:
+        releases, self._releases = self._releases, PendingReleases()
         request = pb.AcquireLeasesRequest(
             client_id=self.client_id,
             pool=self._pool,
             count=wanted.count,
             min_version=wanted.min_version,
             exact_version=wanted.exact_version,
-            released=returned.to_proto(),
+            released=releases.to_proto(),
             group_ids=[name for name, _ in wanted.groups],
             group_sizes=[size for _, size in wanted.groups],
             expected_token_counts=wanted.expected_tokens,
             session_ids=wanted.sessions,
             cached_token_counts=wanted.cached_tokens,
             excluded_engine_ids=wanted.excluded_engines,
-            known_epoch=self._known.epoch,
+            known_epoch=self._fleet.epoch,
             request_id=request_id,
         )
         request.max_wait.SetInParent()  # 0 s: what has to wait gets a ticket, at once
@@ -285,32 +292,32 @@ class LeaseClient:
         if (ttl := seconds_of(response.ttl)) != self._ttl:
             self._ttl = ttl
             self._renew_now.set()  # the next heartbeat may be due sooner
-        self._ledger.take(response, tickets)
+        self._book.take(response, tickets)
 
     # Giving back
 
     def _give_back(self, lease_id: int, outcome: pb.Outcome, tokens: int = -1) -> None:
-        self._returned.add(lease_id, outcome, tokens)
-        self._has_returned.set()
+        self._releases.add(lease_id, outcome, tokens)
+        self._has_releases.set()
 
     def _put_back(self, request: pb.AcquireLeasesRequest) -> None:
         """The call failed: what it gave back goes with the next one."""
         if request.released.lease_ids:
-            self._returned.take_back(request)
-            self._has_returned.set()
+            self._releases.take_back(request)
+            self._has_releases.set()
 
-    async def _return_always(self) -> None:
+    async def _release_always(self) -> None:
         """Send what no other call takes along."""
         while True:
-            await self._has_returned.wait()
-            self._has_returned.clear()
+            await self._has_releases.wait()
+            self._has_releases.clear()
             await asyncio.sleep(FLUSH_SECONDS)
-            if not await self._send_returned():  # it is set again
+            if not await self._send_releases():  # it is set again
                 await self._link.pause()
 
-    async def _send_returned(self) -> bool:
+    async def _send_releases(self) -> bool:
         """False where they still have to be."""
-        if not self._returned.ids:
+        if not self._releases.ids:
             return True
         try:
             response = await self._ask(_CALL_SECONDS)
@@ -324,7 +331,7 @@ class LeaseClient:
     async def _ask(self, seconds: float, wait: float = 0.0) -> pb.AcquireLeasesResponse | None:
         """Give back what there is and hear of waiting leases, for which the router holds the call
         `wait` seconds; None and AioRpcError as of the link."""
-        request, response = self._request(Wanted(count=0)), None
+        request, response = self._request(LeaseDemand(count=0)), None
         request.max_wait.CopyFrom(duration_of(wait))
         try:
             response = await self._link.acquire(request, seconds)
@@ -338,9 +345,9 @@ class LeaseClient:
     async def _collect_always(self) -> None:
         """While leases wait, hold a call open that returns when one has a target."""
         while True:
-            await self._ledger.has_waiting.wait()
-            if not self._ledger.waiting:
-                self._ledger.has_waiting.clear()
+            await self._book.has_waiting.wait()
+            if not self._book.waiting:
+                self._book.has_waiting.clear()
                 continue
             try:
                 response = await self._ask(POLL_SECONDS + _CALL_SECONDS, POLL_SECONDS)
@@ -351,7 +358,7 @@ class LeaseClient:
                 self._take(response)
                 continue
             if self._link.is_down:
-                self._ledger.pick_waiting()
+                self._book.pick_waiting()
             await self._link.pause()
 
     async def _renew_always(self) -> None:
@@ -360,7 +367,7 @@ class LeaseClient:
                 async with asyncio.timeout(self._ttl / HEARTBEATS_PER_TTL):
                     await self._renew_now.wait()
             self._renew_now.clear()
-            if not (self._ledger.held or self._ledger.waiting or self._owed or self._unadopted):
+            if not (self._book.leases or self._book.waiting or self._owed or self._unadopted):
                 continue
             try:
                 await self._renew()
@@ -380,19 +387,17 @@ class LeaseClient:
         return True
 
     async def _renew(self) -> None:
-        waiting = list(self._ledger.waiting)
-        request = renewal(self._ledger.held.values(), waiting)
+        waiting = list(self._book.waiting)
+        request = renewal(self._book.leases.values(), waiting)
         request.client_id, request.pool = self.client_id, self._pool
-        request.known_epoch = self._known.epoch
+        request.known_epoch = self._fleet.epoch
         response = await self._link.stub.RenewLeases(request, timeout=_CALL_SECONDS)
         self._link.answered()
         self._link.wants_renewal = False
         self._ttl = seconds_of(response.ttl) or self._ttl
         if response.bound_lease_ids:
-            self._known.learn(response.epoch, response.engines)
-            self._ledger.bind(
-                response.epoch, response.bound_lease_ids, response.bound_target_indices
-            )
+            self._fleet.learn(response.epoch, response.engines)
+            self._book.bind(response.epoch, response.bound_lease_ids, response.bound_target_indices)
         void = set(response.void_lease_ids)
         self._unadopted = bool(void - set(waiting))  # their engine may be about to register
         self._ask_again(void.intersection(waiting))
@@ -401,7 +406,7 @@ class LeaseClient:
         """Waiting leases that a restarted router has forgotten."""
         kinds: dict[object, list[tuple[int, Ticket]]] = {}
         for lease_id in sorted(void):
-            ticket = self._ledger.waiting.pop(lease_id, None)
+            ticket = self._book.waiting.pop(lease_id, None)
             if ticket is not None and not ticket.future.done():
                 kinds.setdefault(ticket.wanted.kind, []).append((lease_id, ticket))
         for tickets in kinds.values():
@@ -417,7 +422,7 @@ class LeaseClient:
             logger.warning("router: waiting leases not asked for again: %s", error.details())
             for lease_id, ticket in tickets.items():
                 if not ticket.future.done():  # the next renewal hears again that it is void
-                    self._ledger.waiting[lease_id] = ticket
+                    self._book.waiting[lease_id] = ticket
 
     async def _watch_always(self) -> None:
         """Follow the engines of the pool, for the time when the router is down."""
@@ -425,10 +430,10 @@ class LeaseClient:
             try:
                 self._unadopted = True  # the router may be another one
                 request = pb.WatchEnginesRequest(
-                    pool=self._pool, client_id=self.client_id, known_epoch=self._known.epoch
+                    pool=self._pool, client_id=self.client_id, known_epoch=self._fleet.epoch
                 )
                 async for response in self._link.stub.WatchEngines(request, timeout=_WATCH_SECONDS):
-                    self._known.learn(response.epoch, response.engines, is_now=True)
+                    self._fleet.learn(response.epoch, response.engines, is_now=True)
                     self._link.answered()
                     if self._unadopted:
                         self._renew_now.set()

@@ -1,28 +1,243 @@
-"""Leases on their way: those that wait for a target, and those to be given back."""
+"""A client's leases: what it asks for, holds and gives back, and the engines they are on."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from typing import TypeVar
+
+import grpc
 
 from sluice.api.router.v1 import router_service_pb2 as pb
-from sluice.router_client.engine_view import KnownEngines, Place
-from sluice.router_client.types import Lease, Wanted
+from sluice.balance.routing.types import NO_VERSION, Needs
+
+T = TypeVar("T")
+Place = tuple[str, str, int]  # engine id, address, dp rank
+
+_EARLY_LIMIT = 65_536
+_SHUN_SECONDS = 30.0  # an engine that could not be reached
+_REMEMBERED_EPOCHS = 16
+_OUTCOMES = {
+    grpc.StatusCode.OK: pb.OUTCOME_OK,
+    grpc.StatusCode.UNAVAILABLE: pb.OUTCOME_CONNECT_ERROR,
+    grpc.StatusCode.INTERNAL: pb.OUTCOME_SERVER_ERROR,
+    grpc.StatusCode.DATA_LOSS: pb.OUTCOME_SERVER_ERROR,
+    grpc.StatusCode.UNKNOWN: pb.OUTCOME_SERVER_ERROR,
+    grpc.StatusCode.DEADLINE_EXCEEDED: pb.OUTCOME_TIMEOUT,
+    grpc.StatusCode.CANCELLED: pb.OUTCOME_ABORTED,
+    grpc.StatusCode.ABORTED: pb.OUTCOME_ABORTED,
+}
+
+
+def outcome_of(code: grpc.StatusCode) -> pb.Outcome:
+    """What a call to an engine that ended with `code` says about the engine."""
+    return _OUTCOMES.get(code, pb.OUTCOME_CLIENT_ERROR)
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to run one sample on a data-parallel rank of an engine."""
+
+    lease_id: int
+    engine_id: str
+    address: str
+    dp_rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseDemand:
+    """Leases to ask for. Columns have one entry per lease, or are empty.
+
+    groups: (group id, number of consecutive leases), summing to count.
+    expected_tokens: of output, 0 unknown. sessions: "" for none; cached_tokens: what a
+    session's target has in its cache of the next prompt. excluded_engines: ids of engines to
+    keep off, as long as there is a free one beside them.
+    """
+
+    count: int
+    min_version: int | None = None
+    exact_version: int | None = None
+    groups: Sequence[tuple[str, int]] = ()
+    expected_tokens: Sequence[float] = ()
+    sessions: Sequence[str] = ()
+    cached_tokens: Sequence[int] = ()
+    excluded_engines: Sequence[str] = ()
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(self.min_version or 0, self.exact_version)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Equal for leases that one call can ask for."""
+        return self.min_version, self.exact_version, *self.excluded_engines
+
+    def only(self, index: int) -> LeaseDemand:
+        """The same for one of the leases."""
+        group, start = "", 0
+        for name, size in self.groups:
+            if start <= index < start + size:
+                group = name
+            start += size
+        return LeaseDemand(
+            count=1,
+            min_version=self.min_version,
+            exact_version=self.exact_version,
+            groups=[(group, 1)] if group else (),
+            expected_tokens=self.expected_tokens[index : index + 1],
+            sessions=self.sessions[index : index + 1],
+            cached_tokens=self.cached_tokens[index : index + 1],
+            excluded_engines=self.excluded_engines,
+        )
+
+
+def join(singles: Sequence[LeaseDemand]) -> LeaseDemand:
+    """One request for single leases of the same kind."""
+    names = [wanted.groups[0][0] if wanted.groups else "" for wanted in singles]
+    groups = [(name, len(list(run))) for name, run in itertools.groupby(names)]
+    return LeaseDemand(
+        count=len(singles),
+        min_version=singles[0].min_version,
+        exact_version=singles[0].exact_version,
+        groups=groups if any(names) else (),
+        expected_tokens=_column([wanted.expected_tokens for wanted in singles], 0.0),
+        sessions=_column([wanted.sessions for wanted in singles], ""),
+        cached_tokens=_column([wanted.cached_tokens for wanted in singles], 0),
+        excluded_engines=singles[0].excluded_engines,
+    )
+
+
+def _column(cells: Sequence[Sequence[T]], missing: T) -> Sequence[T]:
+    """Of columns of one entry or none; empty where all are."""
+    return [cell[0] if cell else missing for cell in cells] if any(cells) else ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEntry:
+    """An engine as last heard of; version is of its weights then."""
+
+    name: str
+    address: str
+    dp_size: int
+    version: int
+
+
+class FleetView:
+    """The engines of a pool as a client sees them: what target indices mean, and local picks.
+
+    Tables are kept by epoch, so that an answer is read with the table it was written by.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._tables: OrderedDict[int, dict[int, Place]] = OrderedDict()
+        self._engines: list[EngineEntry] = []
+        self._shunned: dict[str, float] = {}  # until when, by engine id
+        self.epoch = 0  # the newest
+
+    def learn(self, epoch: int, engines: Sequence[pb.Engine], *, is_now: bool = False) -> None:
+        """Take the engines of an epoch; `is_now` though it is below the newest, as where a router
+        was started anew while its clock was behind."""
+        self._tables[epoch] = {
+            engine.first_target_index + rank: (engine.engine_id, engine.address, rank)
+            for engine in engines
+            for rank in range(engine.dp_size)
+        }
+        while len(self._tables) > _REMEMBERED_EPOCHS:
+            self._tables.popitem(last=False)
+        if epoch < self.epoch and not is_now:
+            return
+        self.epoch = epoch
+        self._engines = [
+            EngineEntry(
+                name=engine.engine_id,
+                address=engine.address,
+                dp_size=engine.dp_size,
+                version=engine.weights.version if engine.HasField("weights") else NO_VERSION,
+            )
+            for engine in engines
+            if engine.state == pb.ENGINE_STATE_ACTIVE
+        ]
+
+    def knows(self, epoch: int) -> bool:
+        return epoch in self._tables
+
+    def place(self, epoch: int, target: int) -> Place | None:
+        """What a target index of an epoch means; None if that was never heard."""
+        return self._tables.get(epoch, {}).get(target)
+
+    def shun(self, engine_id: str) -> None:
+        """Keep off an engine for a while: what fails at once always looks the least used."""
+        self._shunned[engine_id] = time.monotonic() + _SHUN_SECONDS
+
+    def pick(
+        self, held: Iterable[tuple[str, int]], wanted: Sequence[LeaseDemand]
+    ) -> list[Place] | None:
+        """One place per single lease wanted, without the router; None if one has none.
+
+        `held`: (engine id, dp rank) of the client's leases.
+        """
+        counts, now = Counter(held), time.monotonic()
+        self._shunned = {name: until for name, until in self._shunned.items() if until > now}
+        places: list[Place] = []
+        for single in wanted:
+            avoided = {*self._shunned, *single.excluded_engines}
+            found = pick_locally(self._engines, counts, single.needs, self._rng, avoided)
+            if found is None:
+                return None
+            engine, rank = found
+            counts[engine.name, rank] += 1
+            places.append((engine.name, engine.address, rank))
+        return places
+
+
+def pick_locally(
+    engines: Sequence[EngineEntry],
+    held: Counter[tuple[str, int]],
+    needs: Needs,
+    rng: random.Random,
+    avoided: Set[str] = frozenset(),
+) -> tuple[EngineEntry, int] | None:
+    """An engine and a dp rank: the less used by this client of two drawn at random.
+
+    `held` counts the client's leases by (engine name, dp rank); `avoided` engines are taken only
+    where no other will do. None: no engine will do.
+    """
+    able = [engine for engine in engines if _serves(engine, needs)]
+    able = [engine for engine in able if engine.name not in avoided] or able
+    if not able:
+        return None
+
+    def draw() -> tuple[EngineEntry, int]:
+        engine = rng.choices(able, weights=[engine.dp_size for engine in able])[0]
+        return engine, rng.randrange(engine.dp_size)
+
+    first, second = draw(), draw()
+    one, other = held[first[0].name, first[1]], held[second[0].name, second[1]]
+    return first if one <= other else second
+
+
+def _serves(engine: EngineEntry, needs: Needs) -> bool:
+    if needs.exact is not None:
+        return engine.version == needs.exact
+    return engine.version >= needs.minimum
 
 
 @dataclass(eq=False)
 class Ticket:
     """A lease without a target yet, and what to ask for again should the router forget it."""
 
-    wanted: Wanted
+    wanted: LeaseDemand
     future: asyncio.Future[Lease]
 
 
 @dataclass
-class Returned:
+class PendingReleases:
     """Leases to give back with the next call."""
 
     ids: list[int] = field(default_factory=list)
@@ -67,27 +282,24 @@ def renewal(held: Iterable[Lease], waiting: Sequence[int]) -> pb.RenewLeasesRequ
     return request
 
 
-_EARLY_LIMIT = 65_536
-
-
 class LeaseBook:
-    """Every lease is held, waits, or has been given to `give_back`."""
+    """Leases by id: every one is in use, waits, or has been given to `give_back`."""
 
-    def __init__(self, known: KnownEngines, give_back: Callable[[int, pb.Outcome], None]) -> None:
-        self.held: dict[int, Lease] = {}
+    def __init__(self, fleet: FleetView, give_back: Callable[[int, pb.Outcome], None]) -> None:
+        self.leases: dict[int, Lease] = {}
         self.waiting: dict[int, Ticket] = {}
         self.has_waiting = asyncio.Event()
-        self._known, self._give_back = known, give_back
+        self._fleet, self._give_back = fleet, give_back
         self._early: OrderedDict[int, Place] = OrderedDict()  # of tickets still on their way
         self._local_id = -(random.SystemRandom().getrandbits(38) << 24)
 
     def take(self, response: pb.AcquireLeasesResponse, tickets: Sequence[Ticket]) -> None:
         """Resolve what got a target, keep the rest; tickets are of the new leases, in order."""
-        if response.engines or not self._known.knows(response.epoch):
-            self._known.learn(response.epoch, response.engines)
+        if response.engines or not self._fleet.knows(response.epoch):
+            self._fleet.learn(response.epoch, response.engines)
         for offset, target in enumerate(response.target_indices):
             lease_id, ticket = response.first_lease_id + offset, tickets[offset]
-            place = self._known.place(response.epoch, target) if target >= 0 else None
+            place = self._fleet.place(response.epoch, target) if target >= 0 else None
             place = place or self._early.pop(lease_id, None)
             if place is None:
                 self._keep(lease_id, ticket)
@@ -98,7 +310,7 @@ class LeaseBook:
     def bind(self, epoch: int, lease_ids: Sequence[int], targets: Sequence[int]) -> None:
         """Resolve leases that had waited."""
         for lease_id, target in zip(lease_ids, targets, strict=True):
-            place = self._known.place(epoch, target)
+            place = self._fleet.place(epoch, target)
             if place is None:
                 continue  # of an epoch long gone; the next renewal tells again
             ticket = self.waiting.pop(lease_id, None)
@@ -112,8 +324,8 @@ class LeaseBook:
     def pick(self, tickets: Sequence[Ticket]) -> bool:
         """Bind tickets without the router; False when no known engine will do."""
         open_ = [ticket for ticket in tickets if not ticket.future.done()]
-        held = ((lease.engine_id, lease.dp_rank) for lease in self.held.values())
-        places = self._known.pick(held, [ticket.wanted for ticket in open_])
+        in_use = ((lease.engine_id, lease.dp_rank) for lease in self.leases.values())
+        places = self._fleet.pick(in_use, [ticket.wanted for ticket in open_])
         for ticket, place in zip(open_, places or (), strict=False):
             self._local_id -= 1
             self._resolve(self._local_id, ticket, place)
@@ -130,9 +342,9 @@ class LeaseBook:
         """Give everything back."""
         for ticket in self.waiting.values():
             ticket.future.cancel()
-        for lease_id in (*self.held, *self.waiting):
+        for lease_id in (*self.leases, *self.waiting):
             self._give_back(lease_id, pb.OUTCOME_ABORTED)
-        self.held.clear()
+        self.leases.clear()
         self.waiting.clear()
 
     def _keep(self, lease_id: int, ticket: Ticket) -> None:
@@ -153,5 +365,5 @@ class LeaseBook:
             self._give_back(lease_id, pb.OUTCOME_ABORTED)
             return
         lease = Lease(lease_id, *place)
-        self.held[lease_id] = lease
+        self.leases[lease_id] = lease
         ticket.future.set_result(lease)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import xxhash
@@ -87,12 +87,12 @@ def check_same_body(request_id: str, digest: str, known: str) -> None:
         )
 
 
-def has_failed(task: asyncio.Task[Any]) -> bool:
+def has_failed(task: asyncio.Future[Any]) -> bool:
     """Whether a task has ended without a result."""
     return task.done() and (task.cancelled() or task.exception() is not None)
 
 
-async def cancel_all(tasks: list[asyncio.Task[Any]]) -> None:
+async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
     """Cancel those that still run and wait for their end."""
     running = [task for task in tasks if not task.done()]
     for task in running:
@@ -117,7 +117,7 @@ class RequestLog:
     """
 
     def __init__(self, capacity: int = 1024) -> None:
-        self._calls: RequestTable[asyncio.Task[Any]] = RequestTable(capacity)
+        self._calls: RequestTable[asyncio.Future[Any]] = RequestTable(capacity)
 
     async def once(
         self, request_id: str, request: pb.Message, run: Callable[[], Awaitable[T]]
@@ -137,11 +137,25 @@ class RequestLog:
         result: T = await asyncio.shield(task)
         return result
 
+    def once_now(self, request_id: str, request: pb.Message, run: Callable[[], T]) -> T:
+        """As `once`, for work without an await: no call can come while it runs."""
+        if not request_id:
+            return run()
+        digest = request_digest(request)
+        call = self._calls.find(request_id, digest)
+        if call is None:
+            result = run()
+            call = self._calls.add(request_id, digest, asyncio.get_running_loop().create_future())
+            call.set_result(result)
+            self._calls.done(request_id, call)
+        known: T = call.result()
+        return known
+
     async def close(self) -> None:
         """Cancel what still runs and wait for its end."""
         await cancel_all(list(self._calls))
 
-    def _settle(self, request_id: str, task: asyncio.Task[Any]) -> None:
+    def _settle(self, request_id: str, task: asyncio.Future[Any]) -> None:
         if has_failed(task):
             self._calls.discard(request_id, task)
         else:

@@ -15,7 +15,7 @@ from services.rollout.engine.interface import Engine
 from services.rollout.engine.wire import VersionBounds
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.client import typed_errors
-from sluice.router_client import Lease, LeaseClient, Wanted
+from sluice.router_client import Lease, LeaseClient, LeaseDemand
 
 LOCAL_ADDRESS = "local"  # of the engine in this process, where it serves no other
 
@@ -170,7 +170,7 @@ class RouterLeases:
         """Runs in the next turn of the loop, when all who start together have joined."""
         batch = self._batches.pop(kind)
         has_sessions = any(batch.sessions)
-        wanted = Wanted(
+        wanted = LeaseDemand(
             count=sum(size for _, size in batch.groups),
             min_version=kind.bounds.min_version,
             exact_version=kind.bounds.exact_version,

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from sluice.balance.routing.breaker import BreakerConfig, Outcome
+from sluice.balance.routing.health import RankReport
 from sluice.balance.routing.leases import QUEUED
-from sluice.balance.routing.load_reports import RankReport
-from sluice.balance.routing.policies import POLICIES
+from sluice.balance.routing.placement import POLICIES
 from sluice.balance.routing.pool import Expired, Pool
 from sluice.balance.routing.types import (
     NO_VERSION,
+    BreakerConfig,
     EngineSpec,
     EngineState,
     EngineView,
     Grant,
-    Held,
+    LeaseClaims,
     LeaseRefusedError,
     LeaseRequest,
     Needs,
+    Outcome,
     PoolConfig,
     Refusal,
     Renewal,
@@ -32,7 +33,7 @@ __all__ = [
     "EngineView",
     "Expired",
     "Grant",
-    "Held",
+    "LeaseClaims",
     "LeaseRefusedError",
     "LeaseRequest",
     "Needs",

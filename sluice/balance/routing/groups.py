@@ -1,4 +1,7 @@
-"""What is known of groups: how long their samples run."""
+"""What leases belong to: groups of samples of one prompt, and sessions, which are conversations.
+
+Both are rows by key, taken when a key is new and freed once it idles without a lease.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sluice.balance.routing.types import all_of, any_of
+from sluice.balance.routing.types import FloatArray, IntArray, all_true, any_true
 
-IntArray = NDArray[np.int64]
-FloatArray = NDArray[np.float64]
-
-NO_GROUP = -1
+NO_GROUP = NO_SESSION = -1
+UNPLACED = -1
 _BLANK = np.array([[np.nan], [np.nan], [0.0], [0.0]])  # prior, started, tokens, finished
 _IDLE_LIMIT = 16_384  # groups without leases that are remembered
 _PACE_SHARE = 0.05  # of a new observation in the running means
@@ -23,18 +24,64 @@ _HANDFUL = 32  # up to so many a list is faster than vector operations
 _PRIOR_WEIGHT = 2.0  # a caller's expectation counts as this many finished samples
 
 
-class GroupTable:
-    """Groups by id, as slots of columns; forgotten when idle and without leases."""
+class _KeyedTable:
+    """Rows (slots) by key, in columns that grow."""
 
     def __init__(self, idle_seconds: float) -> None:
         self._idle_seconds = idle_seconds
         self._slots: dict[str, int] = {}
         self._keys: list[str | None] = []
         self._free: list[int] = []
+        self._used = np.zeros(0)  # float64[slot]: last use; inf where it has no key
+        self.live = np.zeros(0, dtype=np.int64)  # int64[slot]: leases, queued or bound
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def expire(self, now: float) -> int:
+        """Forget what idles for longer than the limit and has no lease; returns how many."""
+        idle = np.flatnonzero((self._used <= now - self._idle_seconds) & (self.live <= 0))
+        for slot in idle.tolist():
+            self._forget(slot)
+        return len(idle)
+
+    def _take(self, keys: Sequence[str]) -> list[int]:
+        """Slots for new keys."""
+        while len(self._free) < len(keys):
+            self._grow(max(64, len(self._keys)))
+        rest = len(self._free) - len(keys)
+        taken, self._free[rest:] = self._free[rest:], []
+        for key, slot in zip(keys, taken, strict=True):
+            self._slots[key] = slot
+            self._keys[slot] = key
+        return taken
+
+    def _forget(self, slot: int) -> None:
+        """Free the slot, at once or when its last lease is given back."""
+        key = self._keys[slot]
+        assert key is not None
+        del self._slots[key]
+        self._keys[slot] = None
+        self._used[slot] = np.inf
+        if not self.live[slot]:
+            self._free.append(slot)
+
+    def _grow(self, more: int) -> None:
+        size = len(self._keys)
+        self._keys += [None] * more
+        self._free += range(size + more - 1, size - 1, -1)
+        self._used = np.concatenate([self._used, np.full(more, np.inf)])
+        self.live = np.concatenate([self.live, np.zeros(more, dtype=np.int64)])
+
+
+class GroupTable(_KeyedTable):
+    """Groups, and what is known of them: how long their samples run."""
+
+    def __init__(self, idle_seconds: float) -> None:
+        super().__init__(idle_seconds)
         self._idle: deque[int] = deque()  # slots whose last lease ended, oldest first
         self.mean_tokens = 0.0  # of recently finished samples, of any group
         self.seconds_per_token = 0.02  # of groups' first finished samples
-        self._used = np.zeros(0)  # float64[slot]: last use; inf where the slot is free
         # float64[slot] each. prior: tokens the caller expects, NaN unknown; started: when the
         # first sample was bound, NaN before; tokens and finished: of samples that ended.
         self.prior: FloatArray
@@ -42,10 +89,6 @@ class GroupTable:
         self.tokens: FloatArray
         self.finished: FloatArray
         self._adopt(np.zeros((4, 0)))
-        self.live = np.zeros(0, dtype=np.int64)  # int64[slot]: leases queued or bound
-
-    def __len__(self) -> int:
-        return len(self._slots)
 
     def slots(self, keys: Sequence[str], now: float) -> tuple[IntArray, bool]:
         """int64[n]: slots of `keys`, taken where new; NO_GROUP for an empty key. And whether
@@ -62,8 +105,8 @@ class GroupTable:
 
     def expect(self, slots: IntArray, tokens: FloatArray) -> None:
         """Take the caller's expectations of output tokens per sample; NaN says nothing."""
-        told = (slots >= 0) & ~np.isnan(tokens)
-        self.prior[slots[told]] = tokens[told]
+        has_length = (slots >= 0) & ~np.isnan(tokens)
+        self.prior[slots[has_length]] = tokens[has_length]
 
     def knows_any(self, slots: IntArray) -> bool:
         """Whether anything is expected of any of these groups."""
@@ -116,15 +159,15 @@ class GroupTable:
         self._used[slot] = now
         if self.live[slot] <= 0:
             self._idle.append(slot)
-        if told := [number for number in tokens if number >= 0]:
-            total = float(sum(told))
-            self._learn_pace(slot, float(told[0]), total, len(told), now)
+        if has_length := [number for number in tokens if number >= 0]:
+            total = float(sum(has_length))
+            self._learn_pace(slot, float(has_length[0]), total, len(has_length), now)
             self.tokens[slot] += total
-            self.finished[slot] += len(told)
+            self.finished[slot] += len(has_length)
 
     def _finish_many(self, slots: IntArray, tokens: NDArray[Any] | None, now: float) -> None:
         grouped = slots >= 0
-        if not all_of(grouped):
+        if not all_true(grouped):
             slots = slots[grouped]
             tokens = None if tokens is None else tokens[grouped]
         if not len(slots):
@@ -140,14 +183,14 @@ class GroupTable:
         self, begins: IntArray, slots: IntArray, counts: IntArray, tokens: NDArray[Any], now: float
     ) -> None:
         """Take the lengths of samples that ended, in runs of one slot each."""
-        told = tokens >= 0
-        if not all_of(told):
-            if not any_of(told):
+        has_length = tokens >= 0
+        if not all_true(has_length):
+            if not any_true(has_length):
                 return
-            counts = np.add.reduceat(told, begins, dtype=np.int64)
-            tokens = np.where(told, tokens, 0)
+            counts = np.add.reduceat(has_length, begins, dtype=np.int64)
+            tokens = np.where(has_length, tokens, 0)
         sums = np.add.reduceat(tokens, begins, dtype=np.float64)
-        first = int(told.argmax())  # one tells enough of the pace
+        first = int(has_length.argmax())  # one tells enough of the pace
         slot = int(slots[begins.searchsorted(first, side="right") - 1])
         length, total = float(tokens[first]), float(np.add.reduce(sums))
         self._learn_pace(slot, length, total, int(np.add.reduce(counts)), now)
@@ -162,42 +205,17 @@ class GroupTable:
         if length > 0 and age > 0 and self.finished[slot] == 0:
             self.seconds_per_token += _PACE_SHARE * (age / length - self.seconds_per_token)
 
-    def expire(self, now: float) -> int:
-        """Forget groups that are idle and hold no lease; returns how many."""
-        idle = np.flatnonzero((self._used <= now - self._idle_seconds) & (self.live <= 0))
-        for slot in idle.tolist():
-            self._forget(slot)
-        return len(idle)
-
     def _forget(self, slot: int) -> None:
-        """Free the slot of a group without leases."""
-        key = self._keys[slot]
-        if key is None or self.live[slot] > 0:
-            return
-        del self._slots[key]
-        self._keys[slot] = None
-        self._used[slot] = np.inf
-        self._free.append(slot)
+        if self._keys[slot] is not None and self.live[slot] <= 0:
+            super()._forget(slot)
 
-    def _take(self, keys: list[str]) -> None:
-        while len(self._free) < len(keys):
-            self._grow()
-        taken = self._free[-len(keys) :] if keys else []
-        del self._free[len(self._free) - len(keys) :]
-        for key, slot in zip(keys, taken, strict=True):
-            self._slots[key] = slot
-            self._keys[slot] = key
-        where = taken if len(taken) != 1 else slice(taken[0], taken[0] + 1)
-        self._state[:, where] = _BLANK
-        self.live[where] = 0
+    def _take(self, keys: Sequence[str]) -> list[int]:
+        taken = super()._take(keys)
+        self._state[:, taken if len(taken) != 1 else slice(taken[0], taken[0] + 1)] = _BLANK
+        return taken
 
-    def _grow(self) -> None:
-        size = len(self._keys)
-        more = max(64, size)
-        self._keys += [None] * more
-        self._free += range(size + more - 1, size - 1, -1)
-        self._used = np.concatenate([self._used, np.full(more, np.inf)])
-        self.live = np.concatenate([self.live, np.zeros(more, dtype=np.int64)])
+    def _grow(self, more: int) -> None:
+        super()._grow(more)
         self._adopt(np.concatenate([self._state, np.repeat(_BLANK, more, axis=1)], axis=1))
 
     def _adopt(self, state: FloatArray) -> None:
@@ -205,10 +223,84 @@ class GroupTable:
         self.prior, self.started, self.tokens, self.finished = state
 
 
+class SessionTable(_KeyedTable):
+    """Sessions: a conversation stays on the (engine, dp rank) that holds its KV cache.
+
+    Each counts on one target until it ends or idles without a lease.
+    """
+
+    def __init__(self, idle_seconds: float) -> None:
+        super().__init__(idle_seconds)
+        self._target = np.zeros(0, dtype=np.int64)
+        self.active = np.zeros(0, dtype=np.int64)  # int64[target]: sessions on it
+
+    def widen(self, target_count: int) -> None:
+        """Make room for more targets."""
+        more = np.zeros(target_count - len(self.active), dtype=np.int64)
+        self.active = np.concatenate([self.active, more])
+
+    def open(self, key: str, now: float) -> int:
+        """The slot of `key`, taken if new; a new session is UNPLACED."""
+        slot = self._slots.get(key)
+        if slot is None:
+            (slot,) = self._take([key])
+        self._used[slot] = now
+        return slot
+
+    def target(self, slot: int) -> int:
+        return int(self._target[slot])
+
+    def place(self, slot: int, target: int) -> None:
+        """Move a session to `target` (UNPLACED takes it off)."""
+        previous = self._target[slot]
+        if previous != UNPLACED:
+            self.active[previous] -= 1
+        if target != UNPLACED:
+            self.active[target] += 1
+        self._target[slot] = target
+
+    def hold(self, slots: IntArray) -> None:
+        """Note leases granted in sessions (or NO_SESSION); none idles while it has one."""
+        if self._keys and len(chosen := slots[slots >= 0]):
+            np.add.at(self.live, chosen, 1)
+
+    def let_go(self, slots: IntArray, now: float) -> None:
+        """Note leases given back; slots may hold NO_SESSION."""
+        if not self._keys or not len(chosen := slots[slots >= 0]):
+            return
+        np.subtract.at(self.live, chosen, 1)
+        for slot in set(chosen.tolist()):
+            if self._keys[slot] is not None:
+                self._used[slot] = now
+            elif not self.live[slot]:  # it ended while this lease was out
+                self._free.append(slot)
+
+    def end(self, key: str) -> bool:
+        """Forget a session; False if unknown. Its leases stay charged until given back."""
+        slot = self._slots.get(key)
+        if slot is not None:
+            self._forget(slot)
+        return slot is not None
+
+    def clear_target(self, first: int, stop: int) -> None:
+        """Take all sessions off targets [first, stop), whose cache is gone."""
+        moved = np.flatnonzero((self._target >= first) & (self._target < stop))
+        self._target[moved] = UNPLACED
+        self.active[first:stop] = 0
+
+    def _forget(self, slot: int) -> None:
+        self.place(slot, UNPLACED)
+        super()._forget(slot)
+
+    def _grow(self, more: int) -> None:
+        super()._grow(more)
+        self._target = np.concatenate([self._target, np.full(more, UNPLACED, dtype=np.int64)])
+
+
 def _grouped(slots: IntArray) -> IntArray:
     """Without NO_GROUP."""
     grouped = slots >= 0
-    return slots if all_of(grouped) else slots[grouped]
+    return slots if all_true(grouped) else slots[grouped]
 
 
 def _only(slots: IntArray) -> int | None:

@@ -1,4 +1,4 @@
-"""Lease columns: every lease is charged once to one target and given back once, by id.
+"""Leases and their clients: every lease is charged once to one target and given back once, by id.
 
 Recent leases live in flat arrays indexed by id (a sliding window), so granting, releasing and
 expiring a batch are vector operations and a lease costs 20 bytes. The few that outlive the
@@ -7,20 +7,20 @@ window, and those adopted from an earlier router process, live in a dictionary.
 
 from __future__ import annotations
 
+import math
+from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
-from sluice.balance.routing.types import all_of
-
-IntArray = NDArray[np.int64]
+from sluice.balance.routing.types import BoolArray, IntArray, all_true
 
 FREE = NOBODY = -1  # no such lease: never granted, or given back
 QUEUED = -2  # granted an id, not yet bound to a target
 _FIRST_WINDOW = 4096
 _HANDFUL = 32  # up to so many a set is faster than vector operations
+_EXPIRED_CLIENTS = 4096  # whose names are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,12 @@ class LeaseTable:
         # Rows: target, client, session, group. FREE and NOBODY where there is no lease.
         self._columns = np.full((4, _FIRST_WINDOW), FREE, dtype=np.int32)
         self._old: dict[int, tuple[int, int, int, int]] = {}
-        self._held: dict[int, _Held] = {}
+        self._ids: dict[int, _ClientIds] = {}
 
     @property
     def holder_count(self) -> int:
         """Clients with live leases."""
-        return len(self._held)
+        return len(self._ids)
 
     def grant(
         self, client: int, targets: IntArray, sessions: IntArray | int, groups: IntArray | int
@@ -69,7 +69,7 @@ class LeaseTable:
         self._columns[2, where] = sessions
         self._columns[3, where] = groups
         self.live_count += count
-        self._held_by(client).extend_range(first, count)
+        self._ids_of(client).extend_range(first, count)
         return first
 
     def adopt(self, client: int, ids: IntArray, targets: IntArray) -> None:
@@ -82,7 +82,7 @@ class LeaseTable:
                 self._old[lease] = (target, client, -1, -1)
         self.live_count += len(ids)
         self.local_count += int((ids < 0).sum())
-        self._held_by(client).extend(ids)
+        self._ids_of(client).extend(ids)
 
     def bind(self, lease: int, target: int) -> None:
         """Give a queued lease its target."""
@@ -108,14 +108,14 @@ class LeaseTable:
 
     def count_of(self, client: int) -> int:
         """How many live leases `client` holds."""
-        held = self._held.get(client)
+        held = self._ids.get(client)
         return held.live if held is not None else 0
 
     def read(self, ids: IntArray) -> LeaseColumns:
         """Columns of live leases."""
         return LeaseColumns(ids, *self._gather(ids)[[0, 2, 3]])
 
-    def is_live(self, client: int, ids: IntArray) -> NDArray[np.bool_]:
+    def is_live(self, client: int, ids: IntArray) -> BoolArray:
         """bool[n]: which ids are live leases of `client`."""
         if self._all_inside(ids):
             return self._columns[1, ids - self._base] == client
@@ -128,7 +128,7 @@ class LeaseTable:
             live[index] = entry is not None and entry[1] == client
         return live
 
-    def release(self, client: int, ids: IntArray) -> tuple[LeaseColumns, NDArray[np.bool_] | None]:
+    def release(self, client: int, ids: IntArray) -> tuple[LeaseColumns, BoolArray | None]:
         """Forget live leases of `client`; returns their columns, and bool[n]: which ids they
         were, or None for all of them, granted by this table.
 
@@ -138,10 +138,10 @@ class LeaseTable:
         if released is None:
             live = self.is_live(client, ids) & _first_occurrence(ids)
             released = self._forget(ids[live])
-        if held := self._held.get(client):
+        if held := self._ids.get(client):
             held.live -= len(released)
             if held.live <= 0:
-                del self._held[client]
+                del self._ids[client]
             elif held.size > 2 * held.live + _FIRST_WINDOW:
                 self._trim(client, held)
         return released, live
@@ -154,7 +154,7 @@ class LeaseTable:
         if not len(ids) or np.maximum.reduce(where.view(np.uint64)) >= size:
             return None
         columns = self._columns.take(where, axis=1)
-        if not all_of(columns[1] == client) or not _distinct(where):
+        if not all_true(columns[1] == client) or not _distinct(where):
             return None
         self._columns[0][where] = FREE
         self._columns[1][where] = NOBODY
@@ -167,7 +167,7 @@ class LeaseTable:
 
     def held_by(self, client: int) -> IntArray:
         """Ids of the live leases of `client`, int64[n]."""
-        held = self._held.get(client)
+        held = self._ids.get(client)
         if held is None:
             return np.empty(0, dtype=np.int64)
         ids = held.ids()
@@ -219,13 +219,13 @@ class LeaseTable:
             columns[:, index] = self._old[int(ids[index])]
         return columns
 
-    def _held_by(self, client: int) -> _Held:
-        held = self._held.get(client)
+    def _ids_of(self, client: int) -> _ClientIds:
+        held = self._ids.get(client)
         if held is None:
-            held = self._held[client] = _Held()
+            held = self._ids[client] = _ClientIds()
         return held
 
-    def _trim(self, client: int, held: _Held) -> None:
+    def _trim(self, client: int, held: _ClientIds) -> None:
         ids = self.held_by(client)
         held.ranges, held.size = [(ids, 0)], len(ids)
 
@@ -253,7 +253,7 @@ class LeaseTable:
         self._base += drop
 
 
-class _Held:
+class _ClientIds:
     """Ids once granted to one client, a superset of what it holds, as ranges or arrays."""
 
     __slots__ = ("live", "ranges", "size")
@@ -281,6 +281,83 @@ class _Held:
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 
+@dataclass
+class ClientRow:
+    """slot: its number in the lease columns; bound: (lease, target) of queued leases that got
+    a target and that the client has not been told of; unlisted: leases it did not name when it
+    renewed, of which it may not have heard."""
+
+    name: str
+    slot: int
+    last_seen: float
+    returning: bool = False  # it had expired: what it lists at its next renewal it still holds
+    queued: int = 0
+    bound: list[tuple[int, int]] = field(default_factory=list)
+    unlisted: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    unlisted_since: float = -math.inf  # the renewal that lacked those
+
+
+class ClientTable:
+    """Clients in order of their last sign of life, so expiry looks at the expired alone."""
+
+    def __init__(self, ttl: float) -> None:
+        self._ttl = ttl
+        self._rows: OrderedDict[str, ClientRow] = OrderedDict()
+        self._by_slot: dict[int, ClientRow] = {}
+        self._expired: OrderedDict[str, None] = OrderedDict()  # names, the latest few thousand
+        self._next_slot = 0
+        self.queued = 0  # leases of all clients that wait
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._rows
+
+    def touch(self, name: str, now: float) -> ClientRow:
+        """Note a sign of life; the client appears if unknown."""
+        row = self._rows.get(name)
+        if row is None:
+            returning = name in self._expired
+            self._expired.pop(name, None)
+            row = self._rows[name] = ClientRow(name, self._next_slot, now, returning)
+            self._by_slot[self._next_slot] = row
+            self._next_slot += 1
+        else:
+            self._rows.move_to_end(name)
+            row.last_seen = now
+        return row
+
+    def find(self, name: str) -> ClientRow | None:
+        return self._rows.get(name)
+
+    def at(self, slot: int) -> ClientRow:
+        return self._by_slot[slot]
+
+    def queue(self, row: ClientRow, count: int) -> None:
+        """Note `count` more leases of the client that wait; negative: that wait no more."""
+        row.queued += count
+        self.queued += count
+
+    def remove(self, row: ClientRow) -> None:
+        del self._rows[row.name]
+        del self._by_slot[row.slot]
+
+    def expired(self, now: float) -> list[ClientRow]:
+        """Take out the clients whose heartbeat is overdue."""
+        gone: list[ClientRow] = []
+        while self._rows:
+            row = next(iter(self._rows.values()))
+            if row.last_seen > now - self._ttl:
+                break
+            self.remove(row)
+            self._expired[row.name] = None
+            if len(self._expired) > _EXPIRED_CLIENTS:
+                self._expired.popitem(last=False)
+            gone.append(row)
+        return gone
+
+
 def _int64(values: Iterable[int]) -> IntArray:
     return np.fromiter(values, dtype=np.int64)
 
@@ -289,10 +366,10 @@ def _distinct(values: IntArray) -> bool:
     """Whether no value appears twice; most often they ascend, as ids are given out."""
     if len(values) <= _HANDFUL:
         return len(set(values.tolist())) == len(values)
-    return all_of(values[1:] > values[:-1]) or len(np.unique(values)) == len(values)
+    return all_true(values[1:] > values[:-1]) or len(np.unique(values)) == len(values)
 
 
-def _first_occurrence(ids: IntArray) -> NDArray[np.bool_]:
+def _first_occurrence(ids: IntArray) -> BoolArray:
     order = np.argsort(ids, kind="stable")
     ordered = ids[order]
     first = np.empty(len(ids), dtype=bool)

@@ -10,35 +10,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from sluice.balance.routing.breaker import Outcome
-from sluice.balance.routing.clients import ClientRow
 from sluice.balance.routing.groups import NO_GROUP
-from sluice.balance.routing.leases import QUEUED, LeaseColumns
-from sluice.balance.routing.load_reports import RankReport
+from sluice.balance.routing.health import RankReport
+from sluice.balance.routing.leases import QUEUED, ClientRow, LeaseColumns
 from sluice.balance.routing.placement import Sticky, TargetSelector
-from sluice.balance.routing.renewals import Renewals
 from sluice.balance.routing.settling import Settling
 from sluice.balance.routing.tables import Tables
 from sluice.balance.routing.targets import EngineRow
 from sluice.balance.routing.types import (
     EngineSpec,
     EngineView,
+    FloatArray,
     Grant,
-    Held,
+    IntArray,
+    LeaseClaims,
     LeaseRefusedError,
     LeaseRequest,
+    Outcome,
     PoolConfig,
     Refusal,
     Renewal,
-    any_of,
-    filled,
+    any_true,
+    full_of,
 )
 from sluice.balance.routing.waiting import WaitingRoom
 
-IntArray = NDArray[np.int64]
-FloatArray = NDArray[np.float64]
 _FIRST_FAILURE, _LAST_FAILURE = int(Outcome.CONNECT_ERROR), int(Outcome.TIMEOUT)
 _FORGET_AFTER = 10  # engine TTLs without a heartbeat
 
@@ -60,10 +57,9 @@ class Pool:
         self, config: PoolConfig, rng: np.random.Generator, *, first_lease_id: int = 1
     ) -> None:
         self.config = config
-        self.tables = Tables.create(config, first_lease_id)
+        self.tables = Tables(config, first_lease_id)
         self._placement = TargetSelector(self.tables, rng)
         self.waiting = WaitingRoom(self.tables, self._placement)
-        self._renewals = Renewals(self.tables)
         self._settling = Settling(config.client_ttl, first_epoch=self.epoch)
 
     @property
@@ -209,7 +205,7 @@ class Pool:
             lengths = np.full(len(wait), np.nan) if expected is None else expected[wait]
             self.waiting.add(row, first + wait, groups[wait], lengths, request.needs, now)
             self.waiting.dispatch(now)
-            queued_count -= self._tell(row, first, targets)
+            queued_count -= self._take_news(row, first, targets)
         return Grant(
             first_id=first, targets=targets, session_count=followed, queued_count=queued_count
         )
@@ -232,7 +228,7 @@ class Pool:
         released, live = self.tables.leases.release(row.slot, ids)
         if live is not None:
             strange = ~live | (ids < self.tables.leases.first_id)
-            self._renewals.returned.add(ids[strange].tolist())
+            self.tables.released_ids.add(ids[strange].tolist())
             outcomes = None if outcomes is None else outcomes[live]
             output_tokens = None if output_tokens is None else output_tokens[live]
         if outcomes is not None:
@@ -243,7 +239,9 @@ class Pool:
         self.waiting.dispatch(now)
         return len(released)
 
-    def renew(self, client: str, held: Held, now: float, *, known_epoch: int = 0) -> Renewal:
+    def renew(
+        self, client: str, claims: LeaseClaims, now: float, *, known_epoch: int = 0
+    ) -> Renewal:
         """Take a client's heartbeat with all it holds, and bring the table in line with that.
 
         Ids granted by an earlier router, or before the client had expired, are charged again;
@@ -252,7 +250,7 @@ class Pool:
         """
         self.greet(client, known_epoch, now)
         row = self.tables.clients.touch(client, now)
-        renewal = self._renewals.take(row, held, now)
+        renewal = self.tables.renew(row, claims, now)
         self._settling.client_renewed(client, renewal.awaited, now, held_before=renewal.held_before)
         self._open_settled(now)
         self.waiting.dispatch(now)
@@ -266,11 +264,6 @@ class Pool:
         """Whether a lease of the client waits for a target."""
         row = self.tables.clients.find(client)
         return row is not None and row.queued > 0
-
-    def has_news(self, client: str) -> bool:
-        """Whether `collect` has something."""
-        row = self.tables.clients.find(client)
-        return row is not None and bool(row.bound)
 
     def targets_of(self, ids: IntArray) -> IntArray:
         """int64[n]: target of each lease, QUEUED, or FREE."""
@@ -305,7 +298,7 @@ class Pool:
         lost = self._expire_engines(now)
         tables.targets.probe_breakers(now)
         tables.targets.snapshot(now)
-        self._renewals.returned.turn(now)
+        self.tables.released_ids.turn(now)
         tables.groups.expire(now)
         ended = tables.sessions.expire(now)
         self.waiting.sweep()
@@ -335,7 +328,7 @@ class Pool:
     def _group_slots(self, request: LeaseRequest, now: float) -> tuple[IntArray, bool]:
         """int64[count]: group slots or NO_GROUP; and whether nothing is known of any."""
         if not request.groups or not request.count:
-            return filled(request.count, NO_GROUP), True
+            return full_of(NO_GROUP, request.count), True
         keys, sizes = zip(*[(key, size) for key, size in request.groups if size], strict=True)
         slots, all_new = self.tables.groups.slots(keys, now)
         if request.expected_tokens is not None:
@@ -343,7 +336,7 @@ class Pool:
             firsts = np.cumsum(sizes) - sizes
             self.tables.groups.expect(slots, request.expected_tokens[firsts])
         if len(sizes) == 1:
-            return filled(request.count, int(slots[0])), all_new
+            return full_of(int(slots[0]), request.count), all_new
         return np.repeat(slots, sizes), all_new
 
     def _goes_at_once(self, request: LeaseRequest, count: int) -> bool:
@@ -354,7 +347,7 @@ class Pool:
             return False
         return count <= self.tables.targets.prompt_free_count(request.needs)
 
-    def _tell(self, row: ClientRow, first: int, targets: IntArray) -> int:
+    def _take_news(self, row: ClientRow, first: int, targets: IntArray) -> int:
         """Put what the queue bound of this very request into its answer; returns how many."""
         before, others = len(row.bound), []
         for lease, target in row.bound:
@@ -395,7 +388,7 @@ class Pool:
     def _record(self, released: LeaseColumns, outcomes: IntArray, now: float) -> None:
         """Tell breakers; successes only where one would change something."""
         table = self.tables.targets
-        if not table.watched and not any_of(outcomes >= _FIRST_FAILURE):
+        if not table.watched and not any_true(outcomes >= _FIRST_FAILURE):
             return
         failed = (outcomes >= _FIRST_FAILURE) & (outcomes <= _LAST_FAILURE)
         told = (outcomes != Outcome.UNKNOWN) & (released.targets >= 0)

@@ -6,14 +6,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from sluice.balance.routing.breaker import Breaker, BreakerState, Outcome
-from sluice.balance.routing.load_reports import NO_LIMIT, UNIT, RankReport, ReportedLoad, SpeedTable
-from sluice.balance.routing.types import EngineSpec, EngineState, EngineView, Needs, PoolConfig
+from sluice.balance.routing.health import (
+    NO_LIMIT,
+    UNIT,
+    Breaker,
+    BreakerState,
+    LoadReports,
+    RankReport,
+    SpeedTable,
+)
+from sluice.balance.routing.types import (
+    BoolArray,
+    EngineSpec,
+    EngineState,
+    EngineView,
+    IntArray,
+    Needs,
+    Outcome,
+    PoolConfig,
+)
 from sluice.balance.routing.waterfill import Fleet
 
-IntArray = NDArray[np.int64]
 _SLOW = 1.1
 
 
@@ -69,7 +83,7 @@ class TargetTable:
         self.engine_of: IntArray = np.zeros(0, dtype=np.int64)
         self.starts: IntArray = np.zeros(0, dtype=np.int64)
         self.speed = SpeedTable(config.step_base, config.step_per_request)
-        self.reported = ReportedLoad()
+        self.load_reports = LoadReports()
         self._rows: list[EngineRow | None] = []
         self._by_name: dict[str, EngineRow] = {}
         self._sizes: list[int] = []
@@ -177,7 +191,7 @@ class TargetTable:
     ) -> None:
         """Take an engine's loads (rank by rank) and seconds per token (0 unknown)."""
         for rank, report in enumerate(ranks[: engine.spec.dp_size]):
-            self.reported.report(engine.first + rank, report, taken, now)
+            self.load_reports.report(engine.first + rank, report, taken, now)
         running = max((rank.running_count for rank in ranks), default=0)
         if running:
             self.speed.report(engine.row, latency, running, now)
@@ -210,11 +224,11 @@ class TargetTable:
 
     def snapshot(self, now: float) -> None:
         """Remember the charges of now, for reports that will be as old as this."""
-        self.reported.snapshot(self.charges, self.charged_ever, now)
+        self.load_reports.snapshot(self.charges, self.charged_ever, now)
 
     def load(self) -> IntArray:
         """int64[m]: charges corrected by what engines reported."""
-        return self.reported.load(self.charges, self.charged_ever)
+        return self.load_reports.load(self.charges, self.charged_ever)
 
     def fleet(self, needs: Needs, *, unlimited: bool = False) -> Fleet:
         """What a policy may choose from; `unlimited` ignores credits, not health or version."""
@@ -272,7 +286,7 @@ class TargetTable:
         usual = _usual(fleet.slowdown[self.able(needs)])
         return SlowFleet(chosen, best / usual, int(fleet.load[able & ~slow].sum()))
 
-    def _slow(self, needs: Needs) -> NDArray[np.bool_]:
+    def _slow(self, needs: Needs) -> BoolArray:
         """bool[e]: engines noticeably slower than the usual able one."""
         slowdown, able = self.speed.slowdown, self.able(needs)
         if not able.any():
@@ -287,7 +301,7 @@ class TargetTable:
                 limit = np.where(able, NO_LIMIT, 0)[self.engine_of]
             else:
                 credit = np.where(able, self._credit, 0)[self.engine_of]
-                limit = np.minimum(credit, self.reported.kv_limit)
+                limit = np.minimum(credit, self.load_reports.kv_limit)
             for engine in filter(None, map(self._by_name.get, self.closed)):
                 limit[engine.first : engine.stop] = 0
             self._limits[needs, unlimited] = limit
@@ -297,7 +311,7 @@ class TargetTable:
         self._fleets.clear()
         self._limits.clear()
 
-    def able(self, needs: Needs) -> NDArray[np.bool_]:
+    def able(self, needs: Needs) -> BoolArray:
         """bool[e]: engines that may get leases with these needs."""
         if needs.exact is not None:
             return self._usable & (self._version == needs.exact)
@@ -340,7 +354,7 @@ class TargetTable:
     def _start_over(self, engine: EngineRow) -> None:
         engine.probing = False
         self.speed.forget(engine.row)
-        self.reported.forget(engine.first, engine.stop, self.charged_ever)
+        self.load_reports.forget(engine.first, engine.stop, self.charged_ever)
 
     def _add(self, spec: EngineSpec, now: float) -> EngineRow:
         row = self._vacant_row(spec.dp_size)
@@ -369,7 +383,7 @@ class TargetTable:
         self.engine_of = np.concatenate([self.engine_of, none + row])
         self.starts = np.append(self.starts, count)
         self.speed.add_engine()
-        self.reported.widen(count + dp_size)
+        self.load_reports.widen(count + dp_size)
         self._rows.append(None)
         self._sizes.append(dp_size)
         self._usable = np.append(self._usable, False)

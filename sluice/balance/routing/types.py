@@ -4,40 +4,58 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import NamedTuple
+from enum import IntEnum, StrEnum
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
-from sluice.balance.routing.breaker import BreakerConfig
+from sluice.config import Config
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
+Policy = Literal["step_time", "min_count", "power_of_two", "round_robin", "random", "cache_aware"]
 
 NO_VERSION = -1
 HEARTBEATS_PER_TTL = 3  # of a client
 
 
-@dataclass(frozen=True, kw_only=True)
-class PoolConfig:
-    """Times in seconds, rates in tokens per second."""
+class BreakerConfig(Config):
+    """When an engine that fails gets no more leases."""
 
-    policy: str = "step_time"
-    late_binding: bool = True  # hold what exceeds the credits of the ranks
-    credit_factor: float = 1.0  # credit of a rank = this x its max_running
-    step_base: float = 0.020  # an engine step with no request
-    step_per_request: float = 0.0002  # what one more request on the fullest rank adds
-    prefill_rate: float = 20_000.0
-    break_margin: float = 4.0  # a session moves when that gains this x its prefill
-    client_ttl: float = 60.0
-    engine_ttl: float = 20.0
-    session_ttl: float = 1800.0
-    group_ttl: float = 600.0
-    max_leases: int = 1_000_000
-    max_leases_per_client: int = 200_000
-    max_queued: int = 200_000
-    breaker: BreakerConfig = field(default_factory=BreakerConfig)
+    failures: int = Field(5, ge=1, description="Within the window, and half of its outcomes.")
+    window_seconds: float = Field(30.0, gt=0)
+    open_seconds: float = Field(
+        30.0,
+        gt=0,
+        description="Until a trial lease; an engine that registers anew gets it at once.",
+    )
+
+
+class PoolConfig(Config):
+    """How leases of a pool are given and kept."""
+
+    policy: Policy = "step_time"
+    late_binding: bool = Field(True, description="Leases beyond the credits wait in the router.")
+    credit_factor: float = Field(1.0, gt=0, description="Credit of a rank, in its max_running.")
+    step_base: float = Field(0.020, gt=0, description="Seconds of an engine step with no request.")
+    step_per_request: float = Field(
+        0.0002, gt=0, description="Seconds one more request on the fullest rank adds."
+    )
+    prefill_rate: float = Field(20_000.0, gt=0, description="Prompt tokens per second of a rank.")
+    break_margin: float = Field(
+        4.0, ge=0, description="A session moves when that gains this many times its prefill."
+    )
+    client_ttl: float = Field(60.0, gt=0, description="Seconds a silent client keeps its leases.")
+    engine_ttl: float = Field(15.0, gt=0, description="Seconds until a silent engine is lost.")
+    session_ttl: float = Field(1800.0, gt=0, description="Seconds a session idles.")
+    group_ttl: float = Field(600.0, gt=0, description="Seconds a group without leases is known.")
+    max_leases: int = Field(1_000_000, ge=1)
+    max_leases_per_client: int = Field(200_000, ge=1)
+    max_queued: int = Field(200_000, ge=0)
+    breaker: BreakerConfig = BreakerConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +141,7 @@ class Grant:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class LeaseClaims:
     """Leases a client says it holds: int64[n] each; ranks[i] is -1 for a queued one.
 
     engines[i] indexes `names`.
@@ -148,6 +166,21 @@ class Renewal:
     held_before: bool = False
 
 
+class Outcome(IntEnum):
+    """How the request of a lease ended, as its client saw it."""
+
+    UNKNOWN = 0
+    OK = 1
+    CONNECT_ERROR = 2
+    SERVER_ERROR = 3  # 5xx, INTERNAL, UNAVAILABLE, DATA_LOSS
+    TIMEOUT = 4  # the failures are CONNECT_ERROR to TIMEOUT
+    CLIENT_ERROR = 5  # 4xx, INVALID_ARGUMENT: says nothing about the engine
+    ABORTED = 6  # by the caller
+
+
+FAILURES = frozenset({Outcome.CONNECT_ERROR, Outcome.SERVER_ERROR, Outcome.TIMEOUT})
+
+
 class Refusal(StrEnum):
     """Why leases were refused; each is a reason a caller can act on."""
 
@@ -170,15 +203,18 @@ class LeaseRefusedError(Exception):
         self.retry_seconds = retry_seconds
 
 
-def all_of(mask: NDArray[np.bool_]) -> bool:
+def all_true(mask: BoolArray) -> bool:
+    """`mask.all()`, at half its cost for the few values that most calls bring."""
     return int(np.count_nonzero(mask)) == len(mask)
 
 
-def filled(count: int, value: int) -> NDArray[np.int64]:
+def any_true(mask: BoolArray) -> bool:
+    """`mask.any()`, at half its cost."""
+    return int(np.count_nonzero(mask)) > 0
+
+
+def full_of(value: int, count: int) -> IntArray:
+    """`np.full`, at half its cost."""
     array = np.empty(count, dtype=np.int64)
     array.fill(value)
     return array
-
-
-def any_of(mask: NDArray[np.bool_]) -> bool:
-    return int(np.count_nonzero(mask)) > 0

@@ -15,18 +15,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
-from sluice.balance.routing.clients import ClientRow
-from sluice.balance.routing.groups import NO_GROUP, GroupTable
-from sluice.balance.routing.leases import QUEUED
+from sluice.balance.routing.groups import NO_GROUP, NO_SESSION, UNPLACED, GroupTable
+from sluice.balance.routing.leases import QUEUED, ClientRow
 from sluice.balance.routing.placement import TargetSelector
-from sluice.balance.routing.sessions import NO_SESSION, UNPLACED
 from sluice.balance.routing.tables import Tables
-from sluice.balance.routing.types import Needs
+from sluice.balance.routing.types import FloatArray, IntArray, Needs
 
 _OUTLASTS = 2.0  # expected duration of a group without an end so far, over its age
 _TOKENS_PER_SECOND = 50.0  # what a second of waiting weighs; the same for all, or order drifts
+_BATCH = 1024
+_STALE_SHARE = 8  # a sweep is due when one in so many has been given back
+_CAUTION = 2.0  # an unknown duration is taken for this many mean ones
 _VOID_LIMIT = 1024  # entries of a heap beyond four per entry that waits
 _Key = tuple[int, int]  # group, and the lease where there is no group
 
@@ -222,13 +222,6 @@ class PendingQueue:
         if not entry.leases:
             del self._waiting[key]
         return lease
-
-
-IntArray = NDArray[np.int64]
-FloatArray = NDArray[np.float64]
-_BATCH = 1024
-_STALE_SHARE = 8  # a sweep is due when one in so many has been given back
-_CAUTION = 2.0  # an unknown duration is taken for this many mean ones
 
 
 class WaitingRoom:

@@ -10,11 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from sluice.balance.routing.types import any_of
-
-IntArray = NDArray[np.int64]
+from sluice.balance.routing.types import IntArray, any_true
 
 _LEVELS = 1 << 32  # above every load
 _NEVER = np.iinfo(np.int64).max
@@ -155,7 +152,7 @@ def _cheapest(fleet: Fleet, base: int) -> IntArray:
         step = (step + base) * fleet.slowdown[fleet.engine_of]
     key = step * _LEVELS + level
     full = fleet.room == 0
-    if any_of(full):
+    if any_true(full):
         key[full] = _NEVER
     return (key == np.minimum.reduce(key)).nonzero()[0]
 

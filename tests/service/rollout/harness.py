@@ -15,8 +15,8 @@ from services.rollout.config import RolloutConfig
 from services.rollout.engine.interface import PauseMode
 from services.rollout.engine.reference.engine import ReferenceEngine
 from services.rollout.process import RolloutProcess
+from services.router.__main__ import RouterProcess
 from services.router.config import RouterConfig
-from services.router.process import RouterProcess
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb

@@ -14,13 +14,14 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.router.config import PoolSettings, RouterConfig
-from services.router.process import RouterProcess
+from services.router.__main__ import RouterProcess
+from services.router.config import RouterConfig
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.rollout.v1 import engine_service_pb2_grpc as engine_grpc
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
+from sluice.balance.routing import PoolConfig
 from sluice.config import parse_config
 from sluice.router_client import LeaseClient
 from sluice.runtime.channel import create_channel
@@ -136,7 +137,7 @@ def start_router(stack: AsyncExitStack) -> Callable[..., Awaitable[Router]]:
             {
                 "seed": 7,
                 "tick_seconds": 0.05,
-                "default_pool": PoolSettings(**{"engine_ttl": FOREVER, **pool}),
+                "default_pool": PoolConfig(**{"engine_ttl": FOREVER, **pool}),
                 "server": {"port": 0, "drain_seconds": drain},
             },
         )

@@ -14,7 +14,7 @@ from sluice import faults
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
-from sluice.router_client import LeaseClient, Wanted
+from sluice.router_client import LeaseClient, LeaseDemand
 from sluice.router_client import client as client_module
 from tests.patience import PATIENCE
 from tests.service.router.processes import processes
@@ -41,11 +41,11 @@ asyncio.run(main(*sys.argv[1:]))
 BOTH = {"a": pb.ENGINE_STATE_ACTIVE, "b": pb.ENGINE_STATE_ACTIVE}
 HOLDER = """
 import asyncio, sys
-from sluice.router_client import LeaseClient, Wanted
+from sluice.router_client import LeaseClient, LeaseDemand
 from sluice.runtime.channel import create_channel
 async def main(address, count):
     async with LeaseClient(create_channel(address)) as client:
-        await client.acquire(Wanted(count=int(count)))
+        await client.acquire(LeaseDemand(count=int(count)))
         print("held", flush=True)
         await asyncio.sleep(600)
 asyncio.run(main(*sys.argv[1:]))
@@ -76,7 +76,7 @@ async def test_nothing_leaks_when_processes_are_killed(tmp_path, connect, monkey
         engines = {n: await started.spawn("-c", ENGINE, started.address, n) for n in BOTH}
         await until(started.address, lambda states, _: states == BOTH)
         client = await connect(started.address)
-        mine = await client.acquire(Wanted(count=6), timeout=PATIENCE)
+        mine = await client.acquire(LeaseDemand(count=6), timeout=PATIENCE)
         other = await started.spawn("-c", HOLDER, started.address, "10")
         assert other.stdout is not None
         async with asyncio.timeout(PATIENCE):
@@ -95,7 +95,7 @@ async def test_nothing_leaks_when_processes_are_killed(tmp_path, connect, monkey
         lost = [lease for lease in mine if lease.engine_id == "a"]
         client.release(lost, pb.OUTCOME_CONNECT_ERROR)
         await until(started.address, lambda _, charged: charged == 6 - len(lost))
-        again = await client.acquire(Wanted(count=4), timeout=PATIENCE)
+        again = await client.acquire(LeaseDemand(count=4), timeout=PATIENCE)
         assert {lease.engine_id for lease in again} == {"b"}
 
         await started.spawn("-c", ENGINE, started.address, "a")
@@ -118,7 +118,9 @@ class Traffic:
             if self._stop.is_set():
                 return
             groups = [(f"{seed}-{call}", rng.randint(1, 12))]
-            leases = await client.acquire(Wanted(count=groups[0][1], groups=groups), timeout=90)
+            leases = await client.acquire(
+                LeaseDemand(count=groups[0][1], groups=groups), timeout=90
+            )
             await asyncio.sleep(rng.random() / 20)
             client.release(leases, token_counts=[rng.randint(1, 99) for _ in leases])
             self.done += len(leases)
@@ -178,10 +180,10 @@ async def test_a_call_whose_answer_is_lost_is_sent_again_as_it_was(tmp_path, mon
             engine.weights.version = 1
             request = pb.RegisterEngineRequest(engine=engine)
             await pb_grpc.RouterServiceStub(channel).RegisterEngine(request, timeout=PATIENCE)
-            held = await client.acquire(Wanted(count=3), timeout=PATIENCE)
+            held = await client.acquire(LeaseDemand(count=3), timeout=PATIENCE)
             faults.arm(lost, "reply.AcquireLeases")
             client.release(held[:1])
-            again = await client.acquire(Wanted(count=4), timeout=PATIENCE)
+            again = await client.acquire(LeaseDemand(count=4), timeout=PATIENCE)
             assert not faults.disarm(lost)  # it fired
             assert len({lease.lease_id for lease in (*held, *again)}) == 7
             await until(started.address, lambda _, charged: charged == 6)
@@ -192,7 +194,7 @@ async def test_a_killed_engine_that_returns_voids_what_ran_before(router, connec
     """Same name, another process: its old leases end at once, whoever held them."""
     await router.register("a", dp_size=2)
     client = await connect(router.address)
-    before = await client.acquire(Wanted(count=4), timeout=PATIENCE)
+    before = await client.acquire(LeaseDemand(count=4), timeout=PATIENCE)
     engine = pb.Engine(
         engine_id="a",
         address="localhost:2",
@@ -203,7 +205,7 @@ async def test_a_killed_engine_that_returns_voids_what_ran_before(router, connec
     )
     await router.stub.RegisterEngine(pb.RegisterEngineRequest(engine=engine), timeout=PATIENCE)
     assert router.leases_out() == 0
-    after = await client.acquire(Wanted(count=2, min_version=version), timeout=PATIENCE)
+    after = await client.acquire(LeaseDemand(count=2, min_version=version), timeout=PATIENCE)
     assert {lease.address for lease in after} == {"localhost:2"}
     client.release(before)  # they are void: nothing else is given back with them
     await asyncio.sleep(0.1)

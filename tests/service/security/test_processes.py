@@ -15,9 +15,9 @@ import pytest
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
 from services.rollout.process import Registration
+from services.router.__main__ import RouterProcess
 from services.router.__main__ import main as router_main
 from services.router.config import RouterConfig
-from services.router.process import RouterProcess
 from services.trainer.__main__ import main as trainer_main
 from services.trainer.config import TrainerConfig
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb

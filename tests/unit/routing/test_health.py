@@ -13,18 +13,17 @@ from sluice.balance.routing import (
     BreakerConfig,
     EngineSpec,
     EngineState,
-    Held,
+    LeaseClaims,
     LeaseRequest,
     Needs,
     Outcome,
     RankReport,
     Refusal,
 )
-from sluice.balance.routing.breaker import Breaker, BreakerState
-from sluice.balance.routing.load_reports import UNIT, SpeedTable
+from sluice.balance.routing.health import UNIT, Breaker, BreakerState, SpeedTable
 from sluice.balance.routing.types import LeaseRefusedError
-from sluice.router_client import Wanted
-from sluice.router_client.engine_view import KnownEngine, KnownEngines, pick_locally
+from sluice.router_client import LeaseDemand
+from sluice.router_client.lease_book import EngineEntry, FleetView, pick_locally
 
 FAILURES = [Outcome.CONNECT_ERROR, Outcome.SERVER_ERROR, Outcome.TIMEOUT]
 HARMLESS = [Outcome.UNKNOWN, Outcome.CLIENT_ERROR, Outcome.ABORTED, Outcome.OK]
@@ -160,7 +159,7 @@ def test_excluded_engines_are_kept_off_while_another_is_free(make_pool):
 
 
 def test_local_picks_are_even_and_keep_to_versions():
-    engines = [KnownEngine(f"e{i}", "", 4, i % 2) for i in range(4)]
+    engines = [EngineEntry(f"e{i}", "", 4, i % 2) for i in range(4)]
     held: Counter[tuple[str, int]] = Counter()
     rng = random.Random(0)
     for _ in range(1600):
@@ -220,23 +219,25 @@ def test_a_lease_whose_answer_is_on_its_way_outlives_renewals_at_once(make_pool)
     """As a client sends them that hears of many engines at once."""
     pool = make_pool(client_ttl=60)
     first = pool.acquire("c", LeaseRequest(count=3), 0.0).first_id
-    nothing = Held(ids=np.empty(0, dtype=np.int64))
+    nothing = LeaseClaims(ids=np.empty(0, dtype=np.int64))
     for second in (1.0, 1.01, 1.02, 5.0):
         assert pool.renew("c", nothing, second).dropped_count == 0
-    mine = Held(ids=np.array([first]), names=["e0"], engines=np.array([0]), ranks=np.array([0]))
+    mine = LeaseClaims(
+        ids=np.array([first]), names=["e0"], engines=np.array([0]), ranks=np.array([0])
+    )
     assert pool.renew("c", mine, 20.0).dropped_count == 2
     assert pool.renew("c", mine, 40.0).dropped_count == 0
     assert pool.tables.targets.charges.sum() == 1
 
 
 def test_a_router_whose_epochs_fell_is_believed_by_those_who_watch_it():
-    known = KnownEngines(random.Random(0))
+    known = FleetView(random.Random(0))
     for epoch, name, is_now in ((100, "old", False), (5, "new", True), (6, "newer", False)):
         engine = pb.Engine(engine_id=name, dp_size=1, state=pb.ENGINE_STATE_ACTIVE)
         engine.weights.version = 1
         known.learn(epoch, [engine], is_now=is_now)
         assert known.epoch == epoch
-        places = known.pick([], [Wanted(count=1)])
+        places = known.pick([], [LeaseDemand(count=1)])
         assert places is not None and places[0][0] == name
     known.learn(4, [], is_now=False)
     assert known.epoch == 6, "an answer that was late"
@@ -273,7 +274,7 @@ def test_nobody_is_told_of_a_target_that_is_gone_again(make_pool):
 
 
 def test_local_picks_are_even_over_ranks_not_engines():
-    engines = [KnownEngine("small", "", 1, 0), KnownEngine("large", "", 7, 0)]
+    engines = [EngineEntry("small", "", 1, 0), EngineEntry("large", "", 7, 0)]
     held: Counter[tuple[str, int]] = Counter()
     rng = random.Random(0)
     for _ in range(80):

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from sluice.balance.routing import (
     QUEUED,
     EngineSpec,
-    Held,
+    LeaseClaims,
     LeaseRefusedError,
     LeaseRequest,
     Needs,
@@ -130,7 +130,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.let_time_pass(CONFIG.client_ttl)
         self.renew(client)
 
-    def renewed(self, client: str, held: Held) -> list[int]:
+    def renewed(self, client: str, held: LeaseClaims) -> list[int]:
         """What the router does not know, after which the client forgets it too."""
         unknown = self.pool.renew(client, held, self.now).unknown.tolist()
         self.heard[client] = self.now
@@ -138,7 +138,7 @@ class PoolMachine(RuleBasedStateMachine):
             del self.held[client][lease]
         return unknown
 
-    def as_held(self, ids: np.ndarray, client: str) -> Held:
+    def as_held(self, ids: np.ndarray, client: str) -> LeaseClaims:
         """What the client says of its leases: engine and rank, or -1 for one that waits."""
         ranks, engines = [], []
         for lease in ids.tolist():
@@ -146,7 +146,7 @@ class PoolMachine(RuleBasedStateMachine):
             located = self.pool.located(target) if target >= 0 else None
             ranks.append(-1 if located is None else located[1])
             engines.append(-1 if located is None else ENGINES.index(located[0].spec.name))
-        return Held(
+        return LeaseClaims(
             ids=ids,
             names=ENGINES,
             engines=np.array(engines, dtype=np.int64),

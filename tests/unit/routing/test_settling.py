@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sluice.balance.routing import (
     EngineSpec,
-    Held,
+    LeaseClaims,
     LeaseRefusedError,
     LeaseRequest,
     Pool,
@@ -162,7 +162,7 @@ class World:
         mine = sorted(client.held) + sorted(client.waiting)
         places = [client.held.get(lease, ("", -1)) for lease in mine]
         index = {name: at for at, name in enumerate(self.engines)}
-        held = Held(
+        held = LeaseClaims(
             ids=ids(*mine),
             names=self.engines,
             engines=ids(*(index.get(name, -1) for name, _ in places)),
@@ -241,7 +241,7 @@ def asked(pool: Pool, client: str, now: float, known_epoch: int = 0) -> bool:
 
 def told(pool: Pool, client: str, now: float, *leases: int) -> None:
     zeros = np.zeros(len(leases), dtype=np.int64)
-    pool.renew(client, Held(ids=ids(*leases), names=["e"], engines=zeros, ranks=zeros), now)
+    pool.renew(client, LeaseClaims(ids=ids(*leases), names=["e"], engines=zeros, ranks=zeros), now)
 
 
 def test_a_fleet_that_starts_waits_for_nobody():
@@ -266,9 +266,9 @@ def test_a_client_that_never_renews_is_waited_for_one_heartbeat_long():
     pool.greet("old", 5, 0.1)
     assert not asked(pool, "new", 0.2)
     pool.expire(HEARTBEAT - 0.1)
-    assert not pool.has_news("new")
+    assert not pool.collect("new")
     pool.expire(HEARTBEAT + 0.2)
-    assert pool.has_news("new")
+    assert pool.collect("new")
     assert asked(pool, "old", HEARTBEAT + 0.3) is False, "it is not refused any more"
 
 
@@ -277,9 +277,9 @@ def test_an_engine_that_was_leased_before_opens_when_its_requests_are_accounted_
     told(pool, "one", 0.1)
     assert not asked(pool, "one", 0.2), "others may hold leases there"
     pool.report_load("e", [RankReport(running_count=1)], RECONNECT_SECONDS + 0.1)
-    assert not pool.has_news("one"), "of whom it runs a request"
+    assert not pool.collect("one"), "of whom it runs a request"
     pool.report_load("e", [RankReport(running_count=0)], RECONNECT_SECONDS + 0.2)
-    assert pool.has_news("one")
+    assert pool.collect("one")
 
 
 def test_without_waiting_the_refusal_says_that_the_router_settles():
@@ -296,7 +296,7 @@ def test_an_engine_named_before_it_came_stays_closed_until_it_is_named_again():
     assert not asked(pool, "new", 1.0 + RECONNECT_SECONDS + 0.1)
     told(pool, "old", 1.0 + RECONNECT_SECONDS + 0.2, 17)
     assert pool.engines()[0].lease_counts == (1,)
-    assert not pool.has_news("new")
+    assert not pool.collect("new")
 
 
 def test_a_fresh_engine_beside_a_long_settled_router_is_leased_at_once():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.balance.routing.policies import POLICIES, create_policy
+from sluice.balance.routing.placement import POLICIES, create_policy
 from sluice.balance.routing.waterfill import (
     Fleet,
     deal,

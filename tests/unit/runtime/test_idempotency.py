@@ -36,6 +36,22 @@ async def test_same_id_with_another_body_is_refused():
         await log.once("a", pb.DeleteBatchRequest(batch="batches/b"), run)
 
 
+async def test_work_without_an_await_runs_once_too():
+    log, runs = RequestLog(), []
+
+    def fail() -> int:
+        raise KeyError("not this time")
+
+    with pytest.raises(KeyError):
+        log.once_now("a", REQUEST, fail)
+    for _ in range(2):
+        assert log.once_now("a", REQUEST, lambda: len(runs) or runs.append(1) or 7) == 7
+    assert await log.once("a", REQUEST, asyncio.Event().wait) == 7
+    with pytest.raises(RequestIdReusedError):
+        log.once_now("a", pb.DeleteBatchRequest(batch="batches/b"), fail)
+    assert log.once_now("", REQUEST, lambda: 8) == 8
+
+
 async def test_failures_are_not_remembered():
     log = RequestLog()
 

@@ -16,7 +16,8 @@ from prometheus_client.core import Metric
 
 from services.rollout.engine.interface import EngineStatus, RankLoad
 from services.rollout.engine.servicer import EngineCollector
-from services.router.metrics import PoolCollector, open_pool
+from services.router.metrics import open_pool
+from services.router.pools import PoolCollector
 from sluice.balance.routing import EngineSpec, LeaseRequest, Pool, PoolConfig
 from sluice.runtime import waits as waits_module
 from sluice.runtime.metrics import Reading, with_values

@@ -1,26 +1,25 @@
-"""Loads that engines report, beside the charges the router made itself.
-
-A report is always older than the newest charges. It therefore never replaces them: what it
-shows beyond (or short of) the charges at the time it was taken is kept apart, smoothed, and
-added to the charges of now.
-"""
+"""The health of engines: the loads and speeds they report, and a breaker for those that fail."""
 
 from __future__ import annotations
 
 import bisect
 import math
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
-IntArray = NDArray[np.int64]
+from sluice.balance.routing.types import FAILURES, BreakerConfig, FloatArray, IntArray, Outcome
 
 NO_LIMIT = 1 << 40
 _SNAPSHOTS = 32
 _NEAR_SECONDS = 2.0  # an older snapshot says nothing of a report
 _FIRST_SECONDS = 1.0  # what the first report of a target weighs
 _FILL = 0.95  # share of the KV cache that credits may plan with
+UNIT = 20  # slowdown is counted in twentieths, so that searches over step times are integers
+_CLAMP = (0.25, 8.0)
+_LARGEST_SHARE = 0.35  # of one report, however long the one before is ago: it may be noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +32,13 @@ class RankReport:
     max_tokens: int = 0
 
 
-class ReportedLoad:
-    """One row per target."""
+class LoadReports:
+    """Loads that engines report, beside the charges the router made itself; one row per target.
+
+    A report is always older than the newest charges. It therefore never replaces them: what it
+    shows beyond (or short of) the charges at the time it was taken is kept apart, smoothed, and
+    added to the charges of now.
+    """
 
     def __init__(self, smoothing_seconds: float = 10.0, snapshot_seconds: float = 0.25) -> None:
         self._smoothing = smoothing_seconds
@@ -123,11 +127,6 @@ def _kv_limit(rank: RankReport) -> int:
     return max(int(rank.max_tokens * _FILL / each), 1)
 
 
-UNIT = 20  # slowdown is counted in twentieths, so that searches over step times are integers
-_CLAMP = (0.25, 8.0)
-_LARGEST_SHARE = 0.35  # of one report, however long the one before is ago: it may be noise
-
-
 class SpeedTable:
     """One row per engine.
 
@@ -150,20 +149,20 @@ class SpeedTable:
         self._hysteresis = hysteresis
         self._ratio = np.zeros(0)  # float64[engine]: smoothed log ratio, NaN unknown
         self._time = np.zeros(0)
-        self.slowdown: NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # in 1/UNIT
+        self.slowdown: IntArray = np.zeros(0, dtype=np.int64)  # in 1/UNIT
         self.is_even = True  # all engines are as fast as each other
 
     def add_engine(self) -> None:
         self._ratio = np.append(self._ratio, np.nan)
         self._time = np.append(self._time, 0.0)
         self.slowdown = np.append(self.slowdown, UNIT)
-        self._look()
+        self._compare()
 
     def forget(self, engine: int) -> None:
         """A restarted or removed engine starts as an average one."""
         self._ratio[engine] = np.nan
         self.slowdown[engine] = UNIT
-        self._look()
+        self._compare()
 
     def report(self, engine: int, latency: float, running: float, now: float) -> None:
         """Take seconds per token, seen with `running` requests on the engine's fullest rank."""
@@ -189,13 +188,92 @@ class SpeedTable:
         change = wanted / current
         moved = (change >= self._hysteresis) | (change <= 1 / self._hysteresis) | (wanted == UNIT)
         self.slowdown[known] = np.where(moved, wanted, current)
-        self._look()
+        self._compare()
 
-    def _look(self) -> None:
+    def _compare(self) -> None:
         self.is_even = bool((self.slowdown == self.slowdown[0]).all())
 
 
-def _median(values: NDArray[np.float64]) -> float:
+def _median(values: FloatArray) -> float:
     """np.median of one or more values, several times cheaper."""
     ordered, middle = np.sort(values), len(values) // 2
     return float(ordered[middle] + ordered[~middle]) / 2
+
+
+class BreakerState(StrEnum):
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+@dataclass
+class Breaker:
+    """Keeps leases off an engine that fails: its own failures open it, the caller's never."""
+
+    config: BreakerConfig = field(default_factory=BreakerConfig)
+    state: BreakerState = BreakerState.CLOSED
+    opened_at: float = 0.0
+    _failures: deque[float] = field(default_factory=deque)
+    _successes: deque[float] = field(default_factory=deque)
+
+    @property
+    def counts_successes(self) -> bool:
+        """Whether a success would change anything."""
+        return self.state is BreakerState.HALF_OPEN or bool(self._failures)
+
+    def record(self, outcome: Outcome, now: float) -> bool:
+        """Count an outcome; True when the state changed."""
+        before = self.state
+        if before is BreakerState.OPEN:
+            return False  # requests sent before it opened
+        if outcome in FAILURES:
+            self._fail(now)
+        elif outcome is Outcome.OK or (
+            outcome is Outcome.CLIENT_ERROR and before is BreakerState.HALF_OPEN
+        ):
+            self._succeed(now)  # an engine that refuses a request is there
+        return self.state is not before
+
+    def probe(self, now: float) -> bool:
+        """Let one request through after a while in OPEN; True when the state changed."""
+        if self.state is BreakerState.OPEN and now - self.opened_at >= self.config.open_seconds:
+            self.state = BreakerState.HALF_OPEN
+            return True
+        return False
+
+    def registered_again(self) -> None:
+        """The engine process came back: try it now rather than when the timer ends."""
+        self._failures.clear()
+        self._successes.clear()
+        if self.state is BreakerState.OPEN:
+            self.state = BreakerState.HALF_OPEN
+
+    def _fail(self, now: float) -> None:
+        if self.state is BreakerState.HALF_OPEN:
+            self._open(now)
+            return
+        self._failures.append(now)
+        self._trim(now)
+        enough = len(self._failures) >= self.config.failures
+        if enough and len(self._failures) >= len(self._successes):
+            self._open(now)
+
+    def _succeed(self, now: float) -> None:
+        if self.state is BreakerState.HALF_OPEN:
+            self.state = BreakerState.CLOSED
+            self._failures.clear()
+            self._successes.clear()
+        elif self._failures:  # successes matter only beside failures, so idle engines stay small
+            self._successes.append(now)
+            self._trim(now)
+
+    def _open(self, now: float) -> None:
+        self.state = BreakerState.OPEN
+        self.opened_at = now
+        self._failures.clear()
+        self._successes.clear()
+
+    def _trim(self, now: float) -> None:
+        for times in (self._failures, self._successes):
+            while times and times[0] < now - self.config.window_seconds:
+                times.popleft()
