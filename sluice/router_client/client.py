@@ -1,4 +1,4 @@
-"""The way to the router: whether it can be reached, and how long to wait before the next try."""
+"""Leases from the router: asks, keeps, gives back, and picks engines while it cannot be reached."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
-from grpc_status import rpc_status
 
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
@@ -28,19 +27,22 @@ from sluice.router_client.lease_book import (
     join,
     renewal,
 )
-from sluice.runtime.errors import error_from_status
+from sluice.runtime.errors import RemoteError, typed_errors
+from sluice.runtime.recovery import Backoff, is_passing
 from sluice.runtime.wire import duration_of, seconds_of
 
 logger = logging.getLogger(__name__)
 
 DOWN_SECONDS = 1.0  # leases picked locally before the router is tried again
 RETRY_SECONDS = 0.5
-_SCATTER = 0.25  # share of a pause; those refused together do not come back together
-_PASSING = (
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.DEADLINE_EXCEEDED,
-    grpc.StatusCode.CANCELLED,  # a router that stops ends its calls so
-)
+_SCATTER = 0.25  # share of a pause by which it may be longer
+POLL_SECONDS = 20.0  # one call that waits for a free rank
+FLUSH_SECONDS = 0.01  # until leases given back are sent on their own
+ACQUIRE_SECONDS = 600.0
+_CALL_SECONDS = 5.0
+_WATCH_SECONDS = 3600.0  # one stream of engines; then another
+_RENEWALS_TO_DROP = 3  # two that lack a lease end it; the first may be too soon after another
+_ASKED_AT_ONCE = 4096  # waiting leases, of a router that has forgotten them
 
 
 class RouterLink:
@@ -61,53 +63,40 @@ class RouterLink:
         """Note that the router is there."""
         self._down_until = 0.0
 
-    async def rest(self) -> None:
-        """Between two streams of engines."""
-        await asyncio.sleep(DOWN_SECONDS)
-
     async def pause(self) -> None:
-        """Until a call that failed is worth another try."""
+        """Waits until a call that failed is worth another try.
+
+        The pauses do not grow: many calls share the link, and fail together.
+        """
         seconds = max(self._pause, RETRY_SECONDS)
-        await asyncio.sleep(seconds * self._rng.uniform(1.0, 1.0 + _SCATTER))
+        await asyncio.sleep(Backoff(seconds, seconds, _SCATTER).seconds(1, self._rng))
 
     async def acquire(
         self, request: pb.AcquireLeasesRequest, seconds: float
     ) -> pb.AcquireLeasesResponse | None:
-        """The answer; None when the same call may succeed later. Raises AioRpcError."""
+        """The answer; None when the same call may succeed later. Raises RemoteError."""
         try:
-            answer: pb.AcquireLeasesResponse
-            answer = await self.stub.AcquireLeases(request, timeout=seconds)
-        except grpc.aio.AioRpcError as error:
-            if not self._is_passing(error):
+            with typed_errors():
+                answer: pb.AcquireLeasesResponse
+                answer = await self.stub.AcquireLeases(request, timeout=seconds)
+        except RemoteError as error:
+            if not self._may_pass(error):
                 raise
             return None
         self.answered()
         return answer
 
-    def _is_passing(self, error: grpc.aio.AioRpcError) -> bool:
-        """Whether trying again helps; notes a router that cannot be reached."""
-        status = rpc_status.from_call(error)  # type: ignore[arg-type]
-        told = error_from_status(status) if status is not None else None
-        self._pause = told.retry_seconds if told is not None else 0.0
-        self.wants_renewal = told is not None and told.reason == Refusal.RENEW_FIRST
-        if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return status is not None
-        if error.code() not in _PASSING:
-            return False
-        if status is None:
+    def _may_pass(self, error: RemoteError) -> bool:
+        """Whether trying again helps; notes what a router asks for, or that none is reached."""
+        self._pause = error.retry_seconds
+        self.wants_renewal = error.reason == Refusal.RENEW_FIRST
+        if not is_passing(error):
+            return error.retry_seconds > 0  # a refusal of now
+        if not error.reason:  # grpc's own: no router answered
             if not self.is_down:
-                logger.warning("router: %s; picking engines locally", error.details())
+                logger.warning("router: %s; picking engines locally", error.message)
             self._down_until = time.monotonic() + DOWN_SECONDS
         return True
-
-
-POLL_SECONDS = 20.0  # one call that waits for a free rank
-FLUSH_SECONDS = 0.01  # until leases given back are sent on their own
-ACQUIRE_SECONDS = 600.0
-_CALL_SECONDS = 5.0
-_WATCH_SECONDS = 3600.0  # one stream of engines; then another
-_RENEWALS_TO_DROP = 3  # two that lack a lease end it; the first may be too soon after another
-_ASKED_AT_ONCE = 4096  # waiting leases, of a router that has forgotten them
 
 
 class LeaseClient:
@@ -218,9 +207,10 @@ class LeaseClient:
         """Tell the router; where it is down the sessions idle out."""
         request = pb.EndSessionRequest(session_ids=session_ids, pool=self._pool)
         try:
-            await self._link.stub.EndSession(request, timeout=_CALL_SECONDS)
-        except grpc.aio.AioRpcError as error:
-            logger.warning("router: sessions not ended: %s", error.details())
+            with typed_errors():
+                await self._link.stub.EndSession(request, timeout=_CALL_SECONDS)
+        except RemoteError as error:
+            logger.warning("router: sessions not ended: %s", error)
 
     # Asking
 
@@ -262,7 +252,7 @@ class LeaseClient:
 
     async def _hear_out(self, request: pb.AcquireLeasesRequest, tickets: Sequence[Ticket]) -> None:
         """Learn what a call gave whose caller has left, and give it back."""
-        with contextlib.suppress(grpc.aio.AioRpcError):
+        with contextlib.suppress(RemoteError):
             if response := await self._link.acquire(request, _CALL_SECONDS):
                 self._take(response, tickets)
 
@@ -321,8 +311,8 @@ class LeaseClient:
             return True
         try:
             response = await self._ask(_CALL_SECONDS)
-        except grpc.aio.AioRpcError as error:
-            logger.warning("router: leases not given back: %s", error.details())
+        except RemoteError as error:
+            logger.warning("router: leases not given back: %s", error)
             return False
         if response is not None:
             self._take(response)
@@ -330,7 +320,7 @@ class LeaseClient:
 
     async def _ask(self, seconds: float, wait: float = 0.0) -> pb.AcquireLeasesResponse | None:
         """Give back what there is and hear of waiting leases, for which the router holds the call
-        `wait` seconds; None and AioRpcError as of the link."""
+        `wait` seconds; None and RemoteError as of the link."""
         request, response = self._request(LeaseDemand(count=0)), None
         request.max_wait.CopyFrom(duration_of(wait))
         try:
@@ -351,8 +341,8 @@ class LeaseClient:
                 continue
             try:
                 response = await self._ask(POLL_SECONDS + _CALL_SECONDS, POLL_SECONDS)
-            except grpc.aio.AioRpcError as error:
-                logger.warning("router: waiting leases not asked for: %s", error.details())
+            except RemoteError as error:
+                logger.warning("router: waiting leases not asked for: %s", error)
                 response = None
             if response is not None:
                 self._take(response)
@@ -369,29 +359,26 @@ class LeaseClient:
             self._renew_now.clear()
             if not (self._book.leases or self._book.waiting or self._owed or self._unadopted):
                 continue
-            try:
-                await self._renew()
+            if await self._renew():
                 self._owed = max(self._owed - 1, 0)
-            except grpc.aio.AioRpcError as error:
-                logger.warning("router: leases not renewed: %s", error.details())
 
     async def _renew_first(self) -> bool:
         """Tell a router that is not the one known so far what is held; whether it has heard."""
         async with self._renewing:  # one call for all who were refused
-            if self._link.wants_renewal:
-                try:
-                    await self._renew()
-                except grpc.aio.AioRpcError as error:
-                    logger.warning("router: leases not renewed: %s", error.details())
-                    return False
-        return True
+            return not self._link.wants_renewal or await self._renew()
 
-    async def _renew(self) -> None:
+    async def _renew(self) -> bool:
+        """Tell the router what is held and what waits; whether it has heard."""
         waiting = list(self._book.waiting)
         request = renewal(self._book.leases.values(), waiting)
         request.client_id, request.pool = self.client_id, self._pool
         request.known_epoch = self._fleet.epoch
-        response = await self._link.stub.RenewLeases(request, timeout=_CALL_SECONDS)
+        try:
+            with typed_errors():
+                response = await self._link.stub.RenewLeases(request, timeout=_CALL_SECONDS)
+        except RemoteError as error:
+            logger.warning("router: leases not renewed: %s", error)
+            return False
         self._link.answered()
         self._link.wants_renewal = False
         self._ttl = seconds_of(response.ttl) or self._ttl
@@ -401,6 +388,7 @@ class LeaseClient:
         void = set(response.void_lease_ids)
         self._unadopted = bool(void - set(waiting))  # their engine may be about to register
         self._ask_again(void.intersection(waiting))
+        return True
 
     def _ask_again(self, void: Iterable[int]) -> None:
         """Waiting leases that a restarted router has forgotten."""
@@ -418,8 +406,8 @@ class LeaseClient:
         wanted = join([ticket.wanted for ticket in tickets.values()])
         try:
             await self._submit(wanted, list(tickets.values()))
-        except grpc.aio.AioRpcError as error:
-            logger.warning("router: waiting leases not asked for again: %s", error.details())
+        except RemoteError as error:
+            logger.warning("router: waiting leases not asked for again: %s", error)
             for lease_id, ticket in tickets.items():
                 if not ticket.future.done():  # the next renewal hears again that it is void
                     self._book.waiting[lease_id] = ticket
@@ -432,11 +420,13 @@ class LeaseClient:
                 request = pb.WatchEnginesRequest(
                     pool=self._pool, client_id=self.client_id, known_epoch=self._fleet.epoch
                 )
-                async for response in self._link.stub.WatchEngines(request, timeout=_WATCH_SECONDS):
-                    self._fleet.learn(response.epoch, response.engines, is_now=True)
-                    self._link.answered()
-                    if self._unadopted:
-                        self._renew_now.set()
-            except grpc.aio.AioRpcError as error:
-                logger.debug("router: %s", error.details())
-            await self._link.rest()
+                with typed_errors():
+                    watch = self._link.stub.WatchEngines(request, timeout=_WATCH_SECONDS)
+                    async for response in watch:
+                        self._fleet.learn(response.epoch, response.engines, is_now=True)
+                        self._link.answered()
+                        if self._unadopted:
+                            self._renew_now.set()
+            except RemoteError as error:
+                logger.debug("router: %s", error)
+            await asyncio.sleep(DOWN_SECONDS)

@@ -14,7 +14,6 @@ import grpc
 from services.rollout.engine.interface import Engine
 from services.rollout.engine.wire import VersionBounds
 from sluice.api.router.v1 import router_service_pb2 as pb
-from sluice.client import typed_errors
 from sluice.router_client import Lease, LeaseClient, LeaseDemand
 
 LOCAL_ADDRESS = "local"  # of the engine in this process, where it serves no other
@@ -179,8 +178,7 @@ class RouterLeases:
             cached_tokens=batch.cached_tokens if has_sessions else (),
             expected_tokens=batch.expected_tokens if any(batch.expected_tokens) else (),
         )
-        with typed_errors():
-            return await self._client(kind.pool).request(wanted)
+        return await self._client(kind.pool).request(wanted)
 
     def _give_up_batch(
         self, pool: str, done: asyncio.Task[list[asyncio.Future[Lease]]], mine: slice
