@@ -58,7 +58,7 @@ class RouterDrainingError(ServiceError):
 
 
 class PoolRoom:
-    """A pool with the callers that wait for its news. Every change ends in `settle`."""
+    """A pool with the callers that wait for its news. Every change ends in `notify_waiters`."""
 
     def __init__(self, name: str, pool: Pool, clock: Callable[[], float]) -> None:
         self.name, self.pool, self.clock = name, pool, clock
@@ -70,7 +70,7 @@ class PoolRoom:
         self.releases = metrics.RELEASES.labels(name)
         self._given = metrics.given_leases(name)
 
-    def settle(self) -> None:
+    def notify_waiters(self) -> None:
         """Wake those who wait for what just happened."""
         woken = self.pool.waiting.woken
         while woken:  # not a loop over it: who is notified may collect, which takes a client out
@@ -97,7 +97,7 @@ class PoolRoom:
             metrics.REFUSALS.labels(self.name, refused.reason.value).inc(request.count)
             raise LeasesRefusedError(refused, self.name) from None
         finally:
-            self.settle()
+            self.notify_waiters()
         metrics.count_grant(self._given, grant)
         return grant
 
@@ -166,7 +166,7 @@ class Pools:
         """End what is overdue in every pool, and say so."""
         for room in self._rooms.values():
             expired = room.pool.expire(self.clock())
-            room.settle()
+            room.notify_waiters()
             for client in expired.clients:
                 logger.warning("pool %s: client %s is silent, its leases end", room.name, client)
             for engine in expired.engines:

@@ -35,7 +35,7 @@ _LEAST_SECONDS = 0.001
 
 
 @dataclass
-class _Trip:
+class ProxiedRequest:
     """A request on its way: its leases and the engine they are on."""
 
     room: PoolRoom
@@ -57,7 +57,7 @@ class Proxy:
         self._pools, self._settings, self._security = pools, settings, security
         self._client = f"proxy/{uuid.uuid4()}"
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._running: dict[str, _Trip] = {}  # by request id, the latest that has it
+        self._running: dict[str, ProxiedRequest] = {}  # by request id, the latest that has it
         self._waiting: dict[tuple[str, int], asyncio.Future[None]] = {}  # by pool and lease
         self._listened: set[str] = set()  # pools
         self._listening = contextlib.ExitStack()
@@ -92,16 +92,16 @@ class Proxy:
             await channel.close()
 
     async def generate(self, request: pb.GenerateRequest, context: Any) -> bytes:
-        async def send(trip: _Trip) -> bytes:
-            self._board(trip, request)
-            call = self._method(trip, "Generate", pb.GenerateRequest.SerializeToString)
+        async def send(proxied: ProxiedRequest) -> bytes:
+            self._start(proxied, request)
+            call = self._method(proxied, "Generate", pb.GenerateRequest.SerializeToString)
             return await call(request, timeout=_remaining(context))
 
         return await self._unary(send, request.versions, max(request.sample_count, 1), context)
 
     async def score(self, request: pb.ScoreRequest, context: Any) -> bytes:
-        async def send(trip: _Trip) -> bytes:
-            call = self._method(trip, "Score", pb.ScoreRequest.SerializeToString)
+        async def send(proxied: ProxiedRequest) -> bytes:
+            call = self._method(proxied, "Score", pb.ScoreRequest.SerializeToString)
             return await call(request, timeout=_remaining(context))
 
         return await self._unary(send, request.versions, 1, context)
@@ -112,33 +112,33 @@ class Proxy:
         generate, failed = request.generate, set[str]()
         for attempt in range(1, self._settings.attempts + 1):
             count = max(generate.sample_count, 1)
-            trip = await self._lease(generate.versions, count, context, failed)
+            proxied = await self._lease(generate.versions, count, context, failed)
             begun = False
             try:
-                self._board(trip, generate)
-                method = self._channel(trip.address).unary_stream(
+                self._start(proxied, generate)
+                method = self._channel(proxied.address).unary_stream(
                     f"/{SERVICE}/StreamGenerate",
                     request_serializer=pb.StreamGenerateRequest.SerializeToString,
                 )
                 async for message in method(request, timeout=_remaining(context)):
                     begun = True
                     yield message
-                trip.outcome = Outcome.OK
+                proxied.outcome = Outcome.OK
                 metrics.PROXIED.labels("OK").inc()
                 return
             except grpc.aio.AioRpcError as error:
                 # What has begun cannot be sent again: the caller has half of it.
                 is_last = begun or attempt == self._settings.attempts
-                await self._failed(trip, error, context, is_last=is_last)
-                failed.add(trip.engine)
+                await self._failed(proxied, error, context, is_last=is_last)
+                failed.add(proxied.engine)
             finally:
-                self._release(trip)
+                self._release(proxied)
 
     async def abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         by_address: dict[str, list[str]] = {}
         for request_id in request.request_ids:
-            if trip := self._running.get(request_id):
-                by_address.setdefault(trip.address, []).append(request_id)
+            if proxied := self._running.get(request_id):
+                by_address.setdefault(proxied.address, []).append(request_id)
         answers = await asyncio.gather(
             *(
                 self._abort_at(address, ids, _remaining(context))
@@ -164,39 +164,43 @@ class Proxy:
         return answer.aborted_request_ids
 
     async def _unary(
-        self, send: Callable[[_Trip], Any], versions: pb.VersionBounds, count: int, context: Any
+        self,
+        send: Callable[[ProxiedRequest], Any],
+        versions: pb.VersionBounds,
+        count: int,
+        context: Any,
     ) -> bytes:
         failed: set[str] = set()
         for attempt in range(1, self._settings.attempts + 1):
-            trip = await self._lease(versions, count, context, failed)
+            proxied = await self._lease(versions, count, context, failed)
             try:
-                answer: bytes = await send(trip)
-                trip.outcome = Outcome.OK
+                answer: bytes = await send(proxied)
+                proxied.outcome = Outcome.OK
                 metrics.PROXIED.labels("OK").inc()
                 return answer
             except grpc.aio.AioRpcError as error:
                 is_last = attempt == self._settings.attempts
-                await self._failed(trip, error, context, is_last=is_last)
-                failed.add(trip.engine)
+                await self._failed(proxied, error, context, is_last=is_last)
+                failed.add(proxied.engine)
             finally:
-                self._release(trip)
+                self._release(proxied)
         raise AssertionError("the last attempt returns or aborts")
 
     async def _failed(
-        self, trip: _Trip, error: grpc.aio.AioRpcError, context: Any, *, is_last: bool
+        self, proxied: ProxiedRequest, error: grpc.aio.AioRpcError, context: Any, *, is_last: bool
     ) -> None:
         """Ends the call with the engine's own error, unless another engine may be tried."""
-        trip.outcome = Outcome(outcome_of(error.code()))
+        proxied.outcome = Outcome(outcome_of(error.code()))
         metrics.PROXIED.labels(error.code().name).inc()
-        logger.info("engine %s: %s: %s", trip.engine, error.code().name, error.details())
-        self._release(trip)  # before the caller hears of it
-        if is_last or trip.outcome is not Outcome.CONNECT_ERROR:
+        logger.info("engine %s: %s: %s", proxied.engine, error.code().name, error.details())
+        self._release(proxied)  # before the caller hears of it
+        if is_last or proxied.outcome is not Outcome.CONNECT_ERROR:
             trailing = error.trailing_metadata() or ()
             await context.abort(error.code(), error.details() or "", trailing)
 
     async def _lease(
         self, versions: pb.VersionBounds, count: int, context: Any, failed: set[str]
-    ) -> _Trip:
+    ) -> ProxiedRequest:
         """Leases for the samples of one request, all on one target."""
         sent = {str(key): value for key, value in context.invocation_metadata() or ()}
         room = self._pools.room(str(sent.get("x-sluice-pool", "")))
@@ -215,34 +219,34 @@ class Proxy:
         )
         grant = room.acquire(self._client, wanted)
         leases = np.arange(grant.first_id, grant.first_id + count)
-        trip = _Trip(room, leases, session=key, one_shot=not session)
+        proxied = ProxiedRequest(room, leases, session=key, one_shot=not session)
         if grant.targets[0] == QUEUED:
-            await self._wait(trip, _remaining(context))
+            await self._wait(proxied, _remaining(context))
         located = room.pool.located(int(room.pool.targets_of(leases[:1])[0]))
         if located is None:
-            self._release(trip)
+            self._release(proxied)
             raise NotFoundError("engine", "of a lease just given")
-        view, trip.dp_rank = located
-        trip.engine, trip.address = view.spec.name, view.spec.address
-        return trip
+        view, proxied.dp_rank = located
+        proxied.engine, proxied.address = view.spec.name, view.spec.address
+        return proxied
 
-    async def _wait(self, trip: _Trip, seconds: float) -> None:
-        """Until the trip's leases have a target; gives them back where they get none."""
-        if trip.room.closed:  # nobody will say so again
-            self._release(trip)
+    async def _wait(self, proxied: ProxiedRequest, seconds: float) -> None:
+        """Wait until the request's leases have a target; gives them back where they get none."""
+        if proxied.room.closed:  # nobody will say so again
+            self._release(proxied)
             raise RouterDrainingError("the router stops")
-        key = (trip.room.name, int(trip.leases[0]))
+        key = (proxied.room.name, int(proxied.leases[0]))
         seconds = min(seconds, self._settings.wait_seconds)
-        self._listen(trip.room)
-        came = self._waiting[key] = asyncio.get_running_loop().create_future()
+        self._listen(proxied.room)
+        bound = self._waiting[key] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(seconds):
-                await came
+                await bound
         except TimeoutError:
-            self._release(trip)
+            self._release(proxied)
             raise QueueTimeoutError(f"no rank came free in {seconds:g} s") from None
         except (RouterDrainingError, asyncio.CancelledError):
-            self._release(trip)
+            self._release(proxied)
             raise
         finally:
             del self._waiting[key]
@@ -255,37 +259,37 @@ class Proxy:
 
         def notify() -> None:
             for lease, _ in room.pool.collect(self._client):
-                came = self._waiting.get((room.name, lease))
-                if came is not None and not came.done():
-                    came.set_result(None)
+                bound = self._waiting.get((room.name, lease))
+                if bound is not None and not bound.done():
+                    bound.set_result(None)
             if room.closed:
-                for (name, _), came in self._waiting.items():
-                    if name == room.name and not came.done():
-                        came.set_exception(RouterDrainingError("the router stops"))
+                for (name, _), bound in self._waiting.items():
+                    if name == room.name and not bound.done():
+                        bound.set_exception(RouterDrainingError("the router stops"))
 
         self._listening.enter_context(room.listening(self._client, notify))
 
-    def _board(self, trip: _Trip, request: pb.GenerateRequest) -> None:
-        """Send the request to the trip's rank; Abort finds it until the trip is released."""
-        request.dp_rank, trip.request_id = trip.dp_rank, request.request_id
-        self._running[trip.request_id] = trip
+    def _start(self, proxied: ProxiedRequest, request: pb.GenerateRequest) -> None:
+        """Send the request to the rank of its leases; Abort finds it until they are released."""
+        request.dp_rank, proxied.request_id = proxied.dp_rank, request.request_id
+        self._running[proxied.request_id] = proxied
 
-    def _release(self, trip: _Trip) -> None:
-        if trip.released:
+    def _release(self, proxied: ProxiedRequest) -> None:
+        if proxied.released:
             return
-        trip.released = True
-        if self._running.get(trip.request_id) is trip:  # else a retry has the same id
-            del self._running[trip.request_id]
-        outcomes = np.full(len(trip.leases), int(Outcome.UNKNOWN))
-        outcomes[0] = int(trip.outcome)
+        proxied.released = True
+        if self._running.get(proxied.request_id) is proxied:  # else a retry has the same id
+            del self._running[proxied.request_id]
+        outcomes = np.full(len(proxied.leases), int(Outcome.UNKNOWN))
+        outcomes[0] = int(proxied.outcome)
         now = self._pools.clock()
-        trip.room.pool.release(self._client, trip.leases, now, outcomes=outcomes)
-        if trip.one_shot:
-            trip.room.pool.end_sessions([trip.session])
-        trip.room.settle()
+        proxied.room.pool.release(self._client, proxied.leases, now, outcomes=outcomes)
+        if proxied.one_shot:
+            proxied.room.pool.end_sessions([proxied.session])
+        proxied.room.notify_waiters()
 
-    def _method(self, trip: _Trip, name: str, serializer: Any) -> Any:
-        return self._channel(trip.address).unary_unary(
+    def _method(self, proxied: ProxiedRequest, name: str, serializer: Any) -> Any:
+        return self._channel(proxied.address).unary_unary(
             f"/{SERVICE}/{name}", request_serializer=serializer
         )
 

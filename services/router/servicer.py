@@ -77,9 +77,9 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
         former = self._pools.find(spec.name)
         if former is not None and former is not room:  # it has moved to another pool
             former.pool.remove(spec.name, self._pools.clock())
-            former.settle()
+            former.notify_waiters()
         view = room.pool.register(spec, self._pools.clock(), known_epoch=request.known_epoch)
-        room.settle()
+        room.notify_waiters()
         interval = room.pool.config.engine_ttl
         if room.pool.is_closed(spec.name):
             interval = min(interval, _SETTLING_HEARTBEAT)
@@ -101,7 +101,7 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
             return pb.DrainEngineResponse(engine=worker)
         view = room.pool.drain(request.engine_id, draining, now)
         assert view is not None, "find says it is there"
-        room.settle()
+        room.notify_waiters()
         engine = engine_to_proto(view, room.name, now=now)
         return pb.DrainEngineResponse(engine=engine, epoch=room.pool.epoch)
 
@@ -127,7 +127,7 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
         room = self._pools.room(request.pool)
         if request.client_id:
             room.pool.greet(request.client_id, request.known_epoch, self._pools.clock())
-            room.settle()
+            room.notify_waiters()
         while not room.closed:
             changed = room.changed
             yield pb.WatchEnginesResponse(engines=self._engines_of(room), epoch=room.pool.epoch)
@@ -167,14 +167,14 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
         self, request: pb.RenewLeasesRequest, context: Any
     ) -> pb.RenewLeasesResponse:
         room = self._pools.room(request.pool)
-        held = claims_from_proto(request)
+        claims = claims_from_proto(request)
         renewal = room.pool.renew(
-            request.client_id, held, self._pools.clock(), known_epoch=request.known_epoch
+            request.client_id, claims, self._pools.clock(), known_epoch=request.known_epoch
         )
-        room.settle()
+        room.notify_waiters()
         metrics.ADOPTED_LEASES.labels(room.name).inc(renewal.adopted_count)
         metrics.DROPPED_LEASES.labels(room.name).inc(renewal.dropped_count)
-        waiting = held.ids[held.ranks < 0]
+        waiting = claims.ids[claims.ranks < 0]
         targets = room.pool.targets_of(waiting)
         bound = targets >= 0
         return pb.RenewLeasesResponse(
@@ -207,7 +207,7 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
             seconds_per_token=seconds_of(request.time_per_token),
             age=max(seconds_of(request.age), 0.0),
         )
-        room.settle()
+        room.notify_waiters()
         return pb.ReportLoadResponse(known=True)
 
     async def _acquire_or_wait(self, request: pb.AcquireLeasesRequest) -> pb.AcquireLeasesResponse:

@@ -176,21 +176,21 @@ class FleetView:
         self._shunned[engine_id] = time.monotonic() + _SHUN_SECONDS
 
     def pick(
-        self, held: Iterable[tuple[str, int]], wanted: Sequence[LeaseDemand]
+        self, in_use: Iterable[tuple[str, int]], wanted: Sequence[LeaseDemand]
     ) -> list[Place] | None:
         """One place per single lease wanted, without the router; None if one has none.
 
-        `held`: (engine id, dp rank) of the client's leases.
+        `in_use`: (engine id, dp rank) of the client's leases.
         """
-        counts, now = Counter(held), time.monotonic()
+        counts, now = Counter(in_use), time.monotonic()
         self._shunned = {name: until for name, until in self._shunned.items() if until > now}
         places: list[Place] = []
         for single in wanted:
             avoided = {*self._shunned, *single.excluded_engines}
-            found = pick_locally(self._engines, counts, single.needs, self._rng, avoided)
-            if found is None:
+            choice = pick_locally(self._engines, counts, single.needs, self._rng, avoided)
+            if choice is None:
                 return None
-            engine, rank = found
+            engine, rank = choice
             counts[engine.name, rank] += 1
             places.append((engine.name, engine.address, rank))
         return places
@@ -198,14 +198,14 @@ class FleetView:
 
 def pick_locally(
     engines: Sequence[EngineEntry],
-    held: Counter[tuple[str, int]],
+    in_use: Counter[tuple[str, int]],
     needs: Needs,
     rng: random.Random,
     avoided: Set[str] = frozenset(),
 ) -> tuple[EngineEntry, int] | None:
     """An engine and a dp rank: the less used by this client of two drawn at random.
 
-    `held` counts the client's leases by (engine name, dp rank); `avoided` engines are taken only
+    `in_use` counts the client's leases by (engine name, dp rank); `avoided` engines are taken only
     where no other will do. None: no engine will do.
     """
     able = [engine for engine in engines if _serves(engine, needs)]
@@ -218,7 +218,7 @@ def pick_locally(
         return engine, rng.randrange(engine.dp_size)
 
     first, second = draw(), draw()
-    one, other = held[first[0].name, first[1]], held[second[0].name, second[1]]
+    one, other = in_use[first[0].name, first[1]], in_use[second[0].name, second[1]]
     return first if one <= other else second
 
 
@@ -266,15 +266,15 @@ class PendingReleases:
         self.tokens += request.released.token_counts or [-1] * len(ids)
 
 
-def renewal(held: Iterable[Lease], waiting: Sequence[int]) -> pb.RenewLeasesRequest:
+def renewal(leases: Iterable[Lease], waiting: Sequence[int]) -> pb.RenewLeasesRequest:
     """All that a client holds and waits for, in columns."""
-    held = list(held)
+    leases = list(leases)
     engines: dict[str, int] = {}
     request = pb.RenewLeasesRequest(
-        lease_ids=[*(lease.lease_id for lease in held), *waiting],
-        dp_ranks=[*(lease.dp_rank for lease in held), *(-1 for _ in waiting)],
+        lease_ids=[*(lease.lease_id for lease in leases), *waiting],
+        dp_ranks=[*(lease.dp_rank for lease in leases), *(-1 for _ in waiting)],
         engine_indices=[
-            *(engines.setdefault(lease.engine_id, len(engines)) for lease in held),
+            *(engines.setdefault(lease.engine_id, len(engines)) for lease in leases),
             *(-1 for _ in waiting),
         ],
     )

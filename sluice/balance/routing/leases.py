@@ -108,8 +108,8 @@ class LeaseTable:
 
     def count_of(self, client: int) -> int:
         """How many live leases `client` holds."""
-        held = self._ids.get(client)
-        return held.live if held is not None else 0
+        owned = self._ids.get(client)
+        return owned.live if owned is not None else 0
 
     def read(self, ids: IntArray) -> LeaseColumns:
         """Columns of live leases."""
@@ -138,12 +138,12 @@ class LeaseTable:
         if released is None:
             live = self.is_live(client, ids) & _first_occurrence(ids)
             released = self._forget(ids[live])
-        if held := self._ids.get(client):
-            held.live -= len(released)
-            if held.live <= 0:
+        if owned := self._ids.get(client):
+            owned.live -= len(released)
+            if owned.live <= 0:
                 del self._ids[client]
-            elif held.size > 2 * held.live + _FIRST_WINDOW:
-                self._trim(client, held)
+            elif owned.size > 2 * owned.live + _FIRST_WINDOW:
+                self._trim(client, owned)
         return released, live
 
     def _release_recent(self, client: int, ids: IntArray) -> LeaseColumns | None:
@@ -167,12 +167,12 @@ class LeaseTable:
 
     def held_by(self, client: int) -> IntArray:
         """Ids of the live leases of `client`, int64[n]."""
-        held = self._ids.get(client)
-        if held is None:
+        owned = self._ids.get(client)
+        if owned is None:
             return np.empty(0, dtype=np.int64)
-        ids = held.ids()
+        ids = owned.ids()
         ids = ids[self.is_live(client, ids)]
-        return ids if len(ids) == held.live else np.unique(ids)  # one was adopted twice
+        return ids if len(ids) == owned.live else np.unique(ids)  # one was adopted twice
 
     def bound_within(self, first_target: int, stop_target: int) -> tuple[IntArray, IntArray]:
         """(ids, clients) of all leases bound to targets in [first, stop); scans the table."""
@@ -220,14 +220,14 @@ class LeaseTable:
         return columns
 
     def _ids_of(self, client: int) -> _ClientIds:
-        held = self._ids.get(client)
-        if held is None:
-            held = self._ids[client] = _ClientIds()
-        return held
+        owned = self._ids.get(client)
+        if owned is None:
+            owned = self._ids[client] = _ClientIds()
+        return owned
 
-    def _trim(self, client: int, held: _ClientIds) -> None:
+    def _trim(self, client: int, owned: _ClientIds) -> None:
         ids = self.held_by(client)
-        held.ranges, held.size = [(ids, 0)], len(ids)
+        owned.ranges, owned.size = [(ids, 0)], len(ids)
 
     def _make_room(self, count: int) -> None:
         """Slide the window past its oldest part, or widen it when many there are live."""

@@ -32,7 +32,7 @@ _TURN_TOKENS = 256.0  # of a session's turn, when nothing is known
 
 
 @dataclass(frozen=True)
-class Sticky:
+class SessionTargets:
     """targets int64[n]: of leases whose session stays, QUEUED for the others; sessions
     int64[n]: session slots, or NO_SESSION; fresh: leases of each session that needs a target."""
 
@@ -87,13 +87,15 @@ class TargetSelector:
             self._sessions.place(slot, target)
         return targets
 
-    def sticky(self, request: LeaseRequest, expected: FloatArray | None, now: float) -> Sticky:
+    def sticky(
+        self, request: LeaseRequest, expected: FloatArray | None, now: float
+    ) -> SessionTargets:
         """Look up (or open) the sessions of a request; those that must move are taken off."""
         targets = full_of(QUEUED, request.count)
         slots = full_of(NO_SESSION, request.count)
         fresh: dict[int, list[int]] = {}
         if not request.sessions:
-            return Sticky(targets, slots, fresh)
+            return SessionTargets(targets, slots, fresh)
         fleet = self._targets.fleet(request.needs, unlimited=True)
         for index, key in enumerate(request.sessions):
             if not key:
@@ -107,7 +109,7 @@ class TargetSelector:
             else:
                 self._sessions.place(slot, UNPLACED)
                 fresh.setdefault(slot, []).append(index)
-        return Sticky(targets, slots, fresh)
+        return SessionTargets(targets, slots, fresh)
 
     def affinity(self, request: LeaseRequest, chosen: IntArray | slice) -> list[str] | None:
         """A key per chosen lease, where the policy goes by one: its session's or group's."""
@@ -160,13 +162,13 @@ class TargetSelector:
 
     def _order(self, groups: IntArray, expected: FloatArray) -> IntArray:
         """Indices of leases, the most urgent first; ties in the order they came."""
-        known = ~np.isnan(expected)
+        has_length = ~np.isnan(expected)
         grouped = groups != NO_GROUP
         probe = np.zeros(len(groups), dtype=bool)
         probe[np.unique(groups, return_index=True)[1]] = True
-        probe &= grouped & ~known
+        probe &= grouped & ~has_length
         probe[probe] = np.isnan(self._groups.started[groups[probe]])
-        length = np.where(known, expected, self._groups.mean_tokens)
+        length = np.where(has_length, expected, self._groups.mean_tokens)
         return np.lexsort((-length, ~probe))
 
     def expected(self, request: LeaseRequest, groups: IntArray, all_new: bool) -> FloatArray | None:
@@ -310,16 +312,16 @@ class CacheAware(_ByEngine):
         loads = _engine_loads(fleet, load)[open_]
         low, high = int(loads.min()), int(loads.max())
         unbalanced = high - low > self._absolute and high > self._relative * low
-        known = self._last.get(key) if key else None
-        if known is None or unbalanced or known not in open_:
+        engine = self._last.get(key) if key else None
+        if engine is None or unbalanced or engine not in open_:
             least = open_[loads == low]
-            known = int(least[rng.integers(len(least))])
+            engine = int(least[rng.integers(len(least))])
         if key:
-            self._last[key] = known
+            self._last[key] = engine
             self._last.move_to_end(key)
             if len(self._last) > self._capacity:
                 self._last.popitem(last=False)
-        return known
+        return engine
 
 
 def _engine_loads(fleet: Fleet, load: IntArray) -> IntArray:

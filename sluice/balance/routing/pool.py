@@ -14,7 +14,7 @@ import numpy as np
 from sluice.balance.routing.groups import NO_GROUP
 from sluice.balance.routing.health import RankReport
 from sluice.balance.routing.leases import QUEUED, ClientRow, LeaseColumns
-from sluice.balance.routing.placement import Sticky, TargetSelector
+from sluice.balance.routing.placement import SessionTargets, TargetSelector
 from sluice.balance.routing.settling import Settling
 from sluice.balance.routing.tables import Tables
 from sluice.balance.routing.targets import EngineRow
@@ -34,7 +34,7 @@ from sluice.balance.routing.types import (
     any_true,
     full_of,
 )
-from sluice.balance.routing.waiting import WaitingRoom
+from sluice.balance.routing.waiting import PendingQueues
 
 _FIRST_FAILURE, _LAST_FAILURE = int(Outcome.CONNECT_ERROR), int(Outcome.TIMEOUT)
 _FORGET_AFTER = 10  # engine TTLs without a heartbeat
@@ -59,7 +59,7 @@ class Pool:
         self.config = config
         self.tables = Tables(config, first_lease_id)
         self._placement = TargetSelector(self.tables, rng)
-        self.waiting = WaitingRoom(self.tables, self._placement)
+        self.waiting = PendingQueues(self.tables, self._placement)
         self._settling = Settling(config.client_ttl, first_epoch=self.epoch)
 
     @property
@@ -108,11 +108,11 @@ class Pool:
         known_epoch: the last one its process was told, by this router or another; 0 for none.
         """
         targets = self.tables.targets
-        known = targets.find(spec.name)
-        if known is None:
+        former = targets.find(spec.name)
+        if former is None:
             self._settling.engine_came(spec.name, known_epoch, self.epoch, now)
-        elif known.replaced_by(spec):
-            self._void(known, now)
+        elif former.replaced_by(spec):
+            self._void(former, now)
         engine = targets.register(spec, now)
         self.tables.sessions.widen(len(targets))
         self._open_settled(now)
@@ -235,7 +235,7 @@ class Pool:
             self._record(released, outcomes, now)
         self.tables.give_back(released, row, now, output_tokens)
         if output_tokens is not None:
-            self.waiting.learnt(released.groups)
+            self.waiting.lengths_changed(released.groups)
         self.waiting.dispatch(now)
         return len(released)
 
@@ -361,7 +361,7 @@ class Pool:
     def _place(
         self,
         request: LeaseRequest,
-        sticky: Sticky,
+        sticky: SessionTargets,
         groups: IntArray,
         expected: FloatArray | None,
         now: float,
@@ -391,8 +391,8 @@ class Pool:
         if not table.watched and not any_true(outcomes >= _FIRST_FAILURE):
             return
         failed = (outcomes >= _FIRST_FAILURE) & (outcomes <= _LAST_FAILURE)
-        told = (outcomes != Outcome.UNKNOWN) & (released.targets >= 0)
-        for index in np.flatnonzero(told).tolist():
+        counted = (outcomes != Outcome.UNKNOWN) & (released.targets >= 0)
+        for index in np.flatnonzero(counted).tolist():
             engine = table.engine_at(int(released.targets[index]))
             if engine is not None and (failed[index] or engine.row in table.watched):
                 table.record(engine, Outcome(int(outcomes[index])), now)
@@ -407,7 +407,7 @@ class Pool:
 
 
 def admit(
-    tables: Tables, waiting: WaitingRoom, row: ClientRow, request: LeaseRequest, unbound: int
+    tables: Tables, waiting: PendingQueues, row: ClientRow, request: LeaseRequest, unbound: int
 ) -> None:
     """Raise LeaseRefusedError unless the pool can take `request`, `unbound` leases of which need a
     target."""

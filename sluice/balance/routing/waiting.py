@@ -32,7 +32,7 @@ _Key = tuple[int, int]  # group, and the lease where there is no group
 
 
 @dataclass
-class _Waiting:
+class _PendingGroup:
     """Leases of one group (or a single lease) that wait, all alike but for their order."""
 
     group: int
@@ -43,7 +43,7 @@ class _Waiting:
 
 
 @dataclass(frozen=True)
-class Last:
+class QueueTail:
     """Seconds the lease is expected to run (NaN unknown), and seconds it has waited."""
 
     key: _Key
@@ -56,7 +56,7 @@ class PendingQueue:
 
     def __init__(self, groups: GroupTable) -> None:
         self._groups = groups
-        self._waiting: dict[_Key, _Waiting] = {}
+        self._waiting: dict[_Key, _PendingGroup] = {}
         self._heap: list[tuple[float, int, _Key]] = []  # longest expected first
         self._shortest: list[tuple[float, int, _Key]] = []
         self._probes: deque[_Key] = deque()
@@ -70,7 +70,7 @@ class PendingQueue:
         entry = self._waiting.get(key)
         fresh = entry is None
         if entry is None:
-            entry = self._waiting[key] = _Waiting(group, now, alone=expected)
+            entry = self._waiting[key] = _PendingGroup(group, now, alone=expected)
         entry.leases.append(lease)
         self.count += 1
         if fresh:
@@ -88,7 +88,7 @@ class PendingQueue:
         self._unknown = deque(key for key in self._unknown if key in self._waiting)
         self._forget_void()
 
-    def learnt(self, group: int) -> None:
+    def length_changed(self, group: int) -> None:
         """A sample of the group finished: its siblings' place in the queue may change."""
         key = (group, NO_GROUP)
         entry = self._waiting.get(key)
@@ -114,15 +114,15 @@ class PendingQueue:
             return self._take(unknown, self._waiting[unknown])
         return self._take(known[1], self._waiting[known[1]])
 
-    def last(self, now: float) -> Last | None:
+    def last(self, now: float) -> QueueTail | None:
         """The lease that would be bound last, for an engine that only suits a short one."""
         known = self._first(self._shortest)
         unknown = self._last_of(self._unknown) or self._last_of(self._probes)
         if known is not None and (unknown is None or self._is_short(self._waiting[known])):
-            return self._as_last(known, now)
-        return None if unknown is None else self._as_last(unknown, now)
+            return self._as_tail(known, now)
+        return None if unknown is None else self._as_tail(unknown, now)
 
-    def take(self, last: Last) -> int:
+    def take(self, last: QueueTail) -> int:
         """Take out what `last` returned, before anything else changes."""
         entry = self._waiting[last.key]
         lease = self._take(last.key, entry)
@@ -131,12 +131,12 @@ class PendingQueue:
             self._file_unknown(last.key, entry)
         return lease
 
-    def _as_last(self, key: _Key, now: float) -> Last:
+    def _as_tail(self, key: _Key, now: float) -> QueueTail:
         entry = self._waiting[key]
         expected = self._expected(entry) * self._groups.seconds_per_token
-        return Last(key, expected, now - entry.enqueued)
+        return QueueTail(key, expected, now - entry.enqueued)
 
-    def _is_short(self, entry: _Waiting) -> bool:
+    def _is_short(self, entry: _PendingGroup) -> bool:
         return self._expected(entry) <= self._groups.mean_tokens
 
     def _last_of(self, keys: deque[_Key]) -> _Key | None:
@@ -147,7 +147,7 @@ class PendingQueue:
             keys.pop()
         return None
 
-    def _file(self, key: _Key, entry: _Waiting) -> None:
+    def _file(self, key: _Key, entry: _PendingGroup) -> None:
         if not math.isnan(self._expected(entry)):
             self._push_known(key, entry)
         elif entry.group != NO_GROUP and math.isnan(self._groups.started[entry.group]):
@@ -155,18 +155,18 @@ class PendingQueue:
         else:
             self._file_unknown(key, entry)
 
-    def _file_unknown(self, key: _Key, entry: _Waiting) -> None:
+    def _file_unknown(self, key: _Key, entry: _PendingGroup) -> None:
         if math.isnan(self._expected(entry)):
             self._unknown.append(key)
         else:
             self._push_known(key, entry)
 
-    def _expected(self, entry: _Waiting) -> float:
+    def _expected(self, entry: _PendingGroup) -> float:
         if entry.group == NO_GROUP:
             return entry.alone
         return float(self._groups.expected(np.asarray([entry.group]))[0])
 
-    def _push_known(self, key: _Key, entry: _Waiting) -> None:
+    def _push_known(self, key: _Key, entry: _PendingGroup) -> None:
         self._stamp += 1
         entry.stamp = self._stamp
         urgency = self._expected(entry) - entry.enqueued * _TOKENS_PER_SECOND
@@ -216,7 +216,7 @@ class PendingQueue:
                 tokens = max(tokens, _OUTLASTS * age)
         return tokens - entry.enqueued * _TOKENS_PER_SECOND
 
-    def _take(self, key: _Key, entry: _Waiting) -> int:
+    def _take(self, key: _Key, entry: _PendingGroup) -> int:
         self.count -= 1
         lease = entry.leases.popleft()
         if not entry.leases:
@@ -224,7 +224,7 @@ class PendingQueue:
         return lease
 
 
-class WaitingRoom:
+class PendingQueues:
     """One queue per kind of need, so a version nobody serves yet holds up no other."""
 
     def __init__(self, tables: Tables, placement: TargetSelector) -> None:
@@ -261,13 +261,13 @@ class WaitingRoom:
             lane.push(lease, group, tokens, now)
         self._tables.clients.queue(row, len(ids))
 
-    def learnt(self, groups: IntArray) -> None:
+    def lengths_changed(self, groups: IntArray) -> None:
         """Samples of these groups ended: expectations of their siblings have changed."""
         if not self._lanes:
             return
         for group in np.unique(groups[groups >= 0]).tolist():
             for lane in self._lanes.values():
-                lane.learnt(group)
+                lane.length_changed(group)
 
     def sweep(self) -> None:
         """Take out what was given back while it waited, once that is much beside what waits.
