@@ -43,7 +43,7 @@ def unpack(wheels: Path, target: Path) -> list[str]:
 
 def _check_python(wheel: Path) -> None:
     """A name ends with -python-abi-platform.whl; several of one kind are joined by dots."""
-    python, abi, _ = wheel.stem.rsplit("-", 2)[-3:]
+    python, abi, _ = wheel.stem.split("-")[-3:]
     here = f"cp{sys.version_info.major}{sys.version_info.minor}"
     if abi in ("none", "abi3") or here in python.split("."):
         return

@@ -139,11 +139,14 @@ def test_wheels_are_unpacked_and_those_of_another_python_refused(tmp_path: Path)
     wheels.mkdir()
     with pytest.raises(WheelError, match="no wheels"):
         unpack(wheels, target)
-    with zipfile.ZipFile(wheels / "gift-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("gift/__init__.py", "VALUE = 3")
-    assert unpack(wheels, target) == ["gift-1.0-py3-none-any.whl"]
-    assert (target / "gift" / "__init__.py").read_text() == "VALUE = 3"
-    other = "cp312" if sys.version_info[:2] == (3, 11) else "cp311"
+    own = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    ours = ["gift-1.0-py3-none-any.whl", f"ours-1.0-{own}-{own}-manylinux_2_17_x86_64.whl"]
+    for name in ours:
+        with zipfile.ZipFile(wheels / name, "w") as wheel:
+            wheel.writestr(f"{name.split('-')[0]}/__init__.py", "VALUE = 3")
+    assert unpack(wheels, target) == ours
+    assert (target / "ours" / "__init__.py").read_text() == "VALUE = 3"
+    other = "cp312" if own == "cp311" else "cp311"
     name = f"gift-1.0-{other}-{other}-manylinux_2_17_x86_64.whl"
     (wheels / name).write_bytes(b"")
     with pytest.raises(WheelError, match=f"{name} is for another Python"):
