@@ -20,7 +20,7 @@ from services.rollout.engine.sglang.servers import (
     free_port,
     model_arguments,
 )
-from services.rollout.engine.sglang.staging import read_config
+from services.rollout.engine.sglang.weights import read_config
 from tests.patience import PATIENCE
 
 PYTHON = Path(__file__).parent.parent / "build" / "sglang" / "bin" / "python"

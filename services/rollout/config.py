@@ -125,15 +125,6 @@ class RolloutConfig(ProcessConfig):
         return Path(self.engine.model) if self.engine.model else None
 
     @property
-    def engine_here(self) -> EngineConfig:
-        """`engine`, whose weights come onto this host once: linked to where they are cached."""
-        sglang = self.engine.sglang
-        if self.weights_cache is None or sglang.staging is not None:
-            return self.engine
-        sglang = sglang.model_copy(update={"staging": self.weights_cache / "engines"})
-        return self.engine.model_copy(update={"sglang": sglang})
-
-    @property
     def cache_directory(self) -> Path:
         """Where versions are made on this host."""
         return self.weights_cache or self.store / "weights" / "hosts" / socket.gethostname()

@@ -256,7 +256,7 @@ class RolloutProcess:
 
     def _add_engine(self) -> _EngineRole:
         config = self._config
-        engine = create_engine(config.engine.backend, config.engine_here)
+        engine = create_engine(config.engine.backend, config.engine)
         self.engine = engine
         collector = EngineCollector(engine)
         generations = Generations(engine, REMEMBERED_TOKENS)

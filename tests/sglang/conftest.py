@@ -52,7 +52,7 @@ async def attach(
     models: tuple[Model, Model], sglang_servers: SharedServers, tmp_path: Path
 ) -> AsyncIterator[Start]:
     """An engine at a server that runs already, serving the first model."""
-    async with _starting({"staging": tmp_path / "staging"}) as start:
+    async with _starting({}) as start:
 
         async def attached(**settings: Any) -> SglangEngine:
             url = sglang_servers.url(models[0].directory)
@@ -64,7 +64,7 @@ async def attach(
 @pytest.fixture
 async def launch(tmp_path: Path) -> AsyncIterator[Start]:
     """An engine with a server of its own."""
-    shared = {"staging": tmp_path / "staging", "python": PYTHON, "stop_seconds": 0.5}
+    shared = {"python": PYTHON, "stop_seconds": 0.5}
     async with _starting(shared) as start:
         yield start
 

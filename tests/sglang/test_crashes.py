@@ -98,7 +98,7 @@ from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.config import SglangConfig
 
 async def main():
-    sglang = SglangConfig(python=Path(sys.argv[2]), staging=Path(sys.argv[3]))
+    sglang = SglangConfig(python=Path(sys.argv[2]))
     engine = SglangEngine(EngineConfig(backend="sglang", model=sys.argv[1], sglang=sglang))
     await engine.start()
     print(*engine.pids, flush=True)
@@ -111,7 +111,7 @@ asyncio.run(main())
 def test_no_process_outlives_the_one_that_started_it(
     models: tuple[Model, Model], tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-c", OWNER, str(models[0].directory), str(PYTHON), str(tmp_path)]
+    command = [sys.executable, "-c", OWNER, str(models[0].directory), str(PYTHON)]
     owner = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert owner.stdout is not None

@@ -188,7 +188,7 @@ def flip_a_bit(directory: Path) -> None:
     (shard,) = directory.glob("*.safetensors")
     data = bytearray(shard.read_bytes())
     data[-5] ^= 64
-    shard.unlink()  # it is linked to the store's
+    shard.unlink()
     shard.write_bytes(data)
 
 
@@ -197,12 +197,11 @@ async def test_weights_that_the_server_did_not_take_are_found(
     versions: list[StoredVersion],
     attach: Start,
 ) -> None:
-    """The staged files of a version are exchanged for others between prepare and commit."""
+    """The files of a version are exchanged for others between prepare and commit."""
     engine = await attach()
     old, new = versions
     await engine.prepare(new.version, new.digest, new.directory)
-    with engine._versions.using(new.version) as staged:
-        flip_a_bit(staged.directory)
+    flip_a_bit(new.directory)
     with pytest.raises(DigestMismatchError):
         await engine.commit(new.version, PauseMode.IN_PLACE)
     assert engine.status().digest == old.digest

@@ -34,11 +34,6 @@ class SglangConfig(Config):
     environment: dict[str, str] = Field(default_factory=dict, description="Added for SGLang.")
     host: str = Field("127.0.0.1", description="Where a started server listens.")
     api_key: str = Field("", description="Sent to, and asked of, the server.")
-    staging: Path | None = Field(
-        None,
-        description="Folder of this host for weights; default: inside `weights_cache`, where "
-        "files are linked and not copied once more, else in the temporary folder.",
-    )
     encoders: int = Field(0, ge=0, description="Encoder-only servers to start for a vision model.")
     encoder_args: dict[str, Any] = Field(default_factory=dict, description="Of the encoders.")
     encoder_backend: str = Field(
@@ -52,6 +47,13 @@ class SglangConfig(Config):
     update_seconds: float = Field(600.0, gt=0, description="One update of weights.")
     restarts: int = Field(5, ge=0, description="In a row, before the engine is given up.")
     backoff_seconds: float = Field(1.0, gt=0, description="Before a restart; doubles each time.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _weights_have_one_cache(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "staging" in values:
+            raise ValueError("staging: there is one folder for weights, weights_cache")
+        return values
 
     @model_validator(mode="after")
     def _arguments_are_for_the_server_alone(self) -> SglangConfig:

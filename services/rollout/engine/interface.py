@@ -160,6 +160,7 @@ class IncomingWeights:
 class EngineStatus:
     """`version` is None before the first weights; `failure` says why an engine serves no more.
 
+    `restorable_version` is one whose directory the engine may read again, to go back to it.
     `deterministic`: a seeded sample is the same to the bit whatever runs beside it.
     """
 
@@ -170,6 +171,7 @@ class EngineStatus:
     rank_loads: tuple[RankLoad, ...]
     max_running: int
     max_model_length: int
+    restorable_version: int | None = None
     last_pause_seconds: float = 0.0
     last_prepare_seconds: float = 0.0
     decode_tokens_total: int = 0
@@ -225,6 +227,7 @@ class Engine(ABC):
     async def prepare(self, version: int, digest: str, directory: Path) -> None:
         """Load and verify a version beside the serving one, while generating.
 
+        `directory` stays as it is while the status names the version in any way.
         Raises DigestMismatchError naming the tensor when bytes differ from the manifest, or
         the manifest from `digest`; UnfitWeightsError for weights of another architecture.
         """

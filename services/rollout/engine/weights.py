@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from services.rollout import metrics
 from services.rollout.engine.interface import Engine, IncomingWeights, PauseMode
-from services.rollout.engine.version_files import damage
+from services.rollout.engine.versions import mismatch_of
 from services.rollout.errors import (
     DigestMismatchError,
     NoTransferError,
@@ -118,7 +118,7 @@ class EngineTransfers:
 def typed_error(version: int, error: WeightStoreError | OSError) -> ServiceError:
     """What a caller is told of weights that cannot be had."""
     match error:
-        case WeightStoreError() if (found := damage(error)) is not None:
+        case WeightStoreError() if (found := mismatch_of(error)) is not None:
             return found
         case TransferBrokenError():
             return _broken(error.group, error)
@@ -308,7 +308,7 @@ class EngineWeights:
         """`besides` is a preparation that ends with this call."""
         status = self._engine.status()
         used = {version for version, _ in self._preparations.keys() - {besides}}
-        used |= {status.version or 0, *status.prepared_versions}
+        used |= {status.version or 0, status.restorable_version or 0, *status.prepared_versions}
         self._release_all_but(frozenset(used))
         await self._in_order(self._unpin_all_but, frozenset(used))
 

@@ -82,11 +82,11 @@ async def starting(request: pytest.FixtureRequest, folder: Path) -> AsyncIterato
     async def start(**settings: Any) -> Engine:
         if request.param == "sglang":
             servers: SharedServers = request.getfixturevalue("sglang_servers")
-            sglang: dict[str, Any] = {"python": PYTHON, "staging": folder / "staging"}
+            sglang: dict[str, Any] = {"python": PYTHON}
             if "model" in settings:
                 families = request.getfixturevalue("family_models")
                 model = families[family_of(Path(settings["model"]))]
-                sglang = {"url": servers.url(model), "staging": folder / "staging"}
+                sglang = {"url": servers.url(model)}
             settings["sglang"] = SglangConfig(**sglang)
         config = EngineConfig(backend=request.param, threads=1, **settings)
         engine = create_engine(request.param, config)

@@ -74,7 +74,6 @@ def engine_at(port: int, folder: Path, model: str, **settings: Any) -> SglangEng
     sglang = SglangConfig(
         url=f"http://127.0.0.1:{port}",
         verify="off",
-        staging=folder / "staging",
         backoff_seconds=0.2,  # then 0.4, 0.8, 1.6 and 3.2
     )
     return SglangEngine(EngineConfig(backend="sglang", model=model, sglang=sglang, **settings))
@@ -205,4 +204,3 @@ async def test_an_attached_server_that_comes_back_is_given_the_weights_it_had(
         assert (engine.status().version, engine.status().digest) == (record.version, record.digest)
         assert "/update_weights_from_disk" in recorded.asked
         await engine.close()
-    assert not [path for path in (tmp_path / "staging").iterdir() if path.is_dir()]

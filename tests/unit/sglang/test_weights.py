@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,28 +12,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from services.rollout.config import RolloutConfig
+from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.sglang.jobs import is_expansion
 from services.rollout.engine.sglang.samples import of_tokens, parse_tag, tag, versions_of
-from services.rollout.engine.sglang.staging import (
-    HostStaging,
-    HostVersions,
-    check_fit,
-    plain_version,
-)
 from services.rollout.engine.sglang.weights import (
     CheckpointChecksums,
+    DiskVersion,
+    check_fit,
     from_answer,
+    read_model,
+    read_version,
     tensors_of,
     wrong_changes,
     wrong_values,
 )
+from services.rollout.engine.versions import PreparedVersions
 from services.rollout.errors import DigestMismatchError, UnfitWeightsError, VersionNotPreparedError
-from sluice.config import parse_config
-from sluice.weights.host_cache import HostCache
+from sluice.config import ConfigError, parse_config
 from sluice.weights.store import StoredVersion, WeightStore
 from tests.imported import import_checkpoint
-from tests.patience import PATIENCE
 
 RNG = np.random.default_rng(0)
 NAMES = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -107,105 +103,65 @@ def test_what_must_change_and_what_must_not() -> None:
     assert wrong_changes(before, both, old, new, exact=False) == ["y.weight"]
 
 
-def test_a_version_is_fetched_once_and_goes_with_the_last_engine(
-    record: StoredVersion, tmp_path: Path
-) -> None:
-    root = tmp_path / "host"
-    engines = [HostStaging(root) for _ in range(4)]
-    with ThreadPoolExecutor(4) as pool:
-        stage = [
-            pool.submit(engine.stage, record.version, record.digest, record.directory)
-            for engine in engines
-        ]
-        held = [future.result(timeout=PATIENCE) for future in stage]
-    directory = held[0].directory
-    assert {staged.directory for staged in held} == {directory}
-    inode = (directory / "model.safetensors").stat().st_ino
-    for engine, staged in zip(engines[:3], held[:3], strict=True):
-        engine.release(staged)
-        assert (directory / "model.safetensors").stat().st_ino == inode
-    HostStaging(root).sweep()  # another engine starts
-    assert directory.is_dir()
-    engines[3].release(held[3])
-    assert not directory.exists()
-    assert [path.suffix for path in root.iterdir()] == [".lock"]
-
-
-def test_a_version_that_is_cached_on_this_host_is_not_copied_again(
-    record: StoredVersion, store: WeightStore, tmp_path: Path
-) -> None:
-    values = {"store": tmp_path, "roles": ["engine"], "weights_cache": tmp_path / "cache"}
-    config = parse_config(RolloutConfig, values)
-    held = HostCache(config.cache_directory, store).take(record.version)
-    staging = HostStaging(config.engine_here.sglang.staging)
-    staged = staging.stage(record.version, record.digest, held.directory)
-    files = [directory / "model.safetensors" for directory in (held.directory, staged.directory)]
-    assert files[0].samefile(files[1])
-    staging.release(staged)
-    assert HostCache(config.cache_directory, store).take(record.version).directory.is_dir()
-    own = {"engine": {"sglang": {"staging": tmp_path / "own"}}}
-    assert parse_config(RolloutConfig, values | own).engine_here.sglang.staging == tmp_path / "own"
-
-
 async def test_a_version_that_is_being_loaded_is_not_displaced(
     store: WeightStore, record: StoredVersion, tmp_path: Path
 ) -> None:
-    """Others are prepared meanwhile; the oldest of those that only lie there gives way."""
+    """Others are prepared meanwhile; the oldest of those that are only ready gives way."""
     records = [record, *(import_checkpoint(store, tmp_path / "model", None, i) for i in (1, 2, 3))]
-    versions = HostVersions(tmp_path / "host")
-    first, second, *others = records
+    first, second, *others = [
+        read_version(each.version, each.digest, each.directory) for each in records
+    ]
+    versions = PreparedVersions[DiskVersion]()
     for each in (first, second):
-        await versions.prepare(each.version, each.digest, each.directory, lambda staged: None)
-    with versions.using(first.version) as staged:
+        versions.add(each)
+    with versions.serving(first.version) as loaded:
         for each in others:
-            await versions.prepare(each.version, each.digest, each.directory, lambda staged: None)
-        assert staged.directory.is_dir()
-        assert second.version not in versions.prepared
-    await versions.served(staged)
-    assert versions.prepared == [each.version for each in others]
-    assert versions.restorable is staged and staged.directory.is_dir()
-    with pytest.raises(VersionNotPreparedError), versions.using(first.version):
+            versions.add(each)
+        assert loaded is first
+        assert second.version not in versions.numbers
+    assert versions.numbers == tuple(each.version for each in others)
+    with pytest.raises(VersionNotPreparedError), versions.serving(first.version):
         pass
-    await versions.close()
-    assert not [path for path in (tmp_path / "host").iterdir() if path.is_dir()]
 
 
-def test_what_a_killed_engine_left_is_swept(record: StoredVersion, tmp_path: Path) -> None:
-    import os
+def test_a_version_that_was_not_taken_stays_ready(record: StoredVersion) -> None:
+    versions = PreparedVersions[DiskVersion]()
+    versions.add(read_version(record.version, record.digest, record.directory))
+    with pytest.raises(UnfitWeightsError), versions.serving(record.version):
+        raise UnfitWeightsError("refused")
+    assert versions.has(record.version, record.digest)
 
-    staging = HostStaging(tmp_path / "host")
-    staged = staging.stage(record.version, record.digest, record.directory)
-    assert staged.hold is not None
-    os.close(staged.hold)  # as the kernel does
-    HostStaging(tmp_path / "host").sweep()
-    assert not staged.directory.exists()
-    assert record.directory.is_dir()
+
+def test_weights_have_one_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="weights_cache"):
+        parse_config(EngineConfig, {"sglang": {"staging": tmp_path}})
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_damage_is_named_and_leaves_nothing(
-    record: StoredVersion, tmp_path: Path, name: str
-) -> None:
+@pytest.mark.parametrize("place", [-3, None])
+def test_damage_is_named(record: StoredVersion, name: str, place: int | None) -> None:
+    """A bit that flipped, or a file that is gone."""
     path = record.directory / name
-    data = bytearray(path.read_bytes())
-    data[-3] ^= 1
-    path.chmod(0o644)
-    path.write_bytes(data)
-    staging = HostStaging(tmp_path / "host")
+    if place is None:
+        path.unlink()
+    else:
+        data = bytearray(path.read_bytes())
+        data[place] ^= 1
+        path.chmod(0o644)
+        path.write_bytes(data)
     with pytest.raises(DigestMismatchError) as raised:
-        staging.stage(record.version, record.digest, record.directory)
+        read_version(record.version, record.digest, record.directory)
     assert raised.value.metadata.get("tensor", raised.value.metadata.get("file"))
-    assert not [path for path in (tmp_path / "host").iterdir() if path.is_dir()]
 
 
 def test_other_shapes_do_not_fit(tmp_path: Path) -> None:
-    serving = plain_version(write_model(tmp_path / "a"))
+    serving = read_model(write_model(tmp_path / "a"))
     other = write_model(
         tmp_path / "b", **{"model.embed_tokens.weight": np.ones((70, 5), np.float32)}
     )
-    check_fit(serving, plain_version(write_model(tmp_path / "c")))
+    check_fit(serving, read_model(write_model(tmp_path / "c")))
     with pytest.raises(UnfitWeightsError, match="embed_tokens"):
-        check_fit(serving, plain_version(other))
+        check_fit(serving, read_model(other))
 
 
 def test_tags_and_spans() -> None:

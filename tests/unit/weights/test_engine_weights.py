@@ -7,11 +7,12 @@ import fcntl
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from services.rollout.engine.interface import EngineStatus, IncomingWeights
+from services.rollout.engine.interface import EngineStatus, IncomingWeights, PauseMode
 from services.rollout.engine.weights import EngineWeights, Transfer
 from services.rollout.errors import TransferGroupNotJoinedError
 from sluice.weights.host_cache import CachedVersion, HostCache
@@ -26,14 +27,18 @@ class BareEngine:
 
     def __init__(self) -> None:
         self.received: list[str] = []
+        self.directories: dict[int, Path] = {}
         self._group = ""
         self._prepared: list[int] = []
+        self.serving: int | None = None
+        self.restorable: int | None = None
 
     def status(self) -> EngineStatus:
         return EngineStatus(
-            version=None,
+            version=self.serving,
             digest="",
             prepared_versions=tuple(self._prepared),
+            restorable_version=self.restorable,
             paused=False,
             rank_loads=(),
             max_running=1,
@@ -43,6 +48,15 @@ class BareEngine:
 
     async def join_transfer(self, members: Sequence[Membership], seconds: float) -> None:
         self._group = members[0].group
+
+    async def prepare(self, version: int, digest: str, directory: Path) -> None:
+        self.directories[version] = directory
+        self._prepared.append(version)
+
+    async def commit(self, version: int, mode: PauseMode) -> float:
+        self._prepared.remove(version)
+        self.serving = version
+        return 0.0
 
     async def receive(self, incoming: IncomingWeights) -> None:
         self.received.append(self._group)
@@ -165,4 +179,28 @@ async def test_a_transfer_comes_over_the_group_it_names_or_not_at_all(
         await first
     await second
     assert engine.received == ["second"]
+    await weights.close()
+
+
+async def test_a_version_that_an_engine_may_go_back_to_stays_on_its_host(
+    policy, store, tmp_path
+) -> None:
+    """A server that is started anew reads it there, though it has served others since."""
+    engine = BareEngine()
+    weights = engine_weights(engine, store, HostCache(tmp_path / "cache", store, keep=1))
+    records = []
+    for number in range(4):
+        policy.change()
+        record = policy.publish()
+        records.append(record)
+        await weights.prepare(record.version, record.digest)
+        await weights.commit(record.version, record.digest, PauseMode.IN_PLACE)
+        if number == 0:
+            engine.restorable = record.version
+    first, second, third, last = (record.version for record in records)
+    here = {version for version, directory in engine.directories.items() if directory.is_dir()}
+    assert here - {third} == {first, last} == set(store.pins())  # the third served until now
+    engine.restorable = None
+    await weights.prepare(second, records[1].digest)
+    assert first not in store.pins()
     await weights.close()

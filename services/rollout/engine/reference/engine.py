@@ -38,11 +38,11 @@ from services.rollout.engine.reference.model import (
     open_model,
     yield_to_others,
 )
+from services.rollout.engine.versions import PreparedVersions
 from services.rollout.errors import (
     DuplicateRequestError,
     EngineFailedError,
     UnfitWeightsError,
-    VersionNotPreparedError,
 )
 from sluice import platform
 from sluice.runtime.errors import ServiceError
@@ -221,7 +221,6 @@ class DeviceThread:
         self._closing = True
 
 
-PREPARED_LIMIT = 2  # versions that lie ready at once; the oldest gives way
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -235,7 +234,7 @@ class ReferenceEngine(Engine):
         self._thread = DeviceThread(self._core, self._deliver, self._ended)
         self._loader = ThreadPoolExecutor(1, "engine-weights", initializer=yield_to_others)
         self._model: ServingModel | None = None
-        self._prepared: dict[int, PreparedWeights] = {}
+        self._prepared = PreparedVersions[PreparedWeights]()
         self._receiver: Receiver | None = None
         self._keys = itertools.count(1)
         self._streams: dict[int, asyncio.Queue[Outcome]] = {}
@@ -294,24 +293,18 @@ class ReferenceEngine(Engine):
 
     async def prepare(self, version: int, digest: str, directory: Path) -> None:
         began = time.monotonic()
-        if version in self._prepared and self._prepared[version].digest == digest:
+        if self._prepared.has(version, digest):
             return
         read = partial(load_version, self._model, self._dtype, self._device)
         model, weights = await self._load(partial(read, version, digest, directory))
         self._model = self._model or self._watched(model)
-        self._keep_prepared(weights, began)
+        self._prepared.add(weights)
+        self._prepare_seconds = time.monotonic() - began
 
     def _watched(self, model: ServingModel) -> ServingModel:
         if self._config.routed_experts:
             model.watch_routers()
         return model
-
-    def _keep_prepared(self, weights: PreparedWeights, began: float) -> None:
-        self._prepared.pop(weights.version, None)
-        self._prepared[weights.version] = weights
-        for oldest in list(self._prepared)[:-PREPARED_LIMIT]:
-            del self._prepared[oldest]
-        self._prepare_seconds = time.monotonic() - began
 
     async def join_transfer(self, groups: Sequence[Membership], seconds: float) -> None:
         self._leave_transfer()
@@ -331,7 +324,8 @@ class ReferenceEngine(Engine):
             if self._receiver is receiver:
                 self._leave_transfer()
             raise
-        self._keep_prepared(weights, began)
+        self._prepared.add(weights)
+        self._prepare_seconds = time.monotonic() - began
 
     def _leave_transfer(self) -> None:
         if self._receiver is not None:
@@ -339,17 +333,12 @@ class ReferenceEngine(Engine):
             self._receiver = None
 
     async def commit(self, version: int, mode: PauseMode) -> float:
-        if version not in self._prepared:
-            raise VersionNotPreparedError(
-                f"version {version} is not prepared", version=version, prepared=[*self._prepared]
-            )
-        assert self._model is not None
-        swap = partial(self._swap, self._model, self._prepared[version], mode)
-        wait = mode is PauseMode.WAIT
-        self._pause_seconds, retired = await self._thread.call(swap, when_quiet=wait)
+        with self._prepared.serving(version) as weights:
+            assert self._model is not None
+            swap = partial(self._swap, self._model, weights, mode)
+            wait = mode is PauseMode.WAIT
+            self._pause_seconds, retired = await self._thread.call(swap, when_quiet=wait)
         self._loader.submit(retired.clear)
-        for older in [number for number in self._prepared if number <= version]:
-            del self._prepared[older]
         return self._pause_seconds
 
     def status(self) -> EngineStatus:
@@ -364,7 +353,7 @@ class ReferenceEngine(Engine):
         return EngineStatus(
             version=version,
             digest=digest,
-            prepared_versions=tuple(sorted(self._prepared)),
+            prepared_versions=self._prepared.numbers,
             paused=core.paused is not None,
             rank_loads=(load,),
             max_running=self._config.max_running,

@@ -16,9 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from services.rollout.engine.reference.attention import IMPLEMENTATION, CacheShape, ForwardPlan
-from services.rollout.engine.version_files import checked_manifest, directory_digest, reading
+from services.rollout.engine.versions import checked_manifest, describe_model, reading
 from services.rollout.errors import UnfitWeightsError, UnsupportedModelError
-from sluice.weights.errors import WeightStoreError
 from sluice.weights.manifest import Manifest
 from sluice.weights.shards import load_verified
 
@@ -266,10 +265,7 @@ def open_model(
 
     Raises UnfitWeightsError or UnsupportedModelError.
     """
-    try:
-        digest = directory_digest(directory)
-    except (WeightStoreError, OSError) as error:
-        raise UnfitWeightsError(f"{directory} cannot be read: {error}") from error
+    digest, _ = describe_model(directory)
     model = ServingModel(directory, dtype, device)
     return model, PreparedWeights(0, digest, model.parameters())
 

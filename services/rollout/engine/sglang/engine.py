@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,12 +29,13 @@ from services.rollout.engine.sglang.load import Load, SlotLimiter
 from services.rollout.engine.sglang.replica import Replica
 from services.rollout.engine.sglang.samples import Routing, read_routing
 from services.rollout.engine.sglang.servers import dp_size, reads_media
-from services.rollout.engine.sglang.staging import (
-    HostVersions,
-    StagedVersion,
+from services.rollout.engine.sglang.weights import (
+    DiskVersion,
     check_fit,
-    read_config,
+    read_model,
+    read_version,
 )
+from services.rollout.engine.versions import PreparedVersions
 from services.rollout.errors import (
     DuplicateRequestError,
     EngineFailedError,
@@ -47,7 +50,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-PREPARED_LIMIT = 2  # versions that lie ready at once; the oldest gives way
 DRAIN_SECONDS = 3.0  # for what was aborted to end
 
 
@@ -57,38 +59,39 @@ class SglangEngine(Engine):
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._replica = Replica(config)
-        self._versions = HostVersions(config.sglang.staging)
+        self._disk = ThreadPoolExecutor(1, "engine-weights")
+        self._prepared = PreparedVersions[DiskVersion]()
+        self._restorable: DiskVersion | None = None  # the last one served from the disk
         self._gate, self._load = SlotLimiter(0, 0), Load(0)
         self._is_asleep = False
         self._is_reviving = False  # the server ended, and has not its weights again
         self._is_blank = False  # it has slept, and no weights since
         self._jobs: dict[str, Job] = {}
-        self._serving: StagedVersion | None = None
+        self._serving: DiskVersion | None = None
         self._vocabulary, self._reads_media = 0, False
         self._routing: Routing | None = None
         self._changing = asyncio.Lock()  # weights, pauses and restarts, one at a time
         self._paused: PauseMode | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._failure = ""
-        self._pause_seconds = 0.0
+        self._pause_seconds = self._prepare_seconds = 0.0
 
     async def start(self) -> None:
         config = self._config
-        await self._versions.sweep()
         size = dp_size(config)
         if config.sglang.url:
             size = (await self._replica.attach()).dp_size
         self._gate, self._load = SlotLimiter(size, config.max_running), Load(size)
         self._replica.open_line(self._gate, self._load)
         if config.model:
-            model = await self._versions.open(Path(config.model))
-            self._routing_of(read_config(model.directory))  # or no server need be started
+            model = await self._on_disk(partial(read_model, Path(config.model)))
+            self._routing_of(model.config)  # or no server need be started
             if config.sglang.url:
                 await self._replica.take_over(model)
             else:
                 await self._replica.launch(model)
             self._settle(model)
-            self._versions.restorable = model
+            self._restorable = model
         self._keeper = asyncio.create_task(self._keep(), name="sglang")
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
@@ -153,28 +156,35 @@ class SglangEngine(Engine):
             self._gate.open()
 
     async def prepare(self, version: int, digest: str, directory: Path) -> None:
-        def check(staged: StagedVersion) -> None:
-            self._routing_of(read_config(staged.directory))
-            if self._serving is not None:
-                check_fit(self._serving, staged)
-            self._replica.expect(staged)
+        began = time.monotonic()
+        if not self._prepared.has(version, digest):
+            read = partial(self._read, version, digest, directory)
+            self._prepared.add(await self._on_disk(read))
+            self._prepare_seconds = time.monotonic() - began
 
-        await self._versions.prepare(version, digest, directory, check)
+    def _read(self, version: int, digest: str, directory: Path) -> DiskVersion:
+        """Checks a version against its manifest and the model that serves; blocks."""
+        found = read_version(version, digest, directory)
+        self._routing_of(found.config)
+        if self._serving is not None:
+            check_fit(self._serving, found)
+        self._replica.expect(found)
+        return found
 
     async def commit(self, version: int, mode: PauseMode) -> float:
         async with self._changing:
-            with self._versions.using(version) as staged:
+            with self._prepared.serving(version) as new:
                 if self._is_asleep:
                     raise NotQuietError("the engine sleeps; wake it first")
                 if self._serving is not None:
-                    check_fit(self._serving, staged)
+                    check_fit(self._serving, new)
                 if not self._replica.is_up:
-                    self._pause_seconds = await self._timed(self._replica.launch(staged))
+                    self._pause_seconds = await self._timed(self._replica.launch(new))
                 else:
                     async with self._still(mode):
-                        await self._swap(staged)
-                self._settle(staged)
-            await self._versions.served(staged)
+                        await self._swap(new)
+                self._settle(new)
+            self._restorable = new
             return self._pause_seconds
 
     async def join_transfer(self, groups: Sequence[Membership], seconds: float) -> None:
@@ -203,13 +213,14 @@ class SglangEngine(Engine):
         return EngineStatus(
             version=serving.version if serving else None,
             digest=serving.digest if serving else "",
-            prepared_versions=tuple(self._versions.prepared),
+            prepared_versions=self._prepared.numbers,
+            restorable_version=self._restorable.version if self._restorable else None,
             paused=self._paused is not None,
             rank_loads=tuple(self._load.by_rank(cache_tokens)),
             max_running=self._config.max_running,
             max_model_length=self._max_length,
             last_pause_seconds=self._pause_seconds,
-            last_prepare_seconds=self._versions.prepare_seconds,
+            last_prepare_seconds=self._prepare_seconds,
             decode_tokens_total=self._load.drawn_tokens,
             prefill_tokens_total=self._load.prefill_tokens,
             failure=self._failure,
@@ -247,7 +258,7 @@ class SglangEngine(Engine):
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
         await self._replica.close()
-        await self._versions.close()
+        self._disk.shutdown(wait=False, cancel_futures=True)
 
     @property
     def _max_length(self) -> int:
@@ -293,7 +304,7 @@ class SglangEngine(Engine):
                 async with asyncio.timeout(DRAIN_SECONDS):
                     await self._load.empty()
 
-    async def _swap(self, staged: StagedVersion) -> None:
+    async def _swap(self, staged: DiskVersion) -> None:
         """Load a version; if that fails, the one before is loaded again."""
         try:
             await self._replica.load(staged)
@@ -304,12 +315,11 @@ class SglangEngine(Engine):
     async def _go_back(self) -> None:
         """Serve the last version that is on the disk of this host, or nothing."""
         self._replica.forget_weights()
-        restorable = self._versions.restorable
-        if restorable is None or not self._replica.is_up:
+        if self._restorable is None or not self._replica.is_up:
             return
         try:
-            await self._replica.load(restorable)
-            self._settle(restorable)
+            await self._replica.load(self._restorable)
+            self._settle(self._restorable)
         except ServiceError as error:
             logger.error("SGLang does not take the weights it had: %s", error)
             await self._replica.kill()  # a new server reads them from the disk
@@ -324,10 +334,9 @@ class SglangEngine(Engine):
                     continue
                 self._is_reviving = True  # one that answers has not yet the weights it had
                 try:
-                    restorable = self._versions.restorable
-                    await self._replica.revive(restorable, still=self._paused is not None)
-                    if restorable is not None:
-                        self._settle(restorable)
+                    await self._replica.revive(self._restorable, still=self._paused is not None)
+                    if self._restorable is not None:
+                        self._settle(self._restorable)
                     self._is_asleep = False
                 except ServiceError as error:
                     self._failure = str(error)
@@ -339,11 +348,11 @@ class SglangEngine(Engine):
         for job in list(self._jobs.values()):
             job.fail(error or EngineFailedError(self._failure))
 
-    def _settle(self, staged: StagedVersion) -> None:
+    def _settle(self, staged: DiskVersion) -> None:
         self._serving = staged
         self._is_blank = False
         self._replica.serving = (staged.version, staged.digest)
-        config = read_config(staged.directory)
+        config = staged.config
         vocabulary = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
         if not isinstance(vocabulary, int):
             raise UnfitWeightsError("config.json has no vocab_size")
@@ -353,6 +362,9 @@ class SglangEngine(Engine):
     def _routing_of(self, config: Mapping[str, Any]) -> Routing | None:
         """None where nobody wants to know. Raises UnfitWeightsError."""
         return read_routing(config) if self._config.routed_experts else None
+
+    async def _on_disk(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._disk, work)
 
     @staticmethod
     async def _timed(work: Awaitable[None]) -> float:

@@ -20,8 +20,7 @@ from services.rollout.engine.sglang.jobs import ServerHandle
 from services.rollout.engine.sglang.load import Load, SlotLimiter
 from services.rollout.engine.sglang.samples import Version, tag
 from services.rollout.engine.sglang.servers import Servers
-from services.rollout.engine.sglang.staging import StagedVersion
-from services.rollout.engine.sglang.weights import ServerWeights
+from services.rollout.engine.sglang.weights import DiskVersion, ServerWeights
 from services.rollout.errors import EngineFailedError, NoSleepError, NoWeightsError
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ class Replica:
         assert self.capabilities is not None
         return self.capabilities
 
-    async def take_over(self, staged: StagedVersion) -> None:
+    async def take_over(self, staged: DiskVersion) -> None:
         """Give an attached server these weights, and let it go on if somebody had stopped it."""
         if not self.is_up:
             await self.attach()
@@ -84,7 +83,7 @@ class Replica:
         await self.load(staged)
         await self.go_on()
 
-    async def launch(self, staged: StagedVersion) -> None:
+    async def launch(self, staged: DiskVersion) -> None:
         """Start a server with these weights. Raises what `attach` does, DigestMismatchError."""
         if self._sglang.url:
             raise EngineFailedError(f"SGLang at {self._sglang.url} does not answer")
@@ -100,7 +99,7 @@ class Replica:
             raise
         self._started.set()
 
-    async def revive(self, staged: StagedVersion | None, *, still: bool) -> None:
+    async def revive(self, staged: DiskVersion | None, *, still: bool) -> None:
         """Start the server that ended anew, or wait for an attached one to come back.
 
         `staged` is None for an attached one that was given no weights yet.
@@ -156,13 +155,13 @@ class Replica:
             await self._post("/continue_generation", {"torch_empty_cache": False})
         self._is_held = False
 
-    def expect(self, staged: StagedVersion) -> None:
+    def expect(self, staged: DiskVersion) -> None:
         """Compute what must be found after `load`; blocks."""
         if self._weights is not None and self._weights.parameters:
             name = tag(staged.version, staged.digest)
             self._expected[name] = self._weights.expected(staged)
 
-    async def load(self, staged: StagedVersion) -> None:
+    async def load(self, staged: DiskVersion) -> None:
         """Swap in a version of the disk. Raises UnfitWeightsError or DigestMismatchError."""
         if self._weights is None:
             raise EngineFailedError("SGLang is not up")

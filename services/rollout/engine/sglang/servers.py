@@ -19,7 +19,7 @@ from typing import Any
 
 from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.sglang.client import CONTEXT_MARGIN, SglangClient, SGLangRefusedError
-from services.rollout.engine.sglang.staging import read_config
+from services.rollout.engine.sglang.weights import read_config
 from services.rollout.errors import EngineFailedError
 from sluice import platform
 from sluice.config import ConfigError

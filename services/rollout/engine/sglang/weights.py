@@ -10,23 +10,115 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import mmap
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from services.rollout.engine.sglang.client import Capabilities, SglangClient, SGLangRefusedError
 from services.rollout.engine.sglang.samples import tag
-from services.rollout.engine.sglang.staging import StagedVersion
+from services.rollout.engine.versions import (
+    checked_manifest,
+    describe_model,
+    reading,
+    verify_files,
+)
 from services.rollout.errors import DigestMismatchError, EngineFailedError, UnfitWeightsError
 from sluice import platform
-from sluice.weights.checkpoint import Extent, parse_header
+from sluice.weights.checkpoint import Extent, parse_header, shard_paths
+from sluice.weights.manifest import Manifest, StoredTensor, TensorEntry
 
 if TYPE_CHECKING:
     from services.rollout.engine.interface import IncomingWeights
     from sluice.weights.transfer.plan import Membership
+
+
+@dataclass(frozen=True)
+class DiskVersion:
+    """A version in an HF directory of this host, every byte of it checked."""
+
+    version: int
+    digest: str
+    directory: Path
+    tensors: Mapping[str, TensorEntry | StoredTensor]
+    config: Mapping[str, Any]  # config.json
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        return tuple(self.config.get("architectures") or ())
+
+    def renamed(self, manifest: Manifest) -> DiskVersion:
+        """Returns the version that has replaced this one in a server, without files here."""
+        return replace(
+            self, version=manifest.version, digest=manifest.digest, tensors=manifest.tensors
+        )
+
+
+def read_version(version: int, digest: str, directory: Path) -> DiskVersion:
+    """Checks a version of the store; blocks.
+
+    Raises DigestMismatchError naming the tensor or file, or UnfitWeightsError.
+    """
+    with reading(version):
+        manifest = checked_manifest(directory, version, digest)
+        verify_files(directory, manifest)
+    return DiskVersion(version, digest, directory, manifest.tensors, read_config(directory))
+
+
+def read_model(directory: Path) -> DiskVersion:
+    """Hashes a model directory, which is version 0; blocks. Raises UnfitWeightsError."""
+    digest, tensors = describe_model(directory)
+    return DiskVersion(0, digest, directory, tensors, read_config(directory))
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """`config.json`. Raises UnfitWeightsError, also for a model that SGLang would serve wrong."""
+    try:
+        document = json.loads((directory / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise UnfitWeightsError(f"{directory.name}: config.json cannot be read: {error}") from error
+    if not isinstance(document, dict):
+        raise UnfitWeightsError(f"{directory.name}: config.json is no object")
+    _refuse_dense_layers(directory.name, document)
+    return document
+
+
+def _refuse_dense_layers(name: str, document: Mapping[str, Any]) -> None:
+    """SGLang takes every layer of a Qwen3-MoE for a mixture and leaves others' weights unread."""
+    is_qwen3 = "Qwen3MoeForCausalLM" in (document.get("architectures") or ())
+    step = document.get("decoder_sparse_step")
+    if is_qwen3 and (document.get("mlp_only_layers") or step not in (None, 1)):
+        raise UnfitWeightsError(
+            f"{name}: dense layers among those of experts (mlp_only_layers, decoder_sparse_step), "
+            "which SGLang 0.5.23 would serve with weights of its own making"
+        )
+
+
+def check_fit(serving: DiskVersion, new: DiskVersion) -> None:
+    """Raises UnfitWeightsError unless `new` can be loaded into the model that serves."""
+    if new.architectures != serving.architectures:
+        raise UnfitWeightsError(
+            f"version {new.version} is of {', '.join(new.architectures) or 'nothing'}, the engine "
+            f"serves {', '.join(serving.architectures) or 'nothing'}",
+            version=new.version,
+        )
+    old, shapes = serving.shapes, new.shapes
+    differing = {n for n in old.keys() | shapes.keys() if old.get(n) != shapes.get(n)}
+    if differing:
+        raise UnfitWeightsError(
+            f"version {new.version} differs from the model that serves in {len(differing)} "
+            f"tensors: {', '.join(sorted(differing)[:8])}",
+            version=new.version,
+        )
+
 
 # checkpoints hold apart, in this order, what SGLang holds in one parameter
 STACKED = {
@@ -38,6 +130,7 @@ PADDED_ROWS = 64
 _STACKED_NAME = re.compile(r"^(.*\.)(qkv_proj|gate_up_proj)(\.(?:weight|bias))$")
 
 Checksums = Mapping[str, str]
+Tensors = Mapping[str, TensorEntry | StoredTensor]  # by HF name
 
 
 def tensors_of(parameter: str) -> tuple[str, ...]:
@@ -176,13 +269,13 @@ class ServerWeights:
         """What the server holds is not known any more."""
         self._held, self._digests = [], {}
 
-    def expected(self, staged: StagedVersion) -> dict[str, str]:
+    def expected(self, staged: DiskVersion) -> dict[str, str]:
         """Checksums of a version on disk; blocks. Empty where they do not follow from files."""
-        if not (self._verifies and self.computes and self._has_dtype(staged)):
+        if not (self._verifies and self.computes and self._is_exact(staged.tensors)):
             return {}
-        return CheckpointChecksums(staged.shards).of(self.parameters)
+        return CheckpointChecksums(shard_paths(staged.directory)).of(self.parameters)
 
-    async def load(self, staged: StagedVersion, expected: Mapping[str, str] | None) -> None:
+    async def load(self, staged: DiskVersion, expected: Mapping[str, str] | None) -> None:
         """Swap in a version of this host's disk.
 
         Raises UnfitWeightsError where SGLang refuses it, DigestMismatchError where it holds
@@ -200,7 +293,7 @@ class ServerWeights:
             raise UnfitWeightsError(str(error), version=staged.version) from error
         await self.check(staged, expected)
 
-    async def check(self, staged: StagedVersion, expected: Mapping[str, str] | None = None) -> None:
+    async def check(self, staged: DiskVersion, expected: Mapping[str, str] | None = None) -> None:
         """Compare what the server holds with a version of the disk; the first one is learnt."""
         if not self._verifies:
             return
@@ -209,7 +302,8 @@ class ServerWeights:
         if expected is None:
             expected = await asyncio.to_thread(self.expected, staged)
         wrong = wrong_values(found, expected)
-        self._settle(before, found, staged.tensors, wrong, is_exact=self._has_dtype(staged))
+        exact = self._is_exact(staged.tensors)
+        self._settle(before, found, staged.tensors, wrong, is_exact=exact)
 
     async def join(self, groups: Sequence[Membership], seconds: float) -> None:
         """Be ranks of these groups in place of those before. Raises EngineFailedError."""
@@ -271,10 +365,8 @@ class ServerWeights:
             raise EngineFailedError(str(error)) from error
         if self._verifies:
             before, self._held = self._held, await self._read()
-            tensors = {name: stored.digest for name, stored in manifest.tensors.items()}
-            dtypes = {STORED_DTYPES.get(stored.dtype) for stored in manifest.tensors.values()}
-            exact = dtypes == {self._capabilities.dtype}
-            self._settle(before, self._held, tensors, [], is_exact=exact)
+            exact = self._is_exact(manifest.tensors)
+            self._settle(before, self._held, manifest.tensors, [], is_exact=exact)
 
     async def _read(self) -> list[dict[str, str]]:
         try:
@@ -289,14 +381,15 @@ class ServerWeights:
         self,
         before: list[dict[str, str]],
         after: list[dict[str, str]],
-        tensors: Digests,
+        tensors: Tensors,
         wrong: list[str],
         *,
         is_exact: bool,
     ) -> None:
-        old, self._digests = self._digests, dict(tensors)
+        new = {name: tensor.digest for name, tensor in tensors.items()}
+        old, self._digests = self._digests, new
         if before and old:
-            wrong = wrong or wrong_changes(before, after, old, tensors, exact=is_exact)
+            wrong = wrong or wrong_changes(before, after, old, new, exact=is_exact)
         if wrong:
             raise DigestMismatchError(
                 f"SGLang holds other weights than it was given, in {len(wrong)} parameters: "
@@ -304,8 +397,9 @@ class ServerWeights:
                 tensor=wrong[0],
             )
 
-    def _has_dtype(self, staged: StagedVersion) -> bool:
-        stored = {STORED_DTYPES.get(dtype) for dtype, _ in staged.layout.values()}
+    def _is_exact(self, tensors: Tensors) -> bool:
+        """Whether the server keeps these tensors as they came, without a cast."""
+        stored = {STORED_DTYPES.get(tensor.dtype) for tensor in tensors.values()}
         return stored == {self._capabilities.dtype}
 
 

@@ -1,0 +1,190 @@
+"""Versions of weights as an engine takes them: checked on disk, then ready to serve. No torch."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from services.rollout.errors import (
+    DigestMismatchError,
+    UnfitWeightsError,
+    VersionNotPreparedError,
+)
+from sluice.weights.checkpoint import describe_shard, parse_header, shard_paths
+from sluice.weights.errors import (
+    DamagedFileError,
+    FileDigestError,
+    ManifestError,
+    MissingFileError,
+    TensorDigestError,
+    WeightStoreError,
+)
+from sluice.weights.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    TensorEntry,
+    digest_bytes,
+    digest_file,
+    digest_version,
+    read_manifest,
+)
+
+
+def mismatch_of(error: WeightStoreError) -> DigestMismatchError | None:
+    """Returns the engine's error for bytes that are not as published; None for other errors."""
+    match error:
+        case TensorDigestError():
+            names = {"tensor": error.name, "expected": error.expected, "actual": error.actual}
+        case FileDigestError():
+            names = {"file": error.file_name, "expected": error.expected, "actual": error.actual}
+        case DamagedFileError() | MissingFileError():
+            names = {"file": error.file_name}
+        case ManifestError():
+            names = {"file": MANIFEST_NAME}
+        case _:
+            return None
+    return DigestMismatchError(str(error), **names)
+
+
+@contextmanager
+def reading(version: int) -> Iterator[None]:
+    """Turns errors of a version's files into the engine's own.
+
+    Raises DigestMismatchError, which names the tensor or file, or UnfitWeightsError.
+    """
+    try:
+        yield
+    except (WeightStoreError, OSError) as error:
+        mismatch = mismatch_of(error) if isinstance(error, WeightStoreError) else None
+        unfit = UnfitWeightsError(f"version {version} cannot be read: {error}")
+        raise mismatch or unfit from error
+
+
+def checked_manifest(directory: Path, version: int, digest: str) -> Manifest:
+    """Reads the manifest of this version and digest.
+
+    Raises DigestMismatchError, UnfitWeightsError, WeightStoreError or OSError.
+    """
+    manifest = read_manifest(directory)
+    if manifest.digest != digest:
+        raise DigestMismatchError(
+            f"version {version} has digest {manifest.digest}, not {digest}",
+            version=version,
+            expected=digest,
+            actual=manifest.digest,
+        )
+    if manifest.version != version:
+        raise UnfitWeightsError(
+            f"{directory.name!r} holds version {manifest.version}, not {version}", version=version
+        )
+    return manifest
+
+
+def verify_files(directory: Path, manifest: Manifest) -> None:
+    """Hashes every tensor and every companion file, each byte once.
+
+    The tensors tile a safetensors file, so that nothing but the names in its header is left to
+    compare. Raises TensorDigestError, FileDigestError, MissingFileError or DamagedFileError.
+    """
+    shards = {stored.file for stored in manifest.tensors.values()}
+    for name in sorted(manifest.files):
+        path = directory / name
+        if not path.is_file():
+            raise MissingFileError(name)
+        if name in shards:
+            _verify_shard(path, manifest)
+            continue
+        expected, (_, actual) = manifest.files[name].digest, digest_file(path)
+        if actual != expected:
+            raise FileDigestError(name, expected, actual)
+
+
+def _verify_shard(path: Path, manifest: Manifest) -> None:
+    if not path.stat().st_size:
+        raise DamagedFileError(path.name, "is empty")
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    extents = parse_header(mapped, file_name=path.name)
+    stored = {name: t for name, t in manifest.tensors.items() if t.file == path.name}
+    layout = {name: (extent.dtype, extent.shape) for name, extent in extents.items()}
+    if layout != {name: (tensor.dtype, tensor.shape) for name, tensor in stored.items()}:
+        raise DamagedFileError(path.name, "holds other tensors than its manifest names")
+    view = memoryview(mapped)
+    for name, extent in extents.items():
+        actual = digest_bytes(view[extent.begin : extent.end])
+        if actual != stored[name].digest:
+            raise TensorDigestError(name, stored[name].digest, actual)
+
+
+def describe_model(directory: Path) -> tuple[str, Mapping[str, TensorEntry]]:
+    """Hashes a plain HF directory: the digest of the version that it is, and its tensors by name.
+
+    Raises UnfitWeightsError.
+    """
+    try:
+        shards = [describe_shard(path) for path in shard_paths(directory)]
+    except (WeightStoreError, OSError) as error:
+        raise UnfitWeightsError(f"{directory} cannot be read: {error}") from error
+    tensors = {name: entry for shard in shards for name, entry in shard.tensors.items()}
+    return digest_version((n, t.dtype, t.shape, t.digest) for n, t in tensors.items()), tensors
+
+
+PREPARED_LIMIT = 2  # versions that are ready at once; the oldest gives way
+
+
+class PreparedVersion(Protocol):
+    """What an engine keeps of a version that is ready to serve."""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def digest(self) -> str: ...
+
+
+P = TypeVar("P", bound=PreparedVersion)
+
+
+class PreparedVersions(Generic[P]):
+    """The versions that are ready to serve."""
+
+    def __init__(self) -> None:
+        self._ready: dict[int, P] = {}  # in the order in which they were prepared
+        self._in_use: int | None = None
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Version numbers, ascending."""
+        return tuple(sorted(self._ready))
+
+    def has(self, version: int, digest: str) -> bool:
+        return version in self._ready and self._ready[version].digest == digest
+
+    def add(self, prepared: P) -> None:
+        """Keep a version; the oldest beyond PREPARED_LIMIT that is not in use gives way."""
+        self._ready.pop(prepared.version, None)
+        self._ready[prepared.version] = prepared
+        for oldest in list(self._ready)[:-PREPARED_LIMIT]:
+            if oldest != self._in_use:
+                del self._ready[oldest]
+
+    @contextmanager
+    def serving(self, version: int) -> Iterator[P]:
+        """Yields a version that is about to serve, which others do not displace meanwhile.
+
+        When the block ends without an error, it and all older ones are forgotten. Raises
+        VersionNotPreparedError.
+        """
+        if version not in self._ready:
+            raise VersionNotPreparedError(
+                f"version {version} is not prepared", version=version, prepared=[*self._ready]
+            )
+        self._in_use = version
+        try:
+            yield self._ready[version]
+            self._ready = {n: kept for n, kept in self._ready.items() if n > version}
+        finally:
+            self._in_use = None
