@@ -10,14 +10,14 @@ import math
 import os
 import resource
 import signal
+import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
-from urllib.parse import urlsplit
 
 import psutil
 import yaml
@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Kind = Literal["router", "converter", "trainer", "rollout"]
 START_ORDER: tuple[Kind, ...] = ("router", "converter", "trainer", "rollout")
+LOOPBACK = "127.0.0.1"  # where services listen that name no host
 RESTART_PAUSES = Backoff(first=0.2, longest=5.0)
 LASTING_SECONDS = 30.0  # a process that served for so long is not failing in a row
 
@@ -93,6 +94,7 @@ class _Service:
     environment: dict[str, str]
     process: asyncio.subprocess.Process | None = None
     addresses: dict[str, Any] = field(default_factory=dict)
+    ports: dict[str, socket.socket] = field(default_factory=dict)
     restarts: int = 0
 
 
@@ -158,6 +160,8 @@ class Supervisor:
         """SIGTERM to all, SIGKILL to those that do not end in time."""
         for service in reversed(self._services):
             await self._end(service)
+            while service.ports:
+                service.ports.popitem()[1].close()
         self.services_file.unlink(missing_ok=True)
         self._claim.close()
 
@@ -204,11 +208,13 @@ class Supervisor:
         server = {**config.get("server", {}), "address_file": str(service.address_file)}
         server["parent"] = os.getpid()  # a killed supervisor leaves nobody behind
         server.setdefault("security", self.config.security.model_dump(mode="json"))
-        if service.addresses:  # a restart keeps the ports that others know
-            server["port"] = int(service.addresses["address"].rpartition(":")[2])
-            server["metrics_port"] = int(service.addresses["metrics_address"].rpartition(":")[2])
-        if url := service.addresses.get("openai_url"):
-            config["openai"] = {**config["openai"], "port": urlsplit(url).port}
+        for name in ("port", "metrics_port"):
+            server[name] = server.get(name) or _port(service, name, server)
+        if (openai := config.get("openai")) is not None:
+            config["openai"] = {
+                **openai,
+                "port": openai.get("port") or _port(service, "openai", server),
+            }
         config["server"] = server
         if service.kind in ("trainer", "rollout"):
             config.setdefault("store", str(self.run_dir / "store"))
@@ -332,6 +338,28 @@ class Supervisor:
         }
         data = json.dumps(entries, indent=1).encode()
         replace_file(self.services_file, data, temporary=self.run_dir, sync=False)
+
+
+def _port(service: _Service, name: str, server: Mapping[str, Any]) -> int:
+    """A free port of the service's host, the same for each of its restarts."""
+    if name not in service.ports:
+        service.ports[name] = reserve_port(str(server.get("host", LOOPBACK)))
+    return int(service.ports[name].getsockname()[1])
+
+
+def reserve_port(host: str) -> socket.socket:
+    """Binds a free port of `host` and does not listen there.
+
+    Until the socket is closed, only a server that names the port and sets SO_REUSEADDR, as ours
+    do, can have it: no process that asks for any port, or connects from one, is given it while
+    the server is down. Raises OSError.
+    """
+    found = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)
+    family, address = found[0][0], found[0][4]
+    holder = socket.socket(family)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(address)
+    return holder
 
 
 def address_of(path: Path, name: str) -> str:

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -19,6 +21,8 @@ from sluice.durable import DirectoryError
 from sluice.supervise import ServiceDiedError, Supervisor, UpConfig
 from tests.e2e.conftest import ENVIRONMENT, wait_until
 from tests.patience import PATIENCE
+
+ADDRESSES = ("address", "metrics_address")
 
 
 def config(run_dir, **changes) -> UpConfig:
@@ -48,6 +52,34 @@ async def test_a_killed_service_comes_back_at_its_address(tmp_path):
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
     await supervisor.stop()
+
+
+async def test_nobody_is_given_the_ports_of_a_service_that_is_down(tmp_path):
+    supervisor = Supervisor(config(tmp_path))
+    await supervisor.start()
+    (service,) = supervisor._services
+    ports = [int(known(tmp_path)[name].rpartition(":")[2]) for name in ADDRESSES]
+    assert service.process is not None
+    service.process.kill()
+    await service.process.wait()  # nobody watches: it stays down
+    assert [may_be_given(port) for port in ports] == [False, False]
+    watching = asyncio.create_task(supervisor.watch())
+    await pid_after(tmp_path, service.process.pid)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    await supervisor.stop()
+    assert [may_be_given(port) for port in ports] == [True, True]
+
+
+def may_be_given(port: int) -> bool:
+    """Whether a stranger can have this port."""
+    with socket.socket() as stranger:
+        try:
+            stranger.bind(("127.0.0.1", port))
+        except OSError as error:
+            assert error.errno == errno.EADDRINUSE
+            return False
+        return True
 
 
 async def test_a_killed_rollout_comes_back_at_the_address_its_clients_know(tmp_path):
