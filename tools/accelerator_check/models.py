@@ -35,6 +35,24 @@ class Qwen3Shape:
     def parameters(self) -> int:
         return self.body + self.hidden + self.vocabulary * self.hidden
 
+    def config(self, spread: float) -> Qwen3Config:
+        """Without special tokens; `spread` is the standard deviation of random weights."""
+        return Qwen3Config(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.feed_forward,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head,
+            max_position_embeddings=4096,
+            tie_word_embeddings=True,
+            initializer_range=spread,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        )
+
     def training_flops(self, tokens: int, scored: int, length: int) -> float:
         """Of forward and backward over rows of `length`, `scored` of whose tokens have logits.
 
@@ -65,32 +83,14 @@ def shape_of(work: StepWork, name: str) -> Qwen3Shape:
 def random_model(
     work: StepWork, name: str, *, dtype: torch.dtype = torch.bfloat16, spread: float = 0.02
 ) -> Path:
-    """The HF directory of a shape, made once for all steps; it has no end-of-sequence token.
-
-    `spread` is the standard deviation of its weights: 0.02 gives nearly even next tokens.
-    """
+    """The HF directory of a shape, made once for all steps; a spread of 0.02 gives nearly even
+    next tokens."""
     path = work.out / "work" / "models" / name
     if path.exists():
         return path
-    shape = shape_of(work, name)
-    config = Qwen3Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.feed_forward,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        initializer_range=spread,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
     platform.current().seed_all(0)
     with platform.current().device():  # a billion draws take a while on a host
-        model = Qwen3ForCausalLM(config)
+        model = Qwen3ForCausalLM(shape_of(work, name).config(spread))
     partial = path.with_name(f"{name}.{work.step.name}")
     model.to(dtype).save_pretrained(partial)
     if not path.exists():

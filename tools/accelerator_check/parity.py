@@ -47,7 +47,7 @@ def run(work: StepWork, backend: str) -> None:
             found = measure(work, backend, model)
             other.result()
         expected = load_file(file)
-    _compare(work, found, expected, rehearsal=on_cpu)
+    compare(work, found, expected, rehearsal=on_cpu)
 
 
 def measure(work: StepWork, backend: str, model: Path) -> dict[str, torch.Tensor]:
@@ -93,13 +93,17 @@ def _weights(backend: TrainingBackend, directory: Path) -> torch.Tensor:
     return torch.cat([tensors[name].double().flatten() for name in sorted(tensors)])
 
 
-def _compare(
+def compare(
     work: StepWork,
     found: dict[str, torch.Tensor],
     expected: dict[str, torch.Tensor],
     *,
     rehearsal: bool,
 ) -> None:
+    """Record how far the device's figures are from the CPU's; fail where it is too far.
+
+    A rehearsal, of one and the same figures, has no fp32 figure.
+    """
     scale = expected["losses"].abs().max()
     parts = {
         "logprob_max": _most(found["logprobs"] - expected["logprobs"]),

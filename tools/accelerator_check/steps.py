@@ -48,8 +48,8 @@ STEPS = (  # the most telling first
     CheckStep("demo-megatron", "demo", 100, ("megatron",), (*DEMO, *MEGATRON)),
     CheckStep("training-1.5b", "training", 110, ("1.5b",), (*REFERENCE, *MEGATRON)),
     CheckStep("training-0.5b", "training", 80, ("0.5b",), (*REFERENCE, *MEGATRON)),
-    CheckStep("sync", "sync", 75, (), ENGINE),
-    CheckStep("engine", "engine", 90, (), ENGINE),
-    CheckStep("faults", "faults", 100, (), (*DEMO, *REFERENCE)),
+    CheckStep("sync", "sync", 110, (), ENGINE),
+    CheckStep("engine", "engine", 110, (), ENGINE),
+    CheckStep("faults", "faults", 120, (), (*DEMO, *REFERENCE)),
     CheckStep("checkpoint", "checkpoint", 75, (), (*REFERENCE, *MEGATRON)),
 )

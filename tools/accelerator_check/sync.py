@@ -50,7 +50,7 @@ async def _through_store(work: StepWork, host_peak: float) -> Path:
     store = WeightStore(root, durable=False)
     engine = create_engine("reference", EngineConfig.model_validate(_settings(model)))
     await engine.start()
-    rounds = 2 if work.small else 4
+    rounds = 2 if work.small else 3
     try:
         async with _generating(engine):
             found = []
