@@ -17,6 +17,7 @@ import torch
 
 from sluice import platform
 from sluice.weights.checkpoint import data_start
+from sluice.weights.errors import TransferBrokenError
 from sluice.weights.manifest import read_manifest
 from sluice.weights.transfer.group import Deadline, Meeting, join_group, receive, send
 from sluice.weights.transfer.plan import Bucket, Membership, plan_buckets
@@ -41,7 +42,9 @@ def broadcast(work: StepWork, version: Path) -> None:
         try:
             seconds = _pair(work, backend, version, folder)
         except (subprocess.SubprocessError, OSError, ValueError) as error:
-            work.note(f"no collective over {backend} between two processes here: {error}")
+            said = sorted({file.read_text() for file in folder.glob("*.reason")})
+            reason = "; ".join(said) or f"{type(error).__name__}"
+            work.note(f"no collective over {backend} between two processes here: {reason}")
             continue
         size = sum(bucket.size for bucket in _buckets(version))
         work.record(collective_backend=backend, collective_gbs=size / seconds / 1e9)
@@ -126,7 +129,11 @@ def main() -> None:
     side, backend, version, folder = sys.argv[1:5]
     platform.current().set_device(0)
     measure = _send if side == "send" else _receive
-    seconds = measure(backend, Path(version), Path(folder))
+    try:
+        seconds = measure(backend, Path(version), Path(folder))
+    except TransferBrokenError as error:
+        (Path(folder) / f"{side}.reason").write_text(str(error))
+        sys.exit(1)
     (Path(folder) / side).write_text(json.dumps(seconds))
 
 
