@@ -29,8 +29,7 @@ from pathlib import Path
 
 import torch
 
-from sluice.algo.linear_logprobs import DEFAULT_CHUNK_ROWS, linear_logprobs
-from sluice.algo.logprobs import token_logprobs
+from sluice.algo.logprobs import DEFAULT_CHUNK_ROWS, linear_logprobs, token_logprobs
 
 VARIANTS = ("logits-plain", "logits-fused", "linear-plain", "linear-fused")
 VARIANT_SECONDS = 900

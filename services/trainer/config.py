@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal, Self
 
@@ -70,6 +71,15 @@ class RanksConfig(Config):
     restart_backoff: float = Field(
         1.0, ge=0, description="Seconds, doubled with each restart in a row."
     )
+    check_collectives: bool = Field(
+        False,
+        description="Compare what ranks exchange before they do, to find one that differs: slow.",
+    )
+
+    @property
+    def check_timeout(self) -> timedelta | None:
+        """How long ranks wait for each other before a checked collective; None checks none."""
+        return timedelta(seconds=self.command_timeout / 2) if self.check_collectives else None
 
 
 class PublishConfig(Config):

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from sluice.algo.inputs import SumOverRanks
 from sluice.algo.kl import LOG_RATIO_LIMIT, bounded_exp
 from sluice.algo.spec import ImportanceSpec, LossSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceSums:
-    """Sums over the trained tokens of each sample, over every context-parallel rank; float[N]."""
+    """Sums over the trained tokens of each sample; float[N]."""
 
     tokens: torch.Tensor
     log_ratio: torch.Tensor  # current - old
@@ -36,18 +35,10 @@ def needs_sequence_sums(spec: LossSpec) -> bool:
 
 @torch.no_grad()
 def sum_sequences(
-    terms_KT: torch.Tensor,
-    sample_index_T: torch.Tensor,
-    sample_count: int,
-    sum_over_ranks: SumOverRanks | None,
+    terms_KT: torch.Tensor, sample_index_T: torch.Tensor, sample_count: int
 ) -> SequenceSums:
-    """Segment sums of [tokens, log ratio, log importance, vetoed] (zero on untrained tokens).
-
-    One collective whatever is summed, and also on a rank that holds no token.
-    """
+    """Returns segment sums of [tokens, log ratio, log importance, vetoed], 0 where untrained."""
     sums_KN = terms_KT.new_zeros(4, sample_count).index_add_(1, sample_index_T, terms_KT)
-    if sum_over_ranks is not None:
-        sums_KN = sum_over_ranks(sums_KN)
     return SequenceSums(
         tokens=sums_KN[0],
         log_ratio=sums_KN[1],

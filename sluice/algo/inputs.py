@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,8 +12,6 @@ from sluice.algo.spec import LossSpec, required_columns
 
 # Read for metrics where a row has them; rows without them are NaN and left out of the mean.
 METRIC_COLUMNS = ("rollout_logprobs", "old_logprobs")
-
-SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 
 
 class MissingColumnError(ValueError):
@@ -32,15 +30,13 @@ def check_columns(needed: Iterable[str], present: Container[str], where: str) ->
 
 @dataclass(frozen=True, kw_only=True)
 class LossInputs:
-    """Response tokens of a micro-batch (or of one context-parallel rank's share), packed.
+    """Response tokens of a micro-batch, packed; under context parallelism gathered before.
 
     outputs: float[T], log-probs of the tokens, or a critic's values; requires grad.
     mask: bool[T], the tokens trained on; whatever other tensors hold elsewhere is not read.
     sample_index: int64[T], the sample of each token, in [0, N).
     sample_weights: float[N], factor of each sample's summed token losses (see aggregation.py).
     columns: float[T] by name. entropy: float[T] when there is a metric or a bonus to make.
-    sum_over_ranks: adds per-sample sums over context-parallel ranks, without gradient. Whether it
-    is called depends on the spec alone; None where every rank sees whole samples.
     """
 
     outputs: torch.Tensor
@@ -49,7 +45,6 @@ class LossInputs:
     sample_weights: torch.Tensor
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
     entropy: torch.Tensor | None = None
-    sum_over_ranks: SumOverRanks | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +79,9 @@ def pack_rows(
     spec: LossSpec,
     outputs_T: torch.Tensor,
     entropy_T: torch.Tensor | None = None,
-    share_T: torch.Tensor | None = None,
-    sum_over_ranks: SumOverRanks | None = None,
 ) -> LossInputs:
-    """Inputs of `compute_loss` for `rows`; `outputs_T` is their responses in row order.
+    """Returns the inputs of `compute_loss`; `outputs_T` is the responses of `rows` in order.
 
-    Under context parallelism either gather the outputs first or give `share_T`, the response
-    tokens that `outputs_T` stands for (`ResponseLayout.share`), and `sum_over_ranks`.
     Raises MissingColumnError naming the first row without a column that `spec` needs, and
     ValueError when a column or the outputs differ in length from the responses.
     """
@@ -98,29 +89,24 @@ def pack_rows(
     for row in rows:
         check_columns(needed, row.columns, f"sample {row.sample_id}")
     lengths = [row.loss_mask.shape[0] for row in rows]
-    expected = sum(lengths) if share_T is None else len(share_T)
-    if expected != len(outputs_T):
-        raise ValueError(f"{len(outputs_T)} outputs for {expected} response tokens")
+    if sum(lengths) != len(outputs_T):
+        raise ValueError(f"{len(outputs_T)} outputs for {sum(lengths)} response tokens")
     held = {name for row in rows for name in row.columns}
     names = needed | (held & set(METRIC_COLUMNS))
     device = outputs_T.device
     counts_N = torch.tensor(lengths, dtype=torch.int64)
     index_T = torch.repeat_interleave(torch.arange(len(rows)), counts_N)
-    share = slice(None) if share_T is None else share_T.cpu()
     masks = [torch.empty(0, dtype=torch.bool), *(row.loss_mask for row in rows)]
     return LossInputs(
         outputs=outputs_T,
-        mask=torch.cat(masks).bool()[share].to(device),
-        sample_index=index_T[share].to(device),
+        mask=torch.cat(masks).bool().to(device),
+        sample_index=index_T.to(device),
         sample_weights=torch.tensor(
             [row.loss_weight for row in rows],
             dtype=torch.promote_types(outputs_T.dtype, torch.float32),
         ).to(device),
-        columns={
-            name: _pack_column(rows, lengths, name)[share].to(device) for name in sorted(names)
-        },
+        columns={name: _pack_column(rows, lengths, name).to(device) for name in sorted(names)},
         entropy=entropy_T,
-        sum_over_ranks=sum_over_ranks,
     )
 
 

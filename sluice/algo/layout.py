@@ -116,13 +116,6 @@ class SequenceLayout:
         parts += [torch.arange(a, a + n) for a, n in zip(self.starts, self.lengths, strict=False)]
         return self.place_of_pack[torch.cat(parts)]
 
-    def owner(self, sample: int, position: int) -> tuple[int, int]:
-        """(rank, slot) of one token. Raises IndexError outside the sample."""
-        if not 0 <= position < self.lengths[sample]:
-            raise IndexError(f"sample {sample} has {self.lengths[sample]} tokens, not {position}")
-        place = int(self.place_of_pack[self.starts[sample] + position])
-        return place // self.local_length, place % self.local_length
-
     def split(self, samples: Sequence[torch.Tensor], rank: int, fill: float = 0) -> torch.Tensor:
         """[local_length, ...]: the slots of `rank` of per-sample tensors [length_i, ...]."""
         lengths = tuple(len(values) for values in samples)
@@ -182,11 +175,3 @@ class ResponseLayout:
     def slots(self, rank: int) -> torch.Tensor:
         """int64[L]: the slots of `rank` that predict them, ascending."""
         return self.places[self.share(rank)] - rank * self.layout.local_length
-
-    def owner(self, sample: int, response_index: int) -> tuple[int, int]:
-        """(rank, slot) at which a response token is predicted, e.g. to place a reward."""
-        return self.layout.owner(sample, self.prompt_lengths[sample] + response_index - 1)
-
-    def split(self, responses: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
-        """[L, ...]: what `rank` predicts of per-sample columns [response_i, ...]."""
-        return torch.cat(list(responses)).index_select(0, self.share(rank))

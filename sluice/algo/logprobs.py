@@ -1,8 +1,13 @@
-"""Log-probs and entropy of given tokens from logits, without a softmax in memory.
+"""Log-probs and entropy of given tokens, from logits or from hidden states and the output weight.
 
-Forward walks over blocks of rows and keeps two numbers a row; backward recomputes the block's
-probabilities straight into the gradient. The vocabulary may be sharded over a process group:
-forward runs one MAX and one SUM all-reduce whatever the sizes and settings, backward none.
+Neither keeps a softmax in memory: forward walks over blocks of rows and keeps two numbers a row;
+backward recomputes the block's probabilities straight into the gradient. `linear_logprobs` never
+holds all logits either: forward and backward each make those of one chunk of rows at a time (4/3
+of the multiplications of the plain formula) and turn them into their gradient in place, after the
+linear cross-entropies of Liger and Cut Your Losses (arXiv 2411.09009).
+
+The vocabulary may be sharded over a process group: forward runs one MAX and one SUM all-reduce
+whatever the sizes and settings; backward none, but for that of the hidden states' gradient.
 """
 
 from __future__ import annotations
@@ -23,6 +28,8 @@ CPU_BLOCK_BYTES = 2**20  # stays in a core's cache from the first touch to the l
 DEVICE_BLOCK_BYTES = 2**28  # few kernel launches, little beside the logits
 LOWEST_LOG_WEIGHT = -1e4  # exp of it is 0; keeps 0 x -inf out of the entropy of banned tokens
 LOWEST_MAX = -1e30  # of a shard where every token is padding or banned
+DEFAULT_CHUNK_ROWS = 512  # of linear_logprobs: enough for a full-speed matrix product
+SUB_BLOCKS = 16  # temporaries beside a chunk's logits are at most 2/16 of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +54,7 @@ WHOLE_VOCAB = VocabShard()
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowOptions:
+class _RowOptions:
     """What rows of logits are turned into; hashable, so that it can pass through autograd."""
 
     temperature: float
@@ -77,14 +84,41 @@ def token_logprobs(
     only when nobody reads the logits afterwards.
     Raises ValueError for a temperature that is not positive and, on a CPU, bad targets.
     """
-    options = check_options(
+    options = _check_options(
         temperature, entropy, chunk_rows, vocab, targets_T, logits_TV.shape[1], logits_TV.device
     )
     apply: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _TokenLogprobs.apply
     return apply(logits_TV, targets_T, options, reuse_logits)
 
 
-def check_options(
+def linear_logprobs(
+    hidden_TH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    targets_T: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    entropy: EntropyMode = "metric",
+    chunk_rows: int = DEFAULT_CHUNK_ROWS,
+    vocab: VocabShard = WHOLE_VOCAB,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`token_logprobs(hidden @ weight.T, targets)` within about chunk_rows x V x 4 bytes.
+
+    hidden_TH: float[T, H]. weight_VH: float[V, H], same dtype, no bias. The gradient of the weight
+    is summed over chunks in float32 or better, as is that of the hidden states over ranks.
+    With `vocab.collectives` the weight is one shard of the vocabulary and the hidden states are
+    the same on all its ranks: forward runs one MAX and one SUM all-reduce, backward one SUM
+    all-reduce of the hidden states' gradient (if they need one).
+    """
+    if hidden_TH.dtype != weight_VH.dtype:
+        raise ValueError(f"hidden is {hidden_TH.dtype} but the weight {weight_VH.dtype}")
+    options = _check_options(
+        temperature, entropy, chunk_rows, vocab, targets_T, len(weight_VH), hidden_TH.device
+    )
+    apply: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _LinearLogprobs.apply
+    return apply(hidden_TH, weight_VH, targets_T, options)
+
+
+def _check_options(
     temperature: float,
     entropy: EntropyMode,
     chunk_rows: int | None,
@@ -92,8 +126,8 @@ def check_options(
     targets_T: torch.Tensor,
     columns: int,
     device: torch.device,
-) -> RowOptions:
-    """Options with every default chosen, after the checks `token_logprobs` promises."""
+) -> _RowOptions:
+    """Returns options with every default chosen, after the checks `token_logprobs` promises."""
     if not (temperature > 0 and math.isfinite(temperature)):
         raise ValueError(f"temperature must be positive and finite, not {temperature}")
     budget = CPU_BLOCK_BYTES if device.type == "cpu" else DEVICE_BLOCK_BYTES
@@ -109,7 +143,7 @@ def check_options(
         low, high = int(targets_T.min()), int(targets_T.max())
         if low < 0 or (whole is not None and high >= whole):
             raise ValueError(f"targets span {low}..{high} but the vocabulary has {whole} tokens")
-    return RowOptions(
+    return _RowOptions(
         temperature=temperature,
         entropy=entropy,
         chunk_rows=chunk_rows,
@@ -118,10 +152,10 @@ def check_options(
     )
 
 
-class RowSums:
+class _RowSums:
     """The running numbers of T rows: local maximum, sum of weights, and what the entropy needs."""
 
-    def __init__(self, like_TV: torch.Tensor, rows: int, options: RowOptions) -> None:
+    def __init__(self, like_TV: torch.Tensor, rows: int, options: _RowOptions) -> None:
         dtype = torch.promote_types(like_TV.dtype, torch.float32)
         self.max_T = torch.full((rows,), LOWEST_MAX, dtype=dtype, device=like_TV.device)
         self.sums_3T = torch.zeros(3, rows, dtype=dtype, device=like_TV.device)
@@ -137,7 +171,7 @@ class RowSums:
         if options.temperature != 1:
             scaled_RV.div_(options.temperature)
         max_R = torch.amax(scaled_RV, dim=1, out=self.max_T[start:stop]).clamp_(min=LOWEST_MAX)
-        local_R, owned_R = local_targets(targets_R, logits_RV.shape[1], options.vocab)
+        local_R, owned_R = _local_targets(targets_R, logits_RV.shape[1], options.vocab)
         found_R = scaled_RV.gather(1, local_R[:, None]).squeeze(1)
         self.sums_3T[1, start:stop] = torch.where(owned_R, found_R, 0.0)
         scaled_RV.sub_(max_R[:, None])
@@ -174,7 +208,7 @@ class RowSums:
 
 
 @dataclass(frozen=True)
-class RowGradients:
+class _RowGradients:
     """Gradients of both outputs and what backward needs of each row; float[T]."""
 
     logprobs: torch.Tensor
@@ -189,7 +223,7 @@ class RowGradients:
         logits_RV: torch.Tensor,
         targets_R: torch.Tensor,
         out_RV: torch.Tensor,
-        options: RowOptions,
+        options: _RowOptions,
     ) -> None:
         """d(outputs)/d(logits) of these rows into `out_RV`, which may be `logits_RV` itself.
 
@@ -211,14 +245,14 @@ class RowGradients:
         else:
             work_RV.exp_().mul_(-scaled_R[:, None])
         if work_RV.shape[1]:
-            local_R, owned_R = local_targets(targets_R, work_RV.shape[1], options.vocab)
+            local_R, owned_R = _local_targets(targets_R, work_RV.shape[1], options.vocab)
             extra_R = torch.where(owned_R, scaled_R, 0.0)
             work_RV.scatter_add_(1, local_R[:, None], extra_R[:, None])
         if work_RV is not out_RV:
             out_RV.copy_(work_RV)
 
 
-def local_targets(
+def _local_targets(
     targets_R: torch.Tensor, columns: int, vocab: VocabShard
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(column of each target, clamped into range; bool whether it is in this shard)."""
@@ -227,7 +261,7 @@ def local_targets(
     return local_R.clamp(0, max(0, columns - 1)), owned_R
 
 
-def row_blocks(rows: int, size: int) -> list[slice]:
+def _row_blocks(rows: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
@@ -237,12 +271,12 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any,
         logits_TV: torch.Tensor,
         targets_T: torch.Tensor,
-        options: RowOptions,
+        options: _RowOptions,
         reuse_logits: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         real = options.vocab.real_columns(logits_TV.shape[1])
-        sums = RowSums(logits_TV, len(logits_TV), options)
-        for rows in row_blocks(len(logits_TV), options.block_rows):
+        sums = _RowSums(logits_TV, len(logits_TV), options)
+        for rows in _row_blocks(len(logits_TV), options.block_rows):
             sums.add_rows(rows.start, logits_TV[rows, :real], targets_T[rows])
         logprobs_T, entropy_T, log_total_T = sums.finish()
         ctx.save_for_backward(logits_TV, targets_T, entropy_T, sums.max_T, log_total_T)
@@ -257,13 +291,94 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, grad_logprobs_T: torch.Tensor, grad_entropy_T: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, None]:
         logits_TV, targets_T, entropy_T, max_T, log_total_T = ctx.saved_tensors
-        options: RowOptions = ctx.options
+        options: _RowOptions = ctx.options
         grad_TV = logits_TV.detach() if ctx.reuse_logits else torch.empty_like(logits_TV)
         real = options.vocab.real_columns(logits_TV.shape[1])
-        gradients = RowGradients(grad_logprobs_T, grad_entropy_T, entropy_T, max_T, log_total_T)
-        for rows in row_blocks(len(logits_TV), options.block_rows):
+        gradients = _RowGradients(grad_logprobs_T, grad_entropy_T, entropy_T, max_T, log_total_T)
+        for rows in _row_blocks(len(logits_TV), options.block_rows):
             gradients.write(
                 rows, logits_TV[rows, :real], targets_T[rows], grad_TV[rows, :real], options
             )
         grad_TV[:, real:] = 0
         return grad_TV, None, None, None
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        targets_T: torch.Tensor,
+        options: _RowOptions,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        real_VH = weight_VH[: options.vocab.real_columns(len(weight_VH))]
+        sums = _RowSums(hidden_TH, len(hidden_TH), options)
+        buffer_RV = _chunk_buffer(hidden_TH, real_VH, options)
+        for rows in _row_blocks(len(hidden_TH), options.chunk_rows):
+            logits_RV = buffer_RV[: rows.stop - rows.start]
+            torch.mm(hidden_TH[rows], real_VH.t(), out=logits_RV)
+            for part in _sub_blocks(logits_RV, options):
+                at = rows.start + part.start
+                sums.add_rows(at, logits_RV[part], targets_T[at : rows.start + part.stop])
+        logprobs_T, entropy_T, log_total_T = sums.finish()
+        ctx.save_for_backward(hidden_TH, weight_VH, targets_T, entropy_T, sums.max_T, log_total_T)
+        ctx.options = options
+        if options.entropy != "gradient":
+            ctx.mark_non_differentiable(entropy_T)
+        return logprobs_T, entropy_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs_T: torch.Tensor, grad_entropy_T: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+        hidden_TH, weight_VH, targets_T, entropy_T, max_T, log_total_T = ctx.saved_tensors
+        options: _RowOptions = ctx.options
+        real = options.vocab.real_columns(len(weight_VH))
+        real_VH = weight_VH[:real]
+        dtype = log_total_T.dtype
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden_TH = hidden_TH.new_empty(hidden_TH.shape) if needs_hidden else None
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=dtype) if needs_weight else None
+        gradients = _RowGradients(grad_logprobs_T, grad_entropy_T, entropy_T, max_T, log_total_T)
+        buffer_RV = _chunk_buffer(hidden_TH, real_VH, options)
+        for rows in _row_blocks(len(hidden_TH), options.chunk_rows):
+            chunk_RV = buffer_RV[: rows.stop - rows.start]
+            torch.mm(hidden_TH[rows], real_VH.t(), out=chunk_RV)
+            for part in _sub_blocks(chunk_RV, options):
+                whole = slice(rows.start + part.start, rows.start + part.stop)
+                gradients.write(whole, chunk_RV[part], targets_T[whole], chunk_RV[part], options)
+            if grad_hidden_TH is not None:
+                torch.mm(chunk_RV, real_VH, out=grad_hidden_TH[rows])
+            if grad_weight_VH is not None:
+                _add_product(grad_weight_VH[:real], chunk_RV.t(), hidden_TH[rows])
+        if grad_hidden_TH is not None and options.vocab.collectives is not None:
+            whole_TH = options.vocab.collectives.all_reduce(grad_hidden_TH.to(dtype), "sum")
+            grad_hidden_TH = whole_TH.to(hidden_TH.dtype)
+        return (
+            grad_hidden_TH,
+            None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype),
+            None,
+            None,
+        )
+
+
+def _chunk_buffer(
+    hidden_TH: torch.Tensor, real_VH: torch.Tensor, options: _RowOptions
+) -> torch.Tensor:
+    rows = min(options.chunk_rows, len(hidden_TH))
+    return hidden_TH.new_empty(rows, len(real_VH))
+
+
+def _sub_blocks(chunk_RV: torch.Tensor, options: _RowOptions) -> list[slice]:
+    rows = min(options.block_rows, max(1, len(chunk_RV) // SUB_BLOCKS))
+    return _row_blocks(len(chunk_RV), rows)
+
+
+def _add_product(sum_MN: torch.Tensor, left_MK: torch.Tensor, right_KN: torch.Tensor) -> None:
+    """sum += left @ right, the sum in float32 or better whatever the factors are."""
+    if sum_MN.dtype == left_MK.dtype:
+        sum_MN.addmm_(left_MK, right_KN)
+    else:
+        sum_MN.add_(left_MK @ right_KN)

@@ -1,4 +1,4 @@
-"""Every loss behind one entry, `compute_loss`: pure, summed, equal under any split of the tokens.
+"""Every loss behind one entry, `compute_loss`: pure, summed, equal under any split of the rows.
 
 Formulas: PPO arXiv 1707.06347, dual clip 1912.09729, DAPO clip-higher 2503.14476, GSPO 2507.18071,
 CISPO 2506.13585, DRO 2405.19107.
@@ -28,7 +28,7 @@ Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
 def compute_loss(inputs: LossInputs, spec: LossSpec) -> LossTerms:
     """Sum over samples of weight x sum over trained tokens of the loss that `spec` names.
 
-    Equal for any split of tokens into micro-batches (whole samples) or context-parallel ranks.
+    Equal for any split of whole samples into micro-batches.
     Tokens outside the mask have zero gradient whatever their columns hold, NaN included.
     Raises MissingColumnError.
     """
@@ -90,12 +90,7 @@ def _policy_loss(tokens: _Tokens, spec: LossSpec) -> torch.Tensor:
             log_importance_T,
             below_veto(log_importance_T, spec.importance).to(logprobs_T.dtype),
         )
-        sums = sum_sequences(
-            torch.stack(terms),
-            inputs.sample_index,
-            len(inputs.sample_weights),
-            inputs.sum_over_ranks,
-        )
+        sums = sum_sequences(torch.stack(terms), inputs.sample_index, len(inputs.sample_weights))
     loss_T = _surrogate(tokens, spec, old_T, sums)
     if spec.importance is not None:
         weight_T, dropped_T = importance_weights(
@@ -139,8 +134,7 @@ def _surrogate(
     if spec.name == "gspo":
         assert sums is not None
         # The sample's mean log ratio in value, each token's own gradient (GSPO-token, eq. 14):
-        # equal to the sequence form where a sample has one advantage, right where it has many,
-        # and no collective runs in backward.
+        # equal to the sequence form where a sample has one advantage, right where it has many.
         mean_T = sums.mean(sums.log_ratio)[tokens.inputs.sample_index]
         log_ratio_T = mean_T + logprobs_T - logprobs_T.detach()
     return _clipped(tokens, spec, bounded_exp(log_ratio_T))

@@ -1,7 +1,7 @@
 """Count, mean and squared deviations of numbers, in a form that ranks can merge exactly enough.
 
 Two passes inside a part and Chan's formula between parts (Chan, Golub, LeVeque 1983): no
-E[x^2] - E[x]^2, which cancels when the mean is large beside the spread.
+E[x^2] - E[x]^2, which cancels when the mean is large beside the spread. Imports no torch.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Moments:
         return cls(float(values_T.numel()), mean.item(), (exact_T - mean).square().sum().item())
 
     def merge(self, other: Moments) -> Moments:
-        """Moments of both parts together; associative and commutative up to rounding."""
+        """Returns the moments of both parts together; associative up to rounding."""
         count = self.count + other.count
         if count == 0:
             return Moments()
@@ -48,7 +50,7 @@ class Moments:
         return Moments(
             count,
             self.mean + delta * other.count / count,
-            self.m2 + other.m2 + delta * delta * self.count * other.count / count,
+            self.m2 + (other.m2 + delta * delta * self.count * other.count / count),
         )
 
     @property

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from services.trainer.backend import Row
+from services.trainer.backend import Mesh, Row
+from services.trainer.backends.megatron import backend as megatron_backend
 from services.trainer.backends.megatron import (
     checkpoint,
-    forward,
     head,
     model_config,
     parallel,
@@ -27,8 +27,10 @@ from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.backends.megatron.layout import mesh_of
 from services.trainer.backends.megatron.replay import RoutingReplay
 from services.trainer.backends.megatron.weights import LocalTensor, export_tensors
-from services.trainer.config import TrainerConfig
+from services.trainer.backends.reference.backend import ReferenceBackend
+from services.trainer.config import RanksConfig, TrainerConfig
 from services.trainer.errors import RoutingMissingError
+from sluice.algo.collectives import CollectiveMismatchError
 from sluice.algo.spec import LossSpec
 from sluice.weights.errors import WeightStoreError
 from tests.megatron import providers
@@ -125,16 +127,50 @@ def save_export(backend: MegatronBackend, path: Path, *read: Any) -> None:
 
 
 def save_midway(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Two steps, a checkpoint that is written while three more run, then the weights."""
+    """Two steps, a checkpoint, three more steps, then the weights."""
     out = Path(arguments["out"])
     backend = open_backend(rank, world, arguments)
     before = run_steps(backend, 0, arguments.get("first", 2))
-    pending = backend.begin_checkpoint(out / "checkpoint")
+    backend.save_checkpoint(out / "checkpoint")
     after = run_steps(backend, len(before), 3)
-    backend.finish_checkpoint(pending, out / "checkpoint")
     save_export(backend, out / f"weights-{rank}.safetensors")
     backend.close()
     return {"steps": after, "draw": torch.rand(()).item()}
+
+
+def checked(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Two steps of equal ranks, then a pass in which the last context rank has other rows."""
+    backend = open_backend(rank, world, arguments)
+    steps = run_steps(backend, 0, 2)
+    is_last = backend._groups.context.rank == backend._groups.context.size - 1
+    rows = make_rows()[: 1 if is_last else 2]
+    try:
+        backend.compute_logprobs([rows], model="policy", temperature=1.0)
+    except CollectiveMismatchError as error:
+        return {"steps": steps, "error_message": str(error), "error_rank": error.rank}
+    finally:
+        backend.close()
+    return {"steps": steps}
+
+
+def checked_reference(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A step of the reference backend on ranks whose models may differ."""
+    config = TrainerConfig(
+        model=arguments["models"][rank],
+        store=Path(arguments["out"]),
+        optim=OPTIM,
+        ranks=RanksConfig(check_collectives=True),
+    )
+    mesh = Mesh(rank=rank, world_size=world, data_rank=rank, data_size=world)
+    backend = ReferenceBackend(config, mesh)
+    backend.forward_backward([make_rows()[rank : rank + 1]], SPEC)
+    try:
+        outcome = backend.step(normalizer=NORMALIZER, learning_rate=None)
+    except CollectiveMismatchError as error:
+        return {"error_message": str(error), "error_rank": error.rank}
+    finally:
+        backend.close()
+    return {"grad_norm": outcome.grad_norm}
 
 
 def resume(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -293,7 +329,7 @@ def origins(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
         "linear": type(policy.models[0].decoder.layers[0].mlp.linear_fc1),
         "data_parallel": type(policy.chunks[0]),
         "optimizer": type(stepper.optimizer.chained_optimizers[0]),
-        "schedule": forward.get_forward_backward_func(),
+        "schedule": megatron_backend.get_forward_backward_func(),
         "finalize": stepping.finalize_model_grads,
         "checkpoint": checkpoint.dist_checkpointing.save,
     }

@@ -11,7 +11,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from services.trainer.backends.megatron.provider import (
+from services.trainer.backends.megatron.model import (
     ModelRequest,
     decoder_spec,
     gpt_model,

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from services.trainer.controller.rank_group import RankGroup
 from services.trainer.controller.rank_incarnation import Build, RankIncarnation
 from services.trainer.controller.state import PassRecord, PassScalars, TrainerState, learning_rate
 from services.trainer.errors import ColumnMissingError, SkippedTooOftenError
+from sluice.algo.moments import Moments
 from sluice.algo.spec import AdvantageSpec, LossSpec, required_columns
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
@@ -285,17 +287,9 @@ class TrainerPasses:
 
 
 def merge_moments(parts: Sequence[pb.TokenMoments]) -> pb.TokenMoments:
-    """Moments of all parts together (Chan, Golub, LeVeque 1983), in the order given."""
-    count = mean = m2 = 0.0
-    for part in parts:
-        both = count + part.count
-        if both == 0:
-            continue
-        delta = part.mean - mean
-        mean += delta * part.count / both
-        m2 += part.m2 + delta * delta * count * part.count / both
-        count = both
-    return pb.TokenMoments(count=count, mean=mean, m2=m2)
+    """Returns the moments of all parts together, merged in the order given."""
+    whole = reduce(Moments.merge, (Moments(p.count, p.mean, p.m2) for p in parts), Moments())
+    return pb.TokenMoments(count=whole.count, mean=whole.mean, m2=whole.m2)
 
 
 def _count_silent_groups(batch: Batch) -> int:

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.algo.linear_logprobs import linear_logprobs
-from sluice.algo.logprobs import VocabShard, token_logprobs
+from sluice.algo.logprobs import VocabShard, linear_logprobs, token_logprobs
 
 HIDDEN = 6
 

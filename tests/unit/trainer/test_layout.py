@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.trainer.backend import Row
-from services.trainer.backends.reference.layout import PackedLayout, pack
-from services.trainer.backends.reference.model import attend
+from services.trainer.backends.reference.model import PackedLayout, attend, pack
 
 GROUPS = st.lists(
     st.tuples(

@@ -16,12 +16,12 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch.nn.attention.bias import causal_lower_right
 
 from sluice import platform
+from sluice.algo.collectives import Collectives, gather_tokens
 
 
 @dataclass(frozen=True)
@@ -38,21 +38,21 @@ class KeyRange:
 class PackRuns(PackedSeqParams):  # type: ignore[misc]  # Megatron hands it through to attention
     """`order[i]` is where token i of the pack stands when all ranks' tokens are gathered.
 
-    None without context parallelism.
+    None without context parallelism; else `context` gathers them.
     """
 
     runs: tuple[KeyRange, ...] = ()
     order: torch.Tensor | None = None
+    context: Collectives | None = None
     cache: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class PackAttention(MegatronModule):  # type: ignore[misc]
     """`core_attention` of a Megatron layer; queries [tokens, 1, heads, dim] of this rank."""
 
-    def __init__(self, config: Any, *, softmax_scale: float | None, **arguments: Any) -> None:
+    def __init__(self, config: Any, *, softmax_scale: float | None, **_: Any) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale
-        self.group = arguments["pg_collection"].cp
         self.kernel = _varlen_kernel()
         assert not config.attention_dropout
 
@@ -70,7 +70,9 @@ class PackAttention(MegatronModule):  # type: ignore[misc]
         """Returns [tokens, 1, heads * dim]."""
         pack = packed_seq_params
         if pack.order is not None:
-            both = _GatherTokens.apply(torch.cat((key, value), dim=-1), self.group)
+            assert pack.context is not None
+            both = torch.cat((key, value), dim=-1)
+            both = gather_tokens(both, pack.context, gradient="sum")
             key, value = both.index_select(0, pack.order).split(
                 (key.shape[-1], value.shape[-1]), dim=-1
             )
@@ -116,24 +118,6 @@ class PackAttention(MegatronModule):  # type: ignore[misc]
             causal=True,
         )
         return output[:, None]
-
-
-class _GatherTokens(torch.autograd.Function):
-    """All tokens of the context group along axis 0; the gradient is summed and scattered."""
-
-    @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        whole = local.new_empty((group.size() * local.shape[0], *local.shape[1:]))
-        dist.all_gather_into_tensor(whole, local.contiguous(), group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        rows = gradient.shape[0] // ctx.group.size()
-        local = gradient.new_empty((rows, *gradient.shape[1:]))
-        dist.reduce_scatter_tensor(local, gradient.contiguous(), group=ctx.group)
-        return local, None
 
 
 @cache

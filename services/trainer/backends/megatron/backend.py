@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from services.trainer.backends.megatron import upstream
 
 upstream.load()  # before anything below imports Megatron
 
-from megatron.core import parallel_state  # noqa: E402
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
 
-from services.trainer.backend import (  # noqa: E402
+from services.trainer.backend import (
     CriticBackend,
     Mesh,
     MicroBatch,
@@ -23,40 +30,22 @@ from services.trainer.backend import (  # noqa: E402
     PassSums,
     StepOutcome,
 )
-from services.trainer.backends.megatron import parallel  # noqa: E402
-from services.trainer.backends.megatron.batch import (  # noqa: E402
-    PackedBatch,
-    check_tokens,
-    pack_batch,
-)
-from services.trainer.backends.megatron.checkpoint import (  # noqa: E402
-    PendingSave,
-    begin_save,
-    describe,
-    load,
-)
-from services.trainer.backends.megatron.config import MegatronConfig  # noqa: E402
-from services.trainer.backends.megatron.forward import (  # noqa: E402
-    ChunkPasses,
-    share_responses,
-    share_sums,
-)
-from services.trainer.backends.megatron.policy import (  # noqa: E402
-    PolicyModel,
-    create_policy,
-)
-from services.trainer.backends.megatron.replay import RoutingReplay  # noqa: E402
-from services.trainer.backends.megatron.stepping import Stepper  # noqa: E402
-from services.trainer.backends.megatron.upstream import current_device  # noqa: E402
-from services.trainer.backends.megatron.weights import write_shards  # noqa: E402
-from services.trainer.config import TrainerConfig  # noqa: E402
-from sluice import platform  # noqa: E402
-from sluice.algo.spec import LossSpec  # noqa: E402
-from sluice.weights.manifest import ShardFile  # noqa: E402
-from sluice.weights.shards import write_shard  # noqa: E402
-from sluice.weights.writer import ShardWrite  # noqa: E402
-
-SAVE_SECONDS = 1800.0  # that the files of a checkpoint may take
+from services.trainer.backends.megatron import checkpoint, parallel
+from services.trainer.backends.megatron.batch import PackedBatch, pack_batch
+from services.trainer.backends.megatron.head import OutputHead
+from services.trainer.backends.megatron.model import PolicyModel, create_policy
+from services.trainer.backends.megatron.replay import Purpose, RoutingReplay
+from services.trainer.backends.megatron.stepping import Stepper
+from services.trainer.backends.megatron.upstream import current_device
+from services.trainer.backends.megatron.weights import write_shards
+from services.trainer.config import Head, TrainerConfig
+from sluice import platform
+from sluice.algo.inputs import check_columns, pack_rows
+from sluice.algo.losses import compute_loss
+from sluice.algo.spec import LossSpec, required_columns
+from sluice.weights.manifest import ShardFile
+from sluice.weights.shards import write_shard
+from sluice.weights.writer import ShardWrite
 
 
 class MegatronBackend(CriticBackend):
@@ -68,12 +57,12 @@ class MegatronBackend(CriticBackend):
         self._layout = config.megatron
         platform.current().set_device(int(os.environ.get("LOCAL_RANK", "0")))
         self._device = current_device()
-        parallel.start(self._layout, seed=config.seed)
-        self._policy = create_policy(
-            Path(config.model), self._layout, device=self._device, head=config.head
+        self._groups = parallel.start(
+            self._layout, seed=config.seed, check_timeout=config.ranks.check_timeout
         )
-        self._stepper = Stepper(self._policy, self._layout, config.optim)
-        self._replay = _create_replay(self._policy, self._layout)
+        self._policy = self._create_model(config.model, head=config.head)
+        self._stepper = Stepper(self._policy, self._layout, config.optim, self._groups)
+        self._replay = self._create_replay()
         self._passes = ChunkPasses(
             chunks=self._policy.chunks, head=self._policy.head, replay=self._replay
         )
@@ -104,30 +93,24 @@ class MegatronBackend(CriticBackend):
     def step(self, *, normalizer: float, learning_rate: float | None) -> StepOutcome:
         if self._replay is not None:
             self._replay.step()
+        self._groups.end_step()
         return self._stepper.step(normalizer=normalizer, learning_rate=learning_rate)
 
     def discard_gradients(self) -> None:
         self._stepper.clear()
 
     def save_checkpoint(self, directory: Path) -> None:
-        pending = self.begin_checkpoint(directory)
-        self.finish_checkpoint(pending, directory)
-
-    def begin_checkpoint(self, directory: Path) -> PendingSave:
-        """Copy the state and write it from a thread; other calls may come before the finish."""
-        return begin_save(
-            self._policy, self._stepper, self._layout, directory, durable=self._config.durable
+        checkpoint.save(
+            self._policy,
+            self._stepper,
+            self._layout,
+            self._groups,
+            directory,
+            durable=self._config.durable,
         )
 
-    def finish_checkpoint(
-        self, pending: PendingSave, directory: Path, timeout: float = SAVE_SECONDS
-    ) -> None:
-        """Make the checkpoint valid once all ranks have written. Raises CheckpointWriteError."""
-        pending.finish(timeout)
-        describe(self._policy, self._layout, directory)
-
     def load_checkpoint(self, directory: Path) -> None:
-        load(self._policy, self._stepper, self._layout, directory)
+        checkpoint.load(self._policy, self._stepper, self._layout, directory)
         self._stepper.clear()
 
     def write_shards(self, directory: Path, write: ShardWrite | None = None) -> list[ShardFile]:
@@ -145,26 +128,197 @@ class MegatronBackend(CriticBackend):
     @cached_property
     def _reference(self) -> ChunkPasses:
         """A second, untrained model; made when it is first asked for."""
-        directory = Path(self._config.reference_model or self._config.model)
-        policy: PolicyModel = create_policy(
-            directory, self._layout, device=self._device, trained=False
-        )
+        directory = self._config.reference_model or self._config.model
+        policy = self._create_model(directory, trained=False)
         return ChunkPasses(chunks=policy.chunks, head=policy.head)
+
+    def _create_model(
+        self, directory: str, *, head: Head = "policy", trained: bool = True
+    ) -> PolicyModel:
+        return create_policy(
+            Path(directory),
+            self._layout,
+            device=self._device,
+            tensor=self._groups.tensor,
+            head=head,
+            trained=trained,
+        )
+
+    def _create_replay(self) -> RoutingReplay | None:
+        mode, policy = self._layout.routing_replay, self._policy
+        if mode == "off":
+            return None
+        return RoutingReplay(mode, policy.models, policy.source, policy.config, self._groups)
 
     def _pack(self, micro_batches: Sequence[MicroBatch]) -> list[PackedBatch]:
         """Interleaved pipelines take groups of micro-batches: dummies fill the last one."""
-        multiple = self._layout.micro_batch_multiple
-        missing = -len(micro_batches) % multiple
-        rank = parallel_state.get_context_parallel_rank()
-        for rows in micro_batches:
-            check_tokens(rows, self._policy.source.shape.vocab)
+        missing = -len(micro_batches) % self._layout.micro_batch_multiple
         return [
-            pack_batch(rows, self._layout, context_rank=rank, device=self._device)
+            pack_batch(rows, self._layout, context=self._groups.context, device=self._device)
             for rows in [*micro_batches, *([()] * missing)]
         ]
 
 
-def _create_replay(policy: PolicyModel, config: MegatronConfig) -> RoutingReplay | None:
-    if config.routing_replay == "off":
-        return None
-    return RoutingReplay(config.routing_replay, policy.models, policy.source, policy.config)
+@dataclass
+class SumsOnDevice:
+    """Sums of a pass; they leave the device once, at its end."""
+
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def add(self, name: str, value: torch.Tensor) -> None:
+        value = value.detach().double()  # token counts stay exact
+        self.values[name] = self.values[name] + value if name in self.values else value
+
+    def read(self) -> dict[str, float]:
+        names = list(self.values)
+        if not names:
+            return {}
+        stacked = torch.stack([self.values[name] for name in names]).tolist()
+        return dict(zip(names, stacked, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkPasses:
+    """Runs micro-batches through the chunks of one model. `head` is None but on the last stage."""
+
+    chunks: Sequence[Any]  # modules, wrapped for gradients if they are to be trained
+    head: OutputHead | None
+    replay: RoutingReplay | None = None
+
+    def train(self, batches: Sequence[PackedBatch], spec: LossSpec) -> SumsOnDevice:
+        """Adds the gradients of the summed loss; nothing is reduced over ranks.
+
+        Raises MissingColumnError.
+        """
+        sums, needed = SumsOnDevice(), required_columns(spec)
+        for batch in batches:  # ahead of the pass, inside which only the last stage would raise
+            for row in batch.rows:
+                check_columns(needed, row.columns, f"sample {row.sample_id}")
+        with self._replayed("train", batches), ExitStack() as stack:
+            for chunk in self.chunks:
+                stack.enter_context(chunk.no_sync())
+            self._run(batches, partial(self._loss, spec=spec, sums=sums), forward_only=False)
+        return sums
+
+    @torch.no_grad()
+    def score(self, batches: Sequence[PackedBatch], *, temperature: float) -> list[torch.Tensor]:
+        """Returns float32[R] of every batch, log-probs or values; [] but on the last stage."""
+        scored: list[torch.Tensor] = []
+
+        def keep(batch: PackedBatch, output: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
+            assert self.head is not None and non_loss_data
+            found = self.head.responses(output, batch, temperature=temperature, entropy="off")
+            scored.append(found.outputs.float())
+            return found.outputs
+
+        with self._replayed("score", batches):
+            self._run(batches, keep, forward_only=True)
+        return scored
+
+    @contextmanager
+    def _replayed(self, purpose: Purpose, batches: Sequence[PackedBatch]) -> Iterator[None]:
+        if self.replay is None:
+            yield
+            return
+        self.replay.begin(purpose, batches)
+        try:
+            yield
+        finally:
+            self.replay.end()
+
+    def _loss(
+        self, batch: PackedBatch, output: torch.Tensor, *, spec: LossSpec, sums: SumsOnDevice
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """A loss as the schedule wants it: its sum, a count (unused here) and what to keep."""
+        assert self.head is not None
+        found = self.head.responses(
+            output,
+            batch,
+            temperature=spec.temperature or 1.0,
+            entropy="gradient" if spec.has_entropy_gradient else "metric",
+        )
+        terms = compute_loss(pack_rows(batch.rows, spec, found.outputs, found.entropy), spec)
+        sums.add("loss", terms.loss)
+        sums.add("tokens", terms.token_count)
+        for name, (total, weight) in terms.metrics.items():
+            sums.add(f"{name}/sum", total)
+            sums.add(f"{name}/weight", weight)
+        count = torch.zeros((), dtype=torch.int, device=terms.loss.device)
+        return terms.loss, count, {}
+
+    def _run(
+        self, batches: Sequence[PackedBatch], finish: Callable[..., Any], *, forward_only: bool
+    ) -> None:
+        def step(
+            iterator: Iterator[PackedBatch], chunk: torch.nn.Module
+        ) -> tuple[torch.Tensor, Callable[..., Any]]:
+            batch, index = next(iterator), self.chunks.index(chunk)
+            if self.replay is not None:
+                self.replay.before(index, batch)
+            arguments: dict[str, Any] = {
+                "input_ids": batch.token_ids,
+                "position_ids": batch.position_ids,
+                "attention_mask": None,  # the runs of the pack say what is masked
+                "labels": None,  # the loss is made from hidden states
+                "packed_seq_params": batch.runs,
+            }
+            if isinstance(getattr(chunk, "module", chunk), Float16Module):
+                arguments["fp32_output"] = False
+            output = chunk(**arguments)
+            if self.replay is not None:
+                self.replay.after(index, batch)
+            return output, partial(finish, batch)
+
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(batches) for _ in self.chunks],
+            model=list(self.chunks),
+            num_microbatches=len(batches),
+            seq_length=0,  # packs differ in length, stages exchange shapes
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+
+def share_responses(
+    batches: Sequence[PackedBatch], scored: Sequence[torch.Tensor], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Returns sample_id -> float32[response] on the CPU, from the last stage's `scored`.
+
+    Collective over the pipeline.
+    """
+    rows = [row for batch in batches for row in batch.rows]
+    lengths = [row.response_length for row in rows]
+    if scored:
+        flat = torch.cat(list(scored)).float()
+    else:
+        flat = torch.empty(sum(lengths), dtype=torch.float32, device=device)
+    _from_last_stage(flat)
+    parts = torch.split(flat.cpu(), lengths)
+    return {row.sample_id: part.clone() for row, part in zip(rows, parts, strict=True)}
+
+
+def share_sums(sums: dict[str, float], device: torch.device) -> dict[str, float]:
+    """Returns the last stage's `sums` on every stage. Collective over the pipeline."""
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return sums
+    encoded = json.dumps(sums).encode()
+    length = torch.tensor(len(encoded), dtype=torch.int64, device=device)
+    _from_last_stage(length)
+    data = torch.zeros(int(length), dtype=torch.uint8)
+    if parallel_state.is_pipeline_last_stage():
+        data = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    data = data.to(device)
+    _from_last_stage(data)
+    decoded: dict[str, float] = json.loads(bytes(data.tolist()))
+    return decoded
+
+
+def _from_last_stage(tensor: torch.Tensor) -> None:
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        dist.broadcast(
+            tensor,
+            src=parallel_state.get_pipeline_model_parallel_last_rank(),
+            group=parallel_state.get_pipeline_model_parallel_group(),
+        )

@@ -9,11 +9,8 @@ import torch
 from services.trainer.backend import MicroBatch, Row
 from services.trainer.backends.megatron.attention import KeyRange, PackRuns
 from services.trainer.backends.megatron.config import MegatronConfig
+from sluice.algo.collectives import Collectives
 from sluice.algo.layout import ContextSlice, SequenceLayout
-
-
-class TokenRangeError(ValueError):
-    """A row has a token that the model does not know."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +19,7 @@ class PackedBatch:
 
     local_predictors: int64[L], the tokens of this rank that predict a response token, and
     targets: int64[L], what they predict. places: int64[R], where the predictor of each response
-    token stands among the tokens of all context ranks in rank order.
+    token stands among the tokens of all context ranks in rank order. context: those ranks.
     """
 
     rows: tuple[Row, ...]
@@ -33,12 +30,13 @@ class PackedBatch:
     targets: torch.Tensor
     places: torch.Tensor
     runs: PackRuns
+    context: Collectives
 
 
 def pack_batch(
-    rows: MicroBatch, config: MegatronConfig, *, context_rank: int, device: torch.device
+    rows: MicroBatch, config: MegatronConfig, *, context: Collectives, device: torch.device
 ) -> PackedBatch:
-    """Pack `rows` in order; an empty batch is all padding. Padding forms sequences of its own."""
+    """Packs `rows` in order; an empty batch is all padding. Padding forms sequences of its own."""
     layout = SequenceLayout(
         kind=config.cp_layout if config.context > 1 else "none",
         lengths=tuple(len(row.token_ids) for row in rows),
@@ -46,33 +44,26 @@ def pack_batch(
         multiple=config.tensor,
     )
     responses = layout.responses([row.prompt_length for row in rows])
-    pieces = layout.pieces(context_rank)
+    rank = context.rank
+    pieces = layout.pieces(rank)
     parts = [torch.zeros(0, dtype=torch.int64)]
     parts += [row.token_ids[row.prompt_length :].long() for row in rows]
     return PackedBatch(
         rows=tuple(rows),
         layout=layout,
-        token_ids=_tokens(rows, layout, context_rank)[None].to(device),
+        token_ids=_tokens(rows, layout, rank)[None].to(device),
         position_ids=torch.cat([_positions(piece) for piece in pieces])[None].to(device),
-        local_predictors=responses.slots(context_rank).to(device),
-        targets=torch.cat(parts)[responses.share(context_rank)].to(device),
+        local_predictors=responses.slots(rank).to(device),
+        targets=torch.cat(parts)[responses.share(rank)].to(device),
         places=responses.places.to(device),
         runs=PackRuns(
             qkv_format="sbhd",
             runs=_runs(pieces),
             order=layout.place_of_pack.to(device) if config.context > 1 else None,
+            context=context,
         ),
+        context=context,
     )
-
-
-def check_tokens(rows: MicroBatch, vocab: int) -> None:
-    """Raises TokenRangeError ahead of a pass: inside it a device would fail without a name."""
-    for row in rows:
-        low, high = int(row.token_ids.min()), int(row.token_ids.max())
-        if low < 0 or high >= vocab:
-            raise TokenRangeError(
-                f"sample {row.sample_id!r} has token ids {low}..{high}, the model has {vocab}"
-            )
 
 
 def _tokens(rows: MicroBatch, layout: SequenceLayout, rank: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Writing Megatron's torch_dist checkpoints from threads of this process.
+"""Saves and loads Megatron's torch_dist checkpoints, written by threads of this process.
 
 Megatron's own writer forks, and starts a further process that imports the program again: neither
 is safe in a process that serves gRPC. The plan, the layout of files and the metadata stay
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import random
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,35 +37,30 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from services.trainer.backends.megatron import upstream
 from services.trainer.backends.megatron.config import MegatronConfig
-from services.trainer.backends.megatron.policy import PolicyModel
+from services.trainer.backends.megatron.model import PolicyModel
+from services.trainer.backends.megatron.parallel import RankGroups
 from services.trainer.backends.megatron.stepping import Stepper
-from services.trainer.backends.megatron.upstream import any_rank, on_cpu
+from services.trainer.backends.megatron.upstream import on_cpu
 from services.trainer.errors import CheckpointMismatchError
 from sluice import platform
 from sluice.durable import write_new
 
 
 class CheckpointWriteError(OSError):
-    """Files of a checkpoint could not be written in time."""
+    """Files of a checkpoint could not be written."""
 
 
 class ThreadSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """Megatron's save strategy with a writer that neither forks nor spawns.
+    """Megatron's save strategy with a writer that neither forks nor spawns."""
 
-    `copies`: the writer works on copies in host memory, so that training may go on meanwhile.
-    """
-
-    def __init__(self, *, threads: int, copies: bool, durable: bool) -> None:
+    def __init__(self, *, threads: int, durable: bool) -> None:
         super().__init__("torch_dist", 1, thread_count=threads)
-        self._copies, self._durable = copies, durable
+        self._durable = durable
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> Any:
         state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
         writer = HostWriter(
-            checkpoint_dir,
-            thread_count=self.thread_count,
-            sync_files=self._durable,
-            copies=self._copies,
+            checkpoint_dir, thread_count=self.thread_count, sync_files=self._durable
         )
         planned, *_ = save_state_dict_async_plan(
             mcore_to_pyt_state_dict(state, False),
@@ -79,26 +73,25 @@ class ThreadSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]
 
 
 class HostWriter(FileSystemWriter):
-    """torch's writer in the steps that Megatron takes: prepare, write (anywhere), collect."""
+    """torch's writer in the steps that Megatron takes: prepare, write, collect."""
 
-    def __init__(self, path: Path, *, thread_count: int, sync_files: bool, copies: bool) -> None:
+    def __init__(self, path: Path, *, thread_count: int, sync_files: bool) -> None:
         super().__init__(path, thread_count=thread_count, sync_files=sync_files)
-        self._copies = copies
         self._plan: SavePlan | None = None
         self._data: dict[int, Any] = {}
         self._results: Any = None
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Take hold of everything that is to be written."""
+        """Resolves everything that is to be written, and moves it to the host."""
         self._plan = plan
         for item in plan.items:
             data: Any = planner.resolve_data(item)
             if item.type != WriteItemType.BYTE_IO:
-                data = self._on_host(data)
+                data = data.detach().cpu()
             self._data[id(item)] = data
 
     def write(self) -> None:
-        """Write this rank's files; uses torch's writer threads and no collectives."""
+        """Writes this rank's files; uses torch's writer threads and no collectives."""
         assert self._plan is not None
         planner: Any = SimpleNamespace(resolve_data=self._resolve)
         self._results = self.write_data(self._plan, planner).wait()
@@ -110,53 +103,8 @@ class HostWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
         super().finish(metadata, results)
 
-    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.detach()
-        if tensor.device.type != "cpu":
-            return tensor.cpu()
-        return tensor.clone() if self._copies else tensor
-
     def _resolve(self, item: WriteItem) -> Any:
         return self._data[id(item)]
-
-
-class PendingSave:
-    """A checkpoint whose files are being written by a thread; `finish` makes it valid."""
-
-    def __init__(self, request: AsyncRequest, directory: Path) -> None:
-        self._request = request
-        self._directory = directory
-        self._error: OSError | RuntimeError | None = None
-        self._thread = threading.Thread(
-            target=self._write, name=f"checkpoint {directory.name}", daemon=True
-        )
-        self._thread.start()
-
-    @property
-    def written(self) -> bool:
-        """Whether this rank's files are written (or have failed)."""
-        return not self._thread.is_alive()
-
-    def finish(self, timeout: float) -> None:
-        """Wait for the files, then write the metadata: collective over all ranks.
-
-        Raises CheckpointWriteError on every rank when any rank failed or was too slow.
-        """
-        self._thread.join(timeout)
-        failed = self._thread.is_alive() or self._error is not None
-        if any_rank(failed):
-            raise CheckpointWriteError(
-                f"checkpoint {self._directory.name!r} was not written"
-                + (f": {self._error}" if self._error else "")
-            ) from self._error
-        for finalize in self._request.finalize_fns:
-            finalize()
-
-    def _write(self) -> None:
-        try:
-            self._request.async_fn(*self._request.async_fn_args)
-        except (OSError, RuntimeError) as error:
-            self._error = error
 
 
 DESCRIPTION = "sluice.json"
@@ -177,29 +125,44 @@ class UnfitCheckpointError(CheckpointMismatchError, ValueError):
     """A checkpoint is of another backend, model or layout than it is read into."""
 
 
-def begin_save(
-    policy: PolicyModel, stepper: Stepper, config: MegatronConfig, directory: Path, *, durable: bool
-) -> PendingSave:
-    """Start writing into the existing, empty `directory`; collective.
+def save(
+    policy: PolicyModel,
+    stepper: Stepper,
+    config: MegatronConfig,
+    groups: RankGroups,
+    directory: Path,
+    *,
+    durable: bool,
+) -> None:
+    """Writes into the existing, empty `directory`; collective.
 
-    State is copied before the return: training may go on. The checkpoint is complete after
-    `PendingSave.finish` and `describe`.
+    Raises CheckpointWriteError on every rank when any rank's files could not be written.
     """
     state = _sharded_state(policy, stepper, loading=False)
     state["rng"] = _rng_object()
-    strategy = ThreadSave(threads=config.save_threads, copies=True, durable=durable)
     request = dist_checkpointing.save(
         state,
         str(directory),
-        sharded_strategy=strategy,
-        async_sharded_save=True,
+        sharded_strategy=ThreadSave(threads=config.save_threads, durable=durable),
+        async_sharded_save=True,  # so that the files are written here, where an error can be shared
         content_metadata={"distrib_optim_sharding_type": "fully_reshardable"},
     )
-    return PendingSave(request, directory)
+    failure: OSError | RuntimeError | None = None
+    try:
+        request.async_fn(*request.async_fn_args)
+    except (OSError, RuntimeError) as error:
+        failure = error
+    if groups.any_rank(failure is not None):
+        raise CheckpointWriteError(
+            f"checkpoint {directory.name!r} was not written" + (f": {failure}" if failure else "")
+        ) from failure
+    for finalize in request.finalize_fns:
+        finalize()
+    _describe(policy, config, directory)
 
 
-def describe(policy: PolicyModel, config: MegatronConfig, directory: Path) -> None:
-    """Name model and layout in the finished checkpoint; on rank 0, then all ranks go on."""
+def _describe(policy: PolicyModel, config: MegatronConfig, directory: Path) -> None:
+    """Names model and layout in the finished checkpoint; on rank 0, then all ranks go on."""
     if dist.get_rank() == 0:
         description = {
             "format": FORMAT,
@@ -212,7 +175,7 @@ def describe(policy: PolicyModel, config: MegatronConfig, directory: Path) -> No
 
 
 def load(policy: PolicyModel, stepper: Stepper, config: MegatronConfig, directory: Path) -> None:
-    """Read a checkpoint of any layout; collective.
+    """Reads a checkpoint of any layout; collective.
 
     Raises UnfitCheckpointError when it is of another kind or its optimizer does not fit.
     """

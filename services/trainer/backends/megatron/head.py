@@ -1,4 +1,4 @@
-"""A critic's head: one value per token where a language model has its logits."""
+"""Heads of the last model chunk: log-probs from hidden states, or a critic's values."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -16,9 +14,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 
 from services.trainer.backends.megatron.batch import PackedBatch
-from sluice.algo.collectives import Collectives
-from sluice.algo.linear_logprobs import linear_logprobs
-from sluice.algo.logprobs import EntropyMode, VocabShard, token_logprobs
+from sluice.algo.collectives import Collectives, gather_placed
+from sluice.algo.logprobs import EntropyMode, VocabShard, linear_logprobs, token_logprobs
 
 
 class ValueHeadError(ValueError):
@@ -97,9 +94,9 @@ class OutputHead:
     [1, T, hidden] (or, with a value head, values [1, T, 1]) instead of logits.
     """
 
-    def __init__(self, model: torch.nn.Module, *, vocab: int) -> None:
+    def __init__(self, model: torch.nn.Module, *, vocab: int, tensor: Collectives) -> None:
         self._owner = find_output_layer(model)
-        self._vocab = vocab
+        self._vocab, self._tensor = vocab, tensor
         layer = self._owner.output_layer
         self.gives_values = isinstance(layer, ValueHead)
         if not self.gives_values:
@@ -108,7 +105,7 @@ class OutputHead:
     def responses(
         self, output: torch.Tensor, batch: PackedBatch, *, temperature: float, entropy: EntropyMode
     ) -> ResponseOutputs:
-        """From the model's output for `batch`."""
+        """Returns what the model's output for `batch` says of the response tokens."""
         if self.gives_values:
             local = output[0].index_select(0, batch.local_predictors)[:, 0]
             return ResponseOutputs(_over_context(local[:, None], batch)[:, 0], None)
@@ -135,13 +132,10 @@ class OutputHead:
         return weight
 
     def _shard(self) -> VocabShard:
-        group = parallel_state.get_tensor_model_parallel_group()
-        if group.size() == 1:
+        if self._tensor.size == 1:
             return VocabShard(size=self._vocab)
-        rows = self._weight().shape[0]
-        return VocabShard(
-            start=group.rank() * rows, size=self._vocab, collectives=Collectives(group)
-        )
+        start = self._tensor.rank * self._weight().shape[0]
+        return VocabShard(start=start, size=self._vocab, collectives=self._tensor)
 
 
 def _pass_hidden_on(hidden: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
@@ -155,27 +149,15 @@ def _gather_hidden(hidden: torch.Tensor, **_: object) -> tuple[torch.Tensor, Non
 
 
 def _over_context(local: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    """local[R of this context rank, C] -> [R, C] of the whole pack in row order."""
-    group = parallel_state.get_context_parallel_group()
-    if group.size() == 1:
-        return local
-    placed = local.new_zeros((batch.token_ids.shape[1], local.shape[1]))
-    placed = placed.index_copy(0, batch.local_predictors, local)
-    gathered: torch.Tensor = _GatherContext.apply(placed, group)
-    return gathered.index_select(0, batch.places)
+    """local[R of this context rank, C] -> [R, C] of the whole pack in row order.
 
-
-class _GatherContext(torch.autograd.Function):
-    """Rows of all context ranks. Each computes the same loss from them, so that in backward
-    every rank keeps the gradient of its own rows and nothing is summed."""
-
-    @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        whole = local.new_empty((group.size() * local.shape[0], *local.shape[1:]))
-        dist.all_gather_into_tensor(whole, local.contiguous(), group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return gradient.chunk(ctx.group.size())[ctx.group.rank()], None
+    Every rank computes the same loss from it, so that each keeps the gradient of its own rows.
+    """
+    return gather_placed(
+        local,
+        batch.local_predictors,
+        batch.places,
+        batch.context,
+        local_length=batch.token_ids.shape[1],
+        gradient="own",
+    )

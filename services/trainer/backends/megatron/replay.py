@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -23,8 +21,9 @@ from services.trainer.backend import Row
 from services.trainer.backends.megatron.batch import PackedBatch
 from services.trainer.backends.megatron.head import find_decoder
 from services.trainer.backends.megatron.model_config import ModelSource
-from services.trainer.backends.megatron.upstream import any_rank
+from services.trainer.backends.megatron.parallel import RankGroups
 from services.trainer.errors import RoutingMissingError
+from sluice.algo.collectives import gather_tokens
 
 Mode = Literal["recorded", "rollout"]
 Purpose = Literal["score", "train"]
@@ -56,8 +55,9 @@ class RoutingReplay:
         models: Sequence[torch.nn.Module],
         source: ModelSource,
         config: TransformerConfig,
+        groups: RankGroups,
     ) -> None:
-        self.mode = mode
+        self.mode, self._groups = mode, groups
         self._sparse = sorted(source.shape.sparse_layers)
         self._experts = source.shape.experts
         self._choices: int = config.moe_router_topk
@@ -125,7 +125,7 @@ class RoutingReplay:
 
     def _check(self, rows: Sequence[Row]) -> None:
         faults = [fault for fault in map(self._fault_of, rows) if fault]
-        if any_rank(bool(faults)):
+        if self._groups.any_rank(bool(faults)):
             raise RoutingMissingError(faults[0] if faults else "rows of another rank lack experts")
 
     def _fault_of(self, row: Row) -> str:
@@ -172,12 +172,11 @@ class RoutingReplay:
         pack = self._anything(layout.total, layers)
         for start, values in zip(layout.starts, experts, strict=False):
             pack[start : start + len(values)] = values
-        rank = parallel_state.get_context_parallel_rank()
+        rank, tensor = batch.context.rank, self._groups.tensor
         mine = layout.pack_of_place[rank * layout.local_length : (rank + 1) * layout.local_length]
         local = pack[mine]
         if self._sequence_parallel:
-            tensor = parallel_state.get_tensor_model_parallel_group()
-            local = local.chunk(tensor.size())[tensor.rank()]
+            local = local.chunk(tensor.size)[tensor.rank]
         return list(local.unbind(1))
 
     def _record(self, chunk: _Chunk, batch: PackedBatch) -> dict[str, _Record]:
@@ -188,8 +187,8 @@ class RoutingReplay:
         local = torch.stack([indices for indices in chosen if indices is not None], dim=1)
         local = local.to(torch.int32)
         if self._sequence_parallel:
-            local = _gather(local, parallel_state.get_tensor_model_parallel_group())
-        whole = _gather(local, parallel_state.get_context_parallel_group())
+            local = gather_tokens(local, self._groups.tensor, gradient="none")
+        whole = gather_tokens(local, batch.context, gradient="none")
         parts = batch.layout.assemble(whole.cpu().to(torch.int16))
         return {
             row.sample_id: _Record(row.token_ids, part.clone())
@@ -200,11 +199,3 @@ class RoutingReplay:
 def _act(chunk: _Chunk, action: RouterReplayAction) -> None:
     for router in chunk.routers:
         router.set_router_replay_action(action)
-
-
-def _gather(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    if group.size() == 1:
-        return local
-    whole = local.new_empty((group.size() * len(local), *local.shape[1:]))
-    dist.all_gather_into_tensor(whole, local.contiguous(), group=group)
-    return whole

@@ -12,8 +12,8 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from services.trainer.backend import StepOutcome
 from services.trainer.backends.megatron import upstream
 from services.trainer.backends.megatron.config import MegatronConfig
-from services.trainer.backends.megatron.policy import PolicyModel
-from services.trainer.backends.megatron.upstream import any_rank
+from services.trainer.backends.megatron.model import PolicyModel
+from services.trainer.backends.megatron.parallel import RankGroups
 from services.trainer.config import OptimConfig
 
 FLOAT16_SCALE = 2.0**12  # losses are sums: the usual 2**32 would skip the first forty steps
@@ -23,9 +23,15 @@ NON_FINITE = "non-finite gradient norm"
 class Stepper:
     """Owns the optimizer of one policy."""
 
-    def __init__(self, policy: PolicyModel, config: MegatronConfig, settings: OptimConfig) -> None:
+    def __init__(
+        self,
+        policy: PolicyModel,
+        config: MegatronConfig,
+        settings: OptimConfig,
+        groups: RankGroups,
+    ) -> None:
         self._chunks: list[Any] = list(policy.chunks)
-        self._settings = settings
+        self._settings, self._groups = settings, groups
         core = policy.config
         self.optimizer: Any = get_megatron_optimizer(
             OptimizerConfig(
@@ -59,7 +65,7 @@ class Stepper:
         norm = float(self.optimizer.get_grad_norm())
         # Ranks agree, whatever part of the norm each has seen. Left alone, Megatron steps on
         # non-finite gradients unless it scales losses, as it only does in float16.
-        applied = not any_rank(overflow or not math.isfinite(norm))
+        applied = not self._groups.any_rank(overflow or not math.isfinite(norm))
         rate = self._settings.learning_rate if learning_rate is None else learning_rate
         if applied:
             self._clip(norm)

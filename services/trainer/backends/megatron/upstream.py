@@ -1,4 +1,4 @@
-"""This rank's device, by the platform's word alone."""
+"""Loads Megatron: the pinned version, the mends of its known faults, and this rank's device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from services.trainer.backends.megatron import cpu
 from sluice import platform
@@ -22,18 +21,11 @@ def on_cpu() -> bool:
 
 
 def current_device() -> torch.device:
-    """The one that the rank's process made current."""
+    """Returns the device that the rank's process made current."""
     chosen = platform.current()
     if on_cpu():
         return chosen.device()
     return torch.device(chosen.device_type, chosen.module.current_device())
-
-
-def any_rank(flag: bool) -> bool:
-    """Whether `flag` is set on any rank of the world; collective."""
-    found = torch.tensor(float(flag), device=current_device())
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return bool(found.item())
 
 
 VERSION = "0.16.1"  # the one whose faults are known; others are refused
@@ -45,11 +37,11 @@ class MegatronVersionError(ImportError):
 
 @cache
 def load() -> ModuleType:
-    """Import `megatron.core`, adapted to the device where that is not the one it is written for.
+    """Imports `megatron.core`, adapted to the device where that is not the one it is written for.
 
     Raises MegatronVersionError.
     """
-    # It tells at every start that TransformerEngine and Apex are missing.
+    # It warns at every start that TransformerEngine and Apex are missing.
     warnings.filterwarnings("ignore", module=r"megatron\.core|.*megatron\.cpu")
     if platform.current().device_type == platform.CPU.device_type:
         cpu.install()

@@ -1,15 +1,23 @@
-"""The reference backend: one transformers model per rank, data-parallel over ranks."""
+"""The reference backend: one transformers model per rank, data-parallel over ranks.
+
+Its optimizer is AdamW over one flat gradient buffer: reduced, clipped and applied once a step.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from services.trainer.backend import (
     CriticBackend,
@@ -19,11 +27,10 @@ from services.trainer.backend import (
     PassSums,
     StepOutcome,
 )
-from services.trainer.backends.reference import storage
 from services.trainer.backends.reference.model import ScoredModel
-from services.trainer.backends.reference.storage import FlatOptimizer
-from services.trainer.config import TrainerConfig
+from services.trainer.config import OptimConfig, TrainerConfig
 from sluice import platform
+from sluice.algo.collectives import create_collectives
 from sluice.algo.inputs import pack_rows
 from sluice.algo.logprobs import EntropyMode
 from sluice.algo.losses import compute_loss
@@ -31,6 +38,11 @@ from sluice.algo.spec import LossSpec
 from sluice.weights.manifest import ShardFile
 from sluice.weights.shards import write_shard
 from sluice.weights.writer import ShardWrite
+
+NON_FINITE = "non-finite gradient norm"
+CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+MODEL_FILE, OPTIMIZER_FILE = "policy.safetensors", "optimizer.safetensors"
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 class ReferenceBackend(CriticBackend):
@@ -50,6 +62,8 @@ class ReferenceBackend(CriticBackend):
         self._policy = ScoredModel.load(config.model, self._device, config.head)
         self._reference: ScoredModel | None = None
         self._optimizer = FlatOptimizer(self._policy.model, config.optim)
+        world = dist.group.WORLD if mesh.world_size > 1 else None
+        self._ranks = create_collectives(world, config.ranks.check_timeout) if world else None
 
     @torch.no_grad()
     def compute_logprobs(
@@ -102,15 +116,15 @@ class ReferenceBackend(CriticBackend):
         self._optimizer.clear()
 
     def save_checkpoint(self, directory: Path) -> None:
-        storage.save(directory, self._policy.model, self._optimizer, self.mesh)
+        _save(directory, self._policy.model, self._optimizer, self.mesh)
 
     def load_checkpoint(self, directory: Path) -> None:
-        storage.load(directory, self._policy.model, self._optimizer, self.mesh)
+        _load(directory, self._policy.model, self._optimizer, self.mesh)
 
     def write_shards(self, directory: Path, write: ShardWrite | None = None) -> list[ShardFile]:
         dtype = getattr(torch, self._config.publish_dtype)
         write = write or partial(write_shard, sync=self._config.durable)
-        return storage.write_shards(directory, self._policy.model, self.mesh, dtype, write)
+        return _write_shards(directory, self._policy.model, self.mesh, dtype, write)
 
     def close(self) -> None:
         self._reference = None
@@ -124,8 +138,9 @@ class ReferenceBackend(CriticBackend):
             return self._policy.score(rows, temperature=loss.temperature or 1.0, entropy=entropy)
 
     def _reduce(self, gradients: torch.Tensor) -> None:
-        if self.mesh.world_size > 1:
-            dist.all_reduce(gradients)
+        if self._ranks is not None:
+            self._ranks.all_reduce(gradients, "sum")
+            self._ranks.end_step()
 
     def _load_reference(self) -> ScoredModel:
         """The frozen model, loaded on its first use."""
@@ -139,3 +154,157 @@ class ReferenceBackend(CriticBackend):
     def _precision(self) -> Iterator[None]:
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._config.autocast):
             yield
+
+
+class FlatOptimizer:
+    """Parameters whose gradients are views of one float32 buffer.
+
+    Backward passes add into the buffer; `step` is the only place that divides.
+    """
+
+    def __init__(self, model: torch.nn.Module, optim: OptimConfig) -> None:
+        self._max_norm = optim.max_grad_norm
+        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        first = next(iter(self.parameters.values()))
+        size = sum(p.numel() for p in self.parameters.values())
+        self.gradients = torch.zeros(size, dtype=first.dtype, device=first.device)
+        offset = 0
+        for parameter in self.parameters.values():
+            view = self.gradients[offset : offset + parameter.numel()]
+            parameter.grad = view.view_as(parameter)
+            offset += parameter.numel()
+        decayed = [p for p in self.parameters.values() if p.ndim > 1]
+        plain = [p for p in self.parameters.values() if p.ndim <= 1]
+        groups = [
+            {"params": decayed, "weight_decay": optim.weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+        ]
+        self.adam = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=optim.learning_rate,
+            betas=optim.betas,
+            eps=optim.epsilon,
+            fused=True if first.device.type == "cpu" else None,  # elsewhere torch chooses
+        )
+
+    def step(
+        self, normalizer: float, rate: float, reduce: Callable[[torch.Tensor], None]
+    ) -> StepOutcome:
+        """Sum gradients over ranks with `reduce`, divide, clip, apply, clear."""
+        reduce(self.gradients)
+        total = torch.linalg.vector_norm(self.gradients, dtype=torch.float64).item()
+        norm = total / normalizer
+        if not math.isfinite(norm):
+            self.clear()
+            return StepOutcome(grad_norm=norm, learning_rate=rate, skipped_reason=NON_FINITE)
+        clip = min(1.0, self._max_norm / (norm + CLIP_EPSILON)) if self._max_norm else 1.0
+        self.gradients.mul_(clip / normalizer)
+        for group in self.adam.param_groups:
+            group["lr"] = rate
+        self.adam.step()
+        self.clear()
+        return StepOutcome(grad_norm=norm, learning_rate=rate)
+
+    def clear(self) -> None:
+        self.gradients.zero_()
+
+
+def _save(directory: Path, model: torch.nn.Module, optimizer: FlatOptimizer, mesh: Mesh) -> None:
+    """Model, optimizer and random state; the first and the last rank share the writing."""
+    if mesh.data_rank == 0:
+        save_file(_model_tensors(model), directory / MODEL_FILE)
+    if mesh.data_rank == mesh.data_size - 1:
+        save_file(_optimizer_tensors(optimizer), directory / OPTIMIZER_FILE)
+    save_file({"torch": torch.get_rng_state()}, _random_file(directory, mesh))
+
+
+def _load(directory: Path, model: torch.nn.Module, optimizer: FlatOptimizer, mesh: Mesh) -> None:
+    """What `save` wrote, under any count of ranks.
+
+    Raises ValueError for another model's or a damaged one; the state is then undefined.
+    """
+    own = _model_tensors(model)
+    saved = _read(directory / MODEL_FILE)
+    if saved.keys() != own.keys():
+        different = ", ".join(sorted(saved.keys() ^ own.keys())[:8])
+        raise ValueError(f"the checkpoint is of another model, they differ in: {different}")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(saved[name])
+    moments = _read(directory / OPTIMIZER_FILE)
+    optimizer.adam.state.clear()
+    for name, parameter in optimizer.parameters.items():
+        if f"{name}/step" in moments:
+            optimizer.adam.state[parameter] = {
+                kind: moments[f"{name}/{kind}"].to(parameter.device) for kind in MOMENTS
+            }
+    optimizer.clear()
+    random = _random_file(directory, mesh)
+    if random.exists():
+        torch.set_rng_state(_read(random)["torch"])
+
+
+def _write_shards(
+    directory: Path, model: PreTrainedModel, mesh: Mesh, dtype: torch.dtype, write: ShardWrite
+) -> list[ShardFile]:
+    """This rank's share of the tensors, as HF names them, in one file."""
+    tensors = _published_tensors(model)
+    share = _share(tensors, mesh)
+    if not share:
+        return []
+    cast = {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in share.items()
+    }
+    file_name = f"model-{mesh.data_rank + 1:05d}-of-{mesh.data_size:05d}.safetensors"
+    return [write(directory, file_name, cast)]
+
+
+def _published_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Parameters and buffers under the names of the original checkpoint; tied ones once."""
+    reverted: dict[str, torch.Tensor] = revert_weight_conversion(model, _model_tensors(model))
+    return reverted
+
+
+def _model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by name; tied ones once."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            found[name] = tensor
+    return found
+
+
+def _read(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        tensors: dict[str, torch.Tensor] = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path.name} is damaged: {error}") from error
+    return tensors
+
+
+def _optimizer_tensors(optimizer: FlatOptimizer) -> dict[str, torch.Tensor]:
+    return {
+        f"{name}/{kind}": optimizer.adam.state[parameter][kind]
+        for name, parameter in optimizer.parameters.items()
+        if parameter in optimizer.adam.state
+        for kind in MOMENTS
+    }
+
+
+def _share(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:
+    """Tensors of this rank: the largest first, each to the rank with the least so far."""
+    loads = [0] * mesh.data_size
+    share = {}
+    for name in sorted(tensors, key=lambda name: (-tensors[name].numel(), name)):
+        rank = loads.index(min(loads))
+        loads[rank] += tensors[name].numel()
+        if rank == mesh.data_rank:
+            share[name] = tensors[name]
+    return share
+
+
+def _random_file(directory: Path, mesh: Mesh) -> Path:
+    return directory / f"random-{mesh.rank:05d}.safetensors"

@@ -1,12 +1,18 @@
-"""Attention over a packed micro-batch, plugged into transformers models by name."""
+"""A transformers model over packed rows: the pack, attention over it, log-probs and values.
+
+Rows are packed into one sequence in which every distinct prompt of a group stands once: first the
+prompts, then the responses without their last tokens, which predict nothing. Attention, plugged
+into transformers by name, runs over padded buckets of like lengths, all else over the pack.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
@@ -22,13 +28,15 @@ from transformers.utils.logging import (
     set_verbosity_error,
 )
 
-from services.trainer.backend import MicroBatch
-from services.trainer.backends.reference.layout import PackedLayout, PromptBucket, pack
+from services.trainer.backend import MicroBatch, Row
 from services.trainer.config import Head
-from sluice.algo.linear_logprobs import linear_logprobs
-from sluice.algo.logprobs import EntropyMode, token_logprobs
+from sluice.algo.logprobs import EntropyMode, linear_logprobs, token_logprobs
 
 IMPLEMENTATION = "sluice_shared_prompt"
+CLUSTER_TOKENS = 64  # siblings' tokens that share one attention call: fills a tile of the kernel
+# Their attention is the plain one, of queries, keys, values and a scale.
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+MAX_LOGITS = 1 << 26  # entries held at once; larger passes make them in chunks, twice
 
 
 def attend(
@@ -84,11 +92,6 @@ def _attend_bucket(
 
 
 AttentionInterface.register(IMPLEMENTATION, attend)
-
-
-# Their attention is the plain one, of queries, keys, values and a scale.
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-MAX_LOGITS = 1 << 26  # entries held at once; larger passes make them in chunks, twice
 
 
 @dataclass(frozen=True)
@@ -183,3 +186,259 @@ def errors_only() -> Iterator[None]:
         yield
     finally:
         set_verbosity(before)
+
+
+@dataclass(frozen=True)
+class PromptBucket:
+    """Prompts, or clusters of siblings, whose attention runs as one padded batch of N.
+
+    queries: int64[N * R], keys: int64[N * K], positions in the pack (padding stands at 0 and
+    is never seen). mask: bool[R, K] or [N, 1, R, K], None for plain causal attention.
+    kept: int64, the real ones among the N * R outputs, in the order of the pack; None for all.
+    """
+
+    count: int
+    query_length: int
+    key_length: int
+    queries: torch.Tensor
+    keys: torch.Tensor
+    mask: torch.Tensor | None
+    kept: torch.Tensor | None
+
+    def to(self, device: torch.device) -> PromptBucket:
+        return PromptBucket(
+            self.count,
+            self.query_length,
+            self.key_length,
+            self.queries.to(device),
+            self.keys.to(device),
+            None if self.mask is None else self.mask.to(device),
+            None if self.kept is None else self.kept.to(device),
+        )
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """A micro-batch as one sequence of T tokens, and where its R response tokens stand.
+
+    token_ids, position_ids: int64[T]. predictors: int64[R], the packed token that predicts each
+    response token, rows in order. targets: int64[R]. The kept outputs of the buckets, one after
+    another, are the pack. longest: tokens of the longest row.
+    """
+
+    token_ids: torch.Tensor
+    position_ids: torch.Tensor
+    buckets: tuple[PromptBucket, ...]
+    predictors: torch.Tensor
+    targets: torch.Tensor
+    longest: int
+
+    def to(self, device: torch.device) -> PackedLayout:
+        if device.type == "cpu":
+            return self
+        return PackedLayout(
+            self.token_ids.to(device),
+            self.position_ids.to(device),
+            tuple(bucket.to(device) for bucket in self.buckets),
+            self.predictors.to(device),
+            self.targets.to(device),
+            self.longest,
+        )
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Rows as columns; int64 each. tokens: all rows one behind the other, each from `offsets` on.
+
+    prompt_of: which distinct prompt a row has. inner: response tokens that predict another.
+    """
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+    prompt_lengths: np.ndarray
+    responses: np.ndarray
+    prompt_of: np.ndarray
+
+    @property
+    def inner(self) -> np.ndarray:
+        return np.maximum(self.responses - 1, 0)
+
+
+@dataclass(frozen=True)
+class _Spans:
+    """Runs of the pack that attend together; int64[N] each.
+
+    A prompt has no `before_*`; a cluster of siblings follows the prompt found there.
+    """
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    before_starts: np.ndarray | None = None
+    before_lengths: np.ndarray | None = None
+
+    def size_classes(self) -> np.ndarray:
+        """Equal where lengths have the same power of two: padding at most doubles them."""
+        classes = np.frexp(self.lengths)[1].astype(np.int64)
+        if self.before_lengths is not None:
+            classes += np.frexp(self.before_lengths)[1].astype(np.int64) << 32
+        return classes
+
+    def pick(self, index: np.ndarray) -> _Spans:
+        if self.before_starts is None or self.before_lengths is None:
+            return _Spans(self.starts[index], self.lengths[index])
+        return _Spans(
+            self.starts[index],
+            self.lengths[index],
+            self.before_starts[index],
+            self.before_lengths[index],
+        )
+
+
+def pack(rows: Sequence[Row]) -> PackedLayout:
+    """The layout of at least one row; rows of one group with equal prompts share them."""
+    table, leaders = _tabulate(rows)
+    prompt_lengths = table.prompt_lengths[leaders]
+    prompt_order = np.argsort(np.frexp(prompt_lengths)[1], kind="stable")
+    prompt_starts = np.empty_like(prompt_lengths)
+    prompt_starts[prompt_order] = _starts(prompt_lengths[prompt_order])
+    clusters = _clusters(table, prompt_lengths)
+    row_order = np.array([row for cluster in clusters for row in cluster], dtype=np.int64)
+    row_starts = np.zeros(len(rows), dtype=np.int64)
+    inner = table.inner[row_order]
+    row_starts[row_order] = prompt_lengths.sum() + _starts(inner)
+
+    source = np.concatenate(
+        [
+            _ranges(table.offsets[leaders][prompt_order], prompt_lengths[prompt_order]),
+            _ranges((table.offsets + table.prompt_lengths)[row_order], inner),
+        ]
+    )
+    positions = np.concatenate(
+        [
+            _ranges(np.zeros_like(prompt_order), prompt_lengths[prompt_order]),
+            _ranges(table.prompt_lengths[row_order], inner),
+        ]
+    )
+    sizes = np.concatenate([prompt_lengths[prompt_order], inner])
+    prompts = _Spans(prompt_starts[prompt_order], prompt_lengths[prompt_order])
+    heads = np.array([cluster[0] for cluster in clusters], dtype=np.int64)
+    siblings = _Spans(
+        row_starts[heads],
+        np.array([table.inner[cluster].sum() for cluster in clusters], dtype=np.int64),
+        prompt_starts[table.prompt_of[heads]],
+        table.prompt_lengths[heads],
+    )
+    owners = np.repeat(np.arange(len(sizes)), sizes)
+    return PackedLayout(
+        token_ids=torch.from_numpy(table.tokens[source]),
+        position_ids=torch.from_numpy(positions),
+        buckets=(*_buckets(prompts, owners), *_buckets(siblings, owners)),
+        predictors=torch.from_numpy(_predictors(table, prompt_starts, row_starts)),
+        targets=torch.from_numpy(
+            table.tokens[_ranges(table.offsets + table.prompt_lengths, table.responses)]
+        ),
+        longest=int((table.prompt_lengths + table.responses).max()),
+    )
+
+
+def _tabulate(rows: Sequence[Row]) -> tuple[_Table, np.ndarray]:
+    """The rows as columns, and for each distinct prompt a row that has it."""
+    tokens = torch.cat([row.token_ids for row in rows]).numpy()
+    lengths = np.array([row.token_ids.shape[0] for row in rows], dtype=np.int64)
+    prompts = np.array([row.prompt_length for row in rows], dtype=np.int64)
+    offsets = _starts(lengths)
+    seen: dict[tuple[str, bytes], int] = {}
+    leaders: list[int] = []
+    prompt_of = np.empty(len(rows), dtype=np.int64)
+    for index, (row, offset) in enumerate(zip(rows, offsets.tolist(), strict=True)):
+        key = (row.group_id, tokens[offset : offset + row.prompt_length].tobytes())
+        if key not in seen:
+            seen[key] = len(leaders)
+            leaders.append(index)
+        prompt_of[index] = seen[key]
+    table = _Table(tokens, offsets, prompts, lengths - prompts, prompt_of)
+    return table, np.array(leaders, dtype=np.int64)
+
+
+def _clusters(table: _Table, prompt_lengths: np.ndarray) -> list[list[int]]:
+    """Siblings in runs of at most CLUSTER_TOKENS tokens, longer ones alone; like sizes together."""
+    found: list[list[int]] = []
+    sizes: list[int] = []
+    open_clusters: dict[int, int] = {}
+    inner = table.inner.tolist()
+    for row, prompt in enumerate(table.prompt_of.tolist()):
+        if not inner[row]:
+            continue
+        place = open_clusters.get(prompt)
+        if place is None or sizes[place] + inner[row] > CLUSTER_TOKENS:
+            place = open_clusters[prompt] = len(found)
+            found.append([])
+            sizes.append(0)
+        found[place].append(row)
+        sizes[place] += inner[row]
+    spans = _Spans(
+        np.empty(0, dtype=np.int64),
+        np.array(sizes, dtype=np.int64),
+        np.empty(0, dtype=np.int64),
+        np.array([table.prompt_lengths[cluster[0]] for cluster in found], dtype=np.int64),
+    )
+    return [found[place] for place in np.argsort(spans.size_classes(), kind="stable")]
+
+
+def _predictors(table: _Table, prompt_starts: np.ndarray, row_starts: np.ndarray) -> np.ndarray:
+    """A response's first token is predicted by the prompt's last, the others by their former."""
+    first = prompt_starts[table.prompt_of] + table.prompt_lengths - 1
+    index = _ranges(np.zeros_like(table.responses), table.responses)
+    inside = np.repeat(row_starts, table.responses) + index - 1
+    return np.where(index == 0, np.repeat(first, table.responses), inside)
+
+
+def _buckets(spans: _Spans, owners: np.ndarray) -> Iterator[PromptBucket]:
+    """Spans follow one another in the pack, sorted by size class."""
+    classes = spans.size_classes()
+    edges = np.flatnonzero(np.diff(classes)) + 1
+    for index in np.split(np.arange(len(classes)), edges):
+        if len(index):
+            yield _bucket(spans.pick(index), owners)
+
+
+def _bucket(spans: _Spans, owners: np.ndarray) -> PromptBucket:
+    count, longest = len(spans.starts), int(spans.lengths.max())
+    own, own_real = _padded(spans.starts, spans.lengths, longest)
+    queries = torch.from_numpy(own.reshape(-1))
+    kept = None if own_real.all() else torch.from_numpy(np.flatnonzero(own_real))
+    if spans.before_starts is None or spans.before_lengths is None:
+        # Padding stands behind the real tokens, where causal attention does not look.
+        return PromptBucket(count, longest, longest, queries, queries, None, kept)
+    longest_prompt = int(spans.before_lengths.max())
+    prompt, prompt_real = _padded(spans.before_starts, spans.before_lengths, longest_prompt)
+    owner = np.where(own_real, owners[own], -1)
+    seen_own = (owner[:, :, None] == owner[:, None, :]) & np.tri(longest, dtype=np.bool_)
+    seen_prompt = np.broadcast_to(prompt_real[:, None], (count, longest, longest_prompt))
+    mask = np.concatenate([seen_prompt, seen_own], axis=2)
+    shared = bool((mask == mask[0]).all())
+    return PromptBucket(
+        count,
+        longest,
+        longest_prompt + longest,
+        queries,
+        torch.from_numpy(np.concatenate([prompt, own], axis=1).reshape(-1)),
+        torch.from_numpy(mask[0] if shared else mask[:, None]),
+        kept,
+    )
+
+
+def _padded(starts: np.ndarray, lengths: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:
+    """(positions in the pack, whether real), both [N, longest]; padding stands at 0."""
+    offsets = np.arange(longest)
+    real = offsets < lengths[:, None]
+    return np.where(real, starts[:, None] + offsets, 0), real
+
+
+def _starts(lengths: np.ndarray) -> np.ndarray:
+    return np.cumsum(lengths) - lengths
+
+
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """start, start + 1 ... of each run, one behind the other."""
+    return np.repeat(starts - _starts(lengths), lengths) + np.arange(int(lengths.sum()))

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 import torch
-from toy_model import BATCHES, HIDDEN, SPECS, VOCAB, close, compare, make_rows, reference, run_local
+from toy_model import (
+    BATCHES,
+    HIDDEN,
+    SPECS,
+    VOCAB,
+    close,
+    compare,
+    gather_responses,
+    make_rows,
+    reference,
+    run_local,
+    share,
+)
 
 from sluice.algo.advantages import (
     AdvantageRow,
@@ -11,11 +23,9 @@ from sluice.algo.advantages import (
     generalized_advantages,
     place_terminal,
 )
-from sluice.algo.exchange import gather_responses, redistribute
 from sluice.algo.inputs import pack_rows
 from sluice.algo.layout import SequenceLayout
-from sluice.algo.linear_logprobs import linear_logprobs
-from sluice.algo.logprobs import VocabShard, token_logprobs
+from sluice.algo.logprobs import VocabShard, linear_logprobs, token_logprobs
 from sluice.algo.losses import compute_loss
 from sluice.algo.moments import Moments
 from sluice.algo.spec import AdvantageSpec
@@ -27,90 +37,19 @@ def kinds(collectives):
     return ("zigzag", "contiguous") if collectives.size > 1 else ("none",)
 
 
-def check_losses_on_local_shares(context):
-    """Every rank computes the loss of the tokens it predicts; whole samples through the sums."""
+def check_losses_on_gathered_responses(context):
+    """Every rank computes the whole loss from gathered log-probs and keeps its own gradient."""
     for collectives in context.groups:
         for kind in kinds(collectives):
             for batch in BATCHES:
                 for spec in SPECS.values() if batch != "short" else [SPECS["ppo"]]:
                     rows = make_rows(batch)
                     local = run_local(rows, spec, kind, collectives)
-                    inputs = pack_rows(
-                        rows,
-                        spec,
-                        local.logprobs,
-                        local.entropy,
-                        local.responses.share(collectives.rank),
-                        lambda sums, c=collectives: c.all_reduce(sums, "sum"),
-                    )
-                    terms = compute_loss(inputs, spec)
+                    both = torch.stack([local.logprobs, local.entropy], dim=1)
+                    whole = gather_responses(both, local.responses, collectives, gradient="own")
+                    terms = compute_loss(pack_rows(rows, spec, whole[:, 0], whole[:, 1]), spec)
                     terms.loss.backward()
                     compare(local, terms, reference(batch, spec), collectives)
-
-
-def check_losses_on_gathered_responses(context):
-    """Every rank computes the whole loss from gathered log-probs and keeps its own gradient."""
-    for collectives in context.groups:
-        for kind in kinds(collectives):
-            for batch in BATCHES:
-                spec, rows = SPECS["ppo"], make_rows(batch)
-                local = run_local(rows, spec, kind, collectives)
-                both = torch.stack([local.logprobs, local.entropy], dim=1)
-                whole = gather_responses(both, local.responses, collectives, gradient="own")
-                terms = compute_loss(pack_rows(rows, spec, whole[:, 0], whole[:, 1]), spec)
-                terms.loss.backward()
-                compare(local, terms, reference(batch, spec), collectives, replicated=True)
-
-
-def check_redistribution_keeps_losses_and_gradients(context):
-    """The model runs in one layout, the loss in the other; one exchange for both columns."""
-    for collectives in context.groups[1:]:
-        for kind, other in (("contiguous", "zigzag"), ("zigzag", "contiguous")):
-            for batch in BATCHES:
-                spec, rows = SPECS["ppo"], make_rows(batch)
-                local = run_local(rows, spec, kind, collectives)
-                target = SequenceLayout(
-                    kind=other, lengths=local.layout.lengths, size=collectives.size
-                )
-                responses = target.responses([row.prompt for row in rows])
-                slots = local.responses.slots(collectives.rank)
-                placed = [
-                    torch.zeros(local.layout.local_length).index_copy(0, slots, values)
-                    for values in (local.logprobs, local.entropy)
-                ]
-                moved = redistribute(placed, local.layout, target, collectives, differentiable=True)
-                kept = responses.slots(collectives.rank)
-                inputs = pack_rows(
-                    rows,
-                    spec,
-                    moved[0][kept],
-                    moved[1][kept],
-                    responses.share(collectives.rank),
-                )
-                terms = compute_loss(inputs, spec)
-                terms.loss.backward()
-                compare(local, terms, reference(batch, spec), collectives)
-
-
-def check_redistribution_moves_every_slot(context):
-    """Tokens with several features, there and back, against the positions alone."""
-    collectives = context.world
-    lengths = (5, 0, 1, 13, 2)
-    zigzag = SequenceLayout(kind="zigzag", lengths=lengths, size=WORLD)
-    contiguous = SequenceLayout(kind="contiguous", lengths=lengths, size=WORLD, multiple=4)
-    samples = [
-        torch.arange(n * 6, dtype=torch.float64).reshape(n, 2, 3) + 1000 * i
-        for i, n in enumerate(lengths)
-    ]
-    rank = collectives.rank
-    mine = zigzag.split(samples, rank)
-    moved = redistribute(
-        [mine, mine[:, 0, 0]], zigzag, contiguous, collectives, differentiable=False
-    )
-    assert torch.equal(moved[0], contiguous.split(samples, rank))
-    assert torch.equal(moved[1], contiguous.split([s[:, 0, 0] for s in samples], rank))
-    back = redistribute(moved[:1], contiguous, zigzag, collectives, differentiable=False)
-    assert torch.equal(back[0], mine)
 
 
 def check_gae_by_global_position(context):
@@ -121,7 +60,7 @@ def check_gae_by_global_position(context):
                 kind=kind, lengths=tuple(len(r.tokens) for r in rows), size=collectives.size
             )
             responses = layout.responses([row.prompt for row in rows])
-            local = responses.split([r.columns["old_logprobs"] for r in rows], collectives.rank)
+            local = share([r.columns["old_logprobs"] for r in rows], responses, collectives.rank)
             whole = gather_responses(local, responses, collectives, gradient="none")
             for i, (row, values) in enumerate(
                 zip(rows, whole.split([len(r.loss_mask) for r in rows]), strict=True)
@@ -157,7 +96,7 @@ def check_whitening_over_data_ranks(context):
     def merge(mine):
         packed = torch.tensor([mine.count, mine.mean, mine.m2], dtype=torch.float64)
         merged = Moments()
-        for part in collectives.all_gather(packed).tolist():
+        for part in collectives.all_gather(packed).view(-1, 3).tolist():
             merged = merged.merge(Moments(*part))
         return merged
 

@@ -20,7 +20,7 @@ import sequence
 import torch
 import torch.distributed as dist
 
-from sluice.algo.collectives import Collectives, create_monitor
+from sluice.algo.collectives import Collectives, create_collectives
 from tests.patience import PATIENCE
 
 WORLD = 4
@@ -41,7 +41,7 @@ def create_context(rank):
         for block in blocks:
             group = dist.new_group(block, timeout=TIMEOUT)
             if rank in block:
-                groups.append(Collectives(group, create_monitor(group, TIMEOUT)))
+                groups.append(create_collectives(group, TIMEOUT))
     return Context(Collectives(dist.group.WORLD), tuple(groups))
 
 

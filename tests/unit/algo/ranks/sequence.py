@@ -9,11 +9,14 @@ import torch
 from parity import shard_of
 from toy_model import HIDDEN, VOCAB
 
-from sluice.algo.collectives import CollectiveMismatchError, Collectives, create_monitor
-from sluice.algo.exchange import gather_places, redistribute
+from sluice.algo.collectives import (
+    CollectiveMismatchError,
+    Collectives,
+    create_collectives,
+    gather_tokens,
+)
 from sluice.algo.layout import SequenceLayout
-from sluice.algo.linear_logprobs import linear_logprobs
-from sluice.algo.logprobs import VocabShard
+from sluice.algo.logprobs import VocabShard, linear_logprobs
 from tests.patience import PATIENCE
 
 WORLD = 4
@@ -22,19 +25,15 @@ TIMEOUT = timedelta(seconds=PATIENCE)
 
 def check_same_collectives_with_and_without_tokens(context):
     """What runs is the same on a rank with tokens, without, and whatever needs a gradient."""
-    collectives = Collectives(context.world.group, create_monitor(context.world.group, TIMEOUT))
-    rank = collectives.rank
-    zigzag = SequenceLayout(kind="zigzag", lengths=(2,), size=WORLD)
-    contiguous = SequenceLayout(kind="contiguous", lengths=(2,), size=WORLD)
-    held = (contiguous.token_places // contiguous.local_length == rank).any().item()
-    values = torch.ones(contiguous.local_length, requires_grad=held)  # no graph where no token
-    moved = redistribute([values], contiguous, zigzag, collectives, differentiable=True)
-    gather_places(moved[0], collectives, gradient="sum").sum().backward()
-    gather_places(values, collectives, gradient="sum").sum().backward()
-    collectives.monitor.end_step()
-    if held:  # as often as ranks read it, once moved (padding slots were not) and once as it is
-        own = (contiguous.token_places // contiguous.local_length == rank).sum()
-        assert values.grad.sum() == WORLD * (own + contiguous.local_length)
+    collectives = create_collectives(context.world.group, TIMEOUT)
+    layout = SequenceLayout(kind="contiguous", lengths=(2,), size=WORLD)
+    held = (layout.token_places // layout.local_length == collectives.rank).any().item()
+    values = torch.ones(layout.local_length, requires_grad=held)  # no graph where no token
+    gather_tokens(values, collectives, gradient="sum").sum().backward()
+    gather_tokens(values, collectives, gradient="own").sum().backward()
+    collectives.end_step()
+    if held:  # as often as ranks read it, and once more where all compute the same of it
+        assert values.grad.sum() == (WORLD + 1) * layout.local_length
 
 
 @dataclass
@@ -70,15 +69,16 @@ def check_collectives_do_not_depend_on_the_entropy(context):
     assert all(lines == seen["off", 6] for lines in seen.values()), seen
 
 
-def expect_mismatch(context, act, rank, index):
-    collectives = Collectives(context.world.group, create_monitor(context.world.group, TIMEOUT))
+def expect_mismatch(context, act, rank, index, found):
+    collectives = create_collectives(context.world.group, TIMEOUT)
     collectives.all_reduce(torch.ones(1), "sum")
     try:
         act(collectives)
-        collectives.monitor.end_step()
+        collectives.end_step()
     except CollectiveMismatchError as error:
         assert (error.rank, error.index) == (rank, index), str(error)
         assert f"rank {rank}" in str(error)
+        assert found in str(error)
         return
     raise AssertionError("no mismatch was noticed")
 
@@ -90,14 +90,14 @@ def check_monitor_names_a_rank_that_skips(context):
         if collectives.rank != 2:
             collectives.all_gather(torch.ones(2))
 
-    expect_mismatch(context, act, rank=2, index=1)
+    expect_mismatch(context, act, rank=2, index=1, found="all_gather (2,)")
 
 
 def check_monitor_names_a_rank_with_another_shape(context):
     def act(collectives):
         collectives.all_reduce(torch.ones(3 if collectives.rank == 1 else 2), "sum")
 
-    expect_mismatch(context, act, rank=1, index=1)
+    expect_mismatch(context, act, rank=1, index=1, found="all_reduce sum (3,)")
 
 
 def check_monitor_names_a_rank_with_an_extra_collective(context):
@@ -106,16 +106,16 @@ def check_monitor_names_a_rank_with_an_extra_collective(context):
         if collectives.rank == 3:
             collectives.all_reduce(torch.ones(2), "max")
 
-    expect_mismatch(context, act, rank=3, index=2)
+    expect_mismatch(context, act, rank=3, index=2, found="all_reduce max (2,)")
 
 
 def check_monitor_names_a_rank_that_never_comes(context):
     """Rank 2 is busy elsewhere: the first rank says so at the deadline, nobody hangs."""
-    monitor = create_monitor(context.world.group, timedelta(seconds=30))
+    collectives = create_collectives(context.world.group, timedelta(seconds=30))
     if context.world.rank == 2:
         return
     try:
-        Collectives(context.world.group, monitor).all_reduce(torch.ones(1), "sum")
+        collectives.all_reduce(torch.ones(1), "sum")
     except RuntimeError as error:
         assert context.world.rank != 0 or "Ranks 2 failed to pass" in str(error), str(error)
         return

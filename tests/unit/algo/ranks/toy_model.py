@@ -7,10 +7,10 @@ from functools import cache
 
 import torch
 
-from sluice.algo.exchange import gather_places, gather_responses
+from sluice.algo.collectives import gather_placed, gather_tokens
 from sluice.algo.inputs import pack_rows
 from sluice.algo.layout import ResponseLayout, SequenceLayout
-from sluice.algo.linear_logprobs import linear_logprobs
+from sluice.algo.logprobs import linear_logprobs
 from sluice.algo.losses import compute_loss
 from sluice.algo.spec import LossSpec
 
@@ -137,8 +137,8 @@ def run_local(rows, spec, kind, collectives):
     visible = (sample[mine, None] == sample[None]) & (position[mine, None] >= position[None])
     hidden = parameters["embed"][layout.split([row.tokens for row in rows], rank)]
     local = hidden @ parameters["qkv"][HIDDEN:].T
-    hidden = attend(parameters, hidden, gather_places(local, collectives, gradient="sum"), visible)
-    targets = responses.split([row.tokens[row.prompt :] for row in rows], rank)
+    hidden = attend(parameters, hidden, gather_tokens(local, collectives, gradient="sum"), visible)
+    targets = share([row.tokens[row.prompt :] for row in rows], responses, rank)
     logprobs, entropy = linear_logprobs(
         hidden.index_select(0, responses.slots(rank)),
         parameters["head"],
@@ -150,25 +150,41 @@ def run_local(rows, spec, kind, collectives):
     return Local(layout, responses, logprobs, entropy, parameters)
 
 
+def share(columns, responses, rank):
+    """What `rank` predicts of per-sample columns [response_i, ...]."""
+    return torch.cat(columns)[responses.share(rank)]
+
+
+def gather_responses(local, responses, collectives, *, gradient):
+    """All response tokens in packed order, from those that this rank predicts."""
+    return gather_placed(
+        local,
+        responses.slots(collectives.rank),
+        responses.places,
+        collectives,
+        local_length=responses.layout.local_length,
+        gradient=gradient,
+    )
+
+
 def close(found, wanted, what):
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5, msg=lambda m: f"{what}: {m}")
 
 
-def compare(local, terms, expected, collectives, *, replicated=False):
-    """Loss, metrics and gradients summed over the group, log-probs gathered by position."""
+def compare(local, terms, expected, collectives):
+    """Log-probs gathered by position, the loss of each rank, gradients summed over the group."""
     outputs, entropy, wanted, parameters = expected
     both = torch.stack([local.logprobs.detach(), local.entropy.detach()], dim=1)
     whole = gather_responses(both, local.responses, collectives, gradient="none")
     close(whole[:, 0], outputs, "log-probs")
     close(whole[:, 1], entropy, "entropy")
-    share = 1 / collectives.size if replicated else 1.0
     names = sorted(wanted.metrics)
     assert sorted(terms.metrics) == names
     mine = torch.stack([terms.loss.detach(), *(x for n in names for x in terms.metrics[n])])
     whole_terms = torch.stack(
         [wanted.loss.detach(), *(x for n in names for x in wanted.metrics[n])]
     )
-    close(collectives.all_reduce(mine * share, "sum"), whole_terms, f"loss and {names}")
+    close(mine, whole_terms, f"loss and {names}")
     gradients = torch.cat(
         [
             torch.zeros(p.numel()) if p.grad is None else p.grad.flatten()
