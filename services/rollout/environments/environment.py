@@ -6,6 +6,7 @@ one inside the episode worker must answer in microseconds and is given the token
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -13,28 +14,30 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import TracebackType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import grpc
 
 from sluice.config import Config
 from sluice.runtime.errors import ServiceError
 
+logger = logging.getLogger(__name__)
 
-class SettingError(ValueError):
+T = TypeVar("T")
+
+
+class _KeyedError(ValueError):
+    def __init__(self, key: str, message: str) -> None:
+        self.key = key
+        super().__init__(message)
+
+
+class SettingError(_KeyedError):
     """A setting of an environment is wrong; `key` is its dotted path."""
 
-    def __init__(self, key: str, message: str) -> None:
-        self.key = key
-        super().__init__(message)
 
-
-class TaskError(ValueError):
+class TaskError(_KeyedError):
     """A group asks for a task that the environment cannot make; `key` names the field."""
-
-    def __init__(self, key: str, message: str) -> None:
-        self.key = key
-        super().__init__(message)
 
 
 class UnknownEnvironmentError(ValueError):
@@ -199,7 +202,13 @@ class Environment(ABC):
         return None
 
 
-logger = logging.getLogger(__name__)
+def answer_of(found: T | Awaitable[T]) -> T:
+    """Returns what an environment answered, or its coroutine does, which has the process alone."""
+
+    async def wait(answer: Awaitable[T]) -> T:
+        return await answer
+
+    return asyncio.run(wait(found)) if isinstance(found, Awaitable) else found
 
 
 class EnvironmentFailedError(ServiceError):

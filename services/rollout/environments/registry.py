@@ -1,9 +1,10 @@
-"""Functions and classes of users by `package.module:name`, and which of them may be asked for."""
+"""Finds environments by name, functions and classes of users by `package.module:name`."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 from urllib.parse import urlsplit
 
@@ -17,6 +18,12 @@ from services.rollout.environments.environment import (
     TextTokenizer,
 )
 from sluice.config import Config
+
+ENVIRONMENTS = {
+    "tools": "services.rollout.environments.tools:ToolsEnvironment",
+    "prompts": "services.rollout.environments.prompts:PromptsEnvironment",
+    "reasoning_gym": "services.rollout.environments.reasoning_gym:ReasoningGymEnvironment",
+}
 
 
 def load(path: str) -> Any:
@@ -42,49 +49,59 @@ def load_function(path: str, key: str) -> Any:
     return found
 
 
-def check_module(path: str, allowed: Sequence[str], key: str) -> None:
-    """Raise SettingError unless the module of `path` is one of `allowed`, or inside one."""
-    module = path.partition(":")[0]
-    if not any(module == name or module.startswith(f"{name}.") for name in allowed):
-        known = ", ".join(allowed) or "none"
-        raise SettingError(
-            key,
-            f"{module} is not among the modules this worker may import "
-            f"(episodes.user_modules): {known}",
-        )
-
-
-def check_url(url: str, allowed: Sequence[str], key: str) -> None:
-    """Raise SettingError unless `url` is below one of `allowed`: scheme, host, port and path.
-
-    An allowed address without a port allows every port.
-    """
-    wanted = urlsplit(url)
-    for base in map(urlsplit, allowed):
-        same_place = (wanted.scheme, wanted.hostname) == (base.scheme, base.hostname)
-        same_port = base.port is None or wanted.port == base.port
-        below = f"{wanted.path}/".startswith(f"{base.path.rstrip('/')}/")
-        if same_place and same_port and below and ".." not in wanted.path.split("/"):
-            return
-    known = ", ".join(allowed) or "none"
-    raise SettingError(
-        key, f"{url} is not below an address this worker may ask (episodes.reward_urls): {known}"
-    )
-
-
-ENVIRONMENTS = {
-    "tools": "services.rollout.environments.tools:ToolsEnvironment",
-    "prompts": "services.rollout.environments.prompts:PromptsEnvironment",
-    "reasoning_gym": "services.rollout.environments.reasoning_gym:ReasoningGymEnvironment",
-}
-
-
 def load_environment(path: str) -> type[Environment]:
     """The class at `package.module:Class`. Raises ValueError where there is none."""
     found = load(path)
     if not isinstance(found, type) or not issubclass(found, Environment):
         raise ValueError(f"{path} names no Environment")
     return found
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What requests may name: modules of users, and addresses of reward services."""
+
+    modules: tuple[str, ...] = ()
+    urls: tuple[str, ...] = ()
+
+    def check(self, found: type[Environment], settings: Config) -> None:
+        """Raises SettingError for what the settings name and must not."""
+        for key, path in found.functions(settings).items():
+            self.check_module(path, key)
+        for key, url in found.urls(settings).items():
+            self.check_url(url, key)
+
+    def check_module(self, path: str, key: str) -> None:
+        """Raises SettingError unless the module of `path` is an allowed one, or inside one."""
+        module = path.partition(":")[0]
+        if not any(module == name or module.startswith(f"{name}.") for name in self.modules):
+            allowed = ", ".join(self.modules) or "none"
+            raise SettingError(
+                key,
+                f"{module} is not among the modules this worker may import "
+                f"(episodes.user_modules): {allowed}",
+            )
+
+    def check_url(self, url: str, key: str) -> None:
+        """Raises SettingError unless `url` is below an allowed one: scheme, host, port and path.
+
+        An allowed address without a port allows every port.
+        """
+        wanted = urlsplit(url)
+        for base in map(urlsplit, self.urls):
+            same_place = (wanted.scheme, wanted.hostname) == (base.scheme, base.hostname)
+            same_port = base.port is None or wanted.port == base.port
+            below = f"{wanted.path}/".startswith(f"{base.path.rstrip('/')}/")
+            if same_place and same_port and below and ".." not in wanted.path.split("/"):
+                return
+        allowed = ", ".join(self.urls) or "none"
+        raise SettingError(
+            key,
+            f"{url} is not below an address this worker may ask (episodes.reward_urls): {allowed}",
+        )
+
+
+NOTHING_ALLOWED = Allowed()
 
 
 class Configured(Protocol):
@@ -100,9 +117,9 @@ def parse_settings(found: type[Configured], values: Mapping[str, Any]) -> Config
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        known = ", ".join(found.settings_type.model_fields)
+        keys = ", ".join(found.settings_type.model_fields)
         unknown = first["type"] == "extra_forbidden"
-        message = f"unknown key; known: {known}" if unknown else first["msg"]
+        message = f"unknown key; known: {keys}" if unknown else first["msg"]
         raise SettingError(key, message) from None
 
 

@@ -7,16 +7,15 @@ the process, whose state nobody can vouch for. It ends when its parent is gone.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import queue
 import sys
 import threading
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from types import TracebackType
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 from services.rollout.environments.environment import (
     Environment,
@@ -26,10 +25,9 @@ from services.rollout.environments.environment import (
     TaskError,
     TaskRequest,
     Turn,
+    answer_of,
 )
 from services.rollout.environments.registry import create_environment
-
-T = TypeVar("T")
 
 KEPT = 8  # environments with different settings
 
@@ -54,14 +52,14 @@ class Worker:
         if call["method"] == "open":
             return None
         if call["method"] == "make_task":
-            return asdict(_value(environment.make_task(TaskRequest(**call["request"]))))
+            return asdict(answer_of(environment.make_task(TaskRequest(**call["request"]))))
         task = Task(**call["task"])
         if call["method"] == "step":
             response = _response(call["response"])
-            return asdict(_value(environment.step(task, call["state"], response)))
+            return asdict(answer_of(environment.step(task, call["state"], response)))
         assert call["method"] == "reward", call["method"]
         responses = [_response(values) for values in call["responses"]]
-        rewards = _value(environment.reward(task, responses))
+        rewards = answer_of(environment.reward(task, responses))
         return [asdict(reward) for reward in rewards]
 
     def _environment(self, settings: Mapping[str, Any]) -> Environment:
@@ -71,15 +69,6 @@ class Worker:
                 del self._environments[next(iter(self._environments))]
             self._environments[key] = create_environment(self._path, settings)
         return self._environments[key]
-
-
-def _value(found: T | Awaitable[T]) -> T:
-    """What an environment answered; coroutines have this process to themselves."""
-    return asyncio.run(_wait(found)) if isinstance(found, Awaitable) else found
-
-
-async def _wait(found: Awaitable[T]) -> T:
-    return await found
 
 
 def _response(values: Mapping[str, Any]) -> Response:

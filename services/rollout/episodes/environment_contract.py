@@ -1,4 +1,4 @@
-"""What environments, rewards and generate functions must keep to, as checks for their own tests.
+"""Checks for tests of environments, rewards and generate functions: what each must keep to.
 
     from services.rollout.episodes.environment_contract import check_environment, check_reward
 
@@ -14,11 +14,12 @@ import asyncio
 import inspect
 import json
 import math
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from services.rollout.engine.interface import Delta, FinishReason, Sampling
+from services.rollout.engine.wire import VersionBounds
 from services.rollout.environments.environment import (
     Environment,
     Placement,
@@ -29,12 +30,14 @@ from services.rollout.environments.environment import (
     TaskRequest,
     TextTokenizer,
     Turn,
+    answer_of,
 )
 from services.rollout.environments.graders.grader import create_grader
 from services.rollout.environments.registry import create_environment, load, parse_settings
 from services.rollout.environments.runner import has_steps
-
-T = TypeVar("T")
+from services.rollout.episodes.episode import Episode
+from services.rollout.episodes.sampler import SamplingPrompt
+from sluice.samples.sample import validate_sample
 
 ODD_ANSWERS = (
     "",
@@ -76,14 +79,14 @@ def check_environment(
     environment = create_environment(path, settings, tokenizer)
     for request in requests:
         found.check(parsed, request)
-        task = _value(environment.make_task(request))
+        task = answer_of(environment.make_task(request))
         _check_task(task)
-        again = _value(create_environment(path, settings, tokenizer).make_task(request))
+        again = answer_of(create_environment(path, settings, tokenizer).make_task(request))
         _require(again == task, f"make_task({request}) gives another task the second time")
         texts = (*ODD_ANSWERS, *answers)
         responses = [_play(environment, task, text) for text in texts]
-        _check_rewards(_value(environment.reward(task, responses)), len(responses))
-        _check_rewards(_value(environment.reward(task, responses[:1])), 1)
+        _check_rewards(answer_of(environment.reward(task, responses)), len(responses))
+        _check_rewards(answer_of(environment.reward(task, responses[:1])), 1)
 
 
 def check_reward(
@@ -94,7 +97,7 @@ def check_reward(
     for task in tasks:
         responses = [Response(text=text, finish_reason="stop") for text in (*ODD_ANSWERS, *answers)]
         for some in (responses, responses[:1]):
-            _check_rewards(_value(grader.grade(task, some)), len(some))
+            _check_rewards(answer_of(grader.grade(task, some)), len(some))
 
 
 def check_generate(
@@ -112,13 +115,6 @@ def check_generate(
 def _require(holds: bool, message: str) -> None:
     if not holds:
         raise ContractError(message)
-
-
-def _value(found: T | Awaitable[T]) -> T:
-    async def wait(value: Awaitable[T]) -> T:
-        return await value
-
-    return asyncio.run(wait(found)) if isinstance(found, Awaitable) else found
 
 
 def _check_task(task: Any) -> None:
@@ -142,7 +138,7 @@ def _play(environment: Environment, task: Task, text: str) -> Response:
     if not has_steps(type(environment)):
         return response
     for _ in range(MAX_STEPS):
-        step = _value(environment.step(task, response.state, response))
+        step = answer_of(environment.step(task, response.state, response))
         _require(isinstance(step, Step), f"step gave {type(step).__name__}, no Step")
         _require_json(asdict(step), "the step")
         response = replace(response, state=step.state)
@@ -170,10 +166,6 @@ async def _generate(
     function: Any, task: Task, tokenizer: Any, max_new_tokens: int, answer: str
 ) -> None:
     # Imported here: environments know nothing of episodes otherwise.
-    from services.rollout.engine.wire import VersionBounds
-    from services.rollout.episodes.episode import Episode
-    from services.rollout.episodes.sampler import SamplingPrompt
-    from sluice.samples.sample import validate_sample
 
     ids = (
         tokenizer.encode_chat(task.messages)

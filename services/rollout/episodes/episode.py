@@ -16,7 +16,8 @@ import xxhash
 
 from services.rollout.engine.interface import Delta
 from services.rollout.environments.environment import Response, Step, Task, TaskError, Turn
-from services.rollout.environments.runner import Runner, on_loop
+from services.rollout.environments.isolation import on_loop
+from services.rollout.environments.runner import Runner
 from services.rollout.episodes.sampler import EngineError, Sampler, SamplingPrompt
 from services.rollout.episodes.trajectory import Trajectory
 from sluice.api.rollout.v1 import trace_pb2
@@ -197,7 +198,7 @@ class Steps:
         last = trajectory.answers[-1]
         text = episode.text_of(last)
         while trajectory.finish_reason == "stop":
-            response = _response(last, text, turns, state)
+            response = response_of(last, text, turns, state)
             with self._waits.waiting(f"step of {episode.group_id}", on=[self._environment]):
                 step = await self._runner.step(episode.task, state, response)
             episode.mark_step()
@@ -218,15 +219,17 @@ class Steps:
             turns.append(Turn(text=text, observation=observation_text(step)))
             last, text = trajectory.answers[-1], answer
         reason = trajectory.finish_reason
-        return replace(_response(last, text, turns, state), finish_reason=reason)
+        return replace(response_of(last, text, turns, state), finish_reason=reason)
 
 
-def _response(delta: Delta, text: str, turns: Sequence[Turn], state: Mapping[str, Any]) -> Response:
-    reason = "" if delta.finish_reason is None else delta.finish_reason.value
+def response_of(
+    delta: Delta, text: str, turns: Sequence[Turn] = (), state: Mapping[str, Any] | None = None
+) -> Response:
+    """What the reward or the next step sees of an answer."""
     return Response(
         token_ids=delta.token_ids,
         text=text,
-        finish_reason=reason,
+        finish_reason=delta.finish_reason or "",
         turns=tuple(turns),
-        state=state,
+        state=state or {},
     )

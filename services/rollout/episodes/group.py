@@ -1,4 +1,4 @@
-"""One group from its task to its blob."""
+"""Runs one group from its task to its blob."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from services.rollout.environments.environment import (
 )
 from services.rollout.environments.graders.grader import InvalidRewardError, rewards_from
 from services.rollout.environments.runner import Runner
-from services.rollout.episodes.episode import Episode, Steps, off_loop, text_length
+from services.rollout.episodes.episode import Episode, Steps, off_loop, response_of, text_length
 from services.rollout.episodes.leases import NO_HINTS, Hints
 from services.rollout.episodes.sampler import Sampler, SamplingPrompt
 from services.rollout.episodes.spool import Spool
@@ -221,12 +221,12 @@ class GroupRunner:
         """One per row; the environment sees those that have none yet, all at once."""
         unrewarded = [row for row in rows if row.trajectory.reward is None]
         waiting = self._waits.waiting(f"reward of group {group_id}", on=[environment])
-        given: list[Reward] = []
+        new_rewards: list[Reward] = []
         if unrewarded:
             with metrics.REWARD_SECONDS.time(), waiting:
-                given = await self._runner.reward(task, [row.response for row in unrewarded])
+                new_rewards = await self._runner.reward(task, [row.response for row in unrewarded])
         try:
-            rest = iter(rewards_from(given, len(unrewarded)))
+            rest = iter(rewards_from(new_rewards, len(unrewarded)))
             own = [row.trajectory.reward or next(rest) for row in rows]
             rewards = rewards_from(own, len(rows))
         except InvalidRewardError as error:
@@ -259,10 +259,7 @@ class GroupRunner:
         if self._runner.needs_text:
             ids = [delta.token_ids for delta in deltas]
             texts = await off_loop(sum(map(len, ids)), partial(self._tokenizer.decode, ids))
-        return [
-            Response(token_ids=delta.token_ids, text=text, finish_reason=delta.finish_reason or "")
-            for delta, text in zip(deltas, texts, strict=True)
-        ]
+        return [response_of(delta, text) for delta, text in zip(deltas, texts, strict=True)]
 
 
 def _check(sample: Sample) -> None:

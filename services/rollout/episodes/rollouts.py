@@ -29,6 +29,7 @@ from services.rollout.episodes.group import (
 )
 from services.rollout.episodes.spool import StoreFailedError
 from services.rollout.episodes.wire import (
+    EvaluationSettings,
     failed_event,
     finished_event,
     groups_from_proto,
@@ -48,20 +49,6 @@ from sluice.runtime.idempotency import (
 logger = logging.getLogger(__name__)
 
 THREAD_GROUPS = 256  # more of them are decoded off the event loop
-
-
-@dataclass(frozen=True)
-class GroupLane:
-    """Which limit groups run under: that of rollouts, or that of evaluations.
-
-    limit: groups of this request that run at once; 0 is no limit of its own.
-    """
-
-    is_evaluation: bool = False
-    limit: int = 0
-
-
-ROLLOUTS = GroupLane()
 
 
 @dataclass(frozen=True)
@@ -95,7 +82,7 @@ class WorkerDrainingError(ServiceError):
 
 
 class Rollout:
-    """Groups of one request. `on_settled` is called once, when every group has its event."""
+    """Runs the groups of one request; calls `on_settled` once, when every group has its event."""
 
     def __init__(self, request_id: str, on_settled: Callable[[Rollout], None]) -> None:
         self.request_id = request_id
@@ -114,7 +101,7 @@ class Rollout:
         return len(self._open)
 
     def add_event(self, event: pb.RolloutResponse) -> None:
-        """An event that was settled before."""
+        """Add the event of a group that was settled before."""
         self._events.append(event)
 
     def start(self, groups: Iterable[tuple[str, Coroutine[Any, Any, GroupResult]]]) -> None:
@@ -131,7 +118,7 @@ class Rollout:
     async def follow(self) -> AsyncIterator[pb.RolloutResponse]:
         """Every event from the first one; ends when all groups are settled.
 
-        Traces are told once: events stay in memory long after. Raises DrainingError when the
+        Traces are sent once: events stay in memory long after. Raises DrainingError when the
         rollout is stopped before: once its groups have ended, so that what was being stored is
         in the journal for whoever goes on.
         """
@@ -174,7 +161,7 @@ class Rollout:
         await self._ended()
 
     async def _ended(self) -> None:
-        """Until no group runs any more; cancelling the wait cancels none of them."""
+        """Waits until no group runs any more; cancelling the wait cancels none of them."""
         if self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -241,14 +228,14 @@ class Rollouts:
         self._chores: set[asyncio.Task[None]] = set()
 
     async def follow(
-        self, request: pb.RolloutRequest, lane: GroupLane = ROLLOUTS
+        self, request: pb.RolloutRequest, evaluation: EvaluationSettings | None = None
     ) -> AsyncIterator[pb.RolloutResponse]:
         """Events of a rollout, which begins with the first call of its request_id.
 
         Raises RequestIdReusedError, InvalidFieldError, QueueFullError, StoreFailedError and
         DrainingError.
         """
-        rollout = await self._open(request, lane)
+        rollout = await self._open(request, evaluation)
         self._unwatch_orphan(rollout)
         rollout.listener_count += 1
         try:
@@ -291,18 +278,23 @@ class Rollouts:
         await asyncio.gather(*(rollout.stop() for rollout in self._begun()))
         await asyncio.gather(*self._chores, return_exceptions=True)
 
-    async def _open(self, request: pb.RolloutRequest, lane: GroupLane) -> Rollout:
+    async def _open(
+        self, request: pb.RolloutRequest, evaluation: EvaluationSettings | None
+    ) -> Rollout:
         name = request.request_id
         body = request_digest(request)
         entry = self._entries.find(name, body)
         if entry is None:
             self._check_room(len(request.groups))
-            opening = asyncio.create_task(self._begin(request, body, lane), name=f"open {name}")
+            begin = self._begin(request, body, evaluation)
+            opening = asyncio.create_task(begin, name=f"open {name}")
             entry = self._entries.add(name, body, _OpeningRollout(opening, len(request.groups)))
             opening.add_done_callback(lambda done: self._opened(name, done))
         return await _rollout_of(entry)
 
-    async def _begin(self, request: pb.RolloutRequest, body: str, lane: GroupLane) -> Rollout:
+    async def _begin(
+        self, request: pb.RolloutRequest, body: str, evaluation: EvaluationSettings | None
+    ) -> Rollout:
         settings = settings_from_proto(request)
         if len(request.groups) > THREAD_GROUPS:
             groups = await asyncio.to_thread(groups_from_proto, request)
@@ -321,7 +313,7 @@ class Rollouts:
             rollout.add_event(finished_event(samples, blob))
         settled = progress.cancelled | finished.keys()
         group_runner = GroupRunner(runner, self._tools)
-        slots = self._slots(lane)
+        slots = self._slots(evaluation)
         rollout.start(
             (group.group_id, _run(group_runner, group, settings, slots))
             for group in groups
@@ -346,10 +338,12 @@ class Rollouts:
             raise InvalidFieldError(f"environment.settings.{error.key}", str(error)) from None
         return runner
 
-    def _slots(self, lane: GroupLane) -> tuple[asyncio.Semaphore, ...]:
-        """What a group of the lane has to hold; the request's own limit first."""
-        shared = self._evaluating if lane.is_evaluation else self._running
-        return (asyncio.Semaphore(lane.limit), shared) if lane.limit else (shared,)
+    def _slots(self, evaluation: EvaluationSettings | None) -> tuple[asyncio.Semaphore, ...]:
+        """What a group must acquire to run; the request's own limit first."""
+        if evaluation is None:
+            return (self._running,)
+        own = (asyncio.Semaphore(evaluation.limit),) if evaluation.limit else ()
+        return (*own, self._evaluating)
 
     def _check_room(self, count: int) -> None:
         config = self._config
@@ -369,7 +363,7 @@ class Rollouts:
             )
 
     def _opened(self, name: str, opening: asyncio.Task[Rollout]) -> None:
-        """A failure is forgotten. Whoever asked may have gone away since; else they follow now."""
+        """Forgets a failure. Whoever asked may have gone away since; else they follow now."""
         if has_failed(opening):
             self._entries.discard(name)
         elif opening.result().open_count:
@@ -406,7 +400,7 @@ class Rollouts:
             timer.cancel()
 
     async def _stop_orphan(self, rollout: Rollout) -> None:
-        """Known until its groups have ended, lest another run of them begins beside."""
+        """Stops it; kept until its groups have ended, lest another run of them begins beside."""
         if rollout.listener_count or rollout.settled.is_set():  # in that very moment
             return
         await rollout.stop()
@@ -425,9 +419,9 @@ async def _run(
     settings: GroupSettings,
     slots: Sequence[asyncio.Semaphore],
 ) -> GroupResult:
-    async with contextlib.AsyncExitStack() as held:
+    async with contextlib.AsyncExitStack() as stack:
         for slot in slots:
-            await held.enter_async_context(slot)
+            await stack.enter_async_context(slot)
         return await runner.run(group, settings)
 
 

@@ -1,4 +1,4 @@
-"""What is durable of a rollout: which groups are finished, and where.
+"""Stores finished groups, and journals which groups of a rollout are finished, and where.
 
 <store>/rollouts/<request id>.open      a rollout that may go on
 <store>/rollouts/<request id>.settled   one in which every group is settled
@@ -37,9 +37,21 @@ from sluice.samples.arrow import InvalidGroupError, decode_group, encode_group
 from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReference, BlobStore
 from sluice.samples.sample import Sample
 
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
 OPEN, SETTLED = ".open", ".settled"
 OWNER = "rollout/"  # of pins; the request id follows
 ABANDONED_SECONDS = 7 * 24 * 3600.0  # an unsettled rollout nobody came back for
+
+
+class StoreFailedError(ServiceError):
+    """The shared store could not be written; the message is the system's."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "STORE_FAILED"
 
 
 @dataclass
@@ -52,7 +64,7 @@ class SpoolProgress:
 
 
 class Journals:
-    """The journals of a store. Calls block on the disk."""
+    """Keeps the journals of a store. Calls block on the disk."""
 
     def __init__(self, store: Path, blobs: BlobStore, *, sync: bool) -> None:
         self._root = store / "rollouts"
@@ -60,7 +72,7 @@ class Journals:
         self._blobs, self._sync = blobs, sync
 
     def open(self, request_id: str, body: str) -> SpoolProgress:
-        """What is known of a rollout; begins its journal if it is new."""
+        """Returns what the journal of a rollout says; begins it if it is new."""
         while (progress := self._read(request_id)) is None:  # whoever is first, its line counts
             line = {"body": body, "created": time.time()}
             self._write(self._path(request_id), [line], os.O_CREAT)
@@ -70,7 +82,7 @@ class Journals:
         return progress
 
     def record(self, request_id: str, groups: Mapping[str, BlobReference]) -> None:
-        """Pin the blobs of finished groups and make them known; durable when it returns.
+        """Pin the blobs of finished groups and write where they are; durable when it returns.
 
         Raises FileNotFoundError when the rollout has been forgotten; `settle` unpins the blobs.
         """
@@ -172,19 +184,6 @@ def _read(path: Path) -> SpoolProgress | None:
     return progress
 
 
-logger = logging.getLogger(__name__)
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-class StoreFailedError(ServiceError):
-    """The shared store could not be written; the message is the system's."""
-
-    code = grpc.StatusCode.UNAVAILABLE
-    reason = "STORE_FAILED"
-
-
 @dataclass(frozen=True)
 class _Entry:
     request_id: str
@@ -195,7 +194,7 @@ class _Entry:
 
 
 class Spool:
-    """One writer at a time, in a thread; it takes whatever has come meanwhile."""
+    """Writes groups, one writer at a time in a thread; it takes whatever has come meanwhile."""
 
     def __init__(self, blobs: BlobStore, journals: Journals) -> None:
         self._blobs, self._journals = blobs, journals
@@ -223,7 +222,7 @@ class Spool:
             raise
 
     async def open(self, request_id: str, body: str) -> SpoolProgress:
-        """What an earlier run of this request left. Raises StoreFailedError."""
+        """Returns what an earlier run of this request left. Raises StoreFailedError."""
         return await _in_thread(self._journals.open, request_id, body)
 
     async def cancel(self, request_id: str, group_ids: Sequence[str]) -> None:

@@ -28,7 +28,7 @@ LONGEST_ID = 200  # characters; ids name files
 def finished_event(
     samples: Sequence[Sample], blob: BlobReference, trace: trace_pb2.GroupTrace | None = None
 ) -> pb.RolloutResponse:
-    """A group and where its samples lie."""
+    """Returns the event of a finished group: its figures, and where its samples lie."""
     versions = [span.version for sample in samples for span in sample.spans]
     first = samples[0]
     return pb.RolloutResponse(
@@ -50,7 +50,7 @@ def finished_event(
 
 
 def failed_event(group_id: str, error: ServiceError) -> pb.RolloutResponse:
-    """A group and why it could not be finished."""
+    """Returns the event of a group that could not be finished."""
     return pb.RolloutResponse(failed=pb.FailedGroup(group_id=group_id, error=error.to_status()))
 
 
@@ -148,7 +148,11 @@ def _plain(value: struct_pb2.Value) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettings:
-    """pass_at: the k of pass@k. threshold: raw reward that passes. limit: groups at once, 0 any."""
+    """How an evaluation runs and is summed up.
+
+    pass_at: the k of pass@k. threshold: raw reward that passes. limit: groups of it that run at
+    once, 0 for any number.
+    """
 
     pass_at: tuple[int, ...]
     threshold: float

@@ -10,11 +10,12 @@ import grpc
 
 from services.rollout import metrics
 from services.rollout.config import RolloutConfig
-from services.rollout.environments.runner import Allowed, Environments
+from services.rollout.environments.registry import Allowed
+from services.rollout.environments.runner import Environments
 from services.rollout.episodes.engines import EngineAccess
 from services.rollout.episodes.group import GroupTools
 from services.rollout.episodes.leases import RouterLeases
-from services.rollout.episodes.rollouts import GroupLane, Rollouts
+from services.rollout.episodes.rollouts import Rollouts
 from services.rollout.episodes.sampler import Sampler
 from services.rollout.episodes.spool import Journals, Spool
 from services.rollout.episodes.wire import evaluation_from_proto
@@ -46,8 +47,7 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
         settings = evaluation_from_proto(request)
         finished: list[pb.FinishedGroup] = []
         failed_count = 0
-        lane = GroupLane(is_evaluation=True, limit=settings.limit)
-        async for event in self._rollouts.follow(request.rollout, lane):
+        async for event in self._rollouts.follow(request.rollout, settings):
             outcome = event.WhichOneof("event") or ""
             metrics.EVALUATED_GROUPS.labels(outcome).inc()
             if outcome == "finished":

@@ -19,7 +19,7 @@ from services.rollout.environments.environment import (
     TaskError,
     TaskRequest,
 )
-from services.rollout.environments.pool import (
+from services.rollout.environments.isolation import (
     EnvironmentFailedError,
     GraderCrashedError,
     GraderTimeoutError,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -23,6 +22,7 @@ from services.rollout.environments.environment import Response, Reward, Task
 from services.rollout.environments.graders.grader import Grader, InvalidRewardError, rewards_from
 from sluice.config import Config
 from sluice.runtime.errors import DeadlineError, ServiceError
+from sluice.runtime.recovery import Backoff
 
 _RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 
@@ -67,31 +67,26 @@ class Remote(Grader):
     async def grade(self, task: Task, responses: Sequence[Response]) -> list[Reward]:
         """Raises RewardServiceError and RewardServiceTimeoutError."""
         settings, last = self._settings, ""
+        backoff = Backoff(
+            settings.first_backoff_seconds, settings.longest_backoff_seconds, scatter=0.5
+        )
         body = _body(task, responses)
         try:
             async with (
                 asyncio.timeout(settings.deadline_seconds),
                 aiohttp.ClientSession() as session,
             ):
-                for attempt in itertools.count():
+                for failures in itertools.count(1):
                     try:
                         return await self._ask(session, body, len(responses))
                     except _PassingError as failure:
                         last = str(failure)
-                        await asyncio.sleep(max(failure.after, self._backoff(attempt)))
+                        await asyncio.sleep(max(failure.after, backoff.seconds(failures)))
         except TimeoutError:
             pass
         raise RewardServiceTimeoutError(
             f"no rewards in {settings.deadline_seconds:g} s: {last or 'no answer'}",
             url=settings.url,
-        )
-
-    def _backoff(self, attempt: int) -> float:
-        """Doubled each time, and spread so that groups do not come back together."""
-        settings = self._settings
-        longest = settings.longest_backoff_seconds
-        return random.uniform(0.5, 1.0) * min(
-            longest, settings.first_backoff_seconds * 2 ** min(attempt, 30)
         )
 
     async def _ask(

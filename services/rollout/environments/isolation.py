@@ -1,4 +1,4 @@
-"""Processes that run one environment, so that a slow or dying grader harms nobody else."""
+"""Keeps code of users from harming others: in processes of its own, or in a thread of its own."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+import threading
+import traceback
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 import grpc
 
@@ -18,13 +20,18 @@ from services.rollout.environments.environment import (
     EnvironmentFailedError,
     SettingError,
     TaskError,
+    UserCode,
 )
 from sluice.runtime.errors import DeadlineError, ServiceError
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 MAX_LINE_BYTES = 64 * 1024 * 1024
 WORKER_MODULE = "services.rollout.environments.worker"
+BLOCKED_SECONDS = 1.0  # a loop that does not turn for so long is logged
+STOP_SECONDS = 1.0
 
 
 class GraderCrashedError(ServiceError):
@@ -108,7 +115,7 @@ class GraderPool:
         data = json.dumps(call).encode() + b"\n"
         for attempt in range(1, self._config.attempts + 1):
             try:
-                return _value(self._name, await self._ask(data))
+                return _reply_value(self._name, await self._ask(data))
             except (GraderCrashedError, GraderTimeoutError) as error:
                 metrics.WORKERS_LOST.labels(error.reason.lower()).inc()
                 logger.warning("%s, attempt %d: %s", self._name, attempt, error)
@@ -190,7 +197,7 @@ class GraderPool:
         task.add_done_callback(self._ending.discard)
 
 
-def _value(name: str, reply: Mapping[str, Any]) -> Any:
+def _reply_value(name: str, reply: Mapping[str, Any]) -> Any:
     kind = reply.get("error")
     if kind is None:
         return reply["value"]
@@ -199,3 +206,84 @@ def _value(name: str, reply: Mapping[str, Any]) -> Any:
     if kind == "task":
         raise TaskError(reply["key"], reply["message"])
     raise EnvironmentFailedError(f"{name}: {reply['message']}", environment=name)
+
+
+class FunctionThread:
+    """Runs the calls of one function in a thread, from the first one to `close`.
+
+    A function that blocks holds up its own calls; where it does is logged.
+    """
+
+    def __init__(self, name: str, blocked_seconds: float = BLOCKED_SECONDS) -> None:
+        self._name, self._blocked_seconds = name, blocked_seconds
+        self._loop = asyncio.new_event_loop()
+        self._stopped = asyncio.Event()
+        # A daemon: one that blocks for ever must not keep the process.
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+        self._open_count = 0
+        self._watching: asyncio.Task[None] | None = None
+
+    async def run(self, function: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Returns what the coroutine does. Cancelling returns at once, whatever the coroutine does.
+
+        Raises EnvironmentFailedError for what it raises, unless that is typed.
+        """
+        self._open_count += 1
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.create_task(self._watch(), name=f"watch {self._name}")
+        try:
+            return await on_loop(self._loop, self._guarded(function))
+        finally:
+            self._open_count -= 1
+
+    async def close(self) -> None:
+        """Cancel what runs and end the thread."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        self._loop.call_soon_threadsafe(self._stopped.set)
+        await asyncio.to_thread(self._thread.join, STOP_SECONDS)
+        if self._thread.is_alive():
+            logger.warning("%s blocks still: %s; left behind", self._name, self._where())
+
+    def _serve(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._until_stopped())
+
+    async def _until_stopped(self) -> None:
+        await self._stopped.wait()
+
+    async def _guarded(self, function: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        with UserCode(self._name):
+            return await function()
+
+    async def _watch(self) -> None:
+        """While calls are open: log, once each time, where the function blocks."""
+        is_logged = False
+        while self._open_count:
+            turn = asyncio.ensure_future(on_loop(self._loop, asyncio.sleep(0)))
+            _, pending = await asyncio.wait([turn], timeout=self._blocked_seconds)
+            if pending:
+                turn.cancel()
+                if not is_logged:
+                    logger.warning(
+                        "%s blocks, so that its other episodes wait: %s", self._name, self._where()
+                    )
+            else:
+                await asyncio.sleep(self._blocked_seconds)
+            is_logged = bool(pending)
+
+    def _where(self) -> str:
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        if frame is None:
+            return "ended"
+        last = traceback.extract_stack(frame)[-1]
+        return f"{last.filename}:{last.lineno} in {last.name}"
+
+
+async def on_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
+    """Returns what `work` does, run on the loop of another thread or on this one."""
+    if asyncio.get_running_loop() is loop:
+        return await work
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
