@@ -41,7 +41,6 @@ RETRIED = PASSING | {  # another engine may do
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.ABORTED,
     grpc.StatusCode.INTERNAL,
-    grpc.StatusCode.UNKNOWN,
 }
 RETRIED_REASONS = frozenset({"VERSION_UNAVAILABLE", "NO_WEIGHTS", "REQUEST_EXISTS"})
 PROMPTS = 65_536  # remembered, those asked last
