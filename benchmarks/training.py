@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -143,21 +142,13 @@ def measure(options: argparse.Namespace, directory: Path, parameters: int) -> di
         "tokens_per_s": tokens / each,
         "seconds": each,
         "mfu": flops / (peak * 1e12 * mesh.world_size) if peak else None,
-        "peak_gib": _peak_bytes() / 2**30,
+        "peak_gib": device.memory().peak / 2**30,
     }
 
 
 def _known_peak() -> float:
-    if platform.current().device_type == platform.CPU.device_type:
-        return 0.0
-    name = platform.current().module.get_device_name()
+    name = platform.current().describe()["name"]
     return next((peak for known, peak in PEAK_TFLOPS.items() if known in name), 0.0)
-
-
-def _peak_bytes() -> int:
-    if platform.current().device_type == platform.CPU.device_type:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return int(platform.current().module.max_memory_allocated())
 
 
 def run_apart(options: argparse.Namespace, backend: str, directory: Path, parameters: int) -> Any:

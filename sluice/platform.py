@@ -11,13 +11,13 @@ import importlib.util
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
 DEVICE_VARIABLE = "SLUICE_DEVICE"
 AUTOLOAD_VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-
-OpName = Literal["rms_norm", "swiglu", "rotary", "adamw"]
-Choice = Literal["auto", "on", "off"]
 
 
 class PlatformError(RuntimeError):
@@ -56,14 +53,9 @@ class Platform:
 
     @property
     def module(self) -> ModuleType:
-        """`torch.cpu`, `torch.cuda` or `torch.npu`: streams, events, synchronize and so on."""
+        """`torch.cpu`, `torch.cuda` or `torch.npu`: generators, streams, events and so on."""
         module: ModuleType = _torch().get_device_module(self.device_type)
         return module
-
-    @property
-    def collectives(self) -> str:
-        """Backends for `init_process_group`, so that host tensors can be sent as well."""
-        return f"cpu:{CPU.collective},{self.device_type}:{self.collective}"
 
     def device(self, local_rank: int = 0) -> torch.device:
         """The device of a local rank."""
@@ -92,15 +84,6 @@ class Platform:
         del first, count  # NCCL and gloo take free ports by themselves
         return {}
 
-    def create_stream(self) -> Any:
-        """A queue of work on the current device; on the cpu one that runs everything at once."""
-        return self.module.Stream()
-
-    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Queue the work of the block on `stream`."""
-        context: AbstractContextManager[Any] = self.module.stream(stream)
-        return context
-
     def synchronize(self) -> None:
         """Wait for all work queued on the current device."""
         self.module.synchronize()
@@ -108,25 +91,6 @@ class Platform:
     def seed_all(self, seed: int) -> None:
         """Seed torch on the host and on every device."""
         _torch().manual_seed(seed)
-
-    def generator(self, seed: int, local_rank: int = 0) -> torch.Generator:
-        """A generator of its own for tensors made on the device."""
-        generator = _torch().Generator(device=self.device(local_rank))
-        generator.manual_seed(seed)
-        return generator
-
-    def rng_state(self) -> dict[str, torch.Tensor]:
-        """States of the default generators: host and current device, by device type."""
-        state = {CPU.device_type: _torch().get_rng_state()}
-        if self is not CPU:
-            state[self.device_type] = self.module.get_rng_state()
-        return state
-
-    def set_rng_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restore `rng_state`; that of another kind of device is left out."""
-        _torch().set_rng_state(state[CPU.device_type])
-        if self is not CPU and self.device_type in state:
-            self.module.set_rng_state(state[self.device_type])
 
     def memory(self) -> MemoryStatistics:
         """Memory of the current device."""
@@ -151,64 +115,8 @@ class Platform:
         """
         return {"name": str(self.module.get_device_name())}
 
-    def supports(self, dtype: torch.dtype) -> bool:
-        """Whether matrix products in `dtype` run on the device at all."""
-        raise NotImplementedError
-
-    def profile(self, directory: Path) -> AbstractContextManager[Any]:
-        """A profiler of host and device that writes a trace below `directory` at its end."""
-        profiler = self._profiler()
-        kinds = profiler.ProfilerActivity
-        return profiler.profile(
-            activities=[kinds.CPU, *self._activities(kinds)],
-            on_trace_ready=profiler.tensorboard_trace_handler(str(directory)),
-        )
-
-    def op(self, name: OpName, choice: Choice = "auto") -> Callable[..., Any]:
-        """The implementation of an operation: the device's fused kernel or plain torch.
-
-        `rms_norm(x, weight, eps)`, `swiglu(gate_and_up)`, `rotary(x, cos, sin)` with halves
-        rotated, `adamw(parameters, **options)`. `auto` takes a kernel where there is one;
-        `on` raises PlatformError where there is none.
-        """
-        kernel = None if choice == "off" else self._kernel(name)
-        if kernel is None and choice == "on":
-            raise PlatformError(f"{self.device_type} has no fused {name}; set it to auto or off")
-        plain: Callable[..., Any] = getattr(_torch_ops(), name)
-        return kernel or plain
-
-    def compile(self, function: Callable[..., Any], choice: Choice = "auto") -> Callable[..., Any]:
-        """`function` compiled where that pays off (`auto`), always (`on`) or never (`off`).
-
-        `on` raises PlatformError where the device has no compiler.
-        """
-        backend = None if choice == "off" else self._compiler(asked=choice == "on")
-        if backend is None and choice == "on":
-            raise PlatformError(f"no compiler for {self.device_type}; set compile to auto or off")
-        if backend is None:
-            return function
-        compiled: Callable[..., Any] = _torch().compile(function, backend=backend)
-        return compiled
-
-    def _profiler(self) -> ModuleType:
-        return importlib.import_module("torch.profiler")
-
-    def _activities(self, kinds: Any) -> list[Any]:
-        raise NotImplementedError
-
-    def _kernel(self, name: OpName) -> Callable[..., Any] | None:
-        raise NotImplementedError
-
-    def _compiler(self, *, asked: bool) -> Any:
-        """What `torch.compile` takes as backend; None when there is none or it does not pay."""
-        raise NotImplementedError
-
 
 class _Cpu(Platform):
-    @property
-    def collectives(self) -> str:
-        return self.collective
-
     def device(self, local_rank: int = 0) -> torch.device:
         del local_rank  # all ranks of a host share it; no index, as tensors have none
         return _torch().device(self.device_type)
@@ -225,18 +133,6 @@ class _Cpu(Platform):
     def describe(self) -> dict[str, str]:
         return {"name": self.device_type}
 
-    def supports(self, dtype: torch.dtype) -> bool:
-        return dtype.is_floating_point and dtype.itemsize > 1
-
-    def _activities(self, kinds: Any) -> list[Any]:
-        return []
-
-    def _kernel(self, name: OpName) -> Callable[..., Any] | None:
-        return _torch_ops().fused_adamw if name == "adamw" else None
-
-    def _compiler(self, *, asked: bool) -> Any:
-        return "inductor" if asked else None  # compiling costs minutes, small models gain none
-
 
 class _Cuda(Platform):
     def describe(self) -> dict[str, str]:
@@ -248,24 +144,6 @@ class _Cuda(Platform):
             found[self.collective] = ".".join(str(part) for part in version)
         return found
 
-    def supports(self, dtype: torch.dtype) -> bool:
-        torch = _torch()
-        if dtype.is_floating_point and dtype.itemsize == 1:  # fp8 needs Ada or later
-            return bool(self.module.get_device_capability() >= (8, 9))
-        return dtype.is_floating_point and (
-            dtype != torch.bfloat16 or bool(self.module.is_bf16_supported())
-        )
-
-    def _activities(self, kinds: Any) -> list[Any]:
-        return [kinds.CUDA]
-
-    def _kernel(self, name: OpName) -> Callable[..., Any] | None:
-        ops = _torch_ops()
-        return {"rms_norm": ops.native_rms_norm, "adamw": ops.fused_adamw}.get(name)
-
-    def _compiler(self, *, asked: bool) -> Any:
-        return "inductor"
-
 
 class _Npu(Platform):
     def collective_ports(self, first: int, count: int) -> dict[str, str]:
@@ -275,42 +153,11 @@ class _Npu(Platform):
         ports = f"{first}-{first + count - 1}"
         return {"HCCL_HOST_SOCKET_PORT_RANGE": ports, "HCCL_NPU_SOCKET_PORT_RANGE": ports}
 
-    def supports(self, dtype: torch.dtype) -> bool:
-        torch = _torch()
-        if dtype == torch.bfloat16:
-            return bool(self.module.is_bf16_supported())
-        return dtype in (torch.float32, torch.float16)
-
-    def _profiler(self) -> ModuleType:
-        return importlib.import_module("torch_npu.profiler")
-
-    def _activities(self, kinds: Any) -> list[Any]:
-        return [kinds.NPU]
-
-    def _kernel(self, name: OpName) -> Callable[..., Any] | None:
-        """Kernels of torch_npu; an older one may lack some."""
-        vendor = importlib.import_module("torch_npu")
-        if name == "adamw":
-            fused: Callable[..., Any] | None = getattr(vendor.optim, "NpuFusedAdamW", None)
-            return fused
-        kernel = getattr(vendor, _NPU_KERNELS[name], None)
-        if kernel is None or name == "rotary":
-            return kernel
-        if name == "swiglu":
-            return lambda gate_and_up: kernel(gate_and_up, dim=-1)
-        return lambda x, weight, eps: kernel(x, weight, epsilon=eps)[0]
-
-    def _compiler(self, *, asked: bool) -> Any:
-        if importlib.util.find_spec("torchair") is None:
-            return None
-        return importlib.import_module("torchair").get_npu_backend()
-
 
 CPU = _Cpu("cpu", "gloo", "")
 CUDA = _Cuda("cuda", "nccl", "CUDA_VISIBLE_DEVICES")
 NPU = _Npu("npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES")
 _PLATFORMS = {platform.device_type: platform for platform in (CPU, CUDA, NPU)}
-_NPU_KERNELS = {"rms_norm": "npu_rms_norm", "swiglu": "npu_swiglu", "rotary": "npu_rotary_mul"}
 
 
 @cache
@@ -411,7 +258,3 @@ def _without_autoload() -> Iterator[None]:
         os.environ.pop(AUTOLOAD_VARIABLE)
         if before is not None:
             os.environ[AUTOLOAD_VARIABLE] = before
-
-
-def _torch_ops() -> ModuleType:
-    return importlib.import_module("sluice.torch_ops")

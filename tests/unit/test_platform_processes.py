@@ -140,76 +140,35 @@ print(json.dumps([*found, torch.ones(3).sum().item(), os.environ.get(platform.AU
 
 EVERYTHING = """
 import json, os
-from pathlib import Path
-from sluice import torch_ops, platform
+from sluice import platform
 npu = platform.current()
 import torch
 import torch_npu
 
 npu.set_device(1)
 npu.seed_all(7)
-state = npu.rng_state()
-stream = npu.create_stream()
-with npu.on_stream(stream):
-    x = torch.randn(4, 16, device=npu.device(1))
+torch.randn(4, 16, device=npu.device(1))
 npu.synchronize()
-npu.set_rng_state(state)
 npu.release_memory()
-weight, angles = torch.randn(16).to(npu.device()), torch.randn(4, 8).repeat(1, 2)
-arguments = {
-    "rms_norm": (x, weight, 1e-6), "swiglu": (x,), "rotary": (x, angles.cos(), angles.sin()),
-}
-gaps = {
-    name: (npu.op(name, "on")(*given) - npu.op(name, "off")(*given)).abs().max().item()
-    for name, given in arguments.items()
-}
-npu.op("adamw", "on")([torch.nn.Parameter(weight)], lr=0.1)
-with npu.profile(Path(os.environ["TRACES"])):
-    npu.generator(3, 1)
-del torch_npu.npu_swiglu  # an older release
 print(json.dumps({
-    "device": str(npu.device(1)), "current": npu.module.current_device(), "gaps": gaps,
-    "states": sorted(state), "memory": vars(npu.memory()), "calls": dict(torch_npu.calls),
-    "dtypes": [npu.supports(t) for t in (torch.bfloat16, torch.float64, torch.float8_e4m3fn)],
-    "without_kernel": npu.op("swiglu") is torch_ops.swiglu,
-    "compiled": npu.compile(len) is len,
+    "device": str(npu.device(1)), "current": npu.module.current_device(),
+    "memory": vars(npu.memory()), "calls": dict(torch_npu.calls),
 }))
 """
 
 
-@pytest.fixture(scope="module")
-def on_npu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("trace")
-    answered = answer(EVERYTHING, FAKE_NPU, SLUICE_DEVICE="npu", TRACES=str(directory))
-    answered["traces"] = len(list(directory.iterdir()))
-    return answered
-
-
-def test_the_npu_is_used_through_its_own_interface(on_npu: dict[str, Any]):
+def test_the_npu_is_used_through_its_own_interface():
+    on_npu = answer(EVERYTHING, FAKE_NPU, SLUICE_DEVICE="npu")
     calls = on_npu["calls"]
     assert (on_npu["device"], on_npu["current"]) == ("npu:1", 1)
-    assert on_npu["states"] == ["cpu", "npu"]
     assert on_npu["memory"]["allocated"] == 1 << 30
     assert on_npu["memory"]["total"] == 64 << 30
-    assert on_npu["traces"] == 1
     for name in (
-        *("allocate", "npu.set_device", "npu.stream", "npu.synchronize", "npu.manual_seed_all"),
-        *("npu.get_rng_state", "npu.set_rng_state", "npu.empty_cache", "npu.profile"),
+        *("allocate", "npu.set_device", "npu.synchronize"),
+        *("npu.manual_seed_all", "npu.empty_cache", "npu.reset_peak_memory_stats"),
     ):
         assert calls[name] >= 1, name
     assert not [name for name in calls if name.startswith("cuda.") and name.endswith(":sluice")]
-
-
-def test_npu_kernels_replace_operations_and_agree_with_them(on_npu: dict[str, Any]):
-    assert max(on_npu["gaps"].values()) < 1e-5
-    for kernel in ("npu_rms_norm", "npu_swiglu", "npu_rotary_mul", "NpuFusedAdamW"):
-        assert on_npu["calls"][f"kernel.{kernel}"] == 1
-    assert on_npu["without_kernel"]
-    assert on_npu["compiled"], "no compiler is installed, so the function itself is used"
-
-
-def test_npu_dtypes(on_npu: dict[str, Any]):
-    assert on_npu["dtypes"] == [True, False, False]
 
 
 def test_hidden_npus_are_not_there():
@@ -226,7 +185,7 @@ from sluice import platform
 npu = platform.current()
 import torch, torch.distributed as dist
 rank = int(sys.argv[1])
-for backend in (npu.collective, npu.collectives):
+for backend in (npu.collective, f"cpu:gloo,npu:{npu.collective}"):
     dist.init_process_group(
         backend, init_method=f"file://{sys.argv[2]}-{backend[:3]}", rank=rank, world_size=2,
         timeout=timedelta(seconds=240),
@@ -276,10 +235,9 @@ def losses(device):
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
     )
     model = Qwen2ForCausalLM(config).to(chosen.device())
-    optimizer = chosen.op("adamw", "off")(model.parameters(), lr=1e-2)
-    tokens = torch.randint(
-        0, 64, (3, 12), generator=chosen.generator(1), device=chosen.device()
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator(device=chosen.device()).manual_seed(1)
+    tokens = torch.randint(0, 64, (3, 12), generator=generator, device=chosen.device())
     mask = torch.arange(12, device=chosen.device()) >= torch.tensor([[0], [3], [5]])
     found = []
     for _ in range(3):

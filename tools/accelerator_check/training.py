@@ -123,7 +123,9 @@ def _bare(model: Path, rows: list[Row], steps: int) -> list[float]:
     policy = AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, attn_implementation="sdpa"
     ).to(device)
-    adam = current.op("adamw")(policy.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    adam = torch.optim.AdamW(
+        policy.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+    )
     tokens = torch.stack([row.token_ids for row in rows]).to(device)
     prompt = rows[0].prompt_length
     normalizer = MICRO_BATCHES * tokens[:, prompt:].numel()

@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from . import devices, fused, npu, optim, profiler, watch
-from .fused import (
-    npu_fusion_attention,
-    npu_rms_norm,
-    npu_rotary_mul,
-    npu_swiglu,
-)
+from . import devices, npu, watch
 from .watch import calls
 
-__all__ = [
-    "calls",
-    "fused",
-    "npu",
-    "npu_fusion_attention",
-    "npu_rms_norm",
-    "npu_rotary_mul",
-    "npu_swiglu",
-    "optim",
-    "profiler",
-]
+__all__ = ["calls", "npu", "npu_fusion_attention"]
 __version__ = f"{torch.__version__}.fake"
 
 devices.register(npu)
 watch.watch_cuda()
+
+
+def npu_fusion_attention(*args: object, **kwargs: object) -> None:
+    """transformers imports it wherever torch_npu is installed; plain attention never calls it."""
+    raise NotImplementedError("the fake NPU has no fused attention; use sdpa or eager")
 
 
 def _autoload() -> None:
