@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
+
+N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,20 +25,26 @@ class RowCosts:
     prompt_tokens: Sequence[int]
     prompt_costs: Sequence[float]
 
-    def tokens_of(self, rows: Iterable[int]) -> int:
-        """Tokens of these rows in one bin: each group's prompt once, and all responses."""
-        return sum(self.tokens[row] - self.prompt_tokens[row] for row in rows) + sum(
-            self.prompt_tokens[row] for row in self._first_of_groups(rows)
-        )
+    def tokens_of(self, rows: Sequence[int]) -> int:
+        """Return the tokens of these rows in one bin: each group's prompt once, all responses."""
+        if len(rows) == 1:
+            return self.tokens[rows[0]]
+        return self._add_up(rows, self.tokens, self.prompt_tokens)
 
-    def cost_of(self, rows: Iterable[int]) -> float:
-        """Cost of these rows in one bin."""
-        return sum(self.costs[row] - self.prompt_costs[row] for row in rows) + sum(
-            self.prompt_costs[row] for row in self._first_of_groups(rows)
-        )
+    def cost_of(self, rows: Sequence[int]) -> float:
+        """Return the cost of these rows in one bin."""
+        if len(rows) == 1:
+            return self.costs[rows[0]]
+        return self._add_up(rows, self.costs, self.prompt_costs)
 
-    def _first_of_groups(self, rows: Iterable[int]) -> Iterable[int]:
-        return {self.groups[row]: row for row in rows}.values()
+    def shared_tokens(self, bins: Sequence[Sequence[int]]) -> int:
+        """Return the tokens of the prompts in all bins, which siblings in one bin share."""
+        firsts = {(place, self.groups[row]): row for place, rows in enumerate(bins) for row in rows}
+        return sum([self.prompt_tokens[row] for row in firsts.values()])
+
+    def _add_up(self, rows: Sequence[int], whole: Sequence[N], prompt: Sequence[N]) -> N:
+        firsts = {self.groups[row]: row for row in rows}.values()
+        return sum([whole[row] - prompt[row] for row in rows]) + sum([prompt[row] for row in firsts])
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,8 @@ class _Rooms:
         tree[node] -= amount
         while node > 1:
             node //= 2
-            largest = max(tree[2 * node], tree[2 * node + 1])
+            left, right = tree[2 * node], tree[2 * node + 1]
+            largest = left if left > right else right
             if tree[node] == largest:
                 return
             tree[node] = largest
@@ -98,9 +108,13 @@ def first_fit(table: RowCosts, order: Sequence[int], cap: int) -> list[list[int]
             alone.append([row])
             continue
         added = whole - table.prompt_tokens[row]
-        places = homes.setdefault(group, [])
-        place = next((place for place in places if rooms.of(place) >= added), None)
-        if place is None:
+        places = homes.get(group)
+        if places is None:
+            places = homes[group] = []
+        for place in places:
+            if rooms.of(place) >= added:
+                break
+        else:
             place, added = rooms.first_with(whole), whole
             places.append(place)
             if place == len(bins):
@@ -119,18 +133,17 @@ def pack(table: RowCosts, rows: Sequence[int], cap: int, step: int = 1) -> list[
     falling = sorted(rows, key=lambda row: (-table.tokens[row], row))
     candidates = [first_fit(table, falling, cap), first_fit(table, rows, cap)]
     chunks = _whole_groups(table, rows, cap)
-    if len(chunks) < len(rows):  # prompts are shared
+    shares = len(chunks) < len(rows)
+    if shares:
         candidates.append(first_fit(table, [row for chunk in chunks for row in chunk], cap))
-        fewest = -(-sum(map(table.tokens_of, chunks)) // cap)
-    else:
-        fewest = min_bin_count([table.tokens[row] for row in rows], cap)
-    if len(chunks) < len(rows) or min(map(len, candidates)) > fewest:
+    fewest = 0 if shares else min_bin_count([table.tokens[row] for row in rows], cap)
+    if min(map(len, candidates)) > fewest:
         filled = fill_bins([table.tokens_of(chunk) for chunk in chunks], cap)
         if filled is not None:
             candidates.append([[row for chunk in bin_ for row in chunks[chunk]] for bin_ in filled])
-    best = min(
-        candidates, key=lambda bins: (-(-len(bins) // step), sum(map(table.tokens_of, bins)))
-    )
+    steps = [-(-len(bins) // step) for bins in candidates]
+    equal = [bins for bins, count in zip(candidates, steps, strict=True) if count == min(steps)]
+    best = min(equal, key=table.shared_tokens) if shares and len(equal) > 1 else equal[0]
     return [_pieces_of(table, content) for content in best]
 
 

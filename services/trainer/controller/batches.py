@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,6 +25,17 @@ class StoredRows:
     first_index: int = 0
 
 
+@dataclass(frozen=True)
+class PassPlan:
+    """Rows (upload order of the batch) by data-parallel rank and micro-batch."""
+
+    ranks: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @property
+    def micro_batch_count(self) -> int:
+        return len(self.ranks[0])
+
+
 @dataclass(kw_only=True)
 class Batch:
     """A batch and what the passes have made of it.
@@ -42,6 +53,7 @@ class Batch:
     mask_counts: np.ndarray = field(init=False)
     silent: np.ndarray = field(init=False)
     rows: dict[str, int] = field(init=False)
+    last_plan: tuple[Hashable, PassPlan] | None = None  # and what it was made for
 
     def __post_init__(self) -> None:
         self.rows = {sample: row for row, sample in enumerate(self.facts.sample_ids)}

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from services.trainer.config import TrainerConfig
-from services.trainer.controller.batches import Batch
+from services.trainer.controller.batches import Batch, PassPlan
 from services.trainer.errors import OversizeSampleError
 from sluice.algo.aggregation import weigh_samples
 from sluice.algo.spec import LossSpec
@@ -25,17 +25,6 @@ from sluice.balance.planner import (
 )
 from sluice.runtime.errors import InvalidFieldError
 from sluice.samples.facts import RowFacts
-
-
-@dataclass(frozen=True)
-class PassPlan:
-    """Rows (upload order of the batch) by data-parallel rank and micro-batch."""
-
-    ranks: tuple[tuple[tuple[int, ...], ...], ...]
-
-    @property
-    def micro_batch_count(self) -> int:
-        return len(self.ranks[0])
 
 
 @dataclass(frozen=True)
@@ -108,11 +97,18 @@ class Planner:
         return np.array([owners[group] for group in group_of], dtype=np.int64)
 
     def plan(self, batch: Batch, selection: np.ndarray) -> PassPlan:
-        """Micro-batches of the selected rows, where they lie."""
+        """Return micro-batches of the selected rows, where they lie.
+
+        Passes over the same rows of a batch have one plan.
+        """
         if not len(selection):
             dummy = ((),) * self.limits.micro_batch_multiple
             return PassPlan((dummy,) * self.limits.data_size)
-        return PassPlan(self.solve(batch.facts, batch.owners, selection, self.limits).ranks)
+        key = (self.limits, self.packing, selection.tobytes())
+        if batch.last_plan is None or batch.last_plan[0] != key:
+            solved = self.solve(batch.facts, batch.owners, selection, self.limits)
+            batch.last_plan = key, PassPlan(solved.ranks)
+        return batch.last_plan[1]
 
     def solve(
         self, facts: RowFacts, owners: np.ndarray, selection: np.ndarray, limits: PlanLimits
