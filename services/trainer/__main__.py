@@ -7,7 +7,7 @@ import logging
 import sys
 
 from services.trainer.config import TrainerConfig
-from services.trainer.controller.rank_group import WorkerServer
+from services.trainer.controller.launch import WorkerServer
 from services.trainer.controller.trainer import Trainer
 from services.trainer.servicer import TrainerServicer
 from sluice import logs, platform

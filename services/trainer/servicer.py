@@ -74,7 +74,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         header = first.header
         if not header.request_id:
             self._trainer.state.batches.check_new(header.batch_id)
-        upload = self._trainer.begin_upload()
+        upload = self._trainer.batches.begin_upload()
         async for message in request_iterator:
             kind = message.WhichOneof("payload")
             if kind == "sample":
@@ -88,7 +88,9 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         references = await asyncio.to_thread(upload.finish)
 
         async def run() -> pb.UploadBatchResponse:
-            batch = await self._trainer.upload(header.batch_id, references, header.sample_count)
+            batch = await self._trainer.batches.upload(
+                header.batch_id, references, header.sample_count
+            )
             return pb.UploadBatchResponse(
                 batch=batch.name,
                 sample_count=batch.row_count,
@@ -104,7 +106,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         self, request: pb.DeleteBatchRequest, context: grpc.aio.ServicerContext
     ) -> pb.DeleteBatchResponse:
         async def run() -> pb.DeleteBatchResponse:
-            await self._trainer.delete(request.batch)
+            await self._trainer.batches.delete(request.batch)
             return pb.DeleteBatchResponse()
 
         return await self._requests.once(request.request_id, request, run)
@@ -122,7 +124,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             )
 
         async def run() -> pb.ComputeLogprobsResponse:
-            scalars = await self._trainer.compute_logprobs(
+            scalars = await self._trainer.passes.compute_logprobs(
                 request.batch, request.model, temperature
             )
             return logprobs_to_proto(COLUMN_OF_MODEL[request.model], scalars)
@@ -135,7 +137,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         self._need_head("value", "values")
 
         async def run() -> pb.ComputeValuesResponse:
-            found = await self._trainer.compute_values(request.batch)
+            found = await self._trainer.passes.compute_values(request.batch)
             return pb.ComputeValuesResponse(
                 mean=found.metrics.get("value", 0.0), token_count=found.token_count
             )
@@ -148,7 +150,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         spec = advantage_from_proto(request.advantage)
 
         async def run() -> pb.ComputeAdvantagesResponse:
-            found = await self._trainer.compute_advantages(request.batch, spec)
+            found = await self._trainer.passes.compute_advantages(request.batch, spec)
             return pb.ComputeAdvantagesResponse(
                 reward_mean=found.reward_mean,
                 advantage_abs_mean=found.advantage_abs_mean,
@@ -179,10 +181,12 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         if update is None:
             raise InvalidFieldError("batch", "is required")
         gathered = update
-        spooled = await asyncio.to_thread(gathered.spool, trainer.blobs)
+        spooled = await asyncio.to_thread(gathered.spool, trainer.batches.blobs)
 
         async def run() -> pb.PutColumnsResponse:
-            return pb.PutColumnsResponse(row_count=await trainer.put_columns(gathered, spooled))
+            return pb.PutColumnsResponse(
+                row_count=await trainer.batches.put_columns(gathered, spooled)
+            )
 
         body = worker_pb.AddRows(batch_id=head.batch)
         body.blobs.extend(
@@ -194,7 +198,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         self, request: pb.GetColumnsRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.GetColumnsResponse]:
         response, size = pb.GetColumnsResponse(), 0
-        for sample in await self._trainer.get_columns(request.batch, request.columns):
+        for sample in await self._trainer.batches.get_columns(request.batch, request.columns):
             row = pb.RowColumns(
                 sample_id=sample.sample_id,
                 columns={name: column_to_proto(value) for name, value in sample.columns.items()},
@@ -225,7 +229,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         )
 
         async def run() -> pb.ForwardBackwardResponse:
-            scalars = await self._trainer.forward_backward(request.batch, part)
+            scalars = await self._trainer.passes.forward_backward(request.batch, part)
             return pb.ForwardBackwardResponse(
                 loss=scalars.loss,
                 token_count=scalars.token_count,
@@ -244,7 +248,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             raise InvalidFieldError("learning_rate", f"must be finite and not negative, got {rate}")
 
         async def run() -> pb.StepOptimizerResponse:
-            done = await self._trainer.step(request.expected_step, request.part_ids, rate)
+            done = await self._trainer.passes.step(request.expected_step, request.part_ids, rate)
             skipped = pb.StepOptimizerResponse.OUTCOME_SKIPPED
             applied = pb.StepOptimizerResponse.OUTCOME_APPLIED
             return pb.StepOptimizerResponse(
@@ -264,7 +268,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         self, request: pb.DiscardGradientsRequest, context: grpc.aio.ServicerContext
     ) -> pb.DiscardGradientsResponse:
         async def run() -> pb.DiscardGradientsResponse:
-            return pb.DiscardGradientsResponse(part_ids=await self._trainer.discard())
+            return pb.DiscardGradientsResponse(part_ids=await self._trainer.passes.discard())
 
         return await self._requests.once(request.request_id, request, run)
 
@@ -274,7 +278,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         name = f"checkpoints/{request.checkpoint_id}"
 
         async def run() -> pb.SaveCheckpointResponse:
-            step = await self._trainer.save_checkpoint(request.checkpoint_id)
+            step = await self._trainer.checkpoints.save(request.checkpoint_id)
             return pb.SaveCheckpointResponse(checkpoint=name, step=step)
 
         metadata = pb.CheckpointMetadata(checkpoint=name, create_time=timestamp_of(time.time()))
@@ -285,7 +289,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
     ) -> operations_pb2.Operation:
         async def run() -> pb.LoadCheckpointResponse:
             return pb.LoadCheckpointResponse(
-                step=await self._trainer.load_checkpoint(request.checkpoint)
+                step=await self._trainer.checkpoints.load(request.checkpoint)
             )
 
         metadata = pb.CheckpointMetadata(
@@ -304,7 +308,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
 
         async def run() -> pb.PublishWeightsResponse:
             return publication_to_proto(
-                await self._trainer.publish(note, targets, request.pause_mode)
+                await self._trainer.publisher.publish(note, targets, request.pause_mode)
             )
 
         return self._operations.start("publish", request, run, lambda: metadata)

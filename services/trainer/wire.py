@@ -116,7 +116,7 @@ def describe(trainer: Trainer) -> pb.Trainer:
         state=ranks.state,
         step=state.step,
         part_ids=list(state.ledger.parts),
-        layout=trainer.layout,
+        layout=ranks.layout,
         ranks=[link.to_proto() for link in ranks.links],
         restart_count=ranks.restart_count,
         failure=ranks.failure,

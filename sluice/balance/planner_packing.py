@@ -44,7 +44,9 @@ class RowCosts:
 
     def _add_up(self, rows: Sequence[int], whole: Sequence[N], prompt: Sequence[N]) -> N:
         firsts = {self.groups[row]: row for row in rows}.values()
-        return sum([whole[row] - prompt[row] for row in rows]) + sum([prompt[row] for row in firsts])
+        return sum([whole[row] - prompt[row] for row in rows]) + sum(
+            [prompt[row] for row in firsts]
+        )
 
 
 @dataclass(frozen=True)

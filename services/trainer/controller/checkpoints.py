@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -11,11 +12,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from services.trainer import metrics
+from services.trainer.config import TrainerConfig
+from services.trainer.controller.rank_group import RankGroup, RankIncarnation
 from services.trainer.controller.state import PublishedWeights, TrainerState
+from services.trainer.controller.turns import Turns, in_turn
+from services.trainer.controller.uploads import TrainerBatches
 from services.trainer.errors import CheckpointMismatchError
 from sluice import faults
+from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.durable import sync_path, write_new
-from sluice.runtime.errors import AlreadyExistsError, InvalidFieldError, NotFoundError
+from sluice.runtime.errors import (
+    AlreadyExistsError,
+    InvalidFieldError,
+    NotFoundError,
+    ServiceError,
+)
 
 PREFIX = "checkpoints/"
 RECORD = "checkpoint.json"
@@ -130,3 +142,72 @@ def restore_state(state: TrainerState, name: str, record: CheckpointRecord) -> N
     state.weights = record.weights
     state.checkpoint = name
     state.ledger = type(state.ledger)()
+
+
+class TrainerCheckpoints:
+    """Saves and loads checkpoints of a trainer."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        state: TrainerState,
+        ranks: RankGroup,
+        batches: TrainerBatches,
+        turns: Turns,
+    ) -> None:
+        self.store = CheckpointStore(config.kept / "checkpoints", durable=config.durable)
+        self.turns = turns
+        self._backend, self._state = config.backend, state
+        self._ranks, self._batches = ranks, batches
+
+    @in_turn
+    async def save(self, checkpoint_id: str) -> int:
+        """Write everything a resumed run needs; returns the step it holds."""
+        ranks = self._ranks.incarnation
+        partial = self.store.begin(checkpoint_id)
+        with metrics.CHECKPOINT_SECONDS.labels("save").time():
+            try:
+                command = pb.SaveCommand(directory=str(partial.resolve()))
+                await ranks.run(pb.FollowResponse(save=command))
+                layout = {field.name: value for field, value in self._ranks.layout.ListFields()}
+                record = record_state(self._state, self._backend, layout)
+            except BaseException:
+                self.store.abandon(partial)
+                raise
+            # Outside of the `try`: a thread that is cancelled goes on, and must not be abandoned.
+            await asyncio.shield(
+                asyncio.to_thread(self.store.finish, checkpoint_id, partial, record)
+            )
+        self._state.checkpoint = PREFIX + checkpoint_id
+        return record.step
+
+    @in_turn
+    async def load(self, name: str) -> int:
+        """Go back to a checkpoint; batches and gradients are dropped. Returns its step."""
+        ranks = self._ranks.incarnation
+        self.store.read(name, self._backend)
+        await self._batches.drop_all(ranks)
+        await self._load_into(ranks, name)
+        return self._state.step
+
+    async def restore(self, ranks: RankIncarnation) -> None:
+        """Bring fresh ranks to where the lost ones were saved last."""
+        if self._state.checkpoint:
+            await self._load_into(ranks, self._state.checkpoint)
+        elif ranks.number > 1:
+            blank = CheckpointRecord(
+                backend=self._backend, step=0, skipped_count=0, weights=None, layout={}
+            )
+            restore_state(self._state, "", blank)
+
+    async def _load_into(self, ranks: RankIncarnation, name: str) -> None:
+        record = self.store.read(name, self._backend)
+        command = pb.LoadCommand(directory=str(self.store.directory(name).resolve()))
+        try:
+            with metrics.CHECKPOINT_SECONDS.labels("load").time():
+                await ranks.run(pb.FollowResponse(load=command))
+        except ServiceError as error:  # what the ranks hold now is neither old nor new
+            ranks.fail(error)
+            raise
+        restore_state(self._state, name, record)
+        metrics.STEP.set(self._state.step)

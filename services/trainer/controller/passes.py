@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -12,18 +12,16 @@ import numpy as np
 
 from services.trainer import metrics
 from services.trainer.config import OptimConfig
-from services.trainer.controller import commands
-from services.trainer.controller.batches import Batch
+from services.trainer.controller.batches import Batch, PassPlan
 from services.trainer.controller.planning import (
-    PassPlan,
     Planner,
     find_missing,
     skips_silent_rows,
     weigh_pass,
 )
-from services.trainer.controller.rank_group import RankGroup
-from services.trainer.controller.rank_incarnation import Build, RankIncarnation
+from services.trainer.controller.rank_group import Build, RankGroup, RankIncarnation
 from services.trainer.controller.state import PassRecord, PassScalars, TrainerState, learning_rate
+from services.trainer.controller.turns import Turns, in_turn
 from services.trainer.errors import ColumnMissingError, SkippedTooOftenError
 from sluice.algo.moments import Moments
 from sluice.algo.spec import AdvantageSpec, LossSpec, required_columns
@@ -37,6 +35,7 @@ COLUMN_OF_MODEL = {
     trainer_pb.ComputeLogprobsRequest.MODEL_REFERENCE: "reference_logprobs",
 }
 NO_TOKENS = "no trained tokens"
+ROWS_PER_COMMAND = 50_000  # a row takes at most 16 bytes of a command, which has 1 MiB
 
 
 @dataclass(frozen=True)
@@ -71,61 +70,62 @@ class StepScalars:
 
 
 class TrainerPasses:
-    """What the ranks compute for the front. Callers hold the trainer's lock."""
+    """What the ranks compute over batches, and the steps of the optimizer."""
 
     def __init__(
-        self, optim: OptimConfig, state: TrainerState, ranks: RankGroup, planner: Planner
+        self,
+        optim: OptimConfig,
+        state: TrainerState,
+        ranks: RankGroup,
+        planner: Planner,
+        turns: Turns,
     ) -> None:
         self._optim, self._state, self._ranks, self._planner = optim, state, ranks, planner
+        self.turns = turns
 
-    async def compute_logprobs(self, batch: Batch, model: int, temperature: float) -> PassScalars:
-        """Add a column of log-probabilities to all rows."""
-        generation = self._ranks.generation
-        plan = await self._plan(batch, np.arange(batch.row_count))
-        builds = commands.compute_logprobs(batch, model, temperature, plan)
-        batch.unmark(COLUMN_OF_MODEL[model])  # type: ignore[index]
-        with metrics.PASS_SECONDS.labels("logprobs").time():
-            total = await self._sum(generation, builds)
-        batch.mark(COLUMN_OF_MODEL[model])  # type: ignore[index]
-        found = commands.means(total)
-        _note_mismatch(found)
-        return PassScalars(0.0, total.token_count, found, plan.micro_batch_count)
+    @in_turn
+    async def compute_logprobs(self, name: str, model: int, temperature: float) -> PassScalars:
+        """Add a column of log-probabilities to all rows of a batch."""
+        command = pb.LogprobsCommand(
+            batch_id=self._state.batches.get(name).batch_id,
+            model=model,  # type: ignore[arg-type]
+            temperature=temperature,
+        )
+        message = pb.FollowResponse(compute_logprobs=command)
+        scalars = await self._add_column(name, COLUMN_OF_MODEL[model], "logprobs", message)  # type: ignore[index]
+        _note_mismatch(scalars.metrics)
+        return scalars
 
-    async def compute_values(self, batch: Batch) -> PassScalars:
-        """Add the column `values` to all rows."""
-        generation = self._ranks.generation
-        plan = await self._plan(batch, np.arange(batch.row_count))
-        batch.unmark("values")
-        with metrics.PASS_SECONDS.labels("values").time():
-            total = await self._sum(generation, commands.compute_values(batch, plan))
-        batch.mark("values")
-        found = commands.means(total)
-        return PassScalars(0.0, total.token_count, found, plan.micro_batch_count)
+    @in_turn
+    async def compute_values(self, name: str) -> PassScalars:
+        """Add the column `values` to all rows of a batch."""
+        command = pb.ValuesCommand(batch_id=self._state.batches.get(name).batch_id)
+        message = pb.FollowResponse(compute_values=command)
+        return await self._add_column(name, "values", "values", message)
 
-    async def compute_advantages(self, batch: Batch, spec: AdvantageSpec) -> AdvantageScalars:
-        """Add `advantages` (and `returns`) to all rows."""
-        generation = self._ranks.generation
-        everything = np.arange(batch.row_count)
-        self._check_columns(batch, everything, spec)
+    @in_turn
+    async def compute_advantages(self, name: str, spec: AdvantageSpec) -> AdvantageScalars:
+        """Add `advantages` (and `returns`) to all rows of a batch."""
+        batch, ranks = self._state.batches.get(name), self._ranks.incarnation
+        self._check_columns(batch, np.arange(batch.row_count), spec)
         command = pb.AdvantagesCommand(
             batch_id=batch.batch_id, advantage=advantage_to_proto(spec), moments_only=spec.whitens
         )
         with metrics.PASS_SECONDS.labels("advantages").time():
             if spec.whitens:
-                found = await self._advantages(generation, command)
+                found = await self._advantages(ranks, command)
                 merged = merge_moments([result.advantages.moments for result in found])
                 command.moments_only = False
                 command.moments.CopyFrom(merged)
             batch.unmark("advantages", "returns")
-            results = await self._advantages(generation, command)
+            results = await self._advantages(ranks, command)
         batch.mark("advantages")
         if any(result.advantages.has_returns for result in results):
             batch.mark("returns")
         batch.silent[:] = False
         for result in results:
             batch.silent[np.asarray(result.advantages.silent_rows, dtype=np.int64)] = True
-        total = commands.add_sums([result.sums for result in results])
-        means = commands.means(total)
+        means = find_means(add_sums([result.sums for result in results]))
         return AdvantageScalars(
             reward_mean=means.pop("reward", float("nan")),
             advantage_abs_mean=means.pop("advantage_abs", 0.0),
@@ -134,11 +134,12 @@ class TrainerPasses:
             metrics=means,
         )
 
-    async def forward_backward(self, batch: Batch, request: GradientsRequest) -> PassScalars:
-        """Add the gradients of a part, once."""
-        generation = self._ranks.generation
+    @in_turn
+    async def forward_backward(self, name: str, request: GradientsRequest) -> PassScalars:
+        """Add the gradients of a part of a batch, once."""
+        batch, ranks = self._state.batches.get(name), self._ranks.incarnation
         state, loss = self._state, request.loss
-        self.check_step(request.expected_step)
+        self._check_step(request.expected_step)
         ledger = state.ledger
         known = ledger.find(request.part_id, request.body)
         if known is not None:
@@ -161,17 +162,18 @@ class TrainerPasses:
             computed = selection[~batch.silent[selection]]
         plan = await self._plan(batch, computed)
         weights = dict(zip(selection.tolist(), weighed.weights.tolist(), strict=True))
-        builds = commands.forward_backward(batch, loss_to_proto(loss), plan, weights)
+        command = pb.GradientsCommand(batch_id=batch.batch_id, loss=loss_to_proto(loss))
+        message = pb.FollowResponse(forward_backward=command)
         try:
             with metrics.PASS_SECONDS.labels("forward_backward").time():
-                total = await self._sum(generation, builds)
+                total = await self._sum(ranks, split_pass(plan, message, weights))
         except BaseException as error:
             ledger.broken = str(error) or type(error).__name__
             raise
         answer = PassScalars(
             loss=total.loss / weighed.normalizer if weighed.normalizer else 0.0,
             token_count=int(batch.mask_counts[selection].sum()),
-            metrics=commands.means(total),
+            metrics=find_means(total),
             micro_batch_count=plan.micro_batch_count,
             silent_row_count=len(selection) - len(computed),
         )
@@ -183,21 +185,22 @@ class TrainerPasses:
         _note_mismatch(answer.metrics)
         return answer
 
+    @in_turn
     async def step(
         self, expected_step: int, part_ids: Sequence[str], rate: float | None
     ) -> StepScalars:
         """Apply exactly the parts named and advance the step."""
-        generation = self._ranks.generation
-        self.check_step(expected_step)
+        ranks = self._ranks.incarnation
+        self._check_step(expected_step)
         state, ledger = self._state, self._state.ledger
         ledger.check_expected(part_ids)
         used = learning_rate(self._optim, state.step) if rate is None else rate
         started = time.perf_counter()
         if ledger.normalizer == 0:  # nothing to divide by, and no gradient
-            await self._run(generation, pb.FollowResponse(discard=pb.DiscardCommand()))
+            await ranks.run(pb.FollowResponse(discard=pb.DiscardCommand()))
             outcome = pb.StepResult(grad_norm=0.0, learning_rate=used, skipped_reason=NO_TOKENS)
         else:
-            outcome = await self._apply(generation, ledger.normalizer, used)
+            outcome = await self._apply(ranks, ledger.normalizer, used)
         ledger.clear()
         seconds = time.perf_counter() - started
         self._note_step(outcome, seconds)
@@ -211,15 +214,15 @@ class TrainerPasses:
             skips_in_a_row=state.skips_in_a_row,
         )
 
+    @in_turn
     async def discard(self) -> list[str]:
         """Forget gathered gradients; a streak of skipped steps counts as seen."""
-        generation = self._ranks.generation
-        await self._run(generation, pb.FollowResponse(discard=pb.DiscardCommand()))
+        await self._ranks.incarnation.run(pb.FollowResponse(discard=pb.DiscardCommand()))
         self._state.skips_in_a_row = 0
         metrics.SKIPS_IN_A_ROW.set(0)
         return self._state.ledger.clear()
 
-    def check_step(self, expected: int) -> None:
+    def _check_step(self, expected: int) -> None:
         if expected != self._state.step:
             raise StepMismatchError(
                 f"expected step {expected}, the trainer is at step {self._state.step}",
@@ -227,15 +230,13 @@ class TrainerPasses:
                 actual=self._state.step,
             )
 
-    async def _apply(
-        self, generation: RankIncarnation, normalizer: float, rate: float
-    ) -> pb.StepResult:
+    async def _apply(self, ranks: RankIncarnation, normalizer: float, rate: float) -> pb.StepResult:
         command = pb.StepCommand(normalizer=normalizer, learning_rate=rate)
         try:
-            results = await self._run(generation, pb.FollowResponse(step=command))
+            results = await ranks.run(pb.FollowResponse(step=command))
         except ServiceError as error:
             # Some ranks may have stepped and others not: only a checkpoint is whole again.
-            generation.fail(error)
+            ranks.fail(error)
             raise
         return results[0].step
 
@@ -267,23 +268,91 @@ class TrainerPasses:
             kind = "loss" if isinstance(spec, LossSpec) else "advantage"
             raise ColumnMissingError(columns, batch.facts.sample_ids[row], f"{kind} {spec.name}")
 
-    async def _advantages(
-        self, generation: RankIncarnation, command: pb.AdvantagesCommand
-    ) -> list[pb.CommandResult]:
-        message = pb.FollowResponse(compute_advantages=command)
-        return generation.reporting(await self._run(generation, message))
+    async def _add_column(
+        self, name: str, column: str, kind: str, command: pb.FollowResponse
+    ) -> PassScalars:
+        batch, ranks = self._state.batches.get(name), self._ranks.incarnation
+        plan = await self._plan(batch, np.arange(batch.row_count))
+        batch.unmark(column)
+        with metrics.PASS_SECONDS.labels(kind).time():
+            total = await self._sum(ranks, split_pass(plan, command))
+        batch.mark(column)
+        return PassScalars(0.0, total.token_count, find_means(total), plan.micro_batch_count)
 
-    async def _sum(self, generation: RankIncarnation, builds: Sequence[Build]) -> pb.PassSums:
+    async def _advantages(
+        self, ranks: RankIncarnation, command: pb.AdvantagesCommand
+    ) -> list[pb.CommandResult]:
+        return ranks.reporting(await ranks.run(pb.FollowResponse(compute_advantages=command)))
+
+    async def _sum(self, ranks: RankIncarnation, builds: Sequence[Build]) -> pb.PassSums:
         sums = []
         for build in builds:
-            results = await self._ranks.run_on(generation, build)
-            sums += [result.sums for result in generation.reporting(results)]
-        return commands.add_sums(sums)
+            sums += [result.sums for result in ranks.reporting(await ranks.run(build))]
+        return add_sums(sums)
 
-    async def _run(
-        self, generation: RankIncarnation, command: pb.FollowResponse
-    ) -> list[pb.CommandResult]:
-        return await self._ranks.run_on(generation, commands.same_for_all(command))
+
+def split_pass(
+    plan: PassPlan, command: pb.FollowResponse, weights: Mapping[int, float] | None = None
+) -> list[Build]:
+    """Return commands that run the micro-batches of `plan` in order, a part of them each.
+
+    Every one has the same count of micro-batches on every rank.
+    """
+    kind = command.WhichOneof("command") or ""
+
+    def part(start: int, end: int) -> Build:
+        def build(data_rank: int) -> pb.FollowResponse:
+            own = pb.FollowResponse()
+            own.CopyFrom(command)
+            micro_batches = getattr(own, kind).micro_batches
+            for rows in plan.ranks[data_rank][start:end]:
+                factors = None if weights is None else [weights[row] for row in rows]
+                micro_batches.add(rows=rows, loss_weights=factors)
+            return own
+
+        return build
+
+    return [part(start, end) for start, end in _stretches(plan)]
+
+
+def _stretches(plan: PassPlan) -> Iterable[tuple[int, int]]:
+    """Ranges of micro-batches whose rows fit a command on every rank."""
+    start = 0
+    held = [0] * len(plan.ranks)
+    for index in range(plan.micro_batch_count):
+        rows = [len(rank[index]) for rank in plan.ranks]
+        full = any(h + r > ROWS_PER_COMMAND for h, r in zip(held, rows, strict=True))
+        if full and index > start:
+            yield start, index
+            start, held = index, [0] * len(plan.ranks)
+        held = [h + r for h, r in zip(held, rows, strict=True)]
+    yield start, plan.micro_batch_count
+
+
+def add_sums(sums: Sequence[pb.PassSums]) -> pb.PassSums:
+    """Sums over all data-parallel ranks and commands."""
+    total = pb.PassSums()
+    for part in sums:
+        total.loss += part.loss
+        total.token_count += part.token_count
+        for name, value in part.metrics.items():
+            held = total.metrics[name]
+            held.sum += value.sum
+            held.weight += value.weight
+            if value.HasField("max"):
+                held.max = max(held.max, value.max) if held.HasField("max") else value.max
+    return total
+
+
+def find_means(total: pb.PassSums) -> dict[str, float]:
+    """Means and maxima of the metrics that anything was measured for."""
+    found = {}
+    for name, value in total.metrics.items():
+        if value.weight:
+            found[name] = value.sum / value.weight
+        if value.HasField("max"):
+            found[f"{name}_max"] = value.max
+    return found
 
 
 def merge_moments(parts: Sequence[pb.TokenMoments]) -> pb.TokenMoments:

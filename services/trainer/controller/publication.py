@@ -12,10 +12,10 @@ from pathlib import Path
 
 from services.trainer import metrics
 from services.trainer.config import TrainerConfig
-from services.trainer.controller import commands
 from services.trainer.controller.rank_group import RankGroup
 from services.trainer.controller.state import PublishedWeights, TrainerState
 from services.trainer.controller.transfer import Shipment, Target, WeightSender
+from services.trainer.controller.turns import Turns, in_turn
 from services.trainer.errors import TransferDisabledError
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
@@ -44,7 +44,7 @@ class Publication:
 
 
 class Publisher:
-    """Allocates a version, lets every rank write its shards, commits. Callers hold the lock.
+    """Allocates a version, lets every rank write its shards, commits.
 
     Then, while others work, versions go but the newest `keep` and those that anybody has pinned.
     """
@@ -55,8 +55,10 @@ class Publisher:
         store: WeightStore,
         state: TrainerState,
         ranks: RankGroup,
+        turns: Turns,
         waits: Waits,
     ) -> None:
+        self.turns = turns
         self._model, self._keep = Path(config.model), config.keep_versions
         self._config = config.publish
         self._is_shared = not is_bucket(config.weights_location)
@@ -73,6 +75,7 @@ class Publisher:
         if self._removing is not None:
             await asyncio.gather(self._removing, return_exceptions=True)
 
+    @in_turn
     async def publish(
         self,
         on_allocated: Callable[[int], None],
@@ -100,7 +103,7 @@ class Publisher:
         return publication
 
     async def _store_version(self, on_allocated: Callable[[int], None]) -> Publication:
-        generation = self._ranks.generation
+        ranks = self._ranks.incarnation
         parent = None if self._state.weights is None else self._state.weights.version
         staging = await asyncio.to_thread(self._store.allocate, parent)
         on_allocated(staging.version)
@@ -108,8 +111,7 @@ class Publisher:
             base = await asyncio.to_thread(self._find_base)
             directory = str(staging.directory.resolve()) if self._is_shared else ""
             command = pb.PublishCommand(directory=directory, version=staging.version, base=base)
-            message = pb.FollowResponse(publish=command)
-            results = await self._ranks.run_on(generation, commands.same_for_all(message))
+            results = await ranks.run(pb.FollowResponse(publish=command))
             shards = [shard_from_proto(s) for result in results for s in result.shards]
         except BaseException:
             await asyncio.shield(asyncio.to_thread(self._store.abort, staging))

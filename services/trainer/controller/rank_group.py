@@ -1,144 +1,291 @@
-"""Starts the ranks of this host as processes and ends them."""
+"""The ranks of a trainer: one launch of them after the other, and the commands they work on."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import logging
-import os
-import signal
-import socket
-import sys
-import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import grpc
-
 from services.trainer import metrics
-from services.trainer.config import RanksConfig, TrainerConfig
-from services.trainer.controller.rank_incarnation import Build, RankIncarnation, RankLink
-from services.trainer.errors import RankError, RankLostError, TrainerFailedError
-from sluice import platform
+from services.trainer.config import RanksConfig
+from services.trainer.errors import (
+    CommandTooLargeError,
+    RankError,
+    RankLostError,
+    TrainerFailedError,
+)
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
-from sluice.api.trainer.v1 import worker_service_pb2_grpc as pb_grpc
 from sluice.runtime.errors import InvalidFieldError, LoadingError, ServiceError
-from sluice.runtime.interceptors import ServiceInterceptor
-from sluice.runtime.security import server_credentials
-from sluice.runtime.server import opening
 from sluice.runtime.waits import Waits
+from sluice.runtime.wire import timestamp_of
 
-# Where collectives listen on fixed ports: beyond those that kernels hand out. A host with two
-# trainers sets the variables of `Platform.collective_ports` itself.
-FIRST_PORT, PORTS_PER_RANK = 61000, 16
+logger = logging.getLogger(__name__)
+
+MAX_COMMAND_BYTES = 1 << 20
+EXIT_GRACE = 1.0  # seconds in which a process's end explains the end of its stream
+ERROR_GRACE = 30.0  # seconds that ranks have to answer once another one has failed
+
+Build = Callable[[int], pb.FollowResponse]  # a command for one data-parallel rank
+
+
+@dataclass(eq=False)
+class RankLink:
+    """A rank that said hello. `data_rank`, `layout` and `reports` hold once it is ready.
+
+    `loss` is set once its stream has ended.
+    """
+
+    rank: int
+    process_id: int
+    host: str
+    outgoing: asyncio.Queue[pb.FollowResponse | None] = field(default_factory=asyncio.Queue)
+    layout: trainer_pb.ParallelLayout | None = None
+    data_rank: int = 0
+    reports: bool = False
+    activity: str = "loading"
+    heard: float = field(default_factory=time.monotonic)
+    heard_time: float = field(default_factory=time.time)
+    spoke: asyncio.Event = field(default_factory=asyncio.Event)
+    loss: ServiceError | None = None
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the last sign of life."""
+        return time.monotonic() - self.heard
+
+    def hear(self) -> None:
+        self.heard, self.heard_time = time.monotonic(), time.time()
+        self.spoke.set()
+
+    def describe_silence(self) -> str:
+        return (
+            f"rank {self.rank} silent for {self.silence:.1f} s, last in {self.activity or 'idle'}"
+        )
+
+    def to_proto(self) -> trainer_pb.Rank:
+        return trainer_pb.Rank(
+            rank=self.rank,
+            process_id=self.process_id,
+            host=self.host,
+            activity=self.activity,
+            data_rank=self.data_rank,
+            heartbeat_time=timestamp_of(self.heard_time),
+        )
+
+
+@dataclass(eq=False)
+class _Pending:
+    """A command under way."""
+
+    activity: str
+    waiting: set[int]
+    results: dict[int, pb.CommandResult] = field(default_factory=dict)
+    done: asyncio.Future[None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+class RankIncarnation:
+    """The ranks of one launch. `lost` ends with the error that ended it, once and for all."""
+
+    def __init__(self, number: int, world_size: int, config: RanksConfig, waits: Waits) -> None:
+        loop = asyncio.get_running_loop()
+        self.number, self.world_size = number, world_size
+        self.links: dict[int, RankLink] = {}
+        self.ready: asyncio.Future[None] = loop.create_future()
+        self.lost: asyncio.Future[ServiceError] = loop.create_future()
+        self._config, self._waits = config, waits
+        self._pending: dict[int, _Pending] = {}
+        self._sequence = 0
+        self._watchers: list[asyncio.Task[None]] = []
+
+    def join(self, link: RankLink) -> None:
+        """Take a rank in; its heartbeats are watched from now on."""
+        self.links[link.rank] = link
+        self._watchers.append(asyncio.create_task(self._watch(link)))
+
+    def leave(self, link: RankLink) -> None:
+        """A rank's stream ended. Its process may still tell why."""
+        detail = f"closed its stream, last in {link.activity or 'idle'}"
+        link.loss = RankLostError(link.rank, detail)
+        asyncio.get_running_loop().call_later(EXIT_GRACE, self.fail, link.loss)
+
+    def fail(self, error: ServiceError) -> None:
+        """End the incarnation: all commands fail with `error`. The first call counts."""
+        if self.lost.done():
+            return
+        self.lost.set_result(error)
+        for pending in self._pending.values():
+            if not pending.done.done():
+                pending.done.set_exception(error)
+
+    def close(self, *, orderly: bool = False) -> None:
+        """Close all streams and stop watching. Ranks count an end as failure unless `orderly`."""
+        for link in self.links.values():
+            if orderly:
+                link.outgoing.put_nowait(pb.FollowResponse(shutdown=pb.ShutdownCommand()))
+            link.outgoing.put_nowait(None)
+        for watcher in self._watchers:
+            watcher.cancel()
+
+    def hear(self, link: RankLink, event: pb.FollowRequest) -> None:
+        """Take in what a rank says."""
+        link.hear()
+        kind = event.WhichOneof("event")
+        if kind == "heartbeat":
+            link.activity = event.heartbeat.activity
+        elif kind == "ready":
+            self._take_ready(link, event.ready)
+        elif kind == "result":
+            self._take_result(link, event.result)
+
+    async def run(self, command: pb.FollowResponse | Build) -> list[pb.CommandResult]:
+        """Give every rank the command, or its own, and wait for all answers in rank order.
+
+        Raises the error of the lowest rank that answered with one, and RankLostError when a
+        rank dies or is not done in time; the latter ends the incarnation.
+        """
+        if self.lost.done():
+            raise self.lost.result()
+        data_ranks = {link.data_rank for link in self.links.values()}
+        commands = {data: command(data) if callable(command) else command for data in data_ranks}
+        activity = commands[0].WhichOneof("command") or ""
+        if (size := max(each.ByteSize() for each in commands.values())) > MAX_COMMAND_BYTES:
+            raise CommandTooLargeError(f"{activity} would take {size} bytes", size=size)
+        self._sequence += 1
+        sequence = self._sequence
+        pending = self._pending[sequence] = _Pending(activity, set(self.links))
+        for link in self.links.values():
+            commands[link.data_rank].sequence = sequence
+            link.activity = activity
+            link.outgoing.put_nowait(commands[link.data_rank])
+        try:
+            await self._gather(pending, self._config.command_timeout)
+        finally:
+            del self._pending[sequence]
+        for rank, result in sorted(pending.results.items()):
+            if result.HasField("error"):
+                raise RankError(rank, result.error)
+        return [result for _, result in sorted(pending.results.items())]
+
+    def reporting(self, results: Sequence[pb.CommandResult]) -> list[pb.CommandResult]:
+        """Of the answers of `run` one for each data-parallel rank, in the order of those."""
+        ranks = sorted(self.links.values(), key=lambda link: link.rank)
+        chosen = {
+            link.data_rank: result
+            for link, result in zip(ranks, results, strict=True)
+            if link.reports
+        }
+        return [result for _, result in sorted(chosen.items())]
+
+    async def _gather(self, pending: _Pending, seconds: float) -> None:
+        with self._waits.waiting(
+            f"{pending.activity} on all ranks",
+            on=lambda: [f"rank {rank}" for rank in sorted(pending.waiting)],
+            timeout=seconds,
+            explain=lambda: self._explain(pending),
+        ):
+            done, _ = await asyncio.wait([pending.done], timeout=seconds)
+        if not done:
+            slowest = min(pending.waiting)
+            self.fail(
+                RankLostError(slowest, f"did not end {pending.activity} within {seconds:g} s")
+            )
+        await pending.done
+
+    def _explain(self, pending: _Pending) -> str:
+        links = [self.links[rank] for rank in sorted(pending.waiting)]
+        silent = [link for link in links if link.silence > self._config.silent_seconds]
+        if silent:
+            return "; ".join(link.describe_silence() for link in silent)
+        return "; ".join(f"rank {link.rank} in {link.activity or 'idle'}" for link in links)
+
+    def _take_ready(self, link: RankLink, ready: pb.RankReady) -> None:
+        if ready.HasField("error"):
+            self.fail(RankError(link.rank, ready.error))
+            return
+        link.layout, link.data_rank = ready.layout, ready.data_rank
+        link.reports, link.activity = ready.reports, ""
+        are_ready = [other.layout is not None for other in self.links.values()]
+        if all(are_ready) and len(are_ready) == self.world_size and not self.ready.done():
+            self.ready.set_result(None)
+
+    def _take_result(self, link: RankLink, result: pb.CommandResult) -> None:
+        pending = self._pending.get(result.sequence)
+        if pending is None or link.rank not in pending.waiting:
+            return
+        pending.waiting.remove(link.rank)
+        link.activity = ""
+        pending.results[link.rank] = result
+        if not pending.waiting:
+            if not pending.done.done():
+                pending.done.set_result(None)
+        elif result.HasField("error"):  # the others may wait for it in a collective
+            asyncio.get_running_loop().call_later(ERROR_GRACE, self._give_up, pending)
+
+    def _give_up(self, pending: _Pending) -> None:
+        if pending.waiting and not pending.done.done():
+            stuck = min(pending.waiting)
+            self.fail(RankLostError(stuck, f"hung in {pending.activity} after another rank failed"))
+
+    async def _watch(self, link: RankLink) -> None:
+        """List a silent rank among the waits, and give it up after `lost_seconds`."""
+        config = self._config
+        while not self.lost.done():
+            if link.silence < config.silent_seconds:
+                await asyncio.sleep(config.silent_seconds - link.silence)
+                continue
+            link.spoke.clear()
+            left = max(0.0, config.lost_seconds - link.silence)
+            with self._waits.waiting(
+                f"heartbeat of rank {link.rank}",
+                on=[f"rank {link.rank}"],
+                timeout=left,
+                explain=link.describe_silence,
+            ):
+                try:
+                    async with asyncio.timeout(left):
+                        await link.spoke.wait()
+                except TimeoutError:
+                    self.fail(RankLostError(link.rank, f"was silent for {link.silence:.1f} s"))
+
 
 OnExit = Callable[[int, str], None]  # rank, how it ended
 
 
-class LocalLauncher:
-    """The rank processes of one generation at a time."""
-
-    def __init__(self, config: TrainerConfig) -> None:
-        self._config = config
-        self._folder = tempfile.TemporaryDirectory(prefix="sluice-trainer-")
-        self._processes: list[asyncio.subprocess.Process] = []
-        self._watchers: list[asyncio.Task[None]] = []
+class Launcher:
+    """Leaves the ranks to torchrun or a cluster, which start them again when streams close."""
 
     async def launch(self, generation: int, front: str, on_exit: OnExit) -> None:
         """Start all ranks; `on_exit` hears of each one that ends before `end` is called."""
-        file = Path(self._folder.name) / "config.json"
-        file.write_text(json.dumps(self._config.model_dump(mode="json")))
-        # Rank 0 is handed the socket, not a port that somebody else may have taken by then.
-        with socket.create_server(("127.0.0.1", 0)) as meeting:
-            for rank in range(self._config.ranks.count):
-                process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    *("-m", "services.trainer.rank"),
-                    *("--config", str(file), "--front", front),
-                    *("--generation", str(generation), "--parent", str(os.getpid())),
-                    env=self._environment(rank, meeting),
-                    pass_fds=[meeting.fileno()] if rank == 0 else [],
-                    stdin=asyncio.subprocess.DEVNULL,
-                )
-                self._processes.append(process)
-                self._watchers.append(asyncio.create_task(_watch(rank, process, on_exit)))
 
     async def end(self) -> None:
-        """Kill what still runs: ranks may hang in a collective and keep nothing of worth."""
-        for watcher in self._watchers:
-            watcher.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
-        for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-        await asyncio.gather(*(process.wait() for process in self._processes))
-        self._processes.clear()
-        self._watchers.clear()
+        """End those that still run."""
 
     async def close(self) -> None:
-        await self.end()
-        self._folder.cleanup()
-
-    def _environment(self, rank: int, meeting: socket.socket) -> dict[str, str]:
-        """Each rank sees one device, its first; where there are none they are told apart too."""
-        ranks, declared = self._config.ranks, platform.declared()
-        masked = declared.visible_devices([rank])
-        threads = str(self._config.threads)
-        return {
-            "GLOO_SOCKET_IFNAME": "lo",  # of processes of one host, whatever its name resolves to
-            "OMP_WAIT_POLICY": "passive",
-            **declared.collective_ports(FIRST_PORT + PORTS_PER_RANK * rank, PORTS_PER_RANK),
-            **os.environ,
-            **masked,
-            "OMP_NUM_THREADS": threads,
-            "RANK": str(rank),
-            "LOCAL_RANK": "0" if masked else str(rank),
-            "WORLD_SIZE": str(ranks.count),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(meeting.getsockname()[1]),
-            "MASTER_LISTEN_FD": str(meeting.fileno()),  # open in rank 0
-        }
-
-
-class ExternalLauncher:
-    """Ranks that torchrun or a cluster starts, and starts again when their streams close."""
-
-    async def launch(self, generation: int, front: str, on_exit: OnExit) -> None:
-        """Nothing to start; the ranks come by themselves."""
-
-    async def end(self) -> None:
-        """Closed streams end them."""
-
-    async def close(self) -> None:
+        """End them, and leave nothing behind."""
         await self.end()
 
-
-async def _watch(rank: int, process: asyncio.subprocess.Process, on_exit: OnExit) -> None:
-    code = await process.wait()
-    ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-    on_exit(rank, ended)
-
-
-logger = logging.getLogger(__name__)
 
 Restore = Callable[[RankIncarnation], Awaitable[None]]
 State = trainer_pb.Trainer.State
 
 
 class RankGroup:
-    """Generations of ranks, one at a time.
+    """Incarnations of ranks, one at a time.
 
-    `restore` brings the ranks of a new generation to where the lost ones were; no other
+    `restore` brings the ranks of a new incarnation to where the lost ones were; no other
     command runs before it has ended.
     """
 
     def __init__(
         self,
         config: RanksConfig,
-        launcher: LocalLauncher | ExternalLauncher,
+        launcher: Launcher,
         waits: Waits,
         restore: Restore,
     ) -> None:
@@ -147,7 +294,7 @@ class RankGroup:
         self.restart_count = 0
         self._config, self._launcher, self._waits = config, launcher, waits
         self._restore = restore
-        self._generation: RankIncarnation | None = None
+        self._incarnation: RankIncarnation | None = None
         self._last_error: ServiceError | None = None
         self._restarts_in_a_row = 0
         self._supervisor: asyncio.Task[None] | None = None
@@ -155,18 +302,24 @@ class RankGroup:
         self._launched = asyncio.Event()  # set while there are ranks, loading or active
 
     @property
-    def generation(self) -> RankIncarnation:
+    def incarnation(self) -> RankIncarnation:
         """The ranks that take commands. Raises while there are none."""
         if self.state == trainer_pb.Trainer.STATE_FAILED:
             raise TrainerFailedError(f"the ranks are gone: {self.failure}", cause=self.failure)
-        if self.state != trainer_pb.Trainer.STATE_ACTIVE or self._generation is None:
+        if self.state != trainer_pb.Trainer.STATE_ACTIVE or self._incarnation is None:
             raise self._last_error or LoadingError("the ranks are loading the model")
-        return self._generation
+        return self._incarnation
 
     @property
     def links(self) -> list[RankLink]:
-        links = {} if self._generation is None else self._generation.links
+        links = {} if self._incarnation is None else self._incarnation.links
         return [link for _, link in sorted(links.items())]
+
+    @property
+    def layout(self) -> trainer_pb.ParallelLayout:
+        """The mesh; empty before a rank is ready."""
+        layouts = [link.layout for link in self.links if link.layout is not None]
+        return layouts[0] if layouts else trainer_pb.ParallelLayout()
 
     def start(self, front: str) -> None:
         """Launch the ranks, which connect to `front` (host:port), and keep them running."""
@@ -186,14 +339,10 @@ class RankGroup:
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.gather(self._supervisor, return_exceptions=True)
-        if self._generation is not None:
-            self._generation.fail(LoadingError("the trainer shuts down"))
-            self._generation.close(orderly=True)
+        if self._incarnation is not None:
+            self._incarnation.fail(LoadingError("the trainer shuts down"))
+            self._incarnation.close(orderly=True)
         await self._launcher.close()
-
-    async def run_on(self, generation: RankIncarnation, build: Build) -> list[pb.CommandResult]:
-        """Run one command on every rank; see Generation.run."""
-        return await generation.run(build, self._config.command_timeout)
 
     def note_progress(self) -> None:
         """An optimizer step was taken: earlier losses of ranks do not count against the next."""
@@ -205,38 +354,38 @@ class RankGroup:
         Whoever launches ranks may be faster than the restart here: such ranks wait for it.
         """
         if hello.generation == 0 and self.state != trainer_pb.Trainer.STATE_FAILED:
-            generation = self._generation
-            before = generation and generation.links.get(hello.rank)
-            if generation and before and before.loss:  # it is back before its loss was noted
-                generation.fail(before.loss)
+            incarnation = self._incarnation
+            before = incarnation and incarnation.links.get(hello.rank)
+            if incarnation and before and before.loss:  # it is back before its loss was noted
+                incarnation.fail(before.loss)
                 self._launched.clear()
             async with asyncio.timeout(self._config.start_timeout):
                 await self._launched.wait()
-        generation = self._generation
+        incarnation = self._incarnation
         if (
-            generation is None
-            or generation.lost.done()
-            or hello.generation not in (0, generation.number)
+            incarnation is None
+            or incarnation.lost.done()
+            or hello.generation not in (0, incarnation.number)
         ):
             raise InvalidFieldError("generation", f"{hello.generation} has ended")
-        if hello.world_size != generation.world_size or not 0 <= hello.rank < hello.world_size:
+        if hello.world_size != incarnation.world_size or not 0 <= hello.rank < hello.world_size:
             raise InvalidFieldError(
                 "world_size",
-                f"is {hello.world_size}, the trainer has {generation.world_size} ranks",
+                f"is {hello.world_size}, the trainer has {incarnation.world_size} ranks",
             )
-        if hello.rank in generation.links:
+        if hello.rank in incarnation.links:
             raise InvalidFieldError("rank", f"{hello.rank} is connected already")
         link = RankLink(hello.rank, hello.process_id, hello.host)
-        generation.join(link)
-        return generation, link
+        incarnation.join(link)
+        return incarnation, link
 
     async def _supervise(self, front: str) -> None:
         try:
             while True:
                 error = await self._live(front)
                 self._note_loss(error)
-                if self._generation is not None:
-                    self._generation.close()
+                if self._incarnation is not None:
+                    self._incarnation.close()
                 await self._launcher.end()
                 if self._is_final(error):
                     return
@@ -249,18 +398,18 @@ class RankGroup:
             self._settled.set()
 
     async def _live(self, front: str) -> ServiceError:
-        """One generation from launch to loss; returns the error that ended it."""
+        """One incarnation from launch to loss; returns the error that ended it."""
         number = self.restart_count + 1
-        generation = RankIncarnation(number, self._config.count, self._config, self._waits)
-        self._generation = generation
+        incarnation = RankIncarnation(number, self._config.count, self._config, self._waits)
+        self._incarnation = incarnation
         self._launched.set()
 
         def on_exit(rank: int, how: str) -> None:
-            generation.fail(RankLostError(rank, how))
+            incarnation.fail(RankLostError(rank, how))
 
         try:
             await self._launcher.launch(number, front, on_exit)
-            await self._load(generation)
+            await self._load(incarnation)
         except OSError as error:  # the host may lack processes or disk for a while
             loss: ServiceError = LoadingError(f"the ranks cannot be launched: {error}")
         except ServiceError as error:
@@ -268,29 +417,29 @@ class RankGroup:
         else:
             self.state = trainer_pb.Trainer.STATE_ACTIVE
             self._settled.set()
-            return await generation.lost
-        generation.fail(loss)
+            return await incarnation.lost
+        incarnation.fail(loss)
         return loss
 
-    async def _load(self, generation: RankIncarnation) -> None:
+    async def _load(self, incarnation: RankIncarnation) -> None:
         timeout = self._config.start_timeout
         with self._waits.waiting(
             "ranks to load the model",
-            on=lambda: _unready(generation),
+            on=lambda: _unready(incarnation),
             timeout=timeout,
         ):
-            either: list[asyncio.Future[Any]] = [generation.ready, generation.lost]
+            either: list[asyncio.Future[Any]] = [incarnation.ready, incarnation.lost]
             await asyncio.wait(
                 either,
                 timeout=timeout,
                 return_when=asyncio.FIRST_COMPLETED,
             )
-        if generation.lost.done():
-            raise generation.lost.result()
-        if not generation.ready.done():
-            late = _unready(generation)
+        if incarnation.lost.done():
+            raise incarnation.lost.result()
+        if not incarnation.ready.done():
+            late = _unready(incarnation)
             raise RankLostError(int(late[0].split()[1]), f"was not ready within {timeout:g} s")
-        await self._restore(generation)
+        await self._restore(incarnation)
 
     def _note_loss(self, error: ServiceError) -> None:
         logger.error("the ranks are lost: %s", error)
@@ -310,76 +459,6 @@ class RankGroup:
         return False
 
 
-def _unready(generation: RankIncarnation) -> list[str]:
-    ready = {rank for rank, link in generation.links.items() if link.layout is not None}
-    return [f"rank {rank}" for rank in range(generation.world_size) if rank not in ready]
-
-
-HELLO_SECONDS = 30.0
-CLOSE_SECONDS = 2.0  # in which ranks hear that they may end
-
-
-class WorkerServicer(pb_grpc.WorkerServiceServicer):
-    """Connects the streams of ranks with the group."""
-
-    def __init__(self, group: RankGroup) -> None:
-        self._group = group
-
-    async def Follow(
-        self,
-        request_iterator: AsyncIterator[pb.FollowRequest],
-        context: grpc.aio.ServicerContext,
-    ) -> AsyncIterator[pb.FollowResponse]:
-        async with asyncio.timeout(HELLO_SECONDS):
-            first = await anext(request_iterator, None)
-        if first is None or first.WhichOneof("event") != "hello":
-            raise InvalidFieldError("hello", "must come first")
-        generation, link = await self._group.admit(first.hello)
-        listener = asyncio.create_task(_listen(generation, link, request_iterator))
-        try:
-            while (command := await link.outgoing.get()) is not None:
-                yield command
-        finally:
-            listener.cancel()
-            await asyncio.gather(listener, return_exceptions=True)
-            generation.leave(link)
-
-
-async def _listen(
-    generation: RankIncarnation, link: RankLink, events: AsyncIterator[pb.FollowRequest]
-) -> None:
-    """Take in what the rank says until its stream ends; then end the other direction too."""
-    try:
-        async for event in events:
-            generation.hear(link, event)
-    finally:
-        link.outgoing.put_nowait(None)
-
-
-class WorkerServer:
-    """The gRPC server of the ranks; its security is that of the public one."""
-
-    def __init__(self, config: TrainerConfig, group: RankGroup) -> None:
-        security, ranks = config.server.security, config.ranks
-        self._server = grpc.aio.server(
-            interceptors=[ServiceInterceptor(security.token())],
-            options=[
-                ("grpc.so_reuseport", 0),
-                ("grpc.max_receive_message_length", config.server.max_message_bytes),
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-            ],
-        )
-        pb_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(group), self._server)
-        listen = f"{ranks.listen_host}:{ranks.listen_port}"
-        with opening("ranks.listen_port", listen):
-            if security.tls is None:
-                self.port = self._server.add_insecure_port(listen)
-            else:
-                self.port = self._server.add_secure_port(listen, server_credentials(security.tls))
-        self.address = f"{ranks.listen_host}:{self.port}"
-
-    async def start(self) -> None:
-        await self._server.start()
-
-    async def close(self) -> None:
-        await self._server.stop(CLOSE_SECONDS)
+def _unready(incarnation: RankIncarnation) -> list[str]:
+    ready = {rank for rank, link in incarnation.links.items() if link.layout is not None}
+    return [f"rank {rank}" for rank in range(incarnation.world_size) if rank not in ready]

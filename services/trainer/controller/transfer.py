@@ -14,9 +14,7 @@ import grpc
 
 from services.trainer import metrics
 from services.trainer.config import TransferConfig
-from services.trainer.controller import commands
-from services.trainer.controller.rank_group import RankGroup
-from services.trainer.controller.rank_incarnation import RankIncarnation
+from services.trainer.controller.rank_group import RankGroup, RankIncarnation
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
@@ -55,7 +53,7 @@ class _Group:
     """Members that have met, and what joining takes."""
 
     name: str
-    generation: RankIncarnation
+    incarnation: RankIncarnation
     members: tuple[Target, ...]
     senders: tuple[engine_pb.TransferSender, ...]
     first_ranks: tuple[int, ...]
@@ -177,9 +175,7 @@ class WeightSender:
 
         began = time.monotonic()
         sending = asyncio.create_task(
-            self._ranks.run_on(
-                group.generation, commands.same_for_all(pb.FollowResponse(send_weights=command))
-            )
+            group.incarnation.run(pb.FollowResponse(send_weights=command))
         )
         receiving = [
             asyncio.create_task(receive(target, first_rank))
@@ -202,10 +198,10 @@ class WeightSender:
     async def _group_of(self, ready: Mapping[Target, engine_pb.GetEngineResponse]) -> _Group:
         """The group there is, if it has these members and all are still in it; else a new one."""
         old, members = self._group, tuple(ready)
-        generation = self._ranks.generation
+        incarnation = self._ranks.incarnation
         if (
             old is not None
-            and (old.members, old.generation) == (members, generation)
+            and (old.members, old.incarnation) == (members, incarnation)
             and all(found.transfer_group == old.name for found in ready.values())
         ):
             return old
@@ -217,9 +213,7 @@ class WeightSender:
             world_size=1 + sum(counts),
             timeout=duration_of(self._config.timeout_seconds),
         )
-        results = await self._ranks.run_on(
-            generation, commands.same_for_all(pb.FollowResponse(open_transfer=command))
-        )
+        results = await incarnation.run(pb.FollowResponse(open_transfer=command))
         senders = tuple(
             engine_pb.TransferSender(
                 address=result.transfer_address, group=f"{command.transfer_group}-{rank}"
@@ -229,7 +223,7 @@ class WeightSender:
         )
         return _Group(
             name=command.transfer_group,
-            generation=generation,
+            incarnation=incarnation,
             members=members,
             senders=senders,
             first_ranks=first_ranks,

@@ -1,26 +1,36 @@
-"""Takes in rows: inline ones are spooled to the blob store, blobs are read for their facts."""
+"""Takes in batches and columns, reads and drops them: in the store and on the ranks.
+
+Inline rows are spooled to the blob store, of blobs only the facts are read.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
 import numpy as np
 
+from services.trainer import metrics
+from services.trainer.config import TrainerConfig
 from services.trainer.controller.batches import Batch, StoredRows
 from services.trainer.controller.planning import Planner
-from services.trainer.controller.rank_incarnation import Build
+from services.trainer.controller.rank_group import Build, RankGroup, RankIncarnation
+from services.trainer.controller.state import TrainerState
+from services.trainer.controller.turns import Turns, in_turn
 from services.trainer.rows import RowLimits, blob_errors, check_row, read_rows
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
-from sluice.runtime.errors import InvalidFieldError, NotFoundError
-from sluice.runtime.wire import blob_to_proto
-from sluice.samples.arrow import InvalidGroupError, encode_group, read_facts
-from sluice.samples.blobs import BlobReference, BlobStore
+from sluice.runtime.errors import InvalidFieldError, NotFoundError, QueueFullError, ServiceError
+from sluice.runtime.wire import blob_from_proto, blob_to_proto
+from sluice.samples.arrow import InvalidGroupError, decode_group, encode_group, read_facts
+from sluice.samples.blobs import BlobNotFoundError, BlobReference, BlobStore
 from sluice.samples.facts import RowFacts, count_trained, describe_rows
 from sluice.samples.sample import COLUMNS, Sample, find_column
 
 SPOOL_TOKENS = 1 << 20  # tokens of one spooled blob
 SPOOL_ROWS = 4096  # rows of one spooled blob
+ROWS_PER_COMMAND = 50_000  # a row takes at most 16 bytes of a command, which has 1 MiB
+BLOBS_PER_COMMAND = 2_000  # a blob's name takes about 50
 
 
 class Upload:
@@ -111,8 +121,6 @@ def find_facts(blobs: BlobStore, reference: BlobReference, limits: RowLimits) ->
     return describe_rows(read_rows(blobs, reference, limits))
 
 
-ROWS_PER_BLOB = 4096
-
 Columns = Mapping[str, np.ndarray | float]
 
 
@@ -144,9 +152,7 @@ class ColumnUpdate:
     def spool(self, blobs: BlobStore) -> list[tuple[BlobReference, list[int]]]:
         """Blobs with the rows in each, tokens left out."""
         rows = sorted(self._samples)
-        parts = [
-            rows[start : start + ROWS_PER_BLOB] for start in range(0, len(rows), ROWS_PER_BLOB)
-        ]
+        parts = [rows[start : start + SPOOL_ROWS] for start in range(0, len(rows), SPOOL_ROWS)]
         return [
             (blobs.put(encode_group([bare(self._samples[row]) for row in part])), part)
             for part in parts
@@ -204,3 +210,180 @@ def in_upload_order(batch: Batch, parts: Sequence[Sequence[Sample]]) -> Iterator
     samples = {sample.sample_id: sample for part in parts for sample in part}
     for sample_id in batch.facts.sample_ids:
         yield samples[sample_id]
+
+
+def add_rows(batch: Batch) -> list[Build]:
+    """Commands that give every rank its rows of `batch`."""
+    starts: list[int] = []
+    rows = blobs = 0
+    for index, stored in enumerate(batch.stored):
+        if not starts or rows + stored.count > ROWS_PER_COMMAND or blobs == BLOBS_PER_COMMAND:
+            starts.append(index)
+            rows = blobs = 0
+        rows, blobs = rows + stored.count, blobs + 1
+    ends = [*starts[1:], len(batch.stored)]
+    return [_add_rows(batch, start, end) for start, end in zip(starts, ends, strict=True)]
+
+
+def _add_rows(batch: Batch, start: int, end: int) -> Build:
+    def build(data_rank: int) -> pb.FollowResponse:
+        command = pb.AddRows(batch_id=batch.batch_id)
+        for stored in batch.stored[start:end]:
+            owners = batch.owners[stored.first_row : stored.first_row + stored.count]
+            indices = np.flatnonzero(owners == data_rank)
+            if len(indices):
+                command.blobs.append(
+                    pb.BlobRows(
+                        blob=blob_to_proto(stored.blob),
+                        indices=(indices + stored.first_index).tolist(),
+                        rows=(indices + stored.first_row).tolist(),
+                    )
+                )
+        return pb.FollowResponse(add_rows=command)
+
+    return build
+
+
+class TrainerBatches:
+    """The batches of a trainer. Methods raise the errors that clients see."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        state: TrainerState,
+        ranks: RankGroup,
+        planner: Planner,
+        turns: Turns,
+    ) -> None:
+        self.blobs = BlobStore(config.store, sync=config.durable)
+        self.limits = RowLimits.from_config(config)
+        self.turns = turns
+        self._owner, self._max_batches = config.name, config.max_batches
+        self._state, self._ranks, self._planner = state, ranks, planner
+
+    def unpin_all(self) -> None:
+        """Let go of the blobs that an earlier process of this trainer pinned."""
+        self.blobs.unpin(self._owner)
+
+    def begin_upload(self) -> Upload:
+        """Where rows are gathered before they become a batch. Raises while there are no ranks."""
+        assert self._ranks.incarnation  # before, the context ranks that share a row are not known
+        return Upload(self.blobs, self.limits)
+
+    @in_turn
+    async def upload(self, batch_id: str, references: list[BlobReference], count: int) -> Batch:
+        """Register the rows of blobs that exist already."""
+        ranks, batches = self._ranks.incarnation, self._state.batches
+        batches.check_new(batch_id)
+        limit = self._max_batches
+        if len(batches.all()) >= limit:
+            raise QueueFullError(
+                f"{limit} batches are held: delete one", limit=limit, kind="batches"
+            )
+        await self._pin(references)
+        try:
+            batch = await asyncio.to_thread(
+                read_batch, batch_id, references, self.blobs, self.limits, self._planner
+            )
+            if batch.row_count != count:
+                raise InvalidFieldError(
+                    "header.sample_count", f"is {count}, {batch.row_count} samples came"
+                )
+            await self.register(ranks, batch)
+        except BaseException:
+            await self._unpin({blob.digest for blob in references} - batches.digests())
+            raise
+        batches.add(batch)
+        metrics.BATCHES.set(len(batches.all()))
+        if self._state.weights is not None:
+            sampled = batch.facts.oldest_versions
+            metrics.note_lags(sampled[sampled >= 0].tolist(), self._state.weights.version)
+        return batch
+
+    @in_turn
+    async def delete(self, name: str) -> None:
+        """Forget a batch and let go of its blobs."""
+        batch = self._state.batches.get(name)
+        await self._drop(self._ranks.incarnation, batch)
+        await self._forget(batch)
+
+    async def drop_all(self, ranks: RankIncarnation) -> None:
+        """Forget all batches."""
+        for batch in self._state.batches.all():
+            await self._drop(ranks, batch)
+        await self._unpin(self._state.batches.clear())
+        metrics.BATCHES.set(0)
+
+    async def register(self, ranks: RankIncarnation, batch: Batch) -> None:
+        """Give the ranks their rows. What some have is dropped again if others fail: a later
+        batch of that id would have it among its rows."""
+        try:
+            for build in add_rows(batch):
+                await ranks.run(build)
+        except ServiceError:
+            with suppress(ServiceError):  # ranks that are lost hold nothing
+                await self._drop(ranks, batch)
+            raise
+
+    async def _drop(self, ranks: RankIncarnation, batch: Batch) -> None:
+        await ranks.run(pb.FollowResponse(drop_batch=pb.DropBatch(batch_id=batch.batch_id)))
+
+    async def _forget(self, batch: Batch) -> None:
+        unnamed = self._state.batches.remove(batch)
+        metrics.BATCHES.set(len(self._state.batches.all()))
+        await self._unpin(unnamed)
+
+    @in_turn
+    async def put_columns(
+        self, update: ColumnUpdate, spooled: Sequence[tuple[BlobReference, list[int]]]
+    ) -> int:
+        """Give the ranks columns that were spooled before; returns the rows changed."""
+        if self._state.batches.get(update.batch.name) is not update.batch:
+            raise NotFoundError("batch", update.batch.name)  # deleted meanwhile
+        ranks = self._ranks.incarnation
+        try:
+            for blob, rows in spooled:
+                await ranks.run(set_columns(update.batch, blob, rows))
+        except ServiceError:
+            await self._reset(ranks, update.batch)
+            raise
+        return update.apply()
+
+    async def _reset(self, ranks: RankIncarnation, batch: Batch) -> None:
+        """Back to the columns of the upload: some ranks have taken others, which the front does
+        not know of, such as a mask that its divisors leave out. A batch that cannot is gone."""
+        if ranks.lost.done():
+            return  # the next ranks get what was uploaded
+        batch.forget_derived()
+        try:
+            await self._drop(ranks, batch)
+            await self.register(ranks, batch)
+        except ServiceError:
+            if not ranks.lost.done():
+                await self._forget(batch)
+
+    @in_turn
+    async def get_columns(self, name: str, columns: Sequence[str]) -> Iterator[Sample]:
+        """Rows in the order of the upload, with the named columns that they have."""
+        check_names(columns)
+        ranks, batch = self._ranks.incarnation, self._state.batches.get(name)
+        command = pb.ReadColumns(batch_id=batch.batch_id, columns=columns)
+        results = await ranks.run(pb.FollowResponse(read_columns=command))
+        blobs = [blob_from_proto(result.columns) for result in ranks.reporting(results)]
+        parts = [await asyncio.to_thread(self._read_columns, blob) for blob in blobs]
+        return in_upload_order(batch, parts)
+
+    def _read_columns(self, blob: BlobReference) -> list[Sample]:
+        with blob_errors(blob):
+            return decode_group(self.blobs.get(blob))
+
+    async def _pin(self, references: list[BlobReference]) -> None:
+        digests = [reference.digest for reference in references]
+        try:
+            await asyncio.to_thread(self.blobs.pin, self._owner, digests)
+        except BlobNotFoundError as error:
+            raise NotFoundError("blob", error.digest) from None
+
+    async def _unpin(self, digests: set[str]) -> None:
+        if digests:
+            await asyncio.to_thread(self.blobs.unpin, self._owner, sorted(digests))

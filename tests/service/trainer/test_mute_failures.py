@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.trainer.controller import rank_incarnation as generation_module
+from services.trainer.controller import rank_group
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from tests.service.runtime.ends import run_service
 from tests.unit.trainer.ranks import until
@@ -24,10 +24,10 @@ def unpin(self, *_):
 BlobStore.unpin = unpin
 """
 LAUNCH_FAILS = """
-from services.trainer.controller.rank_group import ExternalLauncher
+from services.trainer.controller.rank_group import Launcher
 async def launch(self, *_):
     raise KeyError("what nobody expected")
-ExternalLauncher.launch = launch
+Launcher.launch = launch
 """
 
 
@@ -67,7 +67,7 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
 async def start(stage: Stage) -> None:
     """Until its rank is active."""
     starting = asyncio.create_task(stage.trainer.start(stage.server.address))
-    await until(lambda: stage.trainer.ranks._generation is not None)
+    await until(lambda: stage.trainer.ranks._incarnation is not None)
     await stage.connect()
     await starting
 
@@ -75,7 +75,7 @@ async def start(stage: Stage) -> None:
 async def test_ranks_that_cannot_be_launched_for_a_while_are_launched_later(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(generation_module, "EXIT_GRACE", 0.0)
+    monkeypatch.setattr(rank_group, "EXIT_GRACE", 0.0)
     ranks = stage.trainer.ranks
 
     async def launch(generation: int, *_: Any) -> None:
@@ -95,7 +95,7 @@ async def test_a_rank_that_is_back_at_once_is_taken_for_the_next_launch(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As torchrun starts it; how the process before it ended is not waited for."""
-    monkeypatch.setattr(generation_module, "EXIT_GRACE", 600.0)
+    monkeypatch.setattr(rank_group, "EXIT_GRACE", 600.0)
     await start(stage)
     ranks = stage.trainer.ranks
     assert stage.rank is not None
@@ -105,4 +105,4 @@ async def test_a_rank_that_is_back_at_once_is_taken_for_the_next_launch(
     assert ranks.restart_count == 0
     await stage.connect()
     await until(lambda: ranks.restart_count == 1 and ranks.state == ACTIVE)
-    assert ranks.generation.number == 2
+    assert ranks.incarnation.number == 2

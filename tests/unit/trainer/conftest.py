@@ -15,7 +15,7 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
     stage = Stage(tmp_path)
     await stage.server.start()
     starting = asyncio.create_task(stage.trainer.start(stage.server.address))
-    await until(lambda: stage.trainer.ranks._generation is not None)
+    await until(lambda: stage.trainer.ranks._incarnation is not None)
     await stage.connect()
     await starting
     yield stage

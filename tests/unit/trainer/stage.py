@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from services.trainer.config import TrainerConfig
+from services.trainer.controller.launch import WorkerServer
 from services.trainer.controller.passes import GradientsRequest
-from services.trainer.controller.rank_group import WorkerServer
 from services.trainer.controller.trainer import Trainer
 from sluice.algo.spec import LossSpec
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
@@ -59,10 +59,10 @@ class Stage:
         await until(lambda: self.trainer.ranks.state == trainer_pb.Trainer.STATE_ACTIVE)
 
     async def upload(self, batch_id: str = "b") -> str:
-        upload = self.trainer.begin_upload()
+        upload = self.trainer.batches.begin_upload()
         for sample in make_samples([[3, 4], [5]]):
             upload.add_sample(sample)
-        return (await self.trainer.upload(batch_id, upload.finish(), 3)).name
+        return (await self.trainer.batches.upload(batch_id, upload.finish(), 3)).name
 
     def request(self, part_id: str, step: int = 0) -> GradientsRequest:
         return GradientsRequest(part_id, f"body of {part_id}", step, SFT, ())

@@ -45,7 +45,7 @@ async def test_ranks_drop_the_rows_of_an_upload_that_some_refuse(stage: Stage) -
 async def put_masks(stage: Stage, batch: str) -> None:
     update = ColumnUpdate(stage.trainer.state.batches.get(batch))
     update.add("g0/0", {"loss_mask": np.array([True, False, False])})
-    await stage.trainer.put_columns(update, update.spool(stage.trainer.blobs))
+    await stage.trainer.batches.put_columns(update, update.spool(stage.trainer.batches.blobs))
 
 
 async def test_columns_that_some_ranks_refuse_bring_back_the_upload(stage: Stage) -> None:
@@ -64,7 +64,7 @@ async def test_columns_that_some_ranks_refuse_bring_back_the_upload(stage: Stage
     with pytest.raises(RankError, match="no set_columns"):
         await put_masks(stage, name)
     assert stage.trainer.state.batches.all() == []
-    assert stage.trainer.blobs.pinned(stage.config.name) == set()
+    assert stage.trainer.batches.blobs.pinned(stage.config.name) == set()
 
 
 @pytest.mark.parametrize("command", ["compute_logprobs", "compute_advantages", "compute_values"])
@@ -73,11 +73,15 @@ async def test_a_column_is_absent_after_a_pass_that_failed_midway(
 ) -> None:
     """Some rows may have new values and others those of an earlier pass."""
     trainer, name = stage.trainer, await stage.upload()
+    passes = trainer.passes
     advantages = AdvantageSpec(name="reinforce_plus_plus", whiten=False)
     calls: dict[str, tuple[Callable[[], Awaitable[object]], str]] = {
-        "compute_logprobs": (lambda: trainer.compute_logprobs(name, 1, 1.0), "old_logprobs"),
-        "compute_advantages": (lambda: trainer.compute_advantages(name, advantages), "advantages"),
-        "compute_values": (lambda: trainer.compute_values(name), "values"),
+        "compute_logprobs": (lambda: passes.compute_logprobs(name, 1, 1.0), "old_logprobs"),
+        "compute_advantages": (
+            lambda: trainer.passes.compute_advantages(name, advantages),
+            "advantages",
+        ),
+        "compute_values": (lambda: passes.compute_values(name), "values"),
     }
     call, column = calls[command]
     present = trainer.state.batches.get(name).present

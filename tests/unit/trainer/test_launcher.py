@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from services.trainer.config import TrainerConfig
-from services.trainer.controller.rank_group import LocalLauncher
+from services.trainer.controller.launch import LocalLauncher
 from sluice.config import parse_config
 
 

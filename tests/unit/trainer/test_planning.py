@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.config import TrainerConfig
-from services.trainer.controller import commands
+from services.trainer.controller import passes
 from services.trainer.controller.planning import (
     Packing,
     Planner,
@@ -176,18 +176,14 @@ def test_rows_of_zero_advantage_are_left_out_only_where_they_do_nothing(
 
 
 def test_large_passes_are_cut_into_commands_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "ROWS_PER_COMMAND", 10)
+    monkeypatch.setattr(passes, "ROWS_PER_COMMAND", 10)
     planner = Planner(SHAPE, PlanLimits(token_cap=16, data_size=2))
     batch = make_batch(make_samples([[2, 3, 4], [5, 1], [9], [1, 1, 1], [3], [2, 2]] * 4))
     batch.owners = planner.own(batch.facts)
     plan = planner.plan(batch, np.arange(batch.row_count))
     weights = {row: float(row) for row in range(batch.row_count)}
-
-    def wrap(micro_batches: list[pb.MicroBatchRows]) -> pb.FollowResponse:
-        command = pb.GradientsCommand(micro_batches=micro_batches)
-        return pb.FollowResponse(forward_backward=command)
-
-    builds = commands.pass_commands(plan, weights, wrap)
+    command = pb.FollowResponse(forward_backward=pb.GradientsCommand())
+    builds = passes.split_pass(plan, command, weights)
     assert len(builds) > 1
     joined: list[list[tuple[int, ...]]] = [[], []]
     for build in builds:
@@ -202,6 +198,6 @@ def test_large_passes_are_cut_into_commands_that_fit(monkeypatch: pytest.MonkeyP
 
 
 def test_the_largest_command_is_below_a_mebibyte() -> None:
-    rows = list(range(2**31 - commands.ROWS_PER_COMMAND, 2**31))
+    rows = list(range(2**31 - passes.ROWS_PER_COMMAND, 2**31))
     part = pb.MicroBatchRows(rows=rows, loss_weights=[1.0] * len(rows))
     assert pb.GradientsCommand(micro_batches=[part]).ByteSize() < 1 << 20

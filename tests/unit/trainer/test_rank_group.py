@@ -12,10 +12,9 @@ import grpc
 import pytest
 
 from services.trainer.config import TrainerConfig
-from services.trainer.controller import rank_incarnation as generation_module
-from services.trainer.controller.commands import same_for_all
-from services.trainer.controller.rank_group import ExternalLauncher, RankGroup, WorkerServer
-from services.trainer.controller.rank_incarnation import RankIncarnation
+from services.trainer.controller import rank_group
+from services.trainer.controller.launch import WorkerServer
+from services.trainer.controller.rank_group import Launcher, RankGroup, RankIncarnation
 from services.trainer.errors import RankError, RankLostError, TrainerFailedError
 from sluice.api.common.v1 import wait_service_pb2
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
@@ -27,9 +26,9 @@ from tests.patience import PATIENCE
 from tests.unit.trainer.ranks import ScriptedRank, ranks_config, until
 
 ACTIVE, FAILED = trainer_pb.Trainer.STATE_ACTIVE, trainer_pb.Trainer.STATE_FAILED
-DISCARD = same_for_all(pb.FollowResponse(discard=pb.DiscardCommand()))
-STEP = same_for_all(pb.FollowResponse(step=pb.StepCommand(normalizer=1.0)))
-GRADIENTS = same_for_all(pb.FollowResponse(forward_backward=pb.GradientsCommand()))
+DISCARD = pb.FollowResponse(discard=pb.DiscardCommand())
+STEP = pb.FollowResponse(step=pb.StepCommand(normalizer=1.0))
+GRADIENTS = pb.FollowResponse(forward_backward=pb.GradientsCommand())
 
 
 class House:
@@ -46,7 +45,7 @@ class House:
         (path / "config.json").write_text("{}")
         config = parse_config(TrainerConfig, values)
         self.size = config.ranks.count
-        self.group = RankGroup(config.ranks, ExternalLauncher(), self.waits, self._restore)
+        self.group = RankGroup(config.ranks, Launcher(), self.waits, self._restore)
         self.server = WorkerServer(config, self.group)
         self.ranks: list[ScriptedRank] = []
 
@@ -70,7 +69,7 @@ class House:
 
 @pytest.fixture
 async def open_house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
-    monkeypatch.setattr(generation_module, "EXIT_GRACE", 0.05)  # no process explains its end here
+    monkeypatch.setattr(rank_group, "EXIT_GRACE", 0.05)  # no process explains its end here
     houses: list[House] = []
 
     async def start(**settings: Any) -> House:
@@ -78,7 +77,7 @@ async def open_house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
         houses.append(house)
         await house.server.start()
         house.group.start(house.server.address)
-        await until(lambda: house.group._generation is not None)
+        await until(lambda: house.group._incarnation is not None)
         return house
 
     yield start
@@ -92,7 +91,7 @@ async def open_house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
 async def test_answers_come_in_the_order_of_ranks(open_house: Any) -> None:
     house = await open_house(count=3)
     with pytest.raises(LoadingError):
-        _ = house.group.generation
+        _ = house.group.incarnation
     waits = await house.listed()
     assert list(waits["ranks to load the model"].on) == ["rank 0", "rank 1", "rank 2"]
 
@@ -108,10 +107,10 @@ async def test_answers_come_in_the_order_of_ranks(open_house: Any) -> None:
     house.connect(1, answer=fast, ready=pb.RankReady(layout=layout, data_rank=0, reports=False))
     house.connect(2, answer=fast, ready=pb.RankReady(layout=layout, data_rank=1, reports=True))
     await until(lambda: house.group.state == ACTIVE)
-    generation = house.group.generation
-    results = await house.group.run_on(generation, DISCARD)
+    ranks = house.group.incarnation
+    results = await ranks.run(DISCARD)
     assert [result.sums.loss for result in results] == [1.0, 2.0, 2.0]
-    reporting = generation.reporting(results)
+    reporting = ranks.reporting(results)
     assert [result.sums.loss for result in reporting] == [1.0, 2.0]
     assert house.restored == [1]
     assert await house.listed() == {}
@@ -124,7 +123,7 @@ async def test_each_data_rank_gets_its_own_command(open_house: Any) -> None:
     def build(data_rank: int) -> pb.FollowResponse:
         return pb.FollowResponse(drop_batch=pb.DropBatch(batch_id=f"for {data_rank}"))
 
-    await house.group.run_on(house.group.generation, build)
+    await house.group.incarnation.run(build)
     assert [rank.received[0].drop_batch.batch_id for rank in ranks] == ["for 0", "for 1"]
 
 
@@ -138,13 +137,13 @@ async def test_an_error_is_an_answer(open_house: Any) -> None:
     house.connect(0)
     house.connect(1, answer=fail)
     await until(lambda: house.group.state == ACTIVE)
-    generation = house.group.generation
+    ranks = house.group.incarnation
     with pytest.raises(RankError) as caught:
-        await house.group.run_on(generation, DISCARD)
+        await ranks.run(DISCARD)
     assert caught.value.code == grpc.StatusCode.NOT_FOUND
     assert caught.value.reason == "BLOB_NOT_FOUND"
     assert caught.value.metadata == {"name": "abc", "rank": "1"}
-    assert house.group.generation is generation, "the ranks live on"
+    assert house.group.incarnation is ranks, "the ranks live on"
 
 
 async def test_a_silent_rank_is_named_until_it_speaks(open_house: Any) -> None:
@@ -159,7 +158,7 @@ async def test_a_silent_rank_is_named_until_it_speaks(open_house: Any) -> None:
     sleeper = house.connect(1, answer=late)
     sleeper.beating.clear()  # from the start: no heartbeat is on its way past the command
     await until(lambda: house.group.state == ACTIVE)
-    running = asyncio.create_task(house.group.run_on(house.group.generation, GRADIENTS))
+    running = asyncio.create_task(house.group.incarnation.run(GRADIENTS))
 
     def names_the_sleeper(waits: dict[str, wait_service_pb2.Wait]) -> bool:
         command = waits.get("forward_backward on all ranks")
@@ -203,19 +202,19 @@ async def test_a_command_has_a_deadline(open_house: Any) -> None:
 
     living, stuck = house.connect(0, answer=never), house.connect(1, answer=never)
     await until(lambda: house.group.state == ACTIVE)
-    generation = house.group.generation
-    running = asyncio.create_task(house.group.run_on(generation, STEP))
+    ranks = house.group.incarnation
+    running = asyncio.create_task(ranks.run(STEP))
     await asyncio.sleep(0)  # the command is given
     # Rank 0 answers here and now: over its stream it could be later than this deadline, too.
     answer = pb.FollowRequest(result=pb.CommandResult(sequence=1))
-    generation.hear(generation.links[0], answer)
+    ranks.hear(ranks.links[0], answer)
     with pytest.raises(RankLostError, match=r"rank 1 did not end step within 0\.2 s") as caught:
         await running
     assert caught.value.metadata == {"rank": "1"}
     await living.ended()  # the others are ended too
     await stuck.ended()
     with pytest.raises(RankLostError, match="rank 1 did not end step"):
-        _ = house.group.generation  # until the ranks are back
+        _ = house.group.incarnation  # until the ranks are back
     await house.connect_all()
     assert house.restored == [1, 2]
     assert house.group.restart_count == 1
@@ -228,7 +227,7 @@ async def test_a_rank_that_leaves_ends_the_commands_under_way(open_house: Any) -
         return None
 
     ranks = await house.connect_all(answer=never)
-    running = asyncio.create_task(house.group.run_on(house.group.generation, STEP))
+    running = asyncio.create_task(house.group.incarnation.run(STEP))
     await until(lambda: bool(ranks[1].received))
     await ranks[1].leave()
     with pytest.raises(RankLostError, match="rank 1 closed its stream") as caught:
@@ -240,7 +239,7 @@ async def test_a_rank_that_leaves_ends_the_commands_under_way(open_house: Any) -
 async def test_one_failing_rank_does_not_leave_the_others_in_a_collective(
     open_house: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generation_module, "ERROR_GRACE", 0.1)
+    monkeypatch.setattr(rank_group, "ERROR_GRACE", 0.1)
     house = await open_house()
 
     async def never(command: pb.FollowResponse) -> None:
@@ -253,7 +252,7 @@ async def test_one_failing_rank_does_not_leave_the_others_in_a_collective(
     house.connect(1, answer=fail)
     await until(lambda: house.group.state == ACTIVE)
     with pytest.raises(RankLostError, match="rank 0 hung in step after another rank failed"):
-        await house.group.run_on(house.group.generation, STEP)
+        await house.group.incarnation.run(STEP)
 
 
 async def test_restarts_are_bounded_and_count_again_after_a_step(open_house: Any) -> None:
@@ -271,7 +270,7 @@ async def test_restarts_are_bounded_and_count_again_after_a_step(open_house: Any
     await until(lambda: house.group.state == FAILED)
     assert house.group.failure.startswith("rank 0 closed its stream")
     with pytest.raises(TrainerFailedError) as caught:
-        _ = house.group.generation
+        _ = house.group.incarnation
     assert caught.value.metadata == {"cause": house.group.failure}
 
 

@@ -14,6 +14,7 @@ import torch
 from services.trainer.config import TrainerConfig
 from services.trainer.controller.publication import Publisher
 from services.trainer.controller.state import TrainerState
+from services.trainer.controller.turns import Turns
 from services.trainer.rank.publishing import _shard_to_proto
 from sluice import faults
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
@@ -62,13 +63,15 @@ class Ended:
 class WritingRanks:
     """Ranks of which one writes `count` tensors."""
 
-    generation = None
+    @property
+    def incarnation(self) -> WritingRanks:
+        return self
 
     def __init__(self, count: int) -> None:
         self._count = count
 
-    async def run_on(self, generation: None, build: Any) -> list[pb.CommandResult]:
-        directory = Path(build(0).publish.directory)
+    async def run(self, command: pb.FollowResponse) -> list[pb.CommandResult]:
+        directory = Path(command.publish.directory)
         tensors = {f"t{index}": torch.ones(8) for index in range(self._count)}
         shards = [
             write_shard(directory, f"{name}.safetensors", {name: tensor}, sync=False)
@@ -90,7 +93,8 @@ def publisher(store: WeightStore, path: Path, count: int) -> Publisher:
     values = {"model": str(path / "model"), "store": str(path / "store"), "durable": False}
     config = parse_config(TrainerConfig, values)
     ranks: Any = WritingRanks(count)
-    return Publisher(config, store, TrainerState(), ranks, Waits())
+    waits = Waits()
+    return Publisher(config, store, TrainerState(), ranks, Turns(1, waits), waits)
 
 
 async def test_a_stop_in_mid_commit_leaves_a_whole_version(
@@ -131,10 +135,13 @@ def write_file(stage: Stage) -> None:
 async def test_a_stop_in_mid_save_leaves_a_whole_checkpoint(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, ended = Gate("checkpoint.record", monkeypatch), Ended(stage.trainer._checkpoints.finish)
-    monkeypatch.setattr(stage.trainer._checkpoints, "finish", ended)
+    gate, ended = (
+        Gate("checkpoint.record", monkeypatch),
+        Ended(stage.trainer.checkpoints.store.finish),
+    )
+    monkeypatch.setattr(stage.trainer.checkpoints.store, "finish", ended)
     write_file(stage)
-    saving = asyncio.create_task(stage.trainer.save_checkpoint("last"))
+    saving = asyncio.create_task(stage.trainer.checkpoints.save("last"))
     await until(gate.reached.is_set)
     await stage.trainer.close()  # what SIGTERM comes to
     gate.let_go()
@@ -155,7 +162,7 @@ async def test_a_save_that_cannot_finish_leaves_nothing(stage: Stage) -> None:
 
     stage.script = script
     with pytest.raises(FileExistsError):
-        await stage.trainer.save_checkpoint("full")
+        await stage.trainer.checkpoints.save("full")
     assert list(root.iterdir()) == []
 
 
@@ -164,11 +171,11 @@ async def test_ranks_are_restored_after_a_save_that_ends_without_them(
 ) -> None:
     """It still syncs when they are lost; it answers, and is restored, at its own step."""
     batch = await stage.upload()
-    await stage.trainer.save_checkpoint("first")
-    await stage.trainer.forward_backward(batch, stage.request("a"))
-    await stage.trainer.step(0, ["a"], None)
+    await stage.trainer.checkpoints.save("first")
+    await stage.trainer.passes.forward_backward(batch, stage.request("a"))
+    await stage.trainer.passes.step(0, ["a"], None)
     gate = Gate("checkpoint.record", monkeypatch)
-    saving = asyncio.create_task(stage.trainer.save_checkpoint("second"))
+    saving = asyncio.create_task(stage.trainer.checkpoints.save("second"))
     await until(gate.reached.is_set)
     assert stage.rank is not None
     await stage.rank.leave()

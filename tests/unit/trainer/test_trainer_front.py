@@ -34,40 +34,40 @@ from tests.unit.trainer.stage import Stage
 
 async def test_a_pass_that_fails_poisons_the_gradients(stage: Stage) -> None:
     batch = await stage.upload()
-    await stage.trainer.forward_backward(batch, stage.request("a"))
+    await stage.trainer.passes.forward_backward(batch, stage.request("a"))
 
     async def fail(name: str) -> pb.CommandResult:
         return pb.CommandResult(error=LoadingError("out of memory").to_status())
 
     stage.script = fail
     with pytest.raises(RankError, match="out of memory"):
-        await stage.trainer.forward_backward(batch, stage.request("b"))
+        await stage.trainer.passes.forward_backward(batch, stage.request("b"))
     stage.script = stage.succeed
     for call in (
-        stage.trainer.forward_backward(batch, stage.request("a")),
-        stage.trainer.forward_backward(batch, stage.request("c")),
-        stage.trainer.step(0, ["a"], None),
+        stage.trainer.passes.forward_backward(batch, stage.request("a")),
+        stage.trainer.passes.forward_backward(batch, stage.request("c")),
+        stage.trainer.passes.step(0, ["a"], None),
     ):
         with pytest.raises(GradientsIncompleteError, match="out of memory"):
             await call
-    assert await stage.trainer.discard() == ["a"]
-    await stage.trainer.forward_backward(batch, stage.request("a"))
-    assert (await stage.trainer.step(0, ["a"], None)).step == 1
+    assert await stage.trainer.passes.discard() == ["a"]
+    await stage.trainer.passes.forward_backward(batch, stage.request("a"))
+    assert (await stage.trainer.passes.step(0, ["a"], None)).step == 1
 
 
 async def test_a_step_that_fails_restarts_the_ranks(stage: Stage) -> None:
     """Some ranks may have stepped: only a checkpoint, here the initial model, is whole again."""
     batch = await stage.upload()
-    await stage.trainer.forward_backward(batch, stage.request("a"))
-    await stage.trainer.step(0, ["a"], None)
-    await stage.trainer.forward_backward(batch, stage.request("b", step=1))
+    await stage.trainer.passes.forward_backward(batch, stage.request("a"))
+    await stage.trainer.passes.step(0, ["a"], None)
+    await stage.trainer.passes.forward_backward(batch, stage.request("b", step=1))
 
     async def fail(name: str) -> pb.CommandResult:
         return pb.CommandResult(error=LoadingError("nan in all_reduce").to_status())
 
     stage.script = fail
     with pytest.raises(RankError, match="nan in all_reduce"):
-        await stage.trainer.step(1, ["b"], None)
+        await stage.trainer.passes.step(1, ["b"], None)
     assert stage.rank is not None
     await stage.rank.ended()
     stage.script = stage.succeed
@@ -82,12 +82,12 @@ async def test_a_step_that_fails_restarts_the_ranks(stage: Stage) -> None:
 async def test_a_checkpoint_that_fails_to_load_leaves_no_mixture(stage: Stage) -> None:
     """Ranks hold neither the old state nor the new one: they restart from the last good one."""
     batch = await stage.upload()
-    await stage.trainer.save_checkpoint("good")
+    await stage.trainer.checkpoints.save("good")
     for step in range(2):
-        await stage.trainer.forward_backward(batch, stage.request("a", step))
-        await stage.trainer.step(step, ["a"], None)
-    await stage.trainer.save_checkpoint("bad")
-    assert await stage.trainer.load_checkpoint("checkpoints/good") == 0
+        await stage.trainer.passes.forward_backward(batch, stage.request("a", step))
+        await stage.trainer.passes.step(step, ["a"], None)
+    await stage.trainer.checkpoints.save("bad")
+    assert await stage.trainer.checkpoints.load("checkpoints/good") == 0
 
     async def fail(name: str) -> pb.CommandResult:
         status = CheckpointMismatchError("optimizer.safetensors is damaged").to_status()
@@ -95,7 +95,7 @@ async def test_a_checkpoint_that_fails_to_load_leaves_no_mixture(stage: Stage) -
 
     stage.script = fail
     with pytest.raises(RankError, match=r"optimizer.*is damaged") as caught:
-        await stage.trainer.load_checkpoint("checkpoints/bad")
+        await stage.trainer.checkpoints.load("checkpoints/bad")
     assert caught.value.reason == "CHECKPOINT_MISMATCH"
     stage.script = stage.succeed
     assert stage.rank is not None
@@ -108,19 +108,19 @@ async def test_a_checkpoint_that_fails_to_load_leaves_no_mixture(stage: Stage) -
 
 
 async def test_checkpoints_of_another_kind_are_refused_by_the_front(stage: Stage) -> None:
-    await stage.trainer.save_checkpoint("first")
+    await stage.trainer.checkpoints.save("first")
     record = stage.config.store / "checkpoints" / "first" / "checkpoint.json"
     document = json.loads(record.read_text())
     for change in ({"backend": "megatron"}, {"format": 99}, {"steps": 1}):
         record.write_text(json.dumps({**document, **change}))
         with pytest.raises(CheckpointMismatchError):
-            await stage.trainer.load_checkpoint("checkpoints/first")
+            await stage.trainer.checkpoints.load("checkpoints/first")
     record.write_text("{")
     with pytest.raises(CheckpointMismatchError):
-        await stage.trainer.load_checkpoint("checkpoints/first")
+        await stage.trainer.checkpoints.load("checkpoints/first")
     record.unlink()
     with pytest.raises(NotFoundError):  # unfinished: its record is written last
-        await stage.trainer.load_checkpoint("checkpoints/first")
+        await stage.trainer.checkpoints.load("checkpoints/first")
     assert "load" not in stage.commands
 
 
@@ -130,10 +130,10 @@ async def test_a_failed_save_leaves_nothing(stage: Stage) -> None:
 
     stage.script = fail
     with pytest.raises(RankError, match="no space left"):
-        await stage.trainer.save_checkpoint("full")
+        await stage.trainer.checkpoints.save("full")
     stage.script = stage.succeed
     assert list((stage.config.store / "checkpoints").iterdir()) == []
-    await stage.trainer.save_checkpoint("full")
+    await stage.trainer.checkpoints.save("full")
     assert stage.trainer.state.checkpoint == "checkpoints/full"
 
 
@@ -147,9 +147,9 @@ async def test_what_waits_for_its_turn_is_listed(stage: Stage) -> None:
 
     stage.script = wait
     stage.commands.clear()
-    first = asyncio.create_task(stage.trainer.forward_backward(batch, stage.request("a")))
+    first = asyncio.create_task(stage.trainer.passes.forward_backward(batch, stage.request("a")))
     await until(lambda: bool(stage.commands))
-    second = asyncio.create_task(stage.trainer.discard())
+    second = asyncio.create_task(stage.trainer.passes.discard())
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     listed = await stage.waits.ListWaits(wait_service_pb2.ListWaitsRequest(), None)
@@ -169,16 +169,16 @@ async def test_many_skips_in_a_row_raise_an_alarm(stage: Stage) -> None:
 
     stage.script = skip
     for step in range(2):
-        await stage.trainer.forward_backward(batch, stage.request("a", step))
-        done = await stage.trainer.step(step, ["a"], None)
+        await stage.trainer.passes.forward_backward(batch, stage.request("a", step))
+        done = await stage.trainer.passes.step(step, ["a"], None)
         assert (done.skips_in_a_row, done.step) == (step + 1, step + 1)
     with pytest.raises(SkippedTooOftenError, match="non-finite gradient norm") as caught:
-        await stage.trainer.forward_backward(batch, stage.request("a", 2))
+        await stage.trainer.passes.forward_backward(batch, stage.request("a", 2))
     assert caught.value.metadata["count"] == "2"
-    await stage.trainer.discard()
+    await stage.trainer.passes.discard()
     stage.script = stage.succeed
-    await stage.trainer.forward_backward(batch, stage.request("a", 2))
-    done = await stage.trainer.step(2, ["a"], None)
+    await stage.trainer.passes.forward_backward(batch, stage.request("a", 2))
+    done = await stage.trainer.passes.step(2, ["a"], None)
     assert (done.skips_in_a_row, done.skipped_count) == (0, 2)
 
 
@@ -192,13 +192,13 @@ async def test_a_caller_that_goes_away_does_not_stop_the_pass(stage: Stage) -> N
 
     stage.script = wait
     stage.commands.clear()
-    call = asyncio.create_task(stage.trainer.forward_backward(batch, stage.request("a")))
+    call = asyncio.create_task(stage.trainer.passes.forward_backward(batch, stage.request("a")))
     await until(lambda: bool(stage.commands))
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
     go_on.set()
-    answer = await stage.trainer.forward_backward(batch, stage.request("a"))
+    answer = await stage.trainer.passes.forward_backward(batch, stage.request("a"))
     assert answer.loss * stage.trainer.state.ledger.normalizer == pytest.approx(3.0)
     assert stage.commands == ["forward_backward"], "the part was added once"
 
@@ -216,19 +216,19 @@ async def test_a_lost_rank_leaves_no_half_registered_batch(stage: Stage) -> None
     with pytest.raises(RankLostError):
         await uploading
     assert stage.trainer.state.batches.all() == []
-    assert stage.trainer.blobs.pinned(stage.config.name) == set()
+    assert stage.trainer.batches.blobs.pinned(stage.config.name) == set()
 
 
 async def test_pins_of_a_former_life_are_dropped_at_the_start(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
-    blob = stage.trainer.blobs.put(b"left behind")
-    stage.trainer.blobs.pin(stage.config.name, [blob.digest])
-    stage.trainer.blobs.pin("another", [blob.digest])
+    blob = stage.trainer.batches.blobs.put(b"left behind")
+    stage.trainer.batches.blobs.pin(stage.config.name, [blob.digest])
+    stage.trainer.batches.blobs.pin("another", [blob.digest])
     await stage.server.start()
     starting = asyncio.create_task(stage.trainer.start(stage.server.address))
-    await until(lambda: stage.trainer.ranks._generation is not None)
-    assert stage.trainer.blobs.pinned(stage.config.name) == set()
-    assert stage.trainer.blobs.pinned("another") == {blob.digest}
+    await until(lambda: stage.trainer.ranks._incarnation is not None)
+    assert stage.trainer.batches.blobs.pinned(stage.config.name) == set()
+    assert stage.trainer.batches.blobs.pinned("another") == {blob.digest}
     starting.cancel()
     await asyncio.gather(starting, return_exceptions=True)
     await stage.trainer.close()
@@ -238,7 +238,7 @@ async def test_pins_of_a_former_life_are_dropped_at_the_start(tmp_path: Path) ->
 async def test_rows_are_not_judged_before_the_ranks_are_known(tmp_path: Path) -> None:
     """How long a row may be depends on them: it would be refused as too long, for good."""
     with pytest.raises(LoadingError):
-        Stage(tmp_path).trainer.begin_upload()
+        Stage(tmp_path).trainer.batches.begin_upload()
 
 
 class NotingStore(BlobStore):
@@ -256,7 +256,7 @@ async def test_uploads_are_written_off_the_event_loop(
 ) -> None:
     """While a slow disk takes them, heartbeats are heard and health is answered."""
     monkeypatch.setattr("services.trainer.controller.uploads.SPOOL_ROWS", 2)
-    stage.trainer.blobs = NotingStore(stage.config.store, sync=False)
+    stage.trainer.batches.blobs = NotingStore(stage.config.store, sync=False)
 
     async def messages() -> AsyncIterator[trainer_pb.UploadBatchRequest]:
         header = trainer_pb.BatchHeader(batch_id="b", sample_count=3)
@@ -268,8 +268,8 @@ async def test_uploads_are_written_off_the_event_loop(
     answer = await servicer.UploadBatch(messages(), None)
     assert answer.sample_count == 3
     assert len(stage.trainer.state.batches.get("batches/b").stored) == 2
-    assert stage.trainer.blobs.writers
-    assert threading.get_ident() not in stage.trainer.blobs.writers
+    assert stage.trainer.batches.blobs.writers
+    assert threading.get_ident() not in stage.trainer.batches.blobs.writers
 
 
 async def test_passes_are_planned_off_the_event_loop(
@@ -283,9 +283,9 @@ async def test_passes_are_planned_off_the_event_loop(
 
     monkeypatch.setattr("services.trainer.controller.planning.plan_micro_batches", noting)
     batch = await stage.upload()
-    await stage.trainer.compute_logprobs(batch, 1, 1.0)
-    await stage.trainer.compute_values(batch)
-    await stage.trainer.forward_backward(batch, stage.request("a"))
+    await stage.trainer.passes.compute_logprobs(batch, 1, 1.0)
+    await stage.trainer.passes.compute_values(batch)
+    await stage.trainer.passes.forward_backward(batch, stage.request("a"))
     assert planners
     assert threading.get_ident() not in planners
 
@@ -295,7 +295,7 @@ async def test_batches_beyond_the_limit_are_refused_until_one_is_deleted(stage: 
     with pytest.raises(QueueFullError) as caught:
         await stage.upload("c")
     assert caught.value.metadata == {"limit": "2", "kind": "batches"}
-    await stage.trainer.delete(first)
+    await stage.trainer.batches.delete(first)
     assert await stage.upload("c") == "batches/c"
 
 
@@ -308,14 +308,14 @@ async def test_calls_beyond_the_limit_are_refused_and_nothing_is_lost(stage: Sta
 
     stage.script = wait
     passes = [
-        asyncio.create_task(stage.trainer.forward_backward(batch, stage.request(part)))
+        asyncio.create_task(stage.trainer.passes.forward_backward(batch, stage.request(part)))
         for part in ("a", "b", "c")
     ]
     await until(lambda: "forward_backward" in stage.commands)
     with pytest.raises(QueueFullError) as caught:
-        await stage.trainer.forward_backward(batch, stage.request("d"))
+        await stage.trainer.passes.forward_backward(batch, stage.request("d"))
     assert caught.value.metadata == {"limit": "3", "kind": "calls"}
     gate.set()
     await asyncio.gather(*passes)
-    await stage.trainer.forward_backward(batch, stage.request("d"))
+    await stage.trainer.passes.forward_backward(batch, stage.request("d"))
     assert list(stage.trainer.state.ledger.parts) == ["a", "b", "c", "d"]

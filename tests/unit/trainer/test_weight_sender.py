@@ -57,14 +57,13 @@ class Engine:
 class Ranks:
     """One that sends, and says `failure` of it."""
 
-    generation = None
-
     def __init__(self) -> None:
+        self.incarnation = self
         self.commands: list[str] = []
         self.failure = ""
 
-    async def run_on(self, generation: None, build: Any) -> list[pb.CommandResult]:
-        command = build(0).WhichOneof("command")
+    async def run(self, message: pb.FollowResponse) -> list[pb.CommandResult]:
+        command = message.WhichOneof("command") or ""
         self.commands.append(command)
         if command == "open_transfer":
             return [pb.CommandResult(transfer_address="127.0.0.1:1", transfer_backend="gloo")]
