@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 
-from sluice import platform
 from tools.accelerator_check.work import StepWork
 
 CPU_STEPS = 68  # of seed 0 on a CPU, both backends: docs/benchmarks.md
@@ -36,7 +35,6 @@ def run(work: StepWork, backend: str) -> None:
         steps=int(count),
         cpu_steps=CPU_STEPS,
         seconds=seconds,
-        device=platform.current().device_type,
     )
     if done.returncode:
         work.fail(f"reward {last} after {int(count)} steps; a CPU takes {CPU_STEPS} to {TARGET}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,6 +94,10 @@ def random_model(
         model = Qwen3ForCausalLM(shape_of(work, name).config(spread))
     partial = path.with_name(f"{name}.{work.step.name}")
     model.to(dtype).save_pretrained(partial)
-    if not path.exists():
+    try:
         partial.rename(path)
+    except OSError:  # another step was first
+        if not path.exists():
+            raise
+        shutil.rmtree(partial)
     return path

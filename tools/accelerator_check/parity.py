@@ -41,9 +41,10 @@ def run(work: StepWork, backend: str) -> None:
     else:
         file = work.directory / "cpu.safetensors"
         command = (f"{PACKAGE}.parity", str(work.out), work.form, work.step.name, str(file))
-        variable = {platform.DEVICE_VARIABLE: platform.CPU.device_type}
+        hidden = {platform.DEVICE_VARIABLE: platform.CPU.device_type}
+        hidden[platform.current().visible_env] = ""
         with ThreadPoolExecutor(1) as pool:
-            other = pool.submit(work.part, *command, seconds=CPU_SECONDS, **variable)
+            other = pool.submit(work.part, *command, seconds=CPU_SECONDS, **hidden)
             found = measure(work, backend, model)
             other.result()
         expected = load_file(file)
