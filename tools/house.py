@@ -30,7 +30,7 @@ ENTRY = re.compile(r"^\d+\. `(?P<path>[\w/]+\.py): (?P<name>[\w.]+)`", re.MULTIL
 APART = {
     "seams": (
         "services.trainer.backends.megatron.cpu",
-        "sluice.weights.objects",
+        "sluice.weights.bucket",
     ),
     "families": (
         "sluice.weights.rules.deepseek_v3",

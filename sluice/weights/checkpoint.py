@@ -16,8 +16,14 @@ from pathlib import Path
 
 import xxhash
 
-from sluice.weights.errors import DamagedFileError, InvalidCheckpointError, MissingFileError
-from sluice.weights.manifest import Buffer, ShardFile, TensorEntry, digest_bytes
+from sluice.weights.errors import (
+    DamagedFileError,
+    FileDigestError,
+    InvalidCheckpointError,
+    MissingFileError,
+    TensorDigestError,
+)
+from sluice.weights.manifest import Buffer, Manifest, ShardFile, TensorEntry, digest_bytes
 
 MAX_HEADER = 100_000_000  # as the safetensors library has it
 
@@ -61,12 +67,16 @@ def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[b
     return len(text).to_bytes(8, "little") + text, order
 
 
-def parse_header(data: Buffer, *, file_name: str) -> dict[str, Extent]:
-    """Tensors of a safetensors file in the order of their bytes, which they tile exactly."""
+def parse_header(data: Buffer, *, file_name: str, size: int | None = None) -> dict[str, Extent]:
+    """Tensors of a safetensors file in the order of their bytes, which they tile exactly.
+
+    `data` is the file, or its beginning of a file of `size` bytes.
+    """
     extents = parse_extents(data, file_name=file_name)
+    size = len(memoryview(data)) if size is None else size
     end = max((extent.end for extent in extents.values()), default=data_start(data))
-    if end != len(memoryview(data)):
-        raise DamagedFileError(file_name, f"has {len(memoryview(data))} bytes, not {end}")
+    if end != size:
+        raise DamagedFileError(file_name, f"has {size} bytes, not {end}")
     return extents
 
 
@@ -164,14 +174,21 @@ def shard_paths(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
+def map_shard(path: Path, access: int = mmap.ACCESS_READ) -> tuple[mmap.mmap, dict[str, Extent]]:
+    """Map a safetensors file and read its header; raises MissingFileError or DamagedFileError."""
+    try:
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=access)
+    except FileNotFoundError as error:
+        raise MissingFileError(path.name) from error
+    except ValueError as error:
+        raise DamagedFileError(path.name, "is empty") from error
+    return mapped, parse_header(mapped, file_name=path.name)
+
+
 def describe_shard(path: Path) -> ShardFile:
     """Digest a safetensors file and every tensor in it, in one pass."""
-    with path.open("rb") as file:
-        try:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except ValueError as error:  # empty
-            raise DamagedFileError(path.name, "is empty") from error
-    extents = parse_header(mapped, file_name=path.name)
+    mapped, extents = map_shard(path)
     view = memoryview(mapped)
     whole = xxhash.xxh3_128(view[: data_start(mapped)])
     tensors: dict[str, TensorEntry] = {}
@@ -180,3 +197,40 @@ def describe_shard(path: Path) -> ShardFile:
         tensors[name] = TensorEntry(extent.dtype, extent.shape, digest_bytes(piece))
         whole.update(piece)
     return ShardFile(path.name, len(view), whole.hexdigest(), tensors)
+
+
+class ShardCheck:
+    """Checks the tensors of a shard, in their order, against the manifest of its version.
+
+    Each byte is hashed once: a header is compared with the one that our writers make of the
+    tensors. Only where another program wrote the file is all of it hashed besides.
+    """
+
+    def __init__(
+        self, manifest: Manifest, file_name: str, header: bytes, extents: Mapping[str, Extent]
+    ) -> None:
+        """Raises DamagedFileError unless the header names the tensors of the manifest."""
+        self._manifest, self._file_name = manifest, file_name
+        stored = {n: (t.dtype, t.shape) for n, t in manifest.tensors.items() if t.file == file_name}
+        found = {name: (extent.dtype, extent.shape) for name, extent in extents.items()}
+        if found != stored:
+            different = sorted({name for name, _ in found.items() ^ stored.items()})
+            raise DamagedFileError(
+                file_name, f"and its manifest differ in: {', '.join(different[:8])}"
+            )
+        ours, _ = encode_header(stored)
+        self._whole = None if header == ours else xxhash.xxh3_128(header)
+
+    def check(self, name: str, data: memoryview) -> None:
+        """Raises TensorDigestError."""
+        expected, actual = self._manifest.tensors[name].digest, digest_bytes(data)
+        if actual != expected:
+            raise TensorDigestError(name, expected, actual)
+        if self._whole is not None:
+            self._whole.update(data)
+
+    def finish(self) -> None:
+        """Raises FileDigestError; to be called after all tensors."""
+        expected = self._manifest.files[self._file_name].digest
+        if self._whole is not None and self._whole.hexdigest() != expected:
+            raise FileDigestError(self._file_name, expected, self._whole.hexdigest())

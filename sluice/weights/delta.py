@@ -26,15 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from sluice import faults
 from sluice.durable import write_all
-from sluice.weights.checkpoint import BITS, Extent, data_start, encode_header, parse_header
+from sluice.weights.checkpoint import BITS, Extent, ShardCheck, data_start, encode_header, map_shard
 from sluice.weights.errors import (
     DamagedFileError,
     FileDigestError,
-    MissingFileError,
     TensorDigestError,
 )
 from sluice.weights.manifest import FileEntry, Manifest, digest_bytes
@@ -229,17 +227,14 @@ def build_shard(source: ShardSource, file_name: str, manifest: Manifest, target:
     not come out as the manifest says, FileDigestError, MissingFileError or
     DamagedFileError; `target` is then to be thrown away.
     """
-    whole, extents = _open(source.path)
-    deltas = [_open(path) for path, _ in source.deltas]
-    stored = {name for name, tensor in manifest.tensors.items() if tensor.file == file_name}
-    for found in (extents, *(names for _, names in deltas)):
-        if set(found) != stored:
-            different = ", ".join(sorted(stored ^ set(found))[:8])
-            raise DamagedFileError(
-                file_name, f"or a delta of it, and the manifest differ in: {different}"
-            )
+    whole, extents = map_shard(source.path)
+    deltas = [map_shard(path) for path, _ in source.deltas]
     header = bytes(memoryview(whole)[: data_start(whole)])
-    hasher = xxhash.xxh3_128(header)
+    checking = ShardCheck(manifest, file_name, header, extents)
+    for (path, _), (_, names) in zip(source.deltas, deltas, strict=True):
+        if names.keys() != extents.keys():
+            different = ", ".join(sorted(names.keys() ^ extents.keys())[:8])
+            raise DamagedFileError(path.name, f"and its manifest differ in: {different}")
     with target.open("xb", buffering=0) as file:
         write_all(file, header)
         for name, extent in extents.items():
@@ -248,14 +243,11 @@ def build_shard(source: ShardSource, file_name: str, manifest: Manifest, target:
                 data = data.copy()
                 for delta, found in deltas:
                     _apply(delta, found[name], data, name, manifest)
-            _check_tensor(name, extent, data, manifest)
-            hasher.update(data.data)
+            checking.check(name, data.data)
             write_all(file, data.data)
             faults.point("weights.building")
         size = file.tell()
-    expected = manifest.files[file_name].digest
-    if hasher.hexdigest() != expected:
-        raise FileDigestError(file_name, expected, hasher.hexdigest())
+    checking.finish()
     for (path, entry), (delta, _) in zip(source.deltas, deltas, strict=True):
         if (actual := digest_bytes(delta)) != entry.digest:  # though it did no harm
             raise FileDigestError(path.name, entry.digest, actual)
@@ -271,25 +263,3 @@ def _apply(
     except DeltaError as error:
         expected = manifest.tensors[name].digest
         raise TensorDigestError(name, expected, f"none: its delta {error}") from error
-
-
-def _check_tensor(name: str, extent: Extent, data: np.ndarray, manifest: Manifest) -> None:
-    entry = manifest.tensors[name]
-    if (entry.dtype, entry.shape) != (extent.dtype, extent.shape):
-        raise DamagedFileError(
-            entry.file, f"has tensor {name!r} with another dtype or shape than stated"
-        )
-    actual = digest_bytes(data.data)
-    if actual != entry.digest:
-        raise TensorDigestError(name, entry.digest, actual)
-
-
-def _open(path: Path) -> tuple[mmap.mmap, dict[str, Extent]]:
-    try:
-        with path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except FileNotFoundError as error:
-        raise MissingFileError(path.name) from error
-    except ValueError as error:
-        raise DamagedFileError(path.name, "is empty") from error
-    return mapped, parse_header(mapped, file_name=path.name)

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 import xxhash
 
-from sluice.durable import write_all
-from sluice.weights.checkpoint import Extent, data_start, encode_header, parse_header
+from sluice.durable import write_pieces
+from sluice.weights.checkpoint import Extent, ShardCheck, data_start, encode_header, map_shard
 from sluice.weights.errors import (
-    DamagedFileError,
     DuplicateFileError,
     FileDigestError,
     MissingFileError,
-    TensorDigestError,
 )
 from sluice.weights.manifest import Manifest, ShardFile, TensorEntry, digest_bytes, digest_file
 
@@ -53,27 +50,23 @@ def write_shard(
     """
     layout = {name: (DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
     header, order = encode_header(layout)
-    whole = xxhash.xxh3_128(header)
+    whole, size = xxhash.xxh3_128(header), len(header)
     entries: dict[str, TensorEntry] = {}
-    path = directory / file_name
+
+    def pieces() -> Iterator[bytes | memoryview]:
+        nonlocal size
+        yield header
+        for name in order:
+            view = host_bytes(tensors[name])
+            entries[name] = TensorEntry(*layout[name], digest_bytes(view))
+            whole.update(view)
+            size += len(view)
+            yield view
+
     try:
-        file = path.open("xb", buffering=0)
+        write_pieces(directory / file_name, pieces(), sync=sync)
     except FileExistsError as error:
         raise DuplicateFileError(file_name) from error
-    try:
-        with file:
-            write_all(file, memoryview(header))
-            for name in order:
-                view = host_bytes(tensors[name])
-                entries[name] = TensorEntry(*layout[name], digest_bytes(view))
-                whole.update(view)
-                write_all(file, view)
-            size = file.tell()
-            if sync:
-                os.fsync(file.fileno())
-    except BaseException:  # a full disk: leave no part behind
-        path.unlink(missing_ok=True)
-        raise
     return ShardFile(file_name, size, whole.hexdigest(), entries)
 
 
@@ -112,39 +105,16 @@ def verify_companions(directory: Path, manifest: Manifest) -> None:
 def _load_file(
     directory: Path, file_name: str, manifest: Manifest
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    mapped = _map_file(directory, file_name, manifest)
-    extents = parse_header(mapped, file_name=file_name)
-    stored = {name for name, tensor in manifest.tensors.items() if tensor.file == file_name}
-    if stored != set(extents):
-        different = ", ".join(sorted(stored ^ set(extents))[:8])
-        raise DamagedFileError(file_name, f"and its manifest differ in: {different}")
+    path, size = directory / file_name, manifest.files[file_name].size
+    if path.is_file() and (found := path.stat().st_size) != size:
+        raise MissingFileError(file_name, f"has {found} bytes, not {size}")
+    mapped, extents = map_shard(path, mmap.ACCESS_COPY)
     view = memoryview(mapped)
-    whole = xxhash.xxh3_128(view[: data_start(mapped)])
+    checking = ShardCheck(manifest, file_name, bytes(view[: data_start(mapped)]), extents)
     for name, extent in extents.items():
-        piece, entry = view[extent.begin : extent.end], manifest.tensors[name]
-        actual = digest_bytes(piece)
-        if (entry.dtype, entry.shape) != (extent.dtype, extent.shape):
-            raise DamagedFileError(
-                file_name, f"has tensor {name!r} with another dtype or shape than stated"
-            )
-        if actual != entry.digest:
-            raise TensorDigestError(name, entry.digest, actual)
-        whole.update(piece)
+        checking.check(name, view[extent.begin : extent.end])
         yield name, _tensor(mapped, extent)
-    expected, actual = manifest.files[file_name].digest, whole.hexdigest()
-    if actual != expected:
-        raise FileDigestError(file_name, expected, actual)
-
-
-def _map_file(directory: Path, file_name: str, manifest: Manifest) -> mmap.mmap:
-    try:
-        with (directory / file_name).open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != manifest.files[file_name].size or size == 0:
-                raise MissingFileError(file_name, f"has {size} bytes")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except FileNotFoundError as error:
-        raise MissingFileError(file_name) from error
+    checking.finish()
 
 
 def _tensor(mapped: mmap.mmap, extent: Extent) -> torch.Tensor:

@@ -11,9 +11,8 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from sluice import faults
-from sluice.weights.checkpoint import Extent, data_start, parse_extents
+from sluice.weights.checkpoint import Extent, data_start, parse_header
 from sluice.weights.errors import (
-    DamagedFileError,
     ManifestError,
     MissingFileError,
     StagingLostError,
@@ -296,14 +295,12 @@ class WeightStore:
             found = self._objects.size(key)
             if found != size:
                 raise MissingFileError(name, f"has {found} bytes, not {size}")
-            end = data_start(self._objects.get_range(key, 0, 8)) if size >= 8 else 0
-            data = self._objects.get_range(key, 0, min(end, size)) if end else b""
+            data = self._objects.get_range(key, 0, 8) if size >= 8 else b""
+            if data:
+                data = self._objects.get_range(key, 0, min(data_start(data), size))
         except FileNotFoundError as error:
             raise MissingFileError(name) from error
-        extents = parse_extents(data, file_name=name)
-        if (position := max((e.end for e in extents.values()), default=end)) != size:
-            raise DamagedFileError(name, f"has {size} bytes, not {position}")
-        return extents
+        return parse_header(data, file_name=name, size=size)
 
     def _chain_or_itself(self, version: int) -> Sequence[int]:
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import mmap
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ from sluice.weights.checkpoint import (
     INDEX_NAME,
     SINGLE_NAME,
     encode_header,
+    map_shard,
     parse_extents,
-    parse_header,
     shard_paths,
 )
 from sluice.weights.convert.fp8 import SCALE, block_size, dequantize
@@ -26,7 +25,6 @@ from sluice.weights.convert.pieces import Content, FileRange, Files
 from sluice.weights.convert.work import ConversionReport, Group, OutputFile, TensorTask
 from sluice.weights.errors import (
     ConflictingTensorError,
-    DamagedFileError,
     InvalidCheckpointError,
     MissingFileError,
     MissingTensorError,
@@ -157,13 +155,8 @@ def read_names(path: Path) -> list[str]:
 
 
 def _read_shard(path: Path) -> list[Found]:
-    with path.open("rb") as file:
-        try:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except ValueError as error:  # empty
-            raise DamagedFileError(path.name, "is empty") from error
-    with mapped:
-        extents = parse_header(mapped, file_name=path.name)
+    mapped, extents = map_shard(path)
+    mapped.close()
     return [
         Found(
             name,
