@@ -55,7 +55,8 @@ def write_checkpoint(directory: Path, gib: float) -> int:
 
     from sluice.weights.convert.hf import TensorPart, lay_out_hf
     from sluice.weights.convert.pieces import Content
-    from sluice.weights.rules import WeightMap, family_of, read_shape
+    from sluice.weights.rules.shape import read_shape
+    from sluice.weights.rules.weight_map import WeightMap, family_of
     from sluice.weights.shards import write_shard
 
     rest = 2 * 2 * VOCAB * HIDDEN

@@ -122,7 +122,7 @@ def _check_here(*directories: Path | None) -> None:
 async def _in_thread(work: Callable[[], T], control: Control) -> T:
     """Run `work`, showing its progress; Ctrl-C stops it. Raises CheckpointError."""
     from sluice.weights.errors import WeightStoreError
-    from sluice.weights.rules import PartitionError
+    from sluice.weights.rules.packing import PartitionError
 
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, control.stop.set)

@@ -48,7 +48,7 @@ from sluice.weights.errors import (
     UnexpectedTensorError,
     WeightStoreError,
 )
-from sluice.weights.rules import PartitionError
+from sluice.weights.rules.packing import PartitionError
 
 
 class ConverterConfig(ProcessConfig):

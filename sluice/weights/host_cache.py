@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 from sluice.durable import LockTimeoutError, try_lock, write_new
 from sluice.weights.delta import ShardSource, build_shard
@@ -23,18 +23,11 @@ from sluice.weights.manifest import (
     digest_file,
     encode_manifest,
 )
-
-
-class WeightSource(Protocol):
-    """What is read of a store."""
-
-    def manifest(self, version: int) -> Manifest: ...
-
-    def local_file(self, version: int, name: str, scratch: Path) -> Path: ...
+from sluice.weights.store import WeightStore
 
 
 def check_out(
-    source: WeightSource, version: int, directory: Path, local: Mapping[int, Path] | None = None
+    store: WeightStore, version: int, directory: Path, local: Mapping[int, Path] | None = None
 ) -> Manifest:
     """Write the version into the empty `directory`, checking every byte.
 
@@ -44,12 +37,12 @@ def check_out(
     """
     prefix = directory.name + ".fetched-"
     with tempfile.TemporaryDirectory(prefix=prefix, dir=directory.parent) as scratch:
-        return _CheckOut(source, Path(scratch), local or {}).run(version, directory)
+        return _CheckOut(store, Path(scratch), local or {}).run(version, directory)
 
 
 class _CheckOut:
-    def __init__(self, source: WeightSource, scratch: Path, local: Mapping[int, Path]) -> None:
-        self._source, self._scratch, self._local = source, scratch, local
+    def __init__(self, store: WeightStore, scratch: Path, local: Mapping[int, Path]) -> None:
+        self._store, self._scratch, self._local = store, scratch, local
         self._manifests: dict[int, Manifest] = {}
 
     def run(self, version: int, directory: Path) -> Manifest:
@@ -91,7 +84,7 @@ class _CheckOut:
 
     def _manifest(self, version: int) -> Manifest:
         if version not in self._manifests:
-            self._manifests[version] = self._source.manifest(version)
+            self._manifests[version] = self._store.manifest(version)
         return self._manifests[version]
 
     def _path(self, manifest: Manifest, name: str) -> Path:
@@ -100,7 +93,7 @@ class _CheckOut:
             if not path.is_file():
                 raise MissingFileError(name)
             return path
-        return self._source.local_file(manifest.version, name, self._scratch)
+        return self._store.local_file(manifest.version, name, self._scratch)
 
 
 logger = logging.getLogger(__name__)
@@ -131,12 +124,12 @@ class HostCache:
     def __init__(
         self,
         root: Path,
-        source: WeightSource,
+        store: WeightStore,
         *,
         keep: int = 2,
         fetch_seconds: float = FETCH_SECONDS,
     ) -> None:
-        self._root, self._source = root, source
+        self._root, self._store = root, store
         self._keep, self._seconds = keep, fetch_seconds
         self._closed = threading.Event()
 
@@ -150,7 +143,7 @@ class HostCache:
         Raises LockTimeoutError when another process does not get done with it, in time or before
         `close`, OSError when the disk is full, and what `check_out` raises; nothing is left then.
         """
-        manifest = self._source.manifest(version)
+        manifest = self._store.manifest(version)
         self._root.mkdir(parents=True, exist_ok=True)
         directory = self._directory(manifest)
         deadline = time.monotonic() + self._seconds
@@ -169,7 +162,7 @@ class HostCache:
 
     def discard(self, version: int) -> None:
         """Forget a version whose bytes have turned out to be damaged, unless others hold it."""
-        self._remove(self._directory(self._source.manifest(version)))
+        self._remove(self._directory(self._store.manifest(version)))
 
     def _hold(self, lock: IO[bytes], manifest: Manifest, directory: Path) -> bool:
         """Whether `lock` holds the version now; it is made if nobody else makes it."""
@@ -199,7 +192,7 @@ class HostCache:
         with ExitStack() as holding:
             local = self._hold_chain(manifest, holding)
             try:
-                check_out(self._source, manifest.version, partial, local)
+                check_out(self._store, manifest.version, partial, local)
                 return
             except WeightStoreError as error:
                 if not local:
@@ -209,12 +202,12 @@ class HostCache:
             self._remove(base)
         for path in partial.iterdir():
             path.unlink()
-        check_out(self._source, manifest.version, partial)
+        check_out(self._store, manifest.version, partial)
 
     def _hold_chain(self, manifest: Manifest, holding: ExitStack) -> dict[int, Path]:
         """The nearest version of the chain that is here, held while it is read."""
         while manifest.base is not None and manifest.base < manifest.version:
-            manifest = self._source.manifest(manifest.base)
+            manifest = self._store.manifest(manifest.base)
             directory = self._directory(manifest)
             if not directory.is_dir():
                 continue

@@ -19,7 +19,7 @@ from sluice.weights.convert.fp8 import dequantize, quantize, scale_shape
 from sluice.weights.convert.options import ConvertOptions, OptionError
 from sluice.weights.convert.verify import compare
 from sluice.weights.errors import InvalidCheckpointError
-from sluice.weights.rules import InexactTensorError
+from sluice.weights.rules.packing import InexactTensorError
 from tests.unit.weights_rules.models import save_model
 
 MTP = {

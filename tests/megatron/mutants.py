@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from sluice.weights.rules import Family, ModelShape, Pack, ShardAxis, WeightRule
+from sluice.weights.rules.rule import Family, Pack, ShardAxis, WeightRule
+from sluice.weights.rules.shape import ModelShape
 
 OTHER_CUT = {
     ShardAxis.NONE: ShardAxis.ROWS,

@@ -29,7 +29,7 @@ from sluice.durable import LockTimeoutError, locked, sync_path, write_new
 from sluice.weights.checkpoint import INDEX_NAME
 from sluice.weights.convert.options import ConvertOptions
 from sluice.weights.convert.pieces import Content, FileRange, Files
-from sluice.weights.convert.plan import RECORD, ConversionPlan, plan_conversion
+from sluice.weights.convert.plan import RECORD, plan_conversion
 from sluice.weights.convert.stored import CONFIG, METADATA
 from sluice.weights.convert.torch_dist_target import COMMON
 from sluice.weights.convert.work import (
@@ -40,6 +40,7 @@ from sluice.weights.convert.work import (
     Group,
     Journal,
     TensorTask,
+    Work,
     is_same_work,
 )
 from sluice.weights.errors import (
@@ -50,7 +51,7 @@ from sluice.weights.errors import (
     TensorDigestError,
 )
 from sluice.weights.manifest import digest_file
-from sluice.weights.rules import InexactTensorError
+from sluice.weights.rules.packing import InexactTensorError
 
 LOCK_SECONDS = 0.5  # after which another conversion has the target
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -80,7 +81,7 @@ class Execution:
 
     def __init__(
         self,
-        plan: ConversionPlan,
+        work: Work,
         staging: Path,
         files: Files,
         control: Control,
@@ -88,7 +89,7 @@ class Execution:
         workers: int,
         sync: bool,
     ) -> None:
-        self._plan, self._work, self._staging = plan, plan.work, staging
+        self._work, self._staging = work, staging
         self._files, self._control = files, control
         self._workers, self._sync = workers, sync
         self._out: dict[str, int] = {}
@@ -114,7 +115,7 @@ class Execution:
             finally:
                 for descriptor in self._out.values():
                     os.close(descriptor)
-            self._plan.finish(self._staging)
+            self._work.finish(self._staging)
             for name, data in self._work.texts.items():
                 (self._staging / name).unlink(missing_ok=True)
                 write_new(self._staging / name, data, sync=self._sync)
@@ -207,7 +208,7 @@ class Execution:
     def _hash(self, content: Content) -> str:
         hasher = xxhash.xxh3_128()
         for view in self._files.stream(content):
-            self._check_stop()
+            self._control.check()
             hasher.update(view)
         return hasher.hexdigest()
 
@@ -215,7 +216,7 @@ class Execution:
         hasher, offset = xxhash.xxh3_128(), task.offset
         narrowed = task.content.dtype is torch.float16 and not task.content.is_copy
         for view in self._files.stream(task.content):
-            self._check_stop()
+            self._control.check()
             if narrowed and not np.isfinite(np.frombuffer(view, np.float16)).all():
                 raise InexactTensorError(f"{task.name!r} has numbers that float16 cannot hold")
             hasher.update(view)
@@ -236,10 +237,6 @@ class Execution:
             progress.done_bytes += size
             progress.done_tensors += tensors
             progress.resumed_bytes += size if resumed else 0
-
-    def _check_stop(self) -> None:
-        if self._control.stop.is_set():
-            raise CancelledConversionError("the conversion was stopped")
 
     def _sync_file(self, name: str) -> None:
         if self._sync:
@@ -381,16 +378,16 @@ def convert(
     control = control or Control()
     options.check()
     with locked_target(target), Files() as files:
-        plan = plan_conversion(source, options, files)
-        fingerprint = _fingerprint(source, options, plan)
+        work = plan_conversion(source, options, files)
+        fingerprint = _fingerprint(source, options, work)
         if target.exists():
-            return _finished(target, plan, fingerprint)
+            return _finished(target, work, fingerprint)
         staging = staging_of(target)
-        run = Execution(plan, staging, files, control, workers=options.workers, sync=options.sync)
+        run = Execution(work, staging, files, control, workers=options.workers, sync=options.sync)
         try:
-            with full_disk_as(target, lambda: plan.work.size):
+            with full_disk_as(target, lambda: work.size):
                 run.run(fingerprint)
-                record = _record(source, options, plan, fingerprint)
+                record = _record(source, options, work, fingerprint)
                 record["digests"] = dict(sorted(run.digests.items()))
                 record["files"] = {
                     name: digest_file(staging / name)[1]
@@ -402,7 +399,7 @@ def convert(
             if not control.keep.is_set():
                 shutil.rmtree(staging, ignore_errors=True)
             raise
-    return _result(target, plan, run.digests)
+    return _result(target, work, run.digests)
 
 
 def validate(source: Path, target: Path, options: ConvertOptions) -> Result:
@@ -414,12 +411,11 @@ def validate(source: Path, target: Path, options: ConvertOptions) -> Result:
         return _result(target, plan_conversion(source, options, files), {})
 
 
-def _result(target: Path, plan: ConversionPlan, digests: Mapping[str, str]) -> Result:
-    work = plan.work
+def _result(target: Path, work: Work, digests: Mapping[str, str]) -> Result:
     return Result(target, work.size, work.largest_group, work.report, dict(digests))
 
 
-def _finished(target: Path, plan: ConversionPlan, fingerprint: str) -> Result:
+def _finished(target: Path, work: Work, fingerprint: str) -> Result:
     """The result of a run that ended before. Raises TargetExistsError if it was another."""
     try:
         record = json.loads((target / RECORD).read_bytes())
@@ -428,13 +424,13 @@ def _finished(target: Path, plan: ConversionPlan, fingerprint: str) -> Result:
         raise TargetExistsError(target) from error
     if not same:
         raise TargetExistsError(target)
-    return _result(target, plan, digests)
+    return _result(target, work, digests)
 
 
-def _fingerprint(source: Path, options: ConvertOptions, plan: ConversionPlan) -> str:
+def _fingerprint(source: Path, options: ConvertOptions, work: Work) -> str:
     """Another one where the source, the options or the layout of the files differ."""
     hasher = xxhash.xxh3_128()
-    inputs = {piece.path for g in plan.work.groups for t in g.tasks for piece in t.content.pieces}
+    inputs = {piece.path for g in work.groups for t in g.tasks for piece in t.content.pieces}
     for directory in (source, options.model, options.origin):
         found = [] if directory is None else directory.iterdir()
         # Hidden ones are, but for one, marks of conversions whose targets lie in there too.
@@ -443,13 +439,13 @@ def _fingerprint(source: Path, options: ConvertOptions, plan: ConversionPlan) ->
         stat = path.stat()
         hasher.update(json.dumps([str(path.resolve()), stat.st_size, stat.st_mtime_ns]).encode())
     hasher.update(json.dumps(options.describe(), sort_keys=True).encode())
-    for file in plan.work.files:
+    for file in work.files:
         hasher.update(json.dumps([file.name, file.size]).encode())
     return hasher.hexdigest()
 
 
 def _record(
-    source: Path, options: ConvertOptions, plan: ConversionPlan, fingerprint: str
+    source: Path, options: ConvertOptions, work: Work, fingerprint: str
 ) -> dict[str, object]:
     """What the target says of its own making; its digests are checked when it is a source."""
     return {
@@ -457,5 +453,5 @@ def _record(
         "source": source.name,
         "fingerprint": fingerprint,
         "options": options.describe(),
-        "report": asdict(plan.work.report),
+        "report": asdict(work.report),
     }

@@ -30,7 +30,7 @@ from sluice.weights.errors import (
     MissingTensorError,
     UnexpectedTensorError,
 )
-from sluice.weights.rules import WeightMap
+from sluice.weights.rules.weight_map import WeightMap
 from sluice.weights.shards import DTYPE_NAMES, TORCH_DTYPES
 
 CONFIG = "config.json"

@@ -7,8 +7,8 @@ record of a conversion, are checked, so that damage since then is found.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -40,13 +40,9 @@ from sluice.weights.errors import (
     MissingTensorError,
 )
 from sluice.weights.manifest import MANIFEST_NAME, digest_file, read_manifest
-from sluice.weights.rules import (
-    InexactTensorError,
-    UnknownArchitectureError,
-    WeightMap,
-    family_of,
-    read_shape,
-)
+from sluice.weights.rules.packing import InexactTensorError
+from sluice.weights.rules.shape import read_shape
+from sluice.weights.rules.weight_map import UnknownArchitectureError, WeightMap, family_of
 from sluice.weights.shards import verify_companions
 
 RECORD = "conversion.json"
@@ -160,15 +156,7 @@ def _names(checkpoint: Path) -> list[str]:
 Groups = list[tuple[str, list[TensorPart]]]
 
 
-@dataclass(frozen=True)
-class ConversionPlan:
-    """Work, and what is to be done in the directory after all files are written."""
-
-    work: Work
-    finish: Callable[[Path], None]
-
-
-def plan_conversion(source: Path, options: ConvertOptions, files: Files) -> ConversionPlan:
+def plan_conversion(source: Path, options: ConvertOptions, files: Files) -> Work:
     """All of the work. `files` must stay open until it is done.
 
     Raises OptionError, the errors of `sluice.weights.errors` or PartitionError.
@@ -186,8 +174,8 @@ def plan_conversion(source: Path, options: ConvertOptions, files: Files) -> Conv
         if options.to == "torch_dist":
             raise InvalidCheckpointError("the source is a torch_dist checkpoint already")
         stored = TorchDistSource(source, read_weights(config, options.origin or described), files)
-        plan = _plan_hf(_groups_of_torch_dist(stored), config, described, options, files)
-        return _with_checks(plan, stored)
+        work = _plan_hf(_groups_of_torch_dist(stored), config, described, options, files)
+        return replace(work, checks=find_checks(stored))
     config = read_config(options.model or source)
     if options.to == "torch_dist":
         return _plan_torch_dist(source, config, options, files)
@@ -199,12 +187,8 @@ def plan_conversion(source: Path, options: ConvertOptions, files: Files) -> Conv
         _check_copies(checkpoint, known, files)
     names = [n for n in checkpoint.names() if known is None or not known.is_ignored(n)]
     groups = [(name, [TensorPart(name, checkpoint.content(name))]) for name in names]
-    plan = _plan_hf(groups, config, options.model or source, options, files)
-    return _with_checks(plan, checkpoint)
-
-
-def _with_checks(plan: ConversionPlan, source: HfSource | TorchDistSource) -> ConversionPlan:
-    return replace(plan, work=replace(plan.work, checks=find_checks(source)))
+    work = _plan_hf(groups, config, options.model or source, options, files)
+    return replace(work, checks=find_checks(checkpoint))
 
 
 def _check_copies(source: HfSource, weights: WeightMap, files: Files) -> None:
@@ -221,7 +205,7 @@ def _check_copies(source: HfSource, weights: WeightMap, files: Files) -> None:
 
 def _plan_torch_dist(
     source: Path, config: dict[str, object], options: ConvertOptions, files: Files
-) -> ConversionPlan:
+) -> Work:
     weights = read_weights(config, source)
     checkpoint = HfSource(source, files, weights.family.spellings)
     checkpoint.check(weights)
@@ -238,8 +222,14 @@ def _plan_torch_dist(
     skipped |= {n: "stored twice, equal" for n in checkpoint.duplicates}
     texts = {**layout.texts(common), **_companions(options.model or source, config)}
     report = ConversionReport(converted=tuple(sorted(owned)), skipped=skipped)
-    plan = ConversionPlan(Work(layout.files, layout.groups, texts, report), layout.write_metadata)
-    return _with_checks(plan, checkpoint)
+    return Work(
+        layout.files,
+        layout.groups,
+        texts,
+        report,
+        find_checks(checkpoint),
+        finish=layout.write_metadata,
+    )
 
 
 def _plan_hf(
@@ -248,7 +238,7 @@ def _plan_hf(
     described: Path,
     options: ConvertOptions,
     files: Files,
-) -> ConversionPlan:
+) -> Work:
     weights = _weights_or_none(config, options.origin or described)
     merged = Merge(
         [], ConversionReport(converted=tuple(sorted({p.name for _, ps in groups for p in ps})))
@@ -268,7 +258,7 @@ def _plan_hf(
     total = sum(part.content.size for _, parts in groups for part in parts)
     laid, work, texts = lay_out_hf(groups, max_file_bytes=options.file_bytes(total))
     texts |= _companions(described, config)
-    return ConversionPlan(Work(laid, work, texts, merged.report), lambda directory: None)
+    return Work(laid, work, texts, merged.report)
 
 
 def _groups_of_torch_dist(source: TorchDistSource) -> Groups:

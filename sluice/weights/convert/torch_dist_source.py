@@ -15,16 +15,9 @@ from sluice.weights.convert.options import Stacking
 from sluice.weights.convert.pieces import Content, FileRange, Files
 from sluice.weights.convert.stored import Chunk, StoredKey, find_bytes, read_keys
 from sluice.weights.errors import MissingTensorError, UncoveredTensorError, UnexpectedTensorError
-from sluice.weights.rules import (
-    Binding,
-    Layers,
-    Pack,
-    Partition,
-    TensorShapeError,
-    WeightMap,
-    row_runs,
-    unpack,
-)
+from sluice.weights.rules.packing import Partition, row_runs, unpack
+from sluice.weights.rules.rule import Layers, Pack
+from sluice.weights.rules.weight_map import Binding, TensorShapeError, WeightMap
 
 Pieces = tuple[FileRange, ...]
 FUSED_NORMS = (  # (norm, the linear layer that TransformerEngine fuses it into)

@@ -29,20 +29,17 @@ from sluice.weights.convert.stored import CONFIG, envelope, save_object
 from sluice.weights.convert.torch_dist_source import Naming, Place, chunk_name
 from sluice.weights.convert.work import Group, OutputFile, TensorTask
 from sluice.weights.errors import InvalidCheckpointError
-from sluice.weights.rules import (
-    Binding,
-    Pack,
+from sluice.weights.rules.packing import (
     Partition,
     RowCopy,
-    ShardAxis,
-    Stage,
-    WeightMap,
     pack,
     padded_rows,
     row_runs,
     share_shape,
     source_slices,
 )
+from sluice.weights.rules.rule import Pack, ShardAxis, Stage
+from sluice.weights.rules.weight_map import Binding, WeightMap
 
 COMMON = "common.pt"
 

@@ -12,8 +12,8 @@ from sluice.weights.convert.plan import check_files, read_weights
 from sluice.weights.convert.stored import is_torch_dist
 from sluice.weights.convert.torch_dist_source import TorchDistSource
 from sluice.weights.convert.work import Control
-from sluice.weights.errors import CancelledConversionError, InvalidCheckpointError
-from sluice.weights.rules import WeightMap
+from sluice.weights.errors import InvalidCheckpointError
+from sluice.weights.rules.weight_map import WeightMap
 
 
 @dataclass(frozen=True)
@@ -108,13 +108,8 @@ def _difference(first: Content, second: Content, files: Files, control: Control)
         return f"shape {first.shape} and {second.shape}"
     if first.dtype != second.dtype:
         return f"type {first.dtype} and {second.dtype}"
-    _check_stop(control)
+    control.check()
     if files.digest(first) != files.digest(second):
         return "other numbers"
     control.progress.done_bytes += first.size
     return None
-
-
-def _check_stop(control: Control) -> None:
-    if control.stop.is_set():
-        raise CancelledConversionError("the check was stopped")

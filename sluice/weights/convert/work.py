@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from sluice.weights.convert.pieces import Content
+from sluice.weights.errors import CancelledConversionError
 from sluice.weights.manifest import digest_bytes
 
 
@@ -45,6 +46,11 @@ class Control:
     progress: ConversionProgress = field(default_factory=ConversionProgress)
     stop: threading.Event = field(default_factory=threading.Event)
     keep: threading.Event = field(default_factory=threading.Event)
+
+    def check(self) -> None:
+        """Raises CancelledConversionError after `stop`."""
+        if self.stop.is_set():
+            raise CancelledConversionError("the conversion was stopped")
 
 
 JOURNAL = "journal.jsonl"
@@ -182,14 +188,17 @@ class ConversionReport:
 
 @dataclass(frozen=True)
 class Work:
-    """All of a conversion. `texts` are further small files, written last; `checks` are made first
-    or on the way."""
+    """All of a conversion: bytes of tensors, then `finish` in the directory, then small `texts`.
+
+    `checks` are made first or on the way.
+    """
 
     files: tuple[OutputFile, ...]
     groups: tuple[Group, ...]
     texts: Mapping[str, bytes]
     report: ConversionReport
     checks: tuple[Check, ...] = ()
+    finish: Callable[[Path], None] = lambda directory: None
 
     @property
     def size(self) -> int:

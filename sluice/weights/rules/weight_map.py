@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -257,3 +258,30 @@ def _bind(rule: WeightRule, shape: ModelShape, layer: int | None, expert: int | 
         expert=expert,
         copies=tuple(tensor(copy) for copy in rule.copies),
     )
+
+
+TRANSFORMER_ENGINE_NAMES = (  # (pattern, replacement), tried in order
+    (r"\.self_attention\.linear_qkv\.layer_norm_", ".input_layernorm."),
+    (r"\.self_attention\.in_proj\.layer_norm_", ".input_layernorm."),
+    (r"\.self_attention\.linear_(q|kv)_up_proj\.layer_norm_", r".self_attention.\1_layernorm."),
+    (r"\.mlp\.linear_fc1\.layer_norm_", ".pre_mlp_layernorm."),
+    (
+        r"\.mlp\.experts\.linear_(fc[12])\.(weight|bias)(\d+)$",
+        r".mlp.experts.local_experts.\3.linear_\1.\2",
+    ),
+)
+WRAPPERS = re.compile(r"^((module|language_model)\.)+")  # of data parallelism, of nested models
+_LAYER_NUMBER = re.compile(r"(\blayers\.)(\d+)(\.)")
+_EXPERT_NUMBER = re.compile(r"(\blocal_experts\.)(\d+)(\.)")
+
+
+def rule_name(parameter: str, *, layer_offset: int = 0, expert_offset: int = 0) -> str:
+    """The name that the rules have for parameter `parameter` of a model chunk.
+
+    The offsets are the global indices of the chunk's first layer and first expert.
+    """
+    name = WRAPPERS.sub("", parameter)
+    for pattern, replacement in TRANSFORMER_ENGINE_NAMES:
+        name = re.sub(pattern, replacement, name)
+    name = _LAYER_NUMBER.sub(lambda m: f"{m[1]}{int(m[2]) + layer_offset}{m[3]}", name, count=1)
+    return _EXPERT_NUMBER.sub(lambda m: f"{m[1]}{int(m[2]) + expert_offset}{m[3]}", name, count=1)

@@ -16,17 +16,10 @@ import torch
 import xxhash
 
 from sluice.weights.convert.torch_dist_source import Naming
-from sluice.weights.rules import (
-    Binding,
-    Family,
-    Partition,
-    WeightMap,
-    family_of,
-    pack,
-    padded_rows,
-    read_shape,
-    source_slices,
-)
+from sluice.weights.rules.packing import Partition, pack, padded_rows, source_slices
+from sluice.weights.rules.rule import Family
+from sluice.weights.rules.shape import read_shape
+from sluice.weights.rules.weight_map import Binding, WeightMap, family_of
 from tests.unit.weights_rules.models import HUGGING_FACE
 
 FILE = Path(__file__).with_name("layouts.json")

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from sluice.weights.rules import ModelShape, WeightMap, family_of, read_shape
+from sluice.weights.rules.shape import ModelShape, read_shape
+from sluice.weights.rules.weight_map import WeightMap, family_of
 
 BASE: dict[str, Any] = {
     "hidden_size": 16,

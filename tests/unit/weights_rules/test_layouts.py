@@ -12,22 +12,10 @@ import pytest
 import torch
 
 from sluice.weights.errors import InvalidCheckpointError
-from sluice.weights.rules import (
-    Family,
-    InexactTensorError,
-    Layers,
-    Pack,
-    Partition,
-    PartitionError,
-    ShardAxis,
-    Stage,
-    WeightMap,
-    WeightRule,
-    family_of,
-    pack,
-    read_shape,
-    unpack,
-)
+from sluice.weights.rules.packing import InexactTensorError, Partition, PartitionError, pack, unpack
+from sluice.weights.rules.rule import Family, Layers, Pack, ShardAxis, Stage, WeightRule
+from sluice.weights.rules.shape import read_shape
+from sluice.weights.rules.weight_map import WeightMap, family_of
 from tests.unit.weights_rules.layouts import FILE, config_of, layout_of, numbers, share
 from tests.unit.weights_rules.models import HUGGING_FACE
 

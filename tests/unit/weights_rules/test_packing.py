@@ -7,21 +7,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.weights.rules import (
-    Binding,
-    HfTensor,
-    Pack,
+from sluice.weights.rules.packing import (
     Partition,
     PartitionError,
-    ShardAxis,
     Slice,
-    Stage,
     pack,
     padded_rows,
     share_shape,
     source_slices,
     unpack,
 )
+from sluice.weights.rules.rule import Pack, ShardAxis, Stage
+from sluice.weights.rules.weight_map import Binding, HfTensor
 from tests.unit.weights_rules.models import CONFIGS, checkpoint, weight_map
 
 Tensors = dict[str, torch.Tensor]

@@ -15,19 +15,15 @@ from sluice.weights.errors import (
     MissingTensorError,
     UnexpectedTensorError,
 )
-from sluice.weights.rules import (
+from sluice.weights.rules.rule import Pack, ShardAxis, SourceTensor, Stage, WeightRule
+from sluice.weights.rules.shape import read_shape
+from sluice.weights.rules.weight_map import (
     FAMILIES,
-    Pack,
     RuleConflictError,
-    ShardAxis,
-    SourceTensor,
-    Stage,
     TensorShapeError,
     UnknownArchitectureError,
     WeightMap,
-    WeightRule,
     family_of,
-    read_shape,
     rule_name,
 )
 from tests.unit.weights_rules.models import (

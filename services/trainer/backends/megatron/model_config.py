@@ -16,7 +16,9 @@ from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.backends.megatron.layout import LayoutError
 from services.trainer.backends.megatron.upstream import on_cpu
 from services.trainer.config import Head
-from sluice.weights.rules import ModelShape, WeightMap, family_of, padded_rows, read_shape
+from sluice.weights.rules.packing import padded_rows
+from sluice.weights.rules.shape import ModelShape, read_shape
+from sluice.weights.rules.weight_map import WeightMap, family_of
 
 DTYPES = {
     "float32": torch.float32,

@@ -13,7 +13,7 @@ from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.backends.megatron.layout import LayoutError
 from services.trainer.backends.megatron.upstream import current_device
 from sluice.algo.collectives import Collectives, create_collectives
-from sluice.weights.rules import Partition
+from sluice.weights.rules.packing import Partition
 
 _users: list[MegatronConfig] = []  # Megatron keeps one set of groups a process
 

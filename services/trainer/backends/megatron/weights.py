@@ -21,7 +21,9 @@ from services.trainer.backends.megatron.model_config import ModelSource
 from sluice.weights.checkpoint import shard_paths
 from sluice.weights.errors import DuplicateTensorError
 from sluice.weights.manifest import ShardFile
-from sluice.weights.rules import Binding, ShardAxis, Slice, pack, rule_name, source_slices, unpack
+from sluice.weights.rules.packing import Slice, pack, source_slices, unpack
+from sluice.weights.rules.rule import ShardAxis
+from sluice.weights.rules.weight_map import Binding, rule_name
 from sluice.weights.writer import ShardWrite
 
 NEW_HEAD = {"score.weight", "score.bias"}  # zero where a checkpoint is a language model's
