@@ -181,7 +181,7 @@ def _two_paths(arguments: Sequence[str]) -> tuple[Path, Path, list[str]]:
 
 
 def _there(path: Path | None) -> str:
-    """A path as the converter sees it: the same, and absolute."""
+    """Return a path as the converter sees it: the same, and absolute."""
     return "" if path is None else str(path.absolute())
 
 
@@ -245,7 +245,7 @@ class ConverterClient(Client):
         return await self._call(self.stub.VerifyCheckpoint, request)
 
     async def list(self) -> list[pb.Conversion]:
-        """What waits, runs and has ended, oldest first."""
+        """List what waits, runs and has ended, oldest first."""
         response = await self._call(self.stub.ListConversions, pb.ListConversionsRequest())
         return list(response.conversions)
 
@@ -257,7 +257,7 @@ class ConverterClient(Client):
     async def follow(
         self, operation: operations_pb2.Operation, *, seconds: float = 1.0
     ) -> AsyncIterator[operations_pb2.Operation]:
-        """The operation now and every `seconds` until it is done. Raises RemoteError."""
+        """Yield the operation now and every `seconds` until it is done. Raises RemoteError."""
         timeout = duration_of(seconds)
         while True:
             if operation.HasField("error"):

@@ -53,7 +53,7 @@ def write_all(file: RawIOBase, data: bytes | memoryview) -> None:
 
 
 def temporary_path(directory: Path, name: str) -> Path:
-    """A name in `directory` that nobody else uses."""
+    """Return a name in `directory` that nobody else uses."""
     return directory / f"{name}.{secrets.token_hex(8)}"
 
 

@@ -236,7 +236,7 @@ class ConverterServicer(pb_grpc.ConverterServiceServicer):
     def _start(
         self, request: pb_message.Message, job: _Job, work: Callable[[], M]
     ) -> operations_pb2.Operation:
-        """A repeated request joins the job that it started before."""
+        """Start a job; a repeated request joins the one that it started before."""
         started = []
 
         async def run() -> M:

@@ -211,7 +211,7 @@ def _errors(key: str) -> Iterator[None]:
 
 @contextmanager
 def _writing(key: str) -> Iterator[None]:
-    """What is not found then is the bucket."""
+    """Translate errors of a write, in which only the bucket can be missing."""
     try:
         with _errors(key):
             yield

@@ -45,7 +45,7 @@ class Extent:
 
 
 def byte_order(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str]:
-    """Names in the order in which our files hold the tensors: wide types first, then by name."""
+    """Sort names as our files hold the tensors: wide types first, then by name."""
     return sorted(tensors, key=lambda name: (-BITS[tensors[name][0]], name))
 
 
@@ -68,7 +68,7 @@ def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[b
 
 
 def parse_header(data: Buffer, *, file_name: str, size: int | None = None) -> dict[str, Extent]:
-    """Tensors of a safetensors file in the order of their bytes, which they tile exactly.
+    """Read the tensors of a safetensors file in the order of their bytes, which they tile exactly.
 
     `data` is the file, or its beginning of a file of `size` bytes.
     """
@@ -81,7 +81,7 @@ def parse_header(data: Buffer, *, file_name: str, size: int | None = None) -> di
 
 
 def parse_extents(data: Buffer, *, file_name: str) -> dict[str, Extent]:
-    """The same from a header alone, whatever follows it."""
+    """Read the same from a header alone, whatever follows it."""
     start = data_start(data)
     with memoryview(data) as view:  # an error must not keep a map from being closed
         if len(view) < 8 or start > min(len(view), MAX_HEADER):
@@ -107,7 +107,7 @@ def parse_extents(data: Buffer, *, file_name: str) -> dict[str, Extent]:
 
 
 def data_start(data: Buffer) -> int:
-    """Where the tensors begin: the length of the header with its own eight bytes."""
+    """Return where the tensors begin: the length of the header with its own eight bytes."""
     return 8 + int.from_bytes(memoryview(data)[:8], "little")
 
 
@@ -144,13 +144,13 @@ COMPANION_PATTERNS = (
 
 
 def companion_files(directory: Path) -> list[Path]:
-    """Config, tokenizer, chat template and processor files of a model directory."""
+    """List config, tokenizer, chat template and processor files of a model directory."""
     found = {path for pattern in COMPANION_PATTERNS for path in directory.glob(pattern)}
     return sorted(path for path in found if path.is_file())
 
 
 def shard_paths(directory: Path) -> list[Path]:
-    """The safetensors files that make up the model; raises MissingFileError if incomplete.
+    """List the safetensors files that make up the model; raises MissingFileError if incomplete.
 
     DamagedFileError or InvalidCheckpointError are for an index that makes no sense.
     Like transformers, a `model.safetensors` is taken before an index.

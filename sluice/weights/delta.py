@@ -66,7 +66,7 @@ class Encoded:
 
 
 def encode(old: Bytes, new: Bytes, width: int) -> Encoded:
-    """The difference from `old` to `new`, uint8[n] each, of elements of `width` bytes."""
+    """Encode the difference from `old` to `new`, uint8[n] each, of elements of `width` bytes."""
     before, after = _elements(old, width), _elements(new, width)
     positions, values, changed = _differences(before, after)
     if not changed:
@@ -127,7 +127,7 @@ def _elements(data: Bytes, width: int) -> np.ndarray:
 def _differences(
     before: np.ndarray, after: np.ndarray
 ) -> tuple[list[np.ndarray], list[np.ndarray], int]:
-    """Positions and zigzag differences of what changed, block by block, while they are few."""
+    """Find positions and zigzag differences of what changed, block by block, while they are few."""
     positions: list[np.ndarray] = []
     values: list[np.ndarray] = []
     changed = 0
@@ -173,7 +173,7 @@ def _unzigzag(coded: np.ndarray) -> np.ndarray:
 
 
 def _planes(values: np.ndarray) -> np.ndarray:
-    """All first bytes, then all second ones and so on, as uint8."""
+    """Order all first bytes, then all second ones and so on, as uint8."""
     width = values.dtype.itemsize
     return np.ascontiguousarray(values.view(np.uint8).reshape(-1, width).T).reshape(-1)
 
@@ -191,7 +191,7 @@ def _pack(form: Form, count: int, changed: int, long_gaps: int, *streams: np.nda
 
 
 def _take(streams: memoryview, size: int) -> tuple[np.ndarray, memoryview]:
-    """The next stream, which has `size` bytes, and what follows it."""
+    """Decompress the next stream, which has `size` bytes; returns it and what follows."""
     (length,) = _LENGTH.unpack_from(streams)
     data, rest = streams[_LENGTH.size :][:length], streams[_LENGTH.size + length :]
     if len(data) != length or (length == 0) is not (size == 0):
@@ -202,12 +202,12 @@ def _take(streams: memoryview, size: int) -> tuple[np.ndarray, memoryview]:
 
 
 def element_width(dtype: str) -> int:
-    """Bytes of the integers as which elements of a safetensors dtype are compared."""
+    """Return the bytes of the integers as which elements of a safetensors dtype are compared."""
     return min(8, BITS[dtype] // 8)
 
 
 def encode_file(payloads: Mapping[str, bytes]) -> list[bytes]:
-    """The pieces of a delta file of these payloads by tensor name."""
+    """Lay out a delta file of these payloads by tensor name, in pieces."""
     header, order = encode_header({name: ("U8", (len(p),)) for name, p in payloads.items()})
     return [header, *(payloads[name] for name in order)]
 

@@ -165,7 +165,7 @@ class HostCache:
         self._remove(self._directory(self._store.manifest(version)))
 
     def _hold(self, lock: IO[bytes], manifest: Manifest, directory: Path) -> bool:
-        """Whether `lock` holds the version now; it is made if nobody else makes it."""
+        """Return whether `lock` holds the version now; it is made if nobody else makes it."""
         path = directory / MANIFEST_NAME
         made = not path.is_file() and try_lock(lock.fileno())
         if made and not path.is_file():
@@ -205,7 +205,7 @@ class HostCache:
         check_out(self._store, manifest.version, partial)
 
     def _hold_chain(self, manifest: Manifest, holding: ExitStack) -> dict[int, Path]:
-        """The nearest version of the chain that is here, held while it is read."""
+        """Lock the nearest version of the chain that is here, while it is read."""
         while manifest.base is not None and manifest.base < manifest.version:
             manifest = self._store.manifest(manifest.base)
             directory = self._directory(manifest)
@@ -236,7 +236,7 @@ class HostCache:
             directory.with_name(directory.name + LOCK_SUFFIX).unlink()
 
     def _remove_parts(self, directory: Path) -> None:
-        """What was left of a version by a process that died; its lock is ours."""
+        """Remove what a process that died left of a version, whose lock is ours."""
         for left in self._root.glob(f".{directory.name}-*"):
             shutil.rmtree(left, ignore_errors=True)
 

@@ -22,12 +22,12 @@ Buffer = bytes | bytearray | memoryview | mmap.mmap
 
 
 def digest_bytes(data: Buffer) -> str:
-    """Digest of a C-contiguous buffer."""
+    """Hash a C-contiguous buffer."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def digest_file(path: Path) -> tuple[int, str]:
-    """Size and digest of a file, read in pieces of 8 MiB."""
+    """Return size and digest of a file, read in pieces of 8 MiB."""
     hasher, size = xxhash.xxh3_128(), 0
     with path.open("rb", buffering=0) as file:
         while piece := file.read(1 << 23):
@@ -37,7 +37,7 @@ def digest_file(path: Path) -> tuple[int, str]:
 
 
 def digest_version(tensors: Iterable[tuple[str, str, Sequence[int], str]]) -> str:
-    """Digest of (name, dtype, shape, digest) of every tensor; free of order and of files.
+    """Hash (name, dtype, shape, digest) of every tensor; free of order and of files.
 
     The same weights cut into other shards are therefore the same version digest.
     """
@@ -133,12 +133,12 @@ class Manifest:
 
 
 def delta_name(file_name: str) -> str:
-    """The file that holds what changed of a shard."""
+    """Name the file that holds what changed of a shard."""
     return file_name + ".delta"
 
 
 def version_digest(tensors: Mapping[str, StoredTensor]) -> str:
-    """Digest of the weights themselves, whatever files hold them."""
+    """Hash the weights themselves, whatever files hold them."""
     return digest_version((name, t.dtype, t.shape, t.digest) for name, t in tensors.items())
 
 

@@ -73,7 +73,7 @@ def write_shard(
 def load_verified(
     directory: Path, manifest: Manifest, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a version by HF name, each checked before it is handed out.
+    """Yield every tensor of a version by HF name, each checked before.
 
     Tensors are memory-mapped; writing to them never reaches the file. With `dtype` the
     floating-point ones are converted (a copy). Files are checked as well, headers and
@@ -130,6 +130,6 @@ def _tensor(mapped: mmap.mmap, extent: Extent) -> torch.Tensor:
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor, row-major; copied only where it is not so on the host."""
+    """Return the bytes of a tensor, row-major; copied only where it is not so on the host."""
     flat = tensor.detach().cpu().reshape(-1).view(torch.uint8)
     return flat.numpy().data

@@ -113,7 +113,7 @@ RESERVED = {MANIFEST_NAME, INDEX_NAME}
 def _collect_tensors(
     shards: Sequence[ShardFile], expected: Mapping[str, TensorEntry] | Collection[str] | None
 ) -> dict[str, StoredTensor]:
-    """Tensors of all shards by name; every one in exactly one shard, all of `expected`."""
+    """Collect the tensors of all shards by name; each in exactly one shard, all of `expected`."""
     tensors: dict[str, StoredTensor] = {}
     files: set[str] = set()
     for shard in shards:
@@ -181,7 +181,7 @@ def assemble(
 
 
 def _check_shards(shards: Iterable[ShardFile], read_header: ReadHeader) -> None:
-    """Each reported file is there, has its size, and its header names the reported tensors."""
+    """Check that each reported file is there, has its size, and names the reported tensors."""
     for shard in shards:
         if shard.delta is None:
             extents = read_header(shard.file_name, shard.size)
@@ -199,7 +199,7 @@ def _check_shards(shards: Iterable[ShardFile], read_header: ReadHeader) -> None:
 
 
 def _check_base(shards: Iterable[ShardFile], base: Manifest | None) -> None:
-    """What deltas are against is in the base, under the same names, dtypes and shapes."""
+    """Check that the base has what deltas are against, under the same names, dtypes and shapes."""
     for shard in shards:
         if shard.delta is None:
             continue

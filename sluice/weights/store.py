@@ -289,7 +289,7 @@ class WeightStore:
             self._objects.take_file(f"{folder}/{path.name}", path)
 
     def _read_header(self, folder: str, name: str, size: int) -> dict[str, Extent]:
-        """The tensors of a safetensors file of `size` bytes. Raises MissingFileError."""
+        """Read the header of a safetensors file of `size` bytes. Raises MissingFileError."""
         key = f"{folder}/{name}"
         try:
             found = self._objects.size(key)
@@ -323,7 +323,7 @@ class WeightStore:
 
 
 def is_bucket(location: str) -> bool:
-    """Whether it is no directory of a file system, so that ranks have to upload what they write."""
+    """Return whether it is no directory, so that ranks have to upload what they write."""
     return "://" in location and not location.startswith("file://")
 
 

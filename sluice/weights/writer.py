@@ -44,7 +44,7 @@ class _Kept:
         self.report = ShardFile(file_name, 0, "", {})
 
     def part(self, name: str) -> np.ndarray:
-        """The bytes of a tensor, to be read and written."""
+        """Return the bytes of a tensor, to be read and written."""
         begin, end = self._bounds[name]
         return self.data[begin:end]
 
@@ -75,7 +75,7 @@ class PublishedShards:
         self.encode_seconds = 0.0  # of the last version
 
     def begin(self, base: int | None) -> None:
-        """A version follows; as deltas against `base` if that is the one kept."""
+        """Start a version, of deltas against `base` if that is the one kept."""
         if base is None or base != self._version:
             self._kept = {}
         self._version = None  # until `finish`: what is kept becomes a mix of two versions
@@ -105,7 +105,7 @@ class PublishedShards:
         return report
 
     def finish(self, version: int) -> None:
-        """All shards of `version` are written."""
+        """End a version, of which all shards are written."""
         if self._keep:
             self._kept, self._version = self._unfinished, version
         self._unfinished = {}
@@ -116,13 +116,13 @@ class PublishedShards:
         return not self._kept
 
     def report(self, version: int) -> list[ShardFile]:
-        """The shards of `version`, as they were written. Raises StagingLostError if not kept."""
+        """Return the shards of `version` as written. Raises StagingLostError if not kept."""
         if version != self._version:
             raise StagingLostError(version)
         return [kept.report for kept in self._kept.values()]
 
     def read(self, bucket: Bucket) -> torch.Tensor:
-        """The bytes of a bucket of the version kept, uint8[size]; a view, not to be written."""
+        """Return the bytes of a bucket of the version kept, uint8[size]; a read-only view."""
         data = self._kept[bucket.file_name].data
         return torch.from_numpy(data[bucket.offset : bucket.offset + bucket.size])
 

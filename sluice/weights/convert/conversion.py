@@ -58,7 +58,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def staging_of(target: Path) -> Path:
-    """Where a conversion to `target` grows."""
+    """Return the directory in which a conversion to `target` grows."""
     return target.with_name(f".{target.name}.converting")
 
 
@@ -188,7 +188,7 @@ class Execution:
         return all(self._digest(task) == known[task.name] for task in group.tasks)
 
     def _checks(self) -> list[Check]:
-        """Those that no tensor is written of byte for byte: the others are made on the way."""
+        """Split the checks: return those that no tensor is written of byte for byte."""
         whole = {
             task.content.pieces
             for group in self._work.groups
@@ -277,7 +277,7 @@ class _Queue:
 
 
 def _place(item: Group | Check) -> int:
-    """Where in its file an item is written: files grow from front to back."""
+    """Return where in its file an item is written: files grow from front to back."""
     return 0 if isinstance(item, Check) else item.tasks[0].offset
 
 
@@ -403,7 +403,7 @@ def convert(
 
 
 def validate(source: Path, target: Path, options: ConvertOptions) -> Result:
-    """What `convert` would do, from names and shapes alone. Raises what it would, but for bytes."""
+    """Plan what `convert` would do, from names and shapes alone. Raises alike, but for bytes."""
     options.check()
     if target.exists():
         raise TargetExistsError(target)
@@ -416,7 +416,7 @@ def _result(target: Path, work: Work, digests: Mapping[str, str]) -> Result:
 
 
 def _finished(target: Path, work: Work, fingerprint: str) -> Result:
-    """The result of a run that ended before. Raises TargetExistsError if it was another."""
+    """Read the result of a run that ended before. Raises TargetExistsError if it was another."""
     try:
         record = json.loads((target / RECORD).read_bytes())
         same, digests = record["fingerprint"] == fingerprint, dict(record["digests"])
@@ -428,7 +428,7 @@ def _finished(target: Path, work: Work, fingerprint: str) -> Result:
 
 
 def _fingerprint(source: Path, options: ConvertOptions, work: Work) -> str:
-    """Another one where the source, the options or the layout of the files differ."""
+    """Hash the source's files by name, size and time, the options and the layout of the target."""
     hasher = xxhash.xxh3_128()
     inputs = {piece.path for g in work.groups for t in g.tasks for piece in t.content.pieces}
     for directory in (source, options.model, options.origin):
@@ -447,7 +447,7 @@ def _fingerprint(source: Path, options: ConvertOptions, work: Work) -> str:
 def _record(
     source: Path, options: ConvertOptions, work: Work, fingerprint: str
 ) -> dict[str, object]:
-    """What the target says of its own making; its digests are checked when it is a source."""
+    """Describe how the target was made; its digests are checked when it is a source."""
     return {
         "format": 1,
         "source": source.name,

@@ -23,12 +23,12 @@ _KEPT = re.compile(r"(^|\.)(visual|lm_head|embed_tokens)\.")
 
 
 def is_quantizable(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether an HF tensor is the weight of a linear layer that FP8 checkpoints quantise."""
+    """Return whether an HF tensor is the weight of a linear layer that FP8 checkpoints quantise."""
     return len(shape) == 2 and bool(_QUANTIZED.search(name)) and not _KEPT.search(name)
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int] = BLOCK) -> tuple[int, int]:
-    """Shape of the scales of a weight: blocks down, blocks across."""
+    """Return the shape of the scales of a weight: blocks down, blocks across."""
     return -(-shape[0] // block[0]), -(-shape[1] // block[1])
 
 
@@ -54,7 +54,7 @@ def quantize(
 def dequantize(
     stored: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] = BLOCK
 ) -> torch.Tensor:
-    """The matrix in bfloat16. Raises InvalidCheckpointError when the scales do not fit."""
+    """Compute the matrix in bfloat16. Raises InvalidCheckpointError when the scales do not fit."""
     if tuple(scale.shape) != scale_shape(tuple(stored.shape), block):
         raise InvalidCheckpointError(
             f"scales of shape {tuple(scale.shape)} for a weight of {tuple(stored.shape)}"
@@ -82,7 +82,7 @@ def block_size(config: Mapping[str, object]) -> tuple[int, int] | None:
 
 
 def quantization_config(kept: list[str], scale_format: ScaleFormat) -> dict[str, object]:
-    """What `config.json` says of a checkpoint whose modules but `kept` are quantised."""
+    """Make the entry of `config.json` for a checkpoint whose modules but `kept` are quantised."""
     config: dict[str, object] = {
         "quant_method": "fp8",
         "fmt": "e4m3",

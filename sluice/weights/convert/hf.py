@@ -38,7 +38,7 @@ QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def read_config(directory: Path) -> dict[str, object]:
-    """The parsed `config.json` of a directory. Raises MissingFileError, InvalidCheckpointError."""
+    """Parse `config.json` of a directory. Raises MissingFileError or InvalidCheckpointError."""
     try:
         config = json.loads((directory / CONFIG).read_bytes())
     except FileNotFoundError as error:
@@ -80,7 +80,7 @@ class HfSource:
         self._check_scales()
 
     def names(self) -> tuple[str, ...]:
-        """Names of the tensors; the scales of quantised ones belong to them."""
+        """List the tensors by name; the scales of quantised ones belong to them."""
         return tuple(n for n in self._found if not self._is_scale(n))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -150,7 +150,7 @@ class HfSource:
 
 
 def read_names(path: Path) -> list[str]:
-    """Names of the tensors of a safetensors file."""
+    """List the tensors of a safetensors file by name."""
     return [found.name for found in _read_shard(path)]
 
 
@@ -248,7 +248,7 @@ def fill_from_origin(
     weights: WeightMap | None,
     files: Files,
 ) -> Merge:
-    """The tensors of `options.origin` that the groups lack.
+    """Add the tensors of `options.origin` that the groups lack.
 
     Left out are copies of tied tensors, which would be stale, and names that the patterns do not
     let through; scales of quantised tensors go with their tensors, which are copied as numbers.

@@ -57,7 +57,7 @@ class Content:
         return self.compute is None and self.stored in (None, self.dtype)
 
     def rows(self, start: int, stop: int) -> Content:
-        """Rows start..stop (exclusive). Raises ValueError for what is computed."""
+        """Cut rows start..stop (exclusive). Raises ValueError for what is computed."""
         if self.compute is not None:
             raise ValueError("computed tensors have no rows in files")
         row = torch.Size(self.shape[1:]).numel() * (self.stored or self.dtype).itemsize
@@ -65,7 +65,7 @@ class Content:
         return replace(self, shape=(stop - start, *self.shape[1:]), pieces=pieces)
 
     def cast(self, dtype: torch.dtype) -> Content:
-        """The same numbers in another floating-point type."""
+        """Return the same numbers in another floating-point type."""
         if dtype == self.dtype:
             return self
         if self.compute is None:
@@ -80,7 +80,7 @@ class Content:
 
 
 def cut_pieces(pieces: tuple[FileRange, ...], start: int, stop: int) -> Iterator[FileRange]:
-    """Bytes start..stop of what the pieces make up together."""
+    """Cut bytes start..stop out of what the pieces make up together."""
     at = 0
     for piece in pieces:
         low, high = max(at, start), min(at + piece.length, stop)
@@ -112,7 +112,7 @@ class Files:
         self._open.clear()
 
     def stream(self, content: Content) -> Iterator[memoryview]:
-        """The bytes in order. A view is good until the next one of the same thread is asked for.
+        """Yield the bytes in order. A view is good until the same thread asks for the next one.
 
         Raises DamagedFileError where a file ends early.
         """
@@ -128,7 +128,7 @@ class Files:
                     yield _bytes_of(torch.frombuffer(view, dtype=stored).to(content.dtype))
 
     def load(self, content: Content) -> torch.Tensor:
-        """The whole tensor in memory."""
+        """Read the whole tensor into memory."""
         if content.compute is not None:
             return content.compute()
         raw = torch.empty(content.size, dtype=torch.uint8)
@@ -139,14 +139,14 @@ class Files:
         return raw.view(content.dtype).reshape(content.shape)
 
     def digest(self, content: Content) -> str:
-        """xxh3-128 of the bytes."""
+        """Hash the bytes (xxh3-128)."""
         hasher = xxhash.xxh3_128()
         for view in self.stream(content):
             hasher.update(view)
         return hasher.hexdigest()
 
     def size(self, path: Path) -> int:
-        """Bytes of a file. Raises MissingFileError."""
+        """Return the bytes of a file. Raises MissingFileError."""
         return os.fstat(self._descriptor(path)).st_size
 
     def read_at(self, path: Path, offset: int, view: memoryview) -> None:

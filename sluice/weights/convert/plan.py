@@ -49,7 +49,7 @@ RECORD = "conversion.json"
 
 
 def check_files(source: Path) -> None:
-    """The small files of a checkpoint are those that were written, where their digests are known.
+    """Check the small files of a checkpoint, where their digests are known.
 
     Of a conversion that is what no person edits. Raises FileDigestError, MissingFileError or
     InvalidCheckpointError.
@@ -72,7 +72,7 @@ def check_files(source: Path) -> None:
 
 
 def find_checks(source: HfSource | TorchDistSource) -> tuple[Check, ...]:
-    """What can be checked of a checkpoint; nothing where nobody left digests.
+    """List what can be checked of a checkpoint; nothing where nobody left digests.
 
     Raises MissingTensorError where a tensor with a digest is gone, or FileDigestError.
     """
@@ -92,7 +92,7 @@ def _known_digests(source: Path) -> dict[str, str]:
 
 
 def _read_record(source: Path) -> dict[str, dict[str, str]]:
-    """The digests in the record of a conversion; nothing where there is none."""
+    """Read the digests in the record of a conversion; nothing where there is none."""
     try:
         record = json.loads((source / RECORD).read_bytes())
         return {
@@ -108,7 +108,7 @@ def _read_record(source: Path) -> dict[str, dict[str, str]]:
 def _stored(
     source: HfSource | TorchDistSource, known: Mapping[str, str]
 ) -> Iterator[tuple[str, Content]]:
-    """Tensors as they are stored, by the names that digests are kept under."""
+    """Yield tensors as they are stored, by the names that digests are kept under."""
     if isinstance(source, TorchDistSource):
         yield from source.chunks()
         return
@@ -126,7 +126,7 @@ STACKED = ".experts.gate_up_proj"
 
 
 def read_weights(config: dict[str, object], checkpoint: Path) -> WeightMap:
-    """The rules of a model, by its `config.json` and the names in an HF checkpoint of it.
+    """Find the rules of a model by its `config.json` and the names in an HF checkpoint of it.
 
     Names tell apart checkpoints with a tensor for each expert and with one of all. A torch_dist
     checkpoint that was converted from the latter says so in its record.
@@ -157,7 +157,7 @@ Groups = list[tuple[str, list[TensorPart]]]
 
 
 def plan_conversion(source: Path, options: ConvertOptions, files: Files) -> Work:
-    """All of the work. `files` must stay open until it is done.
+    """Plan all of the work. `files` must stay open until it is done.
 
     Raises OptionError, the errors of `sluice.weights.errors` or PartitionError.
     """
@@ -329,7 +329,7 @@ def _companions(directory: Path, config: dict[str, object]) -> dict[str, bytes]:
 
 
 def _weights_or_none(config: dict[str, object], checkpoint: Path) -> WeightMap | None:
-    """HF to HF needs no rules, so an unknown architecture is no error there."""
+    """Find the rules, if any: HF to HF needs none, so an unknown architecture is no error there."""
     try:
         return read_weights(config, checkpoint)
     except UnknownArchitectureError:

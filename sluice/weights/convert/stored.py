@@ -56,7 +56,7 @@ NOT_WEIGHTS = ("optimizer.", "rng/", "rng_state/", "rerun_state_machine_state/",
 
 
 def _member(kind: object, name: str) -> enum.Enum:
-    """What Python 3.11.0 to 3.11.3 write as `getattr(kind, name)`: a member of an enumeration."""
+    """Return a member of an enumeration; Python 3.11.0 to 3.11.3 pickle it as a `getattr`."""
     if not (isinstance(kind, enum.EnumType) and name in kind.__members__):
         raise ForbiddenObjectError("builtins.getattr")
     member: enum.Enum = kind[name]
@@ -122,7 +122,7 @@ class StoredKey:
 
 
 def is_torch_dist(directory: Path) -> bool:
-    """Whether a directory holds a torch_dist checkpoint, be it unfinished or damaged."""
+    """Return whether a directory holds a torch_dist checkpoint, be it unfinished or damaged."""
     if (directory / METADATA).is_file():
         return True
     try:
@@ -144,7 +144,7 @@ def _check_finished(directory: Path) -> None:
 
 
 def read_keys(directory: Path) -> dict[str, StoredKey]:
-    """The weights of a checkpoint by key; what belongs to an optimizer or is no tensor is left out.
+    """Read the weights of a checkpoint by key, without optimizer state and what is no tensor.
 
     Raises MissingFileError, InvalidCheckpointError, DamagedFileError or ForbiddenObjectError.
     """
@@ -209,7 +209,7 @@ class Envelope:
 
 @lru_cache(maxsize=4096)
 def envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> Envelope:
-    """The container of a contiguous tensor; the same for the same arguments."""
+    """Make the container of a contiguous tensor; the same for the same arguments."""
     sink = _Sink(torch.empty(shape, dtype=dtype))
     with _OPTIONS:
         before = torch.serialization.get_crc32_options()
@@ -222,7 +222,7 @@ def envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> Envelope:
 
 
 def save_object(value: object) -> bytes:
-    """What torch.save makes of a small object."""
+    """Serialise a small object with torch.save."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
@@ -252,7 +252,7 @@ class _Sink(io.RawIOBase):
 def find_bytes(
     files: Files, path: Path, offset: int, length: int, expected: tuple[torch.dtype, torch.Size]
 ) -> int:
-    """Where in `path` the bytes of a contiguous tensor lie, by the container at `offset`.
+    """Find the bytes of a contiguous tensor in `path`, by the container at `offset`.
 
     `expected` are dtype and shape. Raises DamagedFileError for anything else, or where
     the file is too short.
@@ -278,7 +278,7 @@ def find_bytes(
 
 
 def _local_header(files: Files, path: Path, offset: int, filename: str) -> int:
-    """Length of the header before a record, which must be the one of `filename`.
+    """Return the length of the header before a record, which must be the one of `filename`.
 
     It stands there a second time, and alone says where the bytes begin: a wrong length would
     move the whole tensor. Raises DamagedFileError.

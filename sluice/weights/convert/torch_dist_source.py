@@ -41,7 +41,7 @@ class Place:
     index: tuple[int, ...]
 
     def shard(self) -> str:
-        """The suffix of an object, such as extra state, of this place."""
+        """Return the suffix of an object, such as extra state, of this place."""
         index, lead = self.index or (0,), self.lead or (1,)
         return f"/shard_{'.'.join(map(str, index))}_{'.'.join(map(str, lead))}"
 
@@ -63,7 +63,7 @@ class Naming:
         }
 
     def place(self, binding: Binding) -> Place:
-        """The place of a tensor; experts always are stacked in their layer."""
+        """Return the place of a tensor; experts always are stacked in their layer."""
         name, lead, index = binding.megatron, [], []
         block = _LAYER.match(name)
         if block is not None and block["block"] in self._lengths:
@@ -83,7 +83,7 @@ class Naming:
         )
 
     def extra_state(self, binding: Binding) -> str | None:
-        """The name of the state that Megatron keeps beside a linear layer; None beside others."""
+        """Name the state that Megatron keeps beside a linear layer; None beside others."""
         place = self.place(binding)
         if not LINEAR.search(place.key):
             return None
@@ -99,7 +99,7 @@ class Naming:
 
 
 def _find_namings(weights: WeightMap) -> list[Naming]:
-    """Every way in which some Megatron model names tensors, the usual ones first."""
+    """List every way in which some Megatron model names tensors, the usual ones first."""
     ways: tuple[Stacking, ...] = ("stacked", "single", "auto")
     return [
         Naming(weights, stacking=stacking, fused=fused)
@@ -128,11 +128,11 @@ class TorchDistSource:
             self._check_shape(binding, place)
 
     def bindings(self) -> tuple[Binding, ...]:
-        """The tensors that the checkpoint holds, in the order of the rules."""
+        """Return the tensors that the checkpoint holds, in the order of the rules."""
         return tuple(self._places)
 
     def chunks(self) -> Iterator[tuple[str, Content]]:
-        """Every chunk as it is stored, by key and offsets."""
+        """Yield every chunk as it is stored, by key and offsets."""
         for stored in self._keys.values():
             for chunk in stored.chunks:
                 start = self._data_offset(chunk, stored.dtype)
@@ -141,7 +141,7 @@ class TorchDistSource:
                 yield chunk_name(stored.key, chunk.offsets), content
 
     def contents(self, binding: Binding) -> dict[str, Content]:
-        """The HF tensors of one Megatron tensor; of experts kept together, the one's part."""
+        """Make the HF tensors of one Megatron tensor; of experts kept together, the one's part."""
         place = self._places[binding]
         runs = row_runs(binding, Partition(0, 1, binding.shape[0]))
         pieces: list[Pieces] = []
@@ -175,7 +175,7 @@ class TorchDistSource:
         }
 
     def _assemble(self, binding: Binding, place: Place) -> torch.Tensor:
-        """The whole Megatron tensor, without padding, from chunks cut along any axis."""
+        """Assemble a Megatron tensor, without padding, from chunks cut along any axis."""
         (key,) = self._own_keys(binding, place)
         stored, lead = self._keys[key], len(place.lead)
         whole = torch.empty(stored.shape[lead:], dtype=stored.dtype)
@@ -197,7 +197,7 @@ class TorchDistSource:
         return whole[: binding.shape[0]]
 
     def _rows(self, binding: Binding, place: Place, first: int, last: int) -> Pieces | None:
-        """Rows of the Megatron tensor; None where columns were cut."""
+        """Find rows of the Megatron tensor; None where columns were cut."""
         if not binding.section_keys:
             return self._key_rows(self._keys[place.key], place, first, last)
         row = 0
@@ -233,7 +233,7 @@ class TorchDistSource:
         return tuple(pieces)
 
     def _at(self, stored: StoredKey, place: Place) -> list[Chunk]:
-        """The chunks that hold something of a place."""
+        """List the chunks that hold something of a place."""
         if stored.key not in self._chunks:
             index: dict[tuple[int, ...], list[Chunk]] = {}
             lead = len(place.lead)
@@ -248,7 +248,7 @@ class TorchDistSource:
         return self._chunks[stored.key].get(place.index, [])
 
     def _data_offset(self, chunk: Chunk, dtype: torch.dtype) -> int:
-        """Where the bytes of a chunk lie in its file."""
+        """Find the bytes of a chunk in its file."""
         if chunk not in self._offsets:
             expected = (dtype, torch.Size(chunk.sizes))
             self._offsets[chunk] = find_bytes(
@@ -303,12 +303,12 @@ class TorchDistSource:
 
 
 def chunk_name(key: str, offsets: tuple[int, ...]) -> str:
-    """A name for a part of a stored tensor, as digests are kept by."""
+    """Name a part of a stored tensor, as digests are kept by."""
     return f"{key}@{','.join(map(str, offsets))}"
 
 
 def _ravel(index: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int:
-    """Position of `index` among the leading axes of a chunk."""
+    """Return the position of `index` among the leading axes of a chunk."""
     at = 0
     for axis, position in enumerate(index):
         at = at * sizes[axis] + position - offsets[axis]

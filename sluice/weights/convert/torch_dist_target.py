@@ -190,7 +190,7 @@ class ToTorchDist:
             yield binding.megatron, list(self._chunks(binding))
 
     def states(self) -> Iterator[StatePart]:
-        """The empty states that Megatron reads beside linear layers."""
+        """Yield the empty states that Megatron reads beside linear layers."""
         for binding in self._bindings():
             name = self._naming.extra_state(binding)
             if name is not None:
@@ -304,7 +304,7 @@ class ToTorchDist:
         return found
 
     def _rank(self, binding: Binding, rank: int) -> int:
-        """The number of the rank that writes a share: pipeline stages apart, then the others."""
+        """Number the rank that writes a share: pipeline stages apart, then the others."""
         width = max(self._layout.tensor, self._layout.expert)
         if binding.expert is not None:
             rank = binding.expert * self._layout.expert // self._weights.shape.experts
@@ -328,6 +328,6 @@ class ToTorchDist:
 
 
 def _expert(content: Content, index: int) -> Content:
-    """The part of one expert of a tensor that holds all of them."""
+    """Cut the part of one expert out of a tensor that holds all of them."""
     part = content.rows(index, index + 1)
     return Content(part.dtype, part.shape[1:], part.pieces, part.stored)

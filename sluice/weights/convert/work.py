@@ -117,7 +117,7 @@ class Journal:
 
 
 def is_same_work(directory: Path, fingerprint: str) -> bool:
-    """Whether a staging directory was made for this work."""
+    """Return whether a staging directory was made for this work."""
     try:
         with (directory / JOURNAL).open() as file:
             line = file.readline()

@@ -173,7 +173,7 @@ ROUTER = WeightRule(
 def _expert_layers(
     first: tuple[SourceTensor, ...], second: SourceTensor, when: tuple[str, ...] = ()
 ) -> tuple[WeightRule, ...]:
-    """The two layers of an expert: gate and up from `first`, down from `second`."""
+    """Make the two layers of an expert: gate and up from `first`, down from `second`."""
     return (
         WeightRule(
             megatron=f"{_MEGATRON}mlp.experts.local_experts.{{expert}}.linear_fc1.weight",

@@ -60,7 +60,7 @@ class RowCopy:
 
 
 def row_runs(binding: Binding, partition: Partition) -> tuple[RowCopy, ...]:
-    """The rows of a rank's share in order, padding left out.
+    """List the rows of a rank's share in order, padding left out.
 
     Raises PartitionError when the tensor does not divide evenly.
     """
@@ -80,7 +80,7 @@ def row_runs(binding: Binding, partition: Partition) -> tuple[RowCopy, ...]:
 
 
 def source_slices(binding: Binding, partition: Partition) -> tuple[Slice, ...]:
-    """What a rank must read to make its share, one slice for every source.
+    """List what a rank must read to make its share, one slice for every source.
 
     Raises PartitionError when the tensor does not divide evenly.
     """
@@ -97,7 +97,7 @@ def source_slices(binding: Binding, partition: Partition) -> tuple[Slice, ...]:
 
 
 def pack(binding: Binding, parts: Sequence[torch.Tensor], partition: Partition) -> torch.Tensor:
-    """A rank's share of the Megatron tensor from its `source_slices`, in their order.
+    """Make a rank's share of the Megatron tensor of its `source_slices`, in their order.
 
     Raises InexactTensorError where Pack.SHIFTED would lose a bit.
     """
@@ -122,7 +122,7 @@ def pack(binding: Binding, parts: Sequence[torch.Tensor], partition: Partition) 
 
 
 def unpack(binding: Binding, shares: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The HF tensors from the shares of all tensor-parallel ranks, in rank order.
+    """Make the HF tensors of the shares of all tensor-parallel ranks, in rank order.
 
     The inverse of `pack`: padding is dropped; a tensor that is not cut is taken from rank 0. Of a
     tensor that holds all experts this is the part of the binding's own.
@@ -147,7 +147,7 @@ def unpack(binding: Binding, shares: Sequence[torch.Tensor]) -> dict[str, torch.
 
 
 def share_shape(binding: Binding, partition: Partition) -> tuple[int, ...]:
-    """Shape of a rank's share of the Megatron tensor."""
+    """Return the shape of a rank's share of the Megatron tensor."""
     shape = list(binding.shape)
     if binding.padded:
         shape[0] = partition.padded_vocab
@@ -181,7 +181,7 @@ def _whole(binding: Binding) -> Iterator[tuple[int, int, int]]:
 def _heads(
     binding: Binding, query: tuple[int, int, int], group: int
 ) -> Iterator[tuple[int, int, int]]:
-    """The query rows of a group; with gates, the queries of all its heads, then their gates."""
+    """List the query rows of a group; with gates, those of all its heads, then their gates."""
     source, start, rows = query
     step = rows // binding.groups
     first = start + group * step
@@ -208,7 +208,7 @@ def _place(parts: Iterator[tuple[int, int, int]]) -> Iterator[RowCopy]:
 
 
 def _clip(runs: Sequence[RowCopy], first: int, last: int) -> Iterator[RowCopy]:
-    """What lies in rows first..last, counted from `first`."""
+    """Cut rows first..last, counted from `first`."""
     for run in runs:
         low, high = max(run.row, first), min(run.row + run.rows, last)
         if low < high:

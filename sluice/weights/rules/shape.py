@@ -34,7 +34,7 @@ class ModelShape:
     sizes: Mapping[str, int] = field(default_factory=dict)
 
     def dimension(self, name: str) -> int:
-        """A symbolic size of a Source: a name, a number, or products and sums of them."""
+        """Evaluate a symbolic size: a name, a number, or products and sums of them."""
         return sum(
             math.prod(self._size(factor.strip()) for factor in term.split("*"))
             for term in name.split("+")
@@ -49,11 +49,11 @@ class ModelShape:
         return size
 
     def allows(self, when: tuple[str, ...]) -> bool:
-        """Whether the conditions of a rule hold."""
+        """Return whether the conditions of a rule hold."""
         return all((flag.lstrip("!") in self.flags) != flag.startswith("!") for flag in when)
 
     def layer_indices(self, layers: Layers) -> tuple[int, ...]:
-        """The layers, or the blocks of the vision tower, that a rule is for."""
+        """List the layers, or the blocks of the vision tower, that a rule is for."""
         if layers is Layers.VISION:
             return tuple(range(self.sizes.get("vision_layers", 0)))
         if layers is Layers.DEEPSTACK:
@@ -76,7 +76,7 @@ def read_shape(
     value_head: bool = False,
     stacked_experts: bool = False,
 ) -> ModelShape:
-    """The shape of a model of `family` from its parsed `config.json`.
+    """Read the shape of a model of `family` from its parsed `config.json`.
 
     `value_head`: the model ends in one value per token instead of logits. `stacked_experts`: its
     HF checkpoint has one tensor of all experts of a layer.
@@ -130,7 +130,7 @@ class ConfigKeys:
             self._values["tie_word_embeddings"] = config["tie_word_embeddings"]
 
     def get(self, name: str) -> object:
-        """The value of a key; None where it is absent. A list counts as its length."""
+        """Return the value of a key; None where it is absent. A list counts as its length."""
         if "." not in name:
             return self._values.get(name)
         value: object = self._root
@@ -141,7 +141,7 @@ class ConfigKeys:
         return len(value) if isinstance(value, list | tuple) else value
 
     def count(self, *names: str, default: int | None = None) -> int:
-        """The first of `names` that is set; a null counts as absent."""
+        """Return the first of `names` that is set; a null counts as absent."""
         for name in names:
             value = self.get(name)
             if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
@@ -153,12 +153,12 @@ class ConfigKeys:
         return default
 
     def size(self, name: str) -> int:
-        """A count; 0 for one that may be null and is."""
+        """Return a count; 0 for one that may be null and is."""
         optional = name in self._defaults and self._defaults[name] is None
         return self.count(name, default=0 if optional else None)
 
     def flag(self, name: str) -> bool:
-        """Whether a key is true; `has:key` asks whether it is set at all."""
+        """Return whether a key is true; `has:key` asks whether it is set at all."""
         if name.startswith("has:"):
             return self.get(name.removeprefix("has:")) is not None
         value = self.get(name)

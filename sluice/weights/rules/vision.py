@@ -50,7 +50,7 @@ def vision_rule(
     block: str = "",
     **more: object,
 ) -> WeightRule:
-    """A rule of the tower with one source; `block` stands before the HF name."""
+    """Make a rule of the tower with one source; `block` stands before the HF name."""
     return WeightRule(
         megatron=megatron,
         sources=(SourceTensor(block + hf, shape),),
@@ -99,7 +99,7 @@ def attention(block: str) -> tuple[WeightRule, ...]:
 
 
 def norms(block: str, kinds: tuple[str, ...]) -> tuple[WeightRule, ...]:
-    """The norms before attention and before the MLP; `kinds`: weight, and bias of a LayerNorm."""
+    """Make the norms before attention and the MLP; `kinds`: weight, and bias of a LayerNorm."""
     names = (("input_layernorm", "norm1"), ("pre_mlp_layernorm", "norm2"))
     return tuple(
         vision_rule(f"{BLOCK}{megatron}.{kind}", f"{hf}.{kind}", ("vision_hidden",), block=block)
@@ -139,7 +139,7 @@ def plain_mlp(block: str) -> tuple[WeightRule, ...]:
 
 
 def gated_mlp(block: str) -> tuple[WeightRule, ...]:
-    """A gated MLP with biases on all three layers."""
+    """Make the rules of a gated MLP with biases on all three layers."""
 
     def packed(kind: str, rest: tuple[str, ...]) -> WeightRule:
         return WeightRule(
@@ -173,7 +173,7 @@ def gated_mlp(block: str) -> tuple[WeightRule, ...]:
 def merger(
     megatron: str, hf: str, names: tuple[str, str], layers: Layers = Layers.VISION
 ) -> tuple[WeightRule, ...]:
-    """The two linear layers from merged patches to the language model; `names` are HF's."""
+    """Make the two linear layers from merged patches to the language model; `names` are HF's."""
     shapes = {names[0]: (MERGED, MERGED), names[1]: ("vision_out", MERGED)}
     cuts = {"weight": (ShardAxis.ROWS, ShardAxis.COLUMNS), "bias": (ShardAxis.ROWS, ShardAxis.NONE)}
     return tuple(

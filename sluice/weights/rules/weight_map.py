@@ -45,7 +45,7 @@ class UnknownArchitectureError(InvalidCheckpointError):
 
 
 def family_of(config: Mapping[str, object]) -> Family:
-    """The family of a parsed `config.json`, by exact architecture name.
+    """Find the family of a parsed `config.json` by exact architecture name.
 
     Raises UnknownArchitectureError listing the known ones.
     """
@@ -147,11 +147,11 @@ class WeightMap:
         self._copies = {copy.name: copy for b in self.bindings() for copy in b.copies}
 
     def bindings(self) -> tuple[Binding, ...]:
-        """All tensors, in the order of the rules."""
+        """Return all tensors, in the order of the rules."""
         return tuple(self._by_megatron.values())
 
     def binding(self, name: str) -> Binding:
-        """The binding of a Megatron or an HF name. Raises UnexpectedTensorError with the name.
+        """Find the binding of a Megatron or an HF name. Raises UnexpectedTensorError with the name.
 
         Of an HF tensor that holds all experts it is the first expert's.
         """
@@ -163,7 +163,7 @@ class WeightMap:
         return self._by_hf[name][0]
 
     def hf_tensors(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the HF checkpoint that the model is exported to."""
+        """Return names and shapes of the HF checkpoint that the model is exported to."""
         return {
             source.name: source.shape
             for name, bindings in self._by_hf.items()
@@ -192,26 +192,26 @@ class WeightMap:
                 )
 
     def is_stacked(self, name: str) -> bool:
-        """Whether an HF tensor holds all experts."""
+        """Return whether an HF tensor holds all experts."""
         return any(s.index is not None for s in self._by_hf[name][0].sources if s.name == name)
 
     def is_ignored(self, name: str) -> bool:
-        """Whether an HF tensor of that name carries no weights."""
+        """Return whether an HF tensor of that name carries no weights."""
         return any(fnmatchcase(name, pattern) for pattern in self.family.ignored)
 
     def is_foreign(self, name: str) -> bool:
-        """Whether an HF tensor of that name is one that training does not own."""
+        """Return whether an HF tensor of that name is one that training does not own."""
         return any(
             fnmatchcase(name, pattern.format(layers=self.shape.layers))
             for pattern in self.family.foreign
         )
 
     def is_full_precision(self, name: str) -> bool:
-        """Whether an HF tensor keeps its type when the others change theirs."""
+        """Return whether an HF tensor keeps its type when the others change theirs."""
         return any(fnmatchcase(name, pattern) for pattern in self.family.full_precision)
 
     def is_copy(self, name: str) -> bool:
-        """Whether an HF tensor of that name repeats another one (a tied output layer)."""
+        """Return whether an HF tensor of that name repeats another one (a tied output layer)."""
         return name in self._copies
 
 
@@ -276,7 +276,7 @@ _EXPERT_NUMBER = re.compile(r"(\blocal_experts\.)(\d+)(\.)")
 
 
 def rule_name(parameter: str, *, layer_offset: int = 0, expert_offset: int = 0) -> str:
-    """The name that the rules have for parameter `parameter` of a model chunk.
+    """Return the name that the rules have for parameter `parameter` of a model chunk.
 
     The offsets are the global indices of the chunk's first layer and first expert.
     """

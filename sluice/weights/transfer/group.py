@@ -126,7 +126,7 @@ class TransferGroup:
 
 @contextlib.contextmanager
 def _breaking(group: str) -> Iterator[None]:
-    """What torch raises for a peer that is gone, or late, by its name here."""
+    """Translate what torch raises for a peer that is gone, or late."""
     try:
         yield
     except (RuntimeError, ValueError) as error:  # DistBackendError and its kin are RuntimeErrors
@@ -153,7 +153,7 @@ def send(
 def receive(
     senders: Sequence[tuple[TransferGroup, Sequence[Bucket]]], deadline: Deadline
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of every sender, on the device, as views of memory that their bucket shares.
+    """Yield every tensor of every sender, on the device, as views of memory that a bucket shares.
 
     Each is digested, but broadcasts go on after a wrong one, for the sake of the other members:
     serve the tensors only after the iterator has ended without TensorDigestError (which names
@@ -202,7 +202,7 @@ class Receiver:
         seconds: float,
         use: Callable[[Iterator[tuple[str, torch.Tensor]]], T],
     ) -> T:
-        """What `use`, on the thread, makes of the tensors; see `exchange.receive`."""
+        """Return what `use`, on the thread, makes of the tensors; see `receive` of this module."""
         return await self._run(self._receive, buckets, Deadline(seconds), use)
 
     def close(self) -> None:

@@ -80,7 +80,7 @@ class Bucket:
 def plan_buckets(
     manifest: Manifest, file_names: Sequence[str], bucket_bytes: int = DEFAULT_BUCKET_BYTES
 ) -> list[Bucket]:
-    """The broadcasts of a sender that owns `file_names`, in order, as a receiver knows them.
+    """Plan the broadcasts of a sender that owns `file_names`, in order, as a receiver knows them.
 
     Raises InvalidCheckpointError for a file that the manifest has no tensors of.
     """
@@ -94,7 +94,7 @@ def plan_buckets(
 
 
 def plan_shards(shards: Iterable[ShardFile], bucket_bytes: int) -> list[Bucket]:
-    """The same, as the sender knows them: of the shards that it reported, in that order."""
+    """Plan the same as the sender knows them: of the shards that it reported, in that order."""
     return [
         bucket
         for shard in shards
