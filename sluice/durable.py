@@ -25,11 +25,8 @@ def sync_path(path: Path) -> None:
 
 
 def write_new(path: Path, data: bytes | memoryview, *, sync: bool = True) -> None:
-    """Create `path` with `data`; raises FileExistsError where it is already there."""
-    with path.open("xb", buffering=0) as file:
-        write_all(file, data)
-        if sync:
-            os.fsync(file.fileno())
+    """Create `path` with `data`; raises FileExistsError where it is there already."""
+    write_pieces(path, [data], sync=sync)
 
 
 def write_pieces(path: Path, pieces: Iterable[bytes | memoryview], *, sync: bool = True) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,14 @@ from sluice.weights.errors import (
     MissingFileError,
     TensorDigestError,
 )
-from sluice.weights.manifest import Buffer, Manifest, ShardFile, TensorEntry, digest_bytes
+from sluice.weights.manifest import (
+    Buffer,
+    Manifest,
+    ShardFile,
+    TensorEntry,
+    digest_bytes,
+    digest_file,
+)
 
 MAX_HEADER = 100_000_000  # as the safetensors library has it
 
@@ -234,3 +241,43 @@ class ShardCheck:
         expected = self._manifest.files[self._file_name].digest
         if self._whole is not None and self._whole.hexdigest() != expected:
             raise FileDigestError(self._file_name, expected, self._whole.hexdigest())
+
+
+def checked_tensors(
+    directory: Path, manifest: Manifest, access: int = mmap.ACCESS_READ
+) -> Iterator[tuple[str, mmap.mmap, Extent]]:
+    """Yield every tensor of a version, each checked before: its name, the map of its file, where.
+
+    Files are checked as well, headers and companions included: use the tensors only after the
+    iterator has ended without TensorDigestError, FileDigestError, MissingFileError or
+    DamagedFileError.
+    """
+    check_companions(directory, manifest)
+    for file_name in sorted({tensor.file for tensor in manifest.tensors.values()}):
+        path, expected = directory / file_name, manifest.files[file_name].size
+        if path.is_file() and (size := path.stat().st_size) != expected:
+            raise MissingFileError(file_name, f"has {size} bytes, not {expected}")
+        mapped, extents = map_shard(path, access)
+        view = memoryview(mapped)
+        checking = ShardCheck(manifest, file_name, bytes(view[: data_start(mapped)]), extents)
+        for name, extent in extents.items():
+            checking.check(name, view[extent.begin : extent.end])
+            yield name, mapped, extent
+        checking.finish()
+
+
+def check_companions(directory: Path, manifest: Manifest) -> None:
+    """Check every file of a version that holds no tensors; raises as `checked_tensors`."""
+    shards = {tensor.file for tensor in manifest.tensors.values()}
+    for file_name in manifest.files.keys() - shards:
+        check_file(directory / file_name, manifest.files[file_name].digest)
+
+
+def check_file(path: Path, expected: str) -> None:
+    """Check the digest of a file; raises MissingFileError or FileDigestError."""
+    try:
+        _, actual = digest_file(path)
+    except FileNotFoundError as error:
+        raise MissingFileError(path.name) from error
+    if actual != expected:
+        raise FileDigestError(path.name, expected, actual)

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import IO
 
 from sluice.durable import LockTimeoutError, try_lock, write_new
+from sluice.weights.checkpoint import check_file
 from sluice.weights.delta import ShardSource, build_shard
-from sluice.weights.errors import FileDigestError, ManifestError, MissingFileError, WeightStoreError
+from sluice.weights.errors import ManifestError, MissingFileError, WeightStoreError
 from sluice.weights.manifest import (
     MANIFEST_NAME,
     Manifest,
     delta_name,
-    digest_file,
     encode_manifest,
 )
 from sluice.weights.store import WeightStore
@@ -60,9 +60,7 @@ class _CheckOut:
     def _copy_companion(self, manifest: Manifest, name: str, target: Path) -> None:
         holder = self._walk(manifest, lambda m: name in m.inherited)[-1]
         shutil.copyfile(self._path(holder, name), target)
-        expected, (_, actual) = manifest.files[name].digest, digest_file(target)
-        if actual != expected:
-            raise FileDigestError(name, expected, actual)
+        check_file(target, manifest.files[name].digest)
 
     def _find_shard(self, manifest: Manifest, name: str) -> ShardSource:
         *changed, whole = self._walk(manifest, lambda m: name in m.deltas)

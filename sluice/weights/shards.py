@@ -10,13 +10,11 @@ import torch
 import xxhash
 
 from sluice.durable import write_pieces
-from sluice.weights.checkpoint import Extent, ShardCheck, data_start, encode_header, map_shard
+from sluice.weights.checkpoint import Extent, checked_tensors, encode_header
 from sluice.weights.errors import (
     DuplicateFileError,
-    FileDigestError,
-    MissingFileError,
 )
-from sluice.weights.manifest import Manifest, ShardFile, TensorEntry, digest_bytes, digest_file
+from sluice.weights.manifest import Manifest, ShardFile, TensorEntry, digest_bytes
 
 TORCH_DTYPES = {
     "BOOL": torch.bool,
@@ -80,41 +78,10 @@ def load_verified(
     companions included: serve the weights only after the iterator has ended without
     TensorDigestError, FileDigestError, MissingFileError or DamagedFileError.
     """
-    names = {stored.file for stored in manifest.tensors.values()}
-    verify_companions(directory, manifest)
-    for file_name in sorted(names):
-        for name, tensor in _load_file(directory, file_name, manifest):
-            convert = dtype is not None and tensor.is_floating_point()
-            yield name, tensor.to(dtype) if convert else tensor
-
-
-def verify_companions(directory: Path, manifest: Manifest) -> None:
-    """Check size and digest of every file that holds no tensors."""
-    shards = {stored.file for stored in manifest.tensors.values()}
-    for file_name, entry in manifest.files.items():
-        if file_name in shards:
-            continue
-        try:
-            _, actual = digest_file(directory / file_name)
-        except FileNotFoundError as error:
-            raise MissingFileError(file_name) from error
-        if actual != entry.digest:
-            raise FileDigestError(file_name, entry.digest, actual)
-
-
-def _load_file(
-    directory: Path, file_name: str, manifest: Manifest
-) -> Iterator[tuple[str, torch.Tensor]]:
-    path, size = directory / file_name, manifest.files[file_name].size
-    if path.is_file() and (found := path.stat().st_size) != size:
-        raise MissingFileError(file_name, f"has {found} bytes, not {size}")
-    mapped, extents = map_shard(path, mmap.ACCESS_COPY)
-    view = memoryview(mapped)
-    checking = ShardCheck(manifest, file_name, bytes(view[: data_start(mapped)]), extents)
-    for name, extent in extents.items():
-        checking.check(name, view[extent.begin : extent.end])
-        yield name, _tensor(mapped, extent)
-    checking.finish()
+    for name, mapped, extent in checked_tensors(directory, manifest, mmap.ACCESS_COPY):
+        tensor = _tensor(mapped, extent)
+        convert = dtype is not None and tensor.is_floating_point()
+        yield name, tensor.to(dtype) if convert else tensor
 
 
 def _tensor(mapped: mmap.mmap, extent: Extent) -> torch.Tensor:

@@ -51,7 +51,7 @@ def read_config(directory: Path) -> dict[str, object]:
 
 
 @dataclass(frozen=True)
-class Found:
+class HfEntry:
     """A tensor as it lies in a checkpoint: its own name, its file and its bytes."""
 
     name: str
@@ -71,7 +71,7 @@ class HfSource:
     ) -> None:
         self.directory, self._files = directory, files
         self._spellings = [(re.compile(pattern), text) for pattern, text in spellings]
-        self._found: dict[str, Found] = {}
+        self._entries: dict[str, HfEntry] = {}
         self.duplicates: list[str] = []
         for path in shard_paths(directory):
             for found in _read_shard(path):
@@ -81,30 +81,30 @@ class HfSource:
 
     def names(self) -> tuple[str, ...]:
         """List the tensors by name; the scales of quantised ones belong to them."""
-        return tuple(n for n in self._found if not self._is_scale(n))
+        return tuple(n for n in self._entries if not self._is_scale(n))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: self._found[name].content.shape for name in self.names()}
+        return {name: self._entries[name].content.shape for name in self.names()}
 
-    def found(self, name: str) -> Found:
+    def entry(self, name: str) -> HfEntry:
         """A tensor as it is stored. Raises MissingTensorError."""
-        if name not in self._found:
+        if name not in self._entries:
             raise MissingTensorError((name,))
-        return self._found[name]
+        return self._entries[name]
 
-    def stored(self) -> Mapping[str, Found]:
+    def stored(self) -> Mapping[str, HfEntry]:
         """Everything as it is stored, scales as well."""
-        return self._found
+        return self._entries
 
     def is_quantized(self, name: str) -> bool:
-        return self._block is not None and name + SCALE in self._found
+        return self._block is not None and name + SCALE in self._entries
 
     def content(self, name: str) -> Content:
         """A tensor's numbers. Raises MissingTensorError."""
-        stored = self.found(name).content
+        stored = self.entry(name).content
         if not self.is_quantized(name):
             return stored
-        scale, block = self._found[name + SCALE].content, self._block
+        scale, block = self._entries[name + SCALE].content, self._block
         assert block is not None
 
         def compute() -> torch.Tensor:
@@ -123,30 +123,30 @@ class HfSource:
     def _check_scales(self) -> None:
         if self._block is None:
             return
-        blocks = {n for n, f in self._found.items() if f.content.dtype in QUANTIZED}
-        scaled = {name.removesuffix(SCALE) for name in self._found if name.endswith(SCALE)}
+        blocks = {n for n, f in self._entries.items() if f.content.dtype in QUANTIZED}
+        scaled = {name.removesuffix(SCALE) for name in self._entries if name.endswith(SCALE)}
         if lost := sorted(blocks - scaled):
             raise MissingTensorError(tuple(name + SCALE for name in lost))
         if stale := sorted(scaled - blocks):
             raise UnexpectedTensorError(tuple(name + SCALE for name in stale))
 
-    def _add(self, found: Found) -> None:
-        name = found.name
+    def _add(self, entry: HfEntry) -> None:
+        name = entry.name
         for pattern, text in self._spellings:
             name = pattern.sub(text, name)
-        other = self._found.get(name)
+        other = self._entries.get(name)
         if other is None:
-            self._found[name] = found
+            self._entries[name] = entry
             return
         same = (other.content.dtype, other.content.shape) == (
-            found.content.dtype,
-            found.content.shape,
+            entry.content.dtype,
+            entry.content.shape,
         )
-        if not same or self._files.digest(other.content) != self._files.digest(found.content):
+        if not same or self._files.digest(other.content) != self._files.digest(entry.content):
             raise ConflictingTensorError(
-                f"{other.path.name}:{other.name}", f"{found.path.name}:{found.name}"
+                f"{other.path.name}:{other.name}", f"{entry.path.name}:{entry.name}"
             )
-        self.duplicates.append(found.name)
+        self.duplicates.append(entry.name)
 
 
 def read_names(path: Path) -> list[str]:
@@ -154,11 +154,11 @@ def read_names(path: Path) -> list[str]:
     return [found.name for found in _read_shard(path)]
 
 
-def _read_shard(path: Path) -> list[Found]:
+def _read_shard(path: Path) -> list[HfEntry]:
     mapped, extents = map_shard(path)
     mapped.close()
     return [
-        Found(
+        HfEntry(
             name,
             path,
             Content(
@@ -234,21 +234,13 @@ def _index(tensors: dict[str, TensorPart], weight_map: dict[str, str]) -> bytes:
     return (json.dumps(document, indent=2) + "\n").encode()
 
 
-@dataclass(frozen=True)
-class Merge:
-    """What comes on top, in groups, and the report of the whole."""
-
-    groups: list[tuple[str, list[TensorPart]]]
-    report: ConversionReport
-
-
 def fill_from_origin(
     groups: Sequence[tuple[str, Sequence[TensorPart]]],
     options: ConvertOptions,
     weights: WeightMap | None,
     files: Files,
-) -> Merge:
-    """Add the tensors of `options.origin` that the groups lack.
+) -> tuple[list[tuple[str, list[TensorPart]]], ConversionReport]:
+    """Find the tensors of `options.origin` that the groups lack, and report on the whole.
 
     Left out are copies of tied tensors, which would be stale, and names that the patterns do not
     let through; scales of quantised tensors go with their tensors, which are copied as numbers.
@@ -261,7 +253,7 @@ def fill_from_origin(
     skipped: dict[str, str] = {n: "stored twice, equal" for n in origin.duplicates}
     conflicting: dict[str, str] = {}
     for name in origin.names():
-        shape = origin.found(name).content.shape
+        shape = origin.entry(name).content.shape
         if name in own:
             if own[name] != shape:
                 conflicting[name] = f"{shape} in the origin, {own[name]} converted"
@@ -279,7 +271,7 @@ def fill_from_origin(
         skipped=skipped,
         conflicting=conflicting,
     )
-    return Merge(copied, report)
+    return copied, report
 
 
 def _left_out(name: str, options: ConvertOptions, weights: WeightMap | None) -> str | None:

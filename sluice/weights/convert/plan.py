@@ -13,12 +13,11 @@ from pathlib import Path
 
 import torch
 
-from sluice.weights.checkpoint import companion_files, shard_paths
+from sluice.weights.checkpoint import check_companions, check_file, companion_files, shard_paths
 from sluice.weights.convert import fp8
 from sluice.weights.convert.hf import (
     CONFIG,
     HfSource,
-    Merge,
     TensorPart,
     fill_from_origin,
     lay_out_hf,
@@ -34,16 +33,14 @@ from sluice.weights.convert.work import Check, ConversionReport, Work
 from sluice.weights.errors import (
     ConflictingTensorError,
     DamagedFileError,
-    FileDigestError,
     InvalidCheckpointError,
     MissingFileError,
     MissingTensorError,
 )
-from sluice.weights.manifest import MANIFEST_NAME, digest_file, read_manifest
+from sluice.weights.manifest import MANIFEST_NAME, read_manifest
 from sluice.weights.rules.packing import InexactTensorError
 from sluice.weights.rules.shape import read_shape
 from sluice.weights.rules.weight_map import UnknownArchitectureError, WeightMap, family_of
-from sluice.weights.shards import verify_companions
 
 RECORD = "conversion.json"
 
@@ -60,15 +57,10 @@ def check_files(source: Path) -> None:
             raise InvalidCheckpointError(
                 f"{source.name!r} holds only what changed since version {manifest.base}"
             )
-        verify_companions(source, manifest)
+        check_companions(source, manifest)
         return
     for name, digest in _read_record(source).get("files", {}).items():
-        try:
-            _, actual = digest_file(source / name)
-        except FileNotFoundError as error:
-            raise MissingFileError(name) from error
-        if actual != digest:
-            raise FileDigestError(name, digest, actual)
+        check_file(source / name, digest)
 
 
 def find_checks(source: HfSource | TorchDistSource) -> tuple[Check, ...]:
@@ -240,12 +232,10 @@ def _plan_hf(
     files: Files,
 ) -> Work:
     weights = _weights_or_none(config, options.origin or described)
-    merged = Merge(
-        [], ConversionReport(converted=tuple(sorted({p.name for _, ps in groups for p in ps})))
-    )
+    report = ConversionReport(converted=tuple(sorted({p.name for _, ps in groups for p in ps})))
     if options.origin is not None:
-        merged = fill_from_origin(groups, options, weights, files)
-    groups = [*groups, *merged.groups]
+        copied, report = fill_from_origin(groups, options, weights, files)
+        groups = [*groups, *copied]
     config = dict(config)
     config.pop("quantization_config", None)
     if options.dtype != "keep":
@@ -258,7 +248,7 @@ def _plan_hf(
     total = sum(part.content.size for _, parts in groups for part in parts)
     laid, work, texts = lay_out_hf(groups, max_file_bytes=options.file_bytes(total))
     texts |= _companions(described, config)
-    return Work(laid, work, texts, merged.report)
+    return Work(laid, work, texts, report)
 
 
 def _groups_of_torch_dist(source: TorchDistSource) -> Groups:
