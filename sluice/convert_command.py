@@ -109,8 +109,10 @@ async def _verify_here(
 
     _check_here(first, second, config.model)
     control = Control()
-    found = await _in_thread(lambda: compare(first, second, control, model=config.model), control)
-    return comparison_to_proto(found)
+    comparison = await _in_thread(
+        lambda: compare(first, second, control, model=config.model), control
+    )
+    return comparison_to_proto(comparison)
 
 
 def _check_here(*directories: Path | None) -> None:

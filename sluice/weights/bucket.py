@@ -87,8 +87,8 @@ class BucketObjects(Objects):
     def list(self, folder: str) -> list[ObjectInfo]:
         """List the objects in a folder."""
         with _errors(folder):
-            found = obstore.list(self._store, folder).collect()
-        return [ObjectInfo(meta["path"], meta["size"], meta["last_modified"]) for meta in found]
+            objects = obstore.list(self._store, folder).collect()
+        return [ObjectInfo(meta["path"], meta["size"], meta["last_modified"]) for meta in objects]
 
     def keys(self, folder: str) -> Sequence[str]:
         return [info.key for info in self.list(folder)]
@@ -172,20 +172,22 @@ class BucketObjects(Objects):
         return True
 
     def clear(self) -> None:
-        found, signs = self.list("versions"), self.list("retiring")
-        whole = {info.version for info in found if _is_manifest(info)}
-        newest, retiring = max(whole, default=0), {sign.version for sign in signs}
+        files, signs = self.list("versions"), self.list("retiring")
+        committed = {info.version for info in files if _is_manifest(info)}
+        newest, retiring = max(committed, default=0), {sign.version for sign in signs}
         self.delete(
             info.key
-            for info in found
-            if info.version not in whole
+            for info in files
+            if info.version not in committed
             and (
                 info.version in retiring
                 or (info.version < newest and info.age > UNFINISHED_SECONDS)
             )
         )
         self.delete(
-            sign.key for sign in signs if sign.version not in whole or sign.age > RETIRING_SECONDS
+            sign.key
+            for sign in signs
+            if sign.version not in committed or sign.age > RETIRING_SECONDS
         )
 
 

@@ -152,8 +152,8 @@ COMPANION_PATTERNS = (
 
 def companion_files(directory: Path) -> list[Path]:
     """List config, tokenizer, chat template and processor files of a model directory."""
-    found = {path for pattern in COMPANION_PATTERNS for path in directory.glob(pattern)}
-    return sorted(path for path in found if path.is_file())
+    paths = {path for pattern in COMPANION_PATTERNS for path in directory.glob(pattern)}
+    return sorted(path for path in paths if path.is_file())
 
 
 def shard_paths(directory: Path) -> list[Path]:

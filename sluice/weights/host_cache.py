@@ -215,8 +215,8 @@ class HostCache:
         return {}
 
     def _trim(self) -> None:
-        whole = sorted(path for path in self._root.glob("[0-9]*-*") if path.is_dir())
-        for directory in whole[: -self._keep]:
+        versions = sorted(path for path in self._root.glob("[0-9]*-*") if path.is_dir())
+        for directory in versions[: -self._keep]:
             self._remove(directory)
         for lock_path in self._root.glob("[0-9]*" + LOCK_SUFFIX):
             directory = lock_path.with_suffix("")

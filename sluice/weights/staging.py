@@ -97,11 +97,11 @@ def _remove(directory: Path) -> bool:
 
     Ranks may still write: under another name they do not find it.
     """
-    gone = directory.with_name(directory.name + GONE_SUFFIX)
+    renamed = directory.with_name(directory.name + GONE_SUFFIX)
     with contextlib.suppress(OSError):
-        directory.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
-    if directory.exists() or gone.exists():
+        directory.rename(renamed)
+    shutil.rmtree(renamed, ignore_errors=True)
+    if directory.exists() or renamed.exists():
         return False
     directory.with_name(directory.name + LOCK_SUFFIX).unlink(missing_ok=True)
     return True
@@ -189,10 +189,10 @@ def _check_shards(shards: Iterable[ShardFile], read_header: ReadHeader) -> None:
         else:
             extents = read_header(delta_name(shard.file_name), shard.delta.size)
             reported = {n: ("U8", extents[n].shape) for n in shard.tensors if n in extents}
-        found = {name: (extent.dtype, extent.shape) for name, extent in extents.items()}
-        if found != reported or found.keys() != shard.tensors.keys():
-            names = {name for name, _ in found.items() ^ reported.items()}
-            names |= found.keys() ^ shard.tensors.keys()
+        stored = {name: (extent.dtype, extent.shape) for name, extent in extents.items()}
+        if stored != reported or stored.keys() != shard.tensors.keys():
+            names = {name for name, _ in stored.items() ^ reported.items()}
+            names |= stored.keys() ^ shard.tensors.keys()
             raise InvalidCheckpointError(
                 f"{shard.file_name!r} and its report differ in: {', '.join(sorted(names)[:8])}"
             )

@@ -292,9 +292,9 @@ class WeightStore:
         """Read the header of a safetensors file of `size` bytes. Raises MissingFileError."""
         key = f"{folder}/{name}"
         try:
-            found = self._objects.size(key)
-            if found != size:
-                raise MissingFileError(name, f"has {found} bytes, not {size}")
+            stored = self._objects.size(key)
+            if stored != size:
+                raise MissingFileError(name, f"has {stored} bytes, not {size}")
             data = self._objects.get_range(key, 0, 8) if size >= 8 else b""
             if data:
                 data = self._objects.get_range(key, 0, min(data_start(data), size))

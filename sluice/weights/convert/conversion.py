@@ -163,12 +163,12 @@ class Execution:
             future.result()
 
     def _do(self, group: Group, journal: Journal) -> None:
-        known = journal.finished.get(group.name)
-        if known is not None and self._is_written(group, known):
-            digests = known
+        digests_before = journal.finished.get(group.name)
+        if digests_before is not None and self._is_written(group, digests_before):
+            digests = digests_before
             self._advance(group.size, len(group.tasks), resumed=True)
         else:
-            if known is not None:
+            if digests_before is not None:
                 journal.forget(group.name)
             with self._memory.taken(group.working_bytes):
                 digests = {task.name: self._write(task) for task in group.tasks}
@@ -178,8 +178,8 @@ class Execution:
             self.digests |= digests
             for task in group.tasks:
                 self._left[task.file] -= 1
-            whole = {task.file for task in group.tasks if not self._left[task.file]}
-        for name in whole:
+            complete = {task.file for task in group.tasks if not self._left[task.file]}
+        for name in complete:
             self._sync_file(name)
 
     def _is_written(self, group: Group, known: dict[str, str]) -> bool:
@@ -189,15 +189,15 @@ class Execution:
 
     def _checks(self) -> list[Check]:
         """Split the checks: return those that no tensor is written of byte for byte."""
-        whole = {
+        copied = {
             task.content.pieces
             for group in self._work.groups
             for task in group.tasks
             if task.content.is_copy
         }
-        apart = [check for check in self._work.checks if check.content.pieces not in whole]
+        apart = [check for check in self._work.checks if check.content.pieces not in copied]
         for check in self._work.checks:
-            if check.content.pieces in whole:
+            if check.content.pieces in copied:
                 self._on_the_way.setdefault(check.content.pieces, []).append(check)
         return apart
 
@@ -432,9 +432,9 @@ def _fingerprint(source: Path, options: ConvertOptions, work: Work) -> str:
     hasher = xxhash.xxh3_128()
     inputs = {piece.path for g in work.groups for t in g.tasks for piece in t.content.pieces}
     for directory in (source, options.model, options.origin):
-        found = [] if directory is None else directory.iterdir()
+        paths = [] if directory is None else directory.iterdir()
         # Hidden ones are, but for one, marks of conversions whose targets lie in there too.
-        inputs |= {path for path in found if path.name[0] != "." or path.name == METADATA}
+        inputs |= {path for path in paths if path.name[0] != "." or path.name == METADATA}
     for path in sorted(path for path in inputs if path is not None and path.is_file()):
         stat = path.stat()
         hasher.update(json.dumps([str(path.resolve()), stat.st_size, stat.st_mtime_ns]).encode())

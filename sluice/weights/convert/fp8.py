@@ -70,13 +70,13 @@ def block_size(config: Mapping[str, object]) -> tuple[int, int] | None:
 
     Raises InvalidCheckpointError for a quantisation that is not understood.
     """
-    found = config.get("quantization_config")
-    if not isinstance(found, Mapping):
+    entry = config.get("quantization_config")
+    if not isinstance(entry, Mapping):
         return None
-    block = found.get("weight_block_size")
-    if found.get("quant_method") != "fp8" or not isinstance(block, list) or len(block) != 2:
+    block = entry.get("weight_block_size")
+    if entry.get("quant_method") != "fp8" or not isinstance(block, list) or len(block) != 2:
         raise InvalidCheckpointError(
-            f"quantization {found.get('quant_method')!r} is not FP8 with blocks of weights"
+            f"quantization {entry.get('quant_method')!r} is not FP8 with blocks of weights"
         )
     return int(block[0]), int(block[1])
 

@@ -74,8 +74,8 @@ class HfSource:
         self._entries: dict[str, HfEntry] = {}
         self.duplicates: list[str] = []
         for path in shard_paths(directory):
-            for found in _read_shard(path):
-                self._add(found)
+            for entry in _read_shard(path):
+                self._add(entry)
         self._block = block_size(read_config(directory))
         self._check_scales()
 
@@ -125,10 +125,10 @@ class HfSource:
             return
         blocks = {n for n, f in self._entries.items() if f.content.dtype in QUANTIZED}
         scaled = {name.removesuffix(SCALE) for name in self._entries if name.endswith(SCALE)}
-        if lost := sorted(blocks - scaled):
-            raise MissingTensorError(tuple(name + SCALE for name in lost))
-        if stale := sorted(scaled - blocks):
-            raise UnexpectedTensorError(tuple(name + SCALE for name in stale))
+        if missing := sorted(blocks - scaled):
+            raise MissingTensorError(tuple(name + SCALE for name in missing))
+        if surplus := sorted(scaled - blocks):
+            raise UnexpectedTensorError(tuple(name + SCALE for name in surplus))
 
     def _add(self, entry: HfEntry) -> None:
         name = entry.name
@@ -151,7 +151,7 @@ class HfSource:
 
 def read_names(path: Path) -> list[str]:
     """List the tensors of a safetensors file by name."""
-    return [found.name for found in _read_shard(path)]
+    return [entry.name for entry in _read_shard(path)]
 
 
 def _read_shard(path: Path) -> list[HfEntry]:
@@ -261,10 +261,10 @@ def fill_from_origin(
             skipped[name] = reason
         else:
             copied.append((name, [TensorPart(name, origin.content(name))]))
-    stale = [
+    scales = [
         name for name in origin.stored() if name.endswith(SCALE) and name not in origin.names()
     ]
-    skipped |= {name: "scale: the numbers are copied unquantised" for name in stale}
+    skipped |= {name: "scale: the numbers are copied unquantised" for name in scales}
     report = ConversionReport(
         converted=tuple(sorted(own)),
         copied=tuple(sorted(name for name, _ in copied)),

@@ -68,13 +68,13 @@ def find_checks(source: HfSource | TorchDistSource) -> tuple[Check, ...]:
 
     Raises MissingTensorError where a tensor with a digest is gone, or FileDigestError.
     """
-    known = _known_digests(source.directory)
-    if not known:
+    digests = _known_digests(source.directory)
+    if not digests:
         return ()
-    stored = dict(_stored(source, known))
-    if lost := sorted(set(known) - set(stored)):
-        raise MissingTensorError(tuple(lost))
-    return tuple(Check(name, stored[name], digest) for name, digest in known.items())
+    stored = dict(_stored(source, digests))
+    if missing := sorted(set(digests) - set(stored)):
+        raise MissingTensorError(tuple(missing))
+    return tuple(Check(name, stored[name], digest) for name, digest in digests.items())
 
 
 def _known_digests(source: Path) -> dict[str, str]:
@@ -98,15 +98,15 @@ def _read_record(source: Path) -> dict[str, dict[str, str]]:
 
 
 def _stored(
-    source: HfSource | TorchDistSource, known: Mapping[str, str]
+    source: HfSource | TorchDistSource, digests: Mapping[str, str]
 ) -> Iterator[tuple[str, Content]]:
     """Yield tensors as they are stored, by the names that digests are kept under."""
     if isinstance(source, TorchDistSource):
         yield from source.chunks()
         return
-    for found in source.stored().values():
-        name, content = found.name, found.content
-        if f"{name}[0]" not in known:
+    for entry in source.stored().values():
+        name, content = entry.name, entry.content
+        if f"{name}[0]" not in digests:
             yield name, content
             continue
         for index in range(content.shape[0]):
@@ -171,13 +171,13 @@ def plan_conversion(source: Path, options: ConvertOptions, files: Files) -> Work
     config = read_config(options.model or source)
     if options.to == "torch_dist":
         return _plan_torch_dist(source, config, options, files)
-    known = _weights_or_none(config, source)
-    spellings = () if known is None else known.family.spellings
+    weights = _weights_or_none(config, source)
+    spellings = () if weights is None else weights.family.spellings
     checkpoint = HfSource(source, files, spellings)
-    if known is not None:
-        checkpoint.check(known)
-        _check_copies(checkpoint, known, files)
-    names = [n for n in checkpoint.names() if known is None or not known.is_ignored(n)]
+    if weights is not None:
+        checkpoint.check(weights)
+        _check_copies(checkpoint, weights, files)
+    names = [n for n in checkpoint.names() if weights is None or not weights.is_ignored(n)]
     groups = [(name, [TensorPart(name, checkpoint.content(name))]) for name in names]
     work = _plan_hf(groups, config, options.model or source, options, files)
     return replace(work, checks=find_checks(checkpoint))

@@ -90,9 +90,9 @@ _CLASSES = {
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        found = _CLASSES.get(module, {}).get(name)
-        if found is not None:
-            return found
+        kind = _CLASSES.get(module, {}).get(name)
+        if kind is not None:
+            return kind
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if module.startswith("megatron.core.dist_checkpointing.") and name.startswith("MCore"):

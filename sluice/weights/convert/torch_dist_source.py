@@ -208,7 +208,7 @@ class TorchDistSource:
         raise AssertionError("a section is one run")
 
     def _key_rows(self, stored: StoredKey, place: Place, first: int, last: int) -> Pieces | None:
-        lead, found = len(place.lead), []
+        lead, parts = len(place.lead), []
         width = math.prod(stored.shape[lead + 1 :]) * stored.dtype.itemsize
         for chunk in self._at(stored, place):
             if chunk.sizes[lead + 1 :] != stored.shape[lead + 1 :]:
@@ -219,11 +219,11 @@ class TorchDistSource:
                 continue
             skip = _ravel(place.index, chunk.offsets, chunk.sizes) * height + start - low
             data = self._data_offset(chunk, stored.dtype)
-            found.append(
+            parts.append(
                 (start, stop, FileRange(chunk.path, data + skip * width, (stop - start) * width))
             )
         at, pieces = first, []
-        for start, stop, piece in sorted(found, key=lambda item: item[:2]):
+        for start, stop, piece in sorted(parts, key=lambda item: item[:2]):
             if start != at:
                 break
             pieces.append(piece)
@@ -294,12 +294,12 @@ class TorchDistSource:
             heights = [binding.shape[0]]
         for key, rows in zip(keys, heights, strict=True):
             shape = (*place.lead, rows, *binding.shape[1:])
-            found = self._keys[key].shape
-            padded = list(found)
-            if binding.padded and len(found) == len(shape):
-                padded[len(place.lead)] = min(rows, found[len(place.lead)])
+            actual = self._keys[key].shape
+            padded = list(actual)
+            if binding.padded and len(actual) == len(shape):
+                padded[len(place.lead)] = min(rows, actual[len(place.lead)])
             if tuple(padded) != shape:
-                raise TensorShapeError(f"tensor {key!r} has shape {found}, the model has {shape}")
+                raise TensorShapeError(f"tensor {key!r} has shape {actual}, the model has {shape}")
 
 
 def chunk_name(key: str, offsets: tuple[int, ...]) -> str:

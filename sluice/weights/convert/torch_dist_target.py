@@ -292,16 +292,16 @@ class ToTorchDist:
         return Content(sources[0].dtype, shape, compute=compute, working_bytes=2 * size)
 
     def _sources(self, binding: Binding) -> list[Content]:
-        found = []
+        contents = []
         for source in binding.sources:
             content = self._source.content(source.name)
             if source.index is not None:
                 content = _expert(content, source.index)
-            found.append(content)
-        if len({content.dtype for content in found}) > 1:
+            contents.append(content)
+        if len({content.dtype for content in contents}) > 1:
             names = ", ".join(source.name for source in binding.sources)
             raise InvalidCheckpointError(f"tensors of several types become one: {names}")
-        return found
+        return contents
 
     def _rank(self, binding: Binding, rank: int) -> int:
         """Number the rank that writes a share: pipeline stages apart, then the others."""

@@ -78,18 +78,18 @@ def _weights(first: Path, second: Path, model: Path | None) -> WeightMap | None:
 def _open(path: Path, weights: WeightMap | None, files: Files) -> dict[str, Content]:
     if is_torch_dist(path):
         assert weights is not None
-        source, found = TorchDistSource(path, weights, files), {}
+        source, contents = TorchDistSource(path, weights, files), {}
         for binding in source.bindings():
-            contents = source.contents(binding)
+            parts = source.contents(binding)
             for tensor in binding.sources:
                 suffix = "" if tensor.index is None else f"[{tensor.index}]"
-                found[tensor.name + suffix] = contents[tensor.name]
-        return found
+                contents[tensor.name + suffix] = parts[tensor.name]
+        return contents
     if weights is None:
         return {n: f.content for n, f in HfSource(path, files).stored().items()}
     checkpoint = HfSource(path, files, weights.family.spellings)
     left_out = {n for n in checkpoint.names() if weights.is_copy(n) or weights.is_ignored(n)}
-    found = {}
+    contents = {}
     for name in checkpoint.names():
         if name in left_out or weights.is_foreign(name):
             continue
@@ -97,10 +97,10 @@ def _open(path: Path, weights: WeightMap | None, files: Files) -> dict[str, Cont
         if name in weights.hf_tensors() and weights.is_stacked(name):
             for index in range(content.shape[0]):
                 part = content.rows(index, index + 1)
-                found[f"{name}[{index}]"] = Content(part.dtype, part.shape[1:], part.pieces)
+                contents[f"{name}[{index}]"] = Content(part.dtype, part.shape[1:], part.pieces)
         else:
-            found[name] = content
-    return found
+            contents[name] = content
+    return contents
 
 
 def _difference(first: Content, second: Content, files: Files, control: Control) -> str | None:

@@ -64,10 +64,10 @@ class Journal:
         self._path = directory / JOURNAL
         self._fingerprint = fingerprint
         self._lock = threading.Lock()
-        self.finished, whole = self._read()
+        self.finished, size = self._read()
         self._file = self._path.open("ab", buffering=0)
-        self._file.truncate(whole)  # what follows a line that was cut short would not be read
-        if not whole:
+        self._file.truncate(size)  # what follows a line that was cut short would not be read
+        if not size:
             self._append({"format": FORMAT, "fingerprint": fingerprint})
 
     def __enter__(self) -> Self:

@@ -133,14 +133,14 @@ def unpack(binding: Binding, shares: Sequence[torch.Tensor]) -> dict[str, torch.
         return {binding.sources[0].name: _unshift(binding, shares[0])}
     if binding.cut is ShardAxis.COLUMNS:
         return {binding.sources[0].name: torch.cat(tuple(shares), dim=1)}
-    found: list[list[tuple[int, torch.Tensor]]] = [[] for _ in binding.sources]
+    parts: list[list[tuple[int, torch.Tensor]]] = [[] for _ in binding.sources]
     ranks = 1 if binding.cut is ShardAxis.NONE else len(shares)
     padded = sum(share.shape[0] for share in shares)
     for rank in range(ranks):
         for run in row_runs(binding, Partition(rank, ranks, padded)):
-            found[run.source].append((run.start, shares[rank][run.row : run.row + run.rows]))
+            parts[run.source].append((run.start, shares[rank][run.row : run.row + run.rows]))
     whole = {}
-    for source, pieces in zip(binding.sources, found, strict=True):
+    for source, pieces in zip(binding.sources, parts, strict=True):
         ordered = [piece for _, piece in sorted(pieces, key=lambda item: item[0])]
         whole[source.name] = ordered[0] if len(ordered) == 1 else torch.cat(ordered)
     return whole

@@ -49,17 +49,17 @@ def family_of(config: Mapping[str, object]) -> Family:
 
     Raises UnknownArchitectureError listing the known ones.
     """
-    known = {name: family for family in FAMILIES for name in family.architectures}
+    families = {name: family for family in FAMILIES for name in family.architectures}
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1:
         raise UnknownArchitectureError(
             f"config.json names architectures {architectures!r}; exactly one is needed"
         )
-    if architectures[0] not in known:
+    if architectures[0] not in families:
         raise UnknownArchitectureError(
-            f"no weight rules for {architectures[0]!r}; known are {', '.join(sorted(known))}"
+            f"no weight rules for {architectures[0]!r}; known are {', '.join(sorted(families))}"
         )
-    return known[architectures[0]]
+    return families[architectures[0]]
 
 
 class RuleConflictError(InvalidCheckpointError):
@@ -155,9 +155,9 @@ class WeightMap:
 
         Of an HF tensor that holds all experts it is the first expert's.
         """
-        found = self._by_megatron.get(name)
-        if found is not None:
-            return found
+        binding = self._by_megatron.get(name)
+        if binding is not None:
+            return binding
         if name not in self._by_hf:
             raise UnexpectedTensorError((name,))
         return self._by_hf[name][0]

@@ -84,13 +84,13 @@ def plan_buckets(
 
     Raises InvalidCheckpointError for a file that the manifest has no tensors of.
     """
-    held: dict[str, dict[str, TensorEntry]] = {name: {} for name in file_names}
+    owned: dict[str, dict[str, TensorEntry]] = {name: {} for name in file_names}
     for name, stored in manifest.tensors.items():
-        if stored.file in held:
-            held[stored.file][name] = TensorEntry(stored.dtype, stored.shape, stored.digest)
-    if missing := [name for name, tensors in held.items() if not tensors]:
+        if stored.file in owned:
+            owned[stored.file][name] = TensorEntry(stored.dtype, stored.shape, stored.digest)
+    if missing := [name for name, tensors in owned.items() if not tensors]:
         raise InvalidCheckpointError(f"the manifest has no tensors of {missing[0]!r}")
-    return [bucket for file in file_names for bucket in _plan_file(file, held[file], bucket_bytes)]
+    return [bucket for file in file_names for bucket in _plan_file(file, owned[file], bucket_bytes)]
 
 
 def plan_shards(shards: Iterable[ShardFile], bucket_bytes: int) -> list[Bucket]:
