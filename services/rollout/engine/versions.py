@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from services.rollout.errors import (
     UnfitWeightsError,
     VersionNotPreparedError,
 )
-from sluice.weights.checkpoint import describe_shard, parse_header, shard_paths
+from sluice.weights.checkpoint import describe_shard, shard_paths
 from sluice.weights.errors import (
     DamagedFileError,
     FileDigestError,
@@ -26,8 +25,6 @@ from sluice.weights.manifest import (
     MANIFEST_NAME,
     Manifest,
     TensorEntry,
-    digest_bytes,
-    digest_file,
     digest_version,
     read_manifest,
 )
@@ -81,42 +78,6 @@ def checked_manifest(directory: Path, version: int, digest: str) -> Manifest:
             f"{directory.name!r} holds version {manifest.version}, not {version}", version=version
         )
     return manifest
-
-
-def verify_files(directory: Path, manifest: Manifest) -> None:
-    """Hashes every tensor and every companion file, each byte once.
-
-    The tensors tile a safetensors file, so that nothing but the names in its header is left to
-    compare. Raises TensorDigestError, FileDigestError, MissingFileError or DamagedFileError.
-    """
-    shards = {stored.file for stored in manifest.tensors.values()}
-    for name in sorted(manifest.files):
-        path = directory / name
-        if not path.is_file():
-            raise MissingFileError(name)
-        if name in shards:
-            _verify_shard(path, manifest)
-            continue
-        expected, (_, actual) = manifest.files[name].digest, digest_file(path)
-        if actual != expected:
-            raise FileDigestError(name, expected, actual)
-
-
-def _verify_shard(path: Path, manifest: Manifest) -> None:
-    if not path.stat().st_size:
-        raise DamagedFileError(path.name, "is empty")
-    with path.open("rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    extents = parse_header(mapped, file_name=path.name)
-    stored = {name: t for name, t in manifest.tensors.items() if t.file == path.name}
-    layout = {name: (extent.dtype, extent.shape) for name, extent in extents.items()}
-    if layout != {name: (tensor.dtype, tensor.shape) for name, tensor in stored.items()}:
-        raise DamagedFileError(path.name, "holds other tensors than its manifest names")
-    view = memoryview(mapped)
-    for name, extent in extents.items():
-        actual = digest_bytes(view[extent.begin : extent.end])
-        if actual != stored[name].digest:
-            raise TensorDigestError(name, stored[name].digest, actual)
 
 
 def describe_model(directory: Path) -> tuple[str, Mapping[str, TensorEntry]]:

@@ -25,11 +25,10 @@ from services.rollout.engine.versions import (
     checked_manifest,
     describe_model,
     reading,
-    verify_files,
 )
 from services.rollout.errors import DigestMismatchError, EngineFailedError, UnfitWeightsError
 from sluice import platform
-from sluice.weights.checkpoint import Extent, parse_header, shard_paths
+from sluice.weights.checkpoint import Extent, parse_header, shard_paths, verify_files
 from sluice.weights.manifest import Manifest, StoredTensor, TensorEntry
 
 if TYPE_CHECKING:
