@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -93,7 +92,7 @@ class DiskTooSmallError(ServiceError):
 
 @contextmanager
 def typed_errors() -> Iterator[None]:
-    """Errors of conversions as those of the service."""
+    """Raise errors of conversions as those of the service."""
     try:
         yield
     except OptionError as error:
@@ -275,12 +274,11 @@ class ConverterServicer(pb_grpc.ConverterServiceServicer):
             metrics.CONVERSIONS.labels(job.kind, outcome).inc()
 
     async def _in_thread(self, job: _Job, work: Callable[[], M]) -> M:
-        """Run in the place that was taken, which is free once the thread has ended."""
+        """Run `work` in a thread; the place that was acquired is given back when it ends."""
         start = time.perf_counter()
         with metrics.RUNNING.track_inprogress():
-            running = asyncio.get_running_loop().run_in_executor(
-                self._threads, partial(_typed, work)
-            )
+            typed = typed_errors()(work)
+            running = asyncio.get_running_loop().run_in_executor(self._threads, typed)
             running.add_done_callback(self._leave_place)
             try:
                 return await asyncio.shield(running)
@@ -297,15 +295,10 @@ class ConverterServicer(pb_grpc.ConverterServiceServicer):
                 metrics.RESUMED_BYTES.inc(progress.resumed_bytes)
 
     def _leave_place(self, running: asyncio.Future[Any]) -> None:
-        """However often its caller was cancelled; what the thread raised may concern nobody."""
+        """Give the place back, however often its caller was cancelled."""
         self._free.release()
         if not running.cancelled():
             running.exception()
-
-
-def _typed(work: Callable[[], M]) -> M:
-    with typed_errors():
-        return work()
 
 
 def _metadata(source: str, target: str) -> pb.ConversionMetadata:

@@ -181,6 +181,15 @@ def shard_paths(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
+def encode_index(total_size: int, weight_map: Mapping[str, str]) -> bytes:
+    """Encode the HF index of a model of several files: the file of each tensor."""
+    document = {
+        "metadata": {"total_size": total_size},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    return (json.dumps(document, indent=2) + "\n").encode()
+
+
 def map_shard(path: Path, access: int = mmap.ACCESS_READ) -> tuple[mmap.mmap, dict[str, Extent]]:
     """Map a safetensors file and read its header; raises MissingFileError or DamagedFileError."""
     try:

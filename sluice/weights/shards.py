@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -61,11 +61,16 @@ def write_shard(
             size += len(view)
             yield view
 
-    try:
-        write_pieces(directory / file_name, pieces(), sync=sync)
-    except FileExistsError as error:
-        raise DuplicateFileError(file_name) from error
+    write_file(directory / file_name, pieces(), sync=sync)
     return ShardFile(file_name, size, whole.hexdigest(), entries)
+
+
+def write_file(path: Path, pieces: Iterable[bytes | memoryview], *, sync: bool) -> None:
+    """Write a new file of a version in the making; raises DuplicateFileError where it exists."""
+    try:
+        write_pieces(path, pieces, sync=sync)
+    except FileExistsError as error:
+        raise DuplicateFileError(path.name) from error
 
 
 def load_verified(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import json
 import math
 import secrets
 import shutil
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from sluice.durable import try_lock
-from sluice.weights.checkpoint import BITS, INDEX_NAME, SINGLE_NAME, Extent
+from sluice.weights.checkpoint import BITS, INDEX_NAME, SINGLE_NAME, Extent, encode_index
 from sluice.weights.errors import (
     DuplicateFileError,
     DuplicateTensorError,
@@ -261,11 +260,7 @@ def _write_index(directory: Path, shards: Sequence[ShardFile]) -> dict[str, File
         for shard in shards
         for entry in shard.tensors.values()
     )
-    document = {
-        "metadata": {"total_size": total},
-        "weight_map": dict(sorted(weight_map.items())),
-    }
-    data = (json.dumps(document, indent=2) + "\n").encode()
+    data = encode_index(total, weight_map)
     (directory / INDEX_NAME).write_bytes(data)
     return {INDEX_NAME: FileEntry(len(data), digest_bytes(data))}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,13 +12,12 @@ import numpy as np
 import torch
 import xxhash
 
-from sluice.durable import write_pieces
 from sluice.weights import delta as delta_module
 from sluice.weights.checkpoint import BITS, byte_order, encode_header
 from sluice.weights.delta import element_width, encode_file
-from sluice.weights.errors import DuplicateFileError, StagingLostError
+from sluice.weights.errors import StagingLostError
 from sluice.weights.manifest import DeltaFile, ShardFile, TensorEntry, delta_name, digest_bytes
-from sluice.weights.shards import DTYPE_NAMES, host_bytes, write_shard
+from sluice.weights.shards import DTYPE_NAMES, host_bytes, write_file, write_shard
 from sluice.weights.transfer.plan import Bucket
 
 WHOLE_SHARE = 0.8  # of a shard's bytes: a delta that is not smaller is not worth its base
@@ -100,7 +99,7 @@ class PublishedShards:
             kept.describe()
         if report is None:
             report = kept.report
-            self._write_file(directory / file_name, [kept.header, kept.data.data])
+            write_file(directory / file_name, [kept.header, kept.data.data], sync=self._sync)
         self._unfinished[file_name] = kept
         return report
 
@@ -149,15 +148,10 @@ class PublishedShards:
         hasher = xxhash.xxh3_128()
         for piece in pieces:
             hasher.update(piece)
-        self._write_file(directory / delta_name(kept.report.file_name), pieces)
+        path = directory / delta_name(kept.report.file_name)
+        write_file(path, pieces, sync=self._sync)
         delta = DeltaFile(size, hasher.hexdigest(), changed, elements)
         return replace(kept.report, delta=delta)
-
-    def _write_file(self, path: Path, pieces: Sequence[bytes | memoryview]) -> None:
-        try:
-            write_pieces(path, pieces, sync=self._sync)
-        except FileExistsError as error:
-            raise DuplicateFileError(path.name) from error
 
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray:

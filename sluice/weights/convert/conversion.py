@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -308,13 +308,13 @@ class _Memory:
 
 
 @contextlib.contextmanager
-def full_disk_as(target: Path, needed: Callable[[], int]) -> Iterator[None]:
+def full_disk_as(target: Path, needed: int) -> Iterator[None]:
     """Turn an OSError of a full disk into DiskFullError."""
     try:
         yield
     except OSError as error:
         if error.errno in FULL:
-            raise DiskFullError(target, needed(), os.strerror(error.errno)) from error
+            raise DiskFullError(target, needed, os.strerror(error.errno)) from error
         raise
 
 
@@ -351,7 +351,7 @@ def _write_at(descriptor: int, view: memoryview, offset: int) -> None:
         view, offset = view[count:], offset + count
 
 
-MADE = (METADATA, CONFIG, COMMON, INDEX_NAME)  # small files that only we write
+OWN_FILES = (METADATA, CONFIG, COMMON, INDEX_NAME)  # small files that only we write
 
 
 @dataclass(frozen=True)
@@ -385,13 +385,13 @@ def convert(
         staging = staging_of(target)
         run = Execution(work, staging, files, control, workers=options.workers, sync=options.sync)
         try:
-            with full_disk_as(target, lambda: work.size):
+            with full_disk_as(target, work.size):
                 run.run(fingerprint)
                 record = _record(source, options, work, fingerprint)
                 record["digests"] = dict(sorted(run.digests.items()))
                 record["files"] = {
                     name: digest_file(staging / name)[1]
-                    for name in MADE
+                    for name in OWN_FILES
                     if (staging / name).is_file()
                 }
                 publish(staging, target, record)

@@ -15,6 +15,7 @@ from sluice.weights.checkpoint import (
     INDEX_NAME,
     SINGLE_NAME,
     encode_header,
+    encode_index,
     map_shard,
     parse_extents,
     shard_paths,
@@ -216,7 +217,8 @@ def lay_out_hf(
     work = tuple(Group(name, tuple(_task(part, places) for part in ps)) for name, ps in groups)
     texts = {}
     if len(shards) > 1:
-        texts[INDEX_NAME] = _index(tensors, {name: place[0] for name, place in places.items()})
+        total = sum(part.content.size * part.count for part in tensors.values())
+        texts[INDEX_NAME] = encode_index(total, {n: place[0] for n, place in places.items()})
     return tuple(files), work, texts
 
 
@@ -226,12 +228,6 @@ def _task(part: TensorPart, places: dict[str, tuple[str, int]]) -> TensorTask:
         return TensorTask(part.name, part.content, file_name, offset)
     at = offset + part.index * part.content.size
     return TensorTask(f"{part.name}[{part.index}]", part.content, file_name, at)
-
-
-def _index(tensors: dict[str, TensorPart], weight_map: dict[str, str]) -> bytes:
-    total = sum(part.content.size * part.count for part in tensors.values())
-    document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return (json.dumps(document, indent=2) + "\n").encode()
 
 
 def fill_from_origin(
