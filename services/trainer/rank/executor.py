@@ -1,11 +1,13 @@
-"""Where this rank stands among the others, and the process group they share."""
+"""Executes the commands of the controller on this rank's backend and rows."""
 
 from __future__ import annotations
 
 import datetime
 import logging
-import math
 import os
+import socket
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -20,134 +22,21 @@ from services.trainer.backend import (
     create_backend,
 )
 from services.trainer.config import TrainerConfig
-from services.trainer.errors import CheckpointMismatchError
-from services.trainer.rank.failures import FAILURES
-from services.trainer.rank.publishing import RankPublisher
-from services.trainer.rank.table import OwnedRow, RowTable
+from services.trainer.errors import FAILURES, CheckpointMismatchError
+from services.trainer.rank.table import RowTable, add_advantages
 from services.trainer.rows import RowLimits
 from sluice import faults, platform
-from sluice.algo.advantages import AdvantageColumns, AdvantageRow, compute_advantages
-from sluice.algo.moments import Moments
-from sluice.algo.spec import AdvantageSpec
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.runtime.errors import ServiceError
-from sluice.runtime.wire import advantage_from_proto, blob_to_proto, loss_from_proto
+from sluice.runtime.wire import advantage_from_proto, blob_to_proto, loss_from_proto, seconds_of
 from sluice.samples.blobs import BlobStore
-
-
-def find_mesh(config: TrainerConfig, rank: int, world_size: int) -> Mesh:
-    """The place of a rank under the backend's layout; raises ValueError if none fits."""
-    if config.backend == "megatron":
-        from services.trainer.backends.megatron.layout import mesh_of
-
-        return mesh_of(config.megatron, rank, world_size)
-    return Mesh(rank=rank, world_size=world_size, data_rank=rank, data_size=world_size)
-
-
-def join_group(config: TrainerConfig, mesh: Mesh) -> None:
-    """Meet the other ranks at MASTER_ADDR:MASTER_PORT. Collectives end with the command timeout.
-
-    A single rank of the reference backend needs no group.
-    """
-    if mesh.world_size == 1 and config.backend == "reference":
-        return
-    timeout = datetime.timedelta(seconds=config.ranks.command_timeout)
-    dist.init_process_group(
-        platform.current().collective,
-        timeout=timeout,
-        rank=mesh.rank,
-        world_size=mesh.world_size,
-        store=_local_store(mesh, timeout) if config.ranks.launch == "local" else None,
-    )
-
-
-def _local_store(mesh: Mesh, timeout: datetime.timedelta) -> dist.Store:
-    """Where ranks of one host meet: at a socket of the front's, for loopback alone."""
-    listener = int(os.environ["MASTER_LISTEN_FD"]) if mesh.rank == 0 else None
-    return dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        mesh.world_size,
-        is_master=mesh.rank == 0,
-        timeout=timeout,
-        master_listen_fd=listener,
-    )
-
-
-def leave_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-REWARDS = ("reward", "raw_reward")
-
-
-def add_advantages(
-    rows: dict[int, OwnedRow],
-    spec: AdvantageSpec,
-    command: pb.AdvantagesCommand,
-    result: pb.CommandResult,
-) -> None:
-    """Add the columns, or answer with the moments that whitening needs of every rank."""
-    order = sorted(rows)
-    inputs = [_input(rows[position]) for position in order]
-    given = command.moments
-    whole = Moments(given.count, given.mean, given.m2) if command.HasField("moments") else None
-    found = compute_advantages(inputs, spec, lambda own: own if whole is None else whole)
-    result.advantages.moments.count = found.moments.count
-    result.advantages.moments.mean = found.moments.mean
-    result.advantages.moments.m2 = found.moments.m2
-    if command.moments_only:
-        return
-    for index, position in enumerate(order):
-        rows[position].columns["advantages"] = found.advantages[index]
-        if found.returns is not None:
-            rows[position].columns["returns"] = found.returns[index]
-    result.advantages.has_returns = found.returns is not None
-    _report(rows, order, spec, found, result)
-
-
-def _input(row: OwnedRow) -> AdvantageRow:
-    return AdvantageRow(
-        sample_id=row.sample_id,
-        group_id=row.group_id,
-        loss_mask=row.loss_mask,
-        rewards={name: row.scalars[name] for name in REWARDS if name in row.scalars},
-        columns=row.columns,
-        episode=int(row.scalars["episode"]) if "episode" in row.scalars else None,
-    )
-
-
-def _report(
-    rows: dict[int, OwnedRow],
-    order: list[int],
-    spec: AdvantageSpec,
-    found: AdvantageColumns,
-    result: pb.CommandResult,
-) -> None:
-    sums = result.sums
-    for name, (total, weight) in found.metrics.items():
-        sums.metrics[name].sum, sums.metrics[name].weight = total, weight
-    column = spec.reward_column or "reward"
-    rewards = [rows[row].scalars[column] for row in order if column in rows[row].scalars]
-    sums.metrics["reward"].sum, sums.metrics["reward"].weight = math.fsum(rewards), len(rewards)
-    if not order:
-        return
-    masks_T = torch.cat([rows[row].loss_mask for row in order])
-    sizes_T = torch.where(masks_T, torch.cat(found.advantages).abs(), 0.0)
-    absolute = sums.metrics["advantage_abs"]
-    absolute.sum, absolute.weight = float(sizes_T.double().sum()), int(masks_T.sum())
-    lengths = torch.tensor([len(rows[row].loss_mask) for row in order])
-    owner_T = torch.repeat_interleave(torch.arange(len(order)), lengths)
-    speaks = torch.zeros(len(order), dtype=torch.bool)
-    speaks[owner_T[sizes_T > 0]] = True
-    # A NaN is no zero: `>` alone would call its row silent and hide it.
-    speaks[owner_T[sizes_T.isnan()]] = True
-    result.advantages.silent_rows.extend(
-        row for row, loud in zip(order, speaks.tolist(), strict=True) if not loud
-    )
-
+from sluice.weights.errors import WeightStoreError
+from sluice.weights.manifest import ShardFile, delta_name
+from sluice.weights.store import WeightStore
+from sluice.weights.transfer.group import Deadline, Meeting, TransferGroup, send
+from sluice.weights.transfer.plan import plan_shards
+from sluice.weights.writer import PublishedShards
 
 logger = logging.getLogger(__name__)
 
@@ -323,3 +212,139 @@ def _sums_to_proto(sums: PassSums) -> pb.PassSums:
             for name, (total, weight) in sums.metrics.items()
         },
     )
+
+
+def find_mesh(config: TrainerConfig, rank: int, world_size: int) -> Mesh:
+    """The place of a rank under the backend's layout; raises ValueError if none fits."""
+    if config.backend == "megatron":
+        from services.trainer.backends.megatron.layout import mesh_of
+
+        return mesh_of(config.megatron, rank, world_size)
+    return Mesh(rank=rank, world_size=world_size, data_rank=rank, data_size=world_size)
+
+
+def join_group(config: TrainerConfig, mesh: Mesh) -> None:
+    """Meet the other ranks at MASTER_ADDR:MASTER_PORT. Collectives end with the command timeout.
+
+    A single rank of the reference backend needs no group.
+    """
+    if mesh.world_size == 1 and config.backend == "reference":
+        return
+    timeout = datetime.timedelta(seconds=config.ranks.command_timeout)
+    dist.init_process_group(
+        platform.current().collective,
+        timeout=timeout,
+        rank=mesh.rank,
+        world_size=mesh.world_size,
+        store=_local_store(mesh, timeout) if config.ranks.launch == "local" else None,
+    )
+
+
+def _local_store(mesh: Mesh, timeout: datetime.timedelta) -> dist.Store:
+    """Where ranks of one host meet: at a socket of the front's, for loopback alone."""
+    listener = int(os.environ["MASTER_LISTEN_FD"]) if mesh.rank == 0 else None
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        mesh.world_size,
+        is_master=mesh.rank == 0,
+        timeout=timeout,
+        master_listen_fd=listener,
+    )
+
+
+def leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class RankPublisher:
+    """One rank's shards, and the group in which it broadcasts them."""
+
+    def __init__(self, config: TrainerConfig, backend: TrainingBackend) -> None:
+        self._config, self._backend = config, backend
+        keep = config.publish.delta or config.transfer.enabled
+        self._shards = PublishedShards(keep=keep, sync=config.durable)
+        self._meeting: Meeting | None = None
+        self._group: TransferGroup | None = None
+
+    def publish(self, command: pb.PublishCommand, result: pb.CommandResult) -> None:
+        self._shards.begin(command.base if command.HasField("base") else None)
+        if command.directory:
+            shards = self._backend.write_shards(Path(command.directory), self._shards.write)
+        else:
+            shards = self._upload_shards(command.version)
+        self._shards.finish(command.version)
+        result.shards.extend(_shard_to_proto(shard) for shard in shards)
+        result.encode_seconds = self._shards.encode_seconds
+
+    def _upload_shards(self, version: int) -> list[ShardFile]:
+        """Write shard after shard on this host, and put each into the bucket."""
+        with tempfile.TemporaryDirectory(prefix="sluice-shards-") as scratch:
+            store = WeightStore(self._config.weights_location, scratch=Path(scratch))
+
+            def write(
+                directory: Path, file_name: str, tensors: Mapping[str, torch.Tensor]
+            ) -> ShardFile:
+                shard = self._shards.write(directory, file_name, tensors)
+                stored = delta_name(file_name) if shard.delta else file_name
+                store.upload(version, directory / stored)
+                return shard
+
+            return self._backend.write_shards(Path(scratch), write)
+
+    def open_transfer(self, command: pb.OpenTransferCommand, result: pb.CommandResult) -> None:
+        """Listen for the members of a new group, if there is anything to send."""
+        self.close()
+        if self._shards.empty:
+            return
+        seconds = seconds_of(command.timeout)
+        self._meeting = Meeting(self._host(), command.world_size, seconds)
+        result.transfer_address = self._meeting.address
+        result.transfer_backend = platform.current().collective
+
+    def send(self, command: pb.SendWeightsCommand, result: pb.CommandResult) -> None:
+        """Broadcast the version published last. That engines are gone is no error here."""
+        if self._meeting is None:
+            return
+        deadline = Deadline(seconds_of(command.timeout))
+        try:
+            buckets = plan_shards(self._shards.report(command.version), command.bucket_bytes)
+            if self._group is None:
+                name = f"{command.transfer_group}-{self._backend.mesh.rank}"
+                backend = platform.current().collective
+                self._group = self._meeting.join(name, backend, deadline)
+            result.sent_bytes = send(self._group, buckets, self._shards.read, deadline)
+        except WeightStoreError as error:
+            self.close()
+            result.transfer_failure = str(error)
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._group is not None:
+            self._group.close()
+        if self._meeting is not None:
+            self._meeting.close()
+        self._group = self._meeting = None
+
+    def _host(self) -> str:
+        if self._config.transfer.host:
+            return self._config.transfer.host
+        return "127.0.0.1" if self._config.ranks.launch == "local" else socket.gethostname()
+
+
+def _shard_to_proto(shard: ShardFile) -> pb.WrittenShard:
+    message = pb.WrittenShard(
+        file_name=shard.file_name,
+        size_bytes=shard.size,
+        digest=shard.digest,
+        tensors={
+            name: pb.WrittenTensor(dtype=entry.dtype, shape=entry.shape, digest=entry.digest)
+            for name, entry in shard.tensors.items()
+        },
+    )
+    if (delta := shard.delta) is not None:
+        message.delta.file_name = delta_name(shard.file_name)
+        message.delta.size_bytes, message.delta.digest = delta.size, delta.digest
+        message.delta.changed_count, message.delta.element_count = delta.changed, delta.elements
+    return message

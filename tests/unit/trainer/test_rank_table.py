@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.rank.executor import add_advantages
-from services.trainer.rank.table import RowTable
+from services.trainer.rank.table import RowTable, add_advantages
 from sluice.algo.spec import AdvantageSpec
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.runtime.wire import advantage_to_proto, blob_to_proto
