@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,47 +92,41 @@ class Proxy:
             await channel.close()
 
     async def generate(self, request: pb.GenerateRequest, context: Any) -> bytes:
-        async def send(proxied: ProxiedRequest) -> bytes:
+        async def send(proxied: ProxiedRequest) -> AsyncIterator[bytes]:
             self._start(proxied, request)
             call = self._method(proxied, "Generate", pb.GenerateRequest.SerializeToString)
-            return await call(request, timeout=_remaining(context))
+            yield await call(request, timeout=_remaining(context))
 
-        return await self._unary(send, request.versions, max(request.sample_count, 1), context)
+        count = max(request.sample_count, 1)
+        (answer,) = [part async for part in self._forward(send, request.versions, count, context)]
+        return answer
 
     async def score(self, request: pb.ScoreRequest, context: Any) -> bytes:
-        async def send(proxied: ProxiedRequest) -> bytes:
+        async def send(proxied: ProxiedRequest) -> AsyncIterator[bytes]:
             call = self._method(proxied, "Score", pb.ScoreRequest.SerializeToString)
-            return await call(request, timeout=_remaining(context))
+            yield await call(request, timeout=_remaining(context))
 
-        return await self._unary(send, request.versions, 1, context)
+        (answer,) = [part async for part in self._forward(send, request.versions, 1, context)]
+        return answer
 
     async def stream_generate(
         self, request: pb.StreamGenerateRequest, context: Any
     ) -> AsyncIterator[bytes]:
-        generate, failed = request.generate, set[str]()
-        for attempt in range(1, self._settings.attempts + 1):
-            count = max(generate.sample_count, 1)
-            proxied = await self._lease(generate.versions, count, context, failed)
-            begun = False
-            try:
-                self._start(proxied, generate)
-                method = self._channel(proxied.address).unary_stream(
-                    f"/{SERVICE}/StreamGenerate",
-                    request_serializer=pb.StreamGenerateRequest.SerializeToString,
-                )
-                async for message in method(request, timeout=_remaining(context)):
-                    begun = True
-                    yield message
-                proxied.outcome = Outcome.OK
-                metrics.PROXIED.labels("OK").inc()
-                return
-            except grpc.aio.AioRpcError as error:
-                # What has begun cannot be sent again: the caller has half of it.
-                is_last = begun or attempt == self._settings.attempts
-                await self._failed(proxied, error, context, is_last=is_last)
-                failed.add(proxied.engine)
-            finally:
-                self._release(proxied)
+        generate = request.generate
+
+        def send(proxied: ProxiedRequest) -> AsyncIterator[bytes]:
+            self._start(proxied, generate)
+            method = self._channel(proxied.address).unary_stream(
+                f"/{SERVICE}/StreamGenerate",
+                request_serializer=pb.StreamGenerateRequest.SerializeToString,
+            )
+            return method(request, timeout=_remaining(context))
+
+        count = max(generate.sample_count, 1)
+        forwarded = self._forward(send, generate.versions, count, context)
+        async with contextlib.aclosing(forwarded):
+            async for message in forwarded:
+                yield message
 
     async def abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         by_address: dict[str, list[str]] = {}
@@ -163,28 +157,31 @@ class Proxy:
             return ()
         return answer.aborted_request_ids
 
-    async def _unary(
+    async def _forward(
         self,
-        send: Callable[[ProxiedRequest], Any],
+        send: Callable[[ProxiedRequest], AsyncIterator[bytes]],
         versions: pb.VersionBounds,
         count: int,
         context: Any,
-    ) -> bytes:
+    ) -> AsyncGenerator[bytes, None]:
+        """An engine's answer; of another engine while one cannot be reached."""
         failed: set[str] = set()
         for attempt in range(1, self._settings.attempts + 1):
-            proxied = await self._lease(versions, count, context, failed)
+            proxied, begun = await self._lease(versions, count, context, failed), False
             try:
-                answer: bytes = await send(proxied)
+                async for message in send(proxied):
+                    begun = True
+                    yield message
                 proxied.outcome = Outcome.OK
                 metrics.PROXIED.labels("OK").inc()
-                return answer
+                return
             except grpc.aio.AioRpcError as error:
-                is_last = attempt == self._settings.attempts
+                # What has begun cannot be sent again: the caller has half of it.
+                is_last = begun or attempt == self._settings.attempts
                 await self._failed(proxied, error, context, is_last=is_last)
                 failed.add(proxied.engine)
             finally:
                 self._release(proxied)
-        raise AssertionError("the last attempt returns or aborts")
 
     async def _failed(
         self, proxied: ProxiedRequest, error: grpc.aio.AioRpcError, context: Any, *, is_last: bool

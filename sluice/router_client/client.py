@@ -164,10 +164,7 @@ class LeaseClient:
         Cancelling a future gives its lease up.
         """
         loop = asyncio.get_running_loop()
-        tickets = [
-            Ticket(wanted if wanted.count == 1 else wanted.only(index), loop.create_future())
-            for index in range(wanted.count)
-        ]
+        tickets = [Ticket(single, loop.create_future()) for single in wanted.singles()]
         await self._submit(wanted, tickets)
         return [ticket.future for ticket in tickets]
 

@@ -8,7 +8,7 @@ import random
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import grpc
@@ -77,38 +77,33 @@ class LeaseDemand:
         """Equal for leases that one call can ask for."""
         return self.min_version, self.exact_version, *self.excluded_engines
 
-    def only(self, index: int) -> LeaseDemand:
-        """The same for one of the leases."""
-        group, start = "", 0
-        for name, size in self.groups:
-            if start <= index < start + size:
-                group = name
-            start += size
-        return LeaseDemand(
-            count=1,
-            min_version=self.min_version,
-            exact_version=self.exact_version,
-            groups=[(group, 1)] if group else (),
-            expected_tokens=self.expected_tokens[index : index + 1],
-            sessions=self.sessions[index : index + 1],
-            cached_tokens=self.cached_tokens[index : index + 1],
-            excluded_engines=self.excluded_engines,
-        )
+    def singles(self) -> list[LeaseDemand]:
+        """One demand for each of the leases."""
+        groups = [[(name, 1)] for name, size in self.groups for _ in range(size)]
+        return [
+            replace(
+                self,
+                count=1,
+                groups=groups[index] if groups else (),
+                expected_tokens=self.expected_tokens[index : index + 1],
+                sessions=self.sessions[index : index + 1],
+                cached_tokens=self.cached_tokens[index : index + 1],
+            )
+            for index in range(self.count)
+        ]
 
 
 def join(singles: Sequence[LeaseDemand]) -> LeaseDemand:
-    """One request for single leases of the same kind."""
-    names = [wanted.groups[0][0] if wanted.groups else "" for wanted in singles]
+    """One demand for single leases of the same kind."""
+    names = [single.groups[0][0] if single.groups else "" for single in singles]
     groups = [(name, len(list(run))) for name, run in itertools.groupby(names)]
-    return LeaseDemand(
+    return replace(
+        singles[0],
         count=len(singles),
-        min_version=singles[0].min_version,
-        exact_version=singles[0].exact_version,
         groups=groups if any(names) else (),
-        expected_tokens=_column([wanted.expected_tokens for wanted in singles], 0.0),
-        sessions=_column([wanted.sessions for wanted in singles], ""),
-        cached_tokens=_column([wanted.cached_tokens for wanted in singles], 0),
-        excluded_engines=singles[0].excluded_engines,
+        expected_tokens=_column([single.expected_tokens for single in singles], 0.0),
+        sessions=_column([single.sessions for single in singles], ""),
+        cached_tokens=_column([single.cached_tokens for single in singles], 0),
     )
 
 

@@ -91,10 +91,6 @@ class Pool:
     def has_engine(self, name: str) -> bool:
         return self.tables.targets.find(name) is not None
 
-    def engine(self, name: str) -> EngineView | None:
-        engine = self.tables.targets.find(name)
-        return None if engine is None else self.tables.targets.view(engine)
-
     def located(self, target: int) -> tuple[EngineView, int] | None:
         """Engine and dp rank of a target; None where no engine is, as for QUEUED and FREE."""
         engine = self.tables.targets.engine_at(target) if target >= 0 else None
@@ -115,8 +111,7 @@ class Pool:
             self._void(former, now)
         engine = targets.register(spec, now)
         self.tables.sessions.widen(len(targets))
-        self._open_settled(now)
-        self.waiting.dispatch(now)
+        self._bind_waiting(now)
         return targets.view(engine)
 
     def drain(self, name: str, draining: bool, now: float) -> EngineView | None:
@@ -161,8 +156,7 @@ class Pool:
                 for rank, count in zip(ranks, charged, strict=False)
             ),
         )
-        self._open_settled(now)
-        self.waiting.dispatch(now)
+        self._bind_waiting(now)
         return True
 
     def engines(self) -> list[EngineView]:
@@ -252,8 +246,7 @@ class Pool:
         row = self.tables.clients.touch(client, now)
         renewal = self.tables.renew(row, claims, now)
         self._settling.client_renewed(client, renewal.awaited, now, held_before=renewal.held_before)
-        self._open_settled(now)
-        self.waiting.dispatch(now)
+        self._bind_waiting(now)
         return renewal
 
     def heartbeat(self, client: str, now: float) -> None:
@@ -302,8 +295,7 @@ class Pool:
         tables.groups.expire(now)
         ended = tables.sessions.expire(now)
         self.waiting.sweep()
-        self._open_settled(now)
-        self.waiting.dispatch(now)
+        self._bind_waiting(now)
         return Expired(
             lease_count=count,
             clients=tuple(clients),
@@ -313,6 +305,11 @@ class Pool:
 
     def _open_settled(self, now: float) -> None:
         self.tables.targets.close(self._settling.closed(now))
+
+    def _bind_waiting(self, now: float) -> None:
+        """Give waiting leases what has come free."""
+        self._open_settled(now)
+        self.waiting.dispatch(now)
 
     def _expire_engines(self, now: float) -> list[str]:
         lost = []

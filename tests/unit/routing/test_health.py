@@ -208,11 +208,11 @@ def test_engines_that_are_gone_are_no_measure_of_speed(make_pool):
         for number in range(3):
             speed = 0.08 if number else 0.02
             pool.report_load(f"e{number}", ranks, float(second), seconds_per_token=speed)
-    assert pool.engine("e0").slowdown < 0.5
+    assert pool.engines()[0].slowdown < 0.5
     for name in ("e1", "e2"):
         pool.remove(name, 30.0)
     pool.report_load("e0", ranks, 31.0, seconds_per_token=0.02)
-    assert pool.engine("e0").slowdown == 1.0
+    assert pool.engines()[0].slowdown == 1.0
 
 
 def test_a_lease_whose_answer_is_on_its_way_outlives_renewals_at_once(make_pool):
@@ -289,9 +289,9 @@ def test_an_engine_that_comes_back_gets_a_trial_and_a_new_process_is_not_drained
     row = pool.tables.targets.find("e0")
     for _ in range(5):
         pool.tables.targets.record(row, Outcome.CONNECT_ERROR, 0.0)
-    assert pool.engine("e0").state is EngineState.BROKEN
+    assert pool.engines()[0].state is EngineState.BROKEN
     pool.expire(11.0)
-    assert pool.engine("e0").state is EngineState.LOST
+    assert pool.engines()[0].state is EngineState.LOST
     assert pool.register(EngineSpec(name="e0"), 12.0).state is EngineState.ACTIVE
     assert pool.tables.targets.fleet(Needs()).free_count == 1
     pool.drain("e0", True, 12.0)
