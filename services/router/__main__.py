@@ -23,7 +23,7 @@ SERVICE = "sluice.api.router.v1.RouterService"
 
 
 class RouterProcess:
-    """One router process: its pools, its servers and the clock that expires things."""
+    """Runs the servers of a router over its pools, and the clock that expires things."""
 
     def __init__(self, config: RouterConfig, registry: CollectorRegistry = REGISTRY) -> None:
         self._config = config

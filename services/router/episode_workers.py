@@ -20,7 +20,7 @@ class _Worker:
 
 
 class EpisodeRegistry:
-    """By id. A worker silent for `ttl` seconds is lost, and forgotten some time after."""
+    """Keeps workers by id: one silent for `ttl` seconds is lost, and forgotten some time after."""
 
     def __init__(self, ttl: float, clock: Callable[[], float]) -> None:
         self.ttl = ttl
@@ -36,7 +36,7 @@ class EpisodeRegistry:
         return self._state(worker)
 
     def drain(self, engine_id: str, draining: bool) -> pb.Engine | None:
-        """The worker after the change; None if unknown."""
+        """Stop or resume giving rollouts to a worker; returns it, None if unknown."""
         worker = self._workers.get(engine_id)
         if worker is None:
             return None

@@ -29,7 +29,7 @@ _UNAVAILABLE = frozenset({Refusal.NO_ENGINE, Refusal.NO_ENGINE_WITH_VERSION})
 
 
 class LeasesRefusedError(QueueFullError):
-    """No lease was given; `reason` says why, RetryInfo when to come back."""
+    """Refuses leases; `reason` says why, RetryInfo when to come back."""
 
     def __init__(self, refused: LeaseRefusedError, pool: str) -> None:
         super().__init__(f"pool {pool}: {refused}", retry_seconds=refused.retry_seconds, pool=pool)
@@ -58,7 +58,7 @@ class RouterDrainingError(ServiceError):
 
 
 class PoolRoom:
-    """A pool with the callers that wait for its news. Every change ends in `notify_waiters`."""
+    """Joins a pool with the calls that wait for it. Every change ends in `notify_waiters`."""
 
     def __init__(self, name: str, pool: Pool, clock: Callable[[], float]) -> None:
         self.name, self.pool, self.clock = name, pool, clock
@@ -71,7 +71,7 @@ class PoolRoom:
         self._given = metrics.given_leases(name)
 
     def notify_waiters(self) -> None:
-        """Wake those who wait for what just happened."""
+        """Wake the calls that wait for what has just changed."""
         woken = self.pool.waiting.woken
         while woken:  # not a loop over it: who is notified may collect, which takes a client out
             for notify in self._bound.get(woken.pop(), ()):
@@ -82,7 +82,7 @@ class PoolRoom:
             self._changed = asyncio.Event()
 
     def close(self) -> None:
-        """Let all who wait go."""
+        """End the wait of all calls."""
         self.closed = True
         self._changed.set()
         for listeners in self._bound.values():
@@ -90,7 +90,7 @@ class PoolRoom:
                 notify()
 
     def acquire(self, client: str, request: LeaseRequest) -> Grant:
-        """Raises LeasesRefusedError."""
+        """Lease from the pool, and count what it decides. Raises LeasesRefusedError."""
         try:
             grant = self.pool.acquire(client, request, self.clock())
         except LeaseRefusedError as refused:
@@ -120,7 +120,7 @@ class PoolRoom:
 
 
 class Pools:
-    """Pools by name; a pool comes to be when it is first named."""
+    """Keeps pools by name; one is made when it is first named."""
 
     def __init__(self, config: RouterConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -133,7 +133,7 @@ class Pools:
         return iter(list(self._rooms.values()))
 
     def room(self, name: str) -> PoolRoom:
-        """The pool `name`, empty means `policy`. Raises TooManyPoolsError."""
+        """Returns the pool `name`, empty means `policy`. Raises TooManyPoolsError."""
         name = name or DEFAULT_POOL
         room = self._rooms.get(name)
         if room is None:
@@ -143,14 +143,14 @@ class Pools:
         return room
 
     def find(self, engine_id: str) -> PoolRoom | None:
-        """The pool an engine is in."""
+        """Returns the pool an engine is in; None where it is in none."""
         for room in self._rooms.values():
             if room.pool.has_engine(engine_id):
                 return room
         return None
 
     def close(self) -> None:
-        """The server stops: nobody waits here any more."""
+        """End all waits, as the server stops."""
         for room in self._rooms.values():
             room.close()
 
@@ -163,7 +163,7 @@ class Pools:
         return PoolRoom(name, pool, self.clock)
 
     def expire(self) -> None:
-        """End what is overdue in every pool, and say so."""
+        """End what is overdue in every pool, and log it."""
         for room in self._rooms.values():
             expired = room.pool.expire(self.clock())
             room.notify_waiters()
@@ -175,7 +175,7 @@ class Pools:
 
 
 class PoolCollector(Collector):
-    """State of the pools, read when scraped."""
+    """Reads the state of the pools when it is scraped."""
 
     def __init__(self, pools: Pools, registry: CollectorRegistry = REGISTRY) -> None:
         self._pools, self._registry = pools, registry

@@ -36,7 +36,7 @@ _LEAST_SECONDS = 0.001
 
 @dataclass
 class ProxiedRequest:
-    """A request on its way: its leases and the engine they are on."""
+    """Holds a forwarded request's leases and the engine they are on."""
 
     room: PoolRoom
     leases: np.ndarray
@@ -142,7 +142,7 @@ class Proxy:
         return pb.AbortResponse(aborted_request_ids=itertools.chain.from_iterable(answers))
 
     async def _abort_at(self, address: str, ids: list[str], seconds: float) -> Sequence[str]:
-        """Those the engine aborted; none where it cannot be reached, whose requests end anyway."""
+        """Returns what the engine aborted: nothing where it cannot be reached, and all ends."""
         method = self._channel(address).unary_unary(
             f"/{SERVICE}/Abort",
             request_serializer=pb.AbortRequest.SerializeToString,
@@ -164,7 +164,7 @@ class Proxy:
         count: int,
         context: Any,
     ) -> AsyncGenerator[bytes, None]:
-        """An engine's answer; of another engine while one cannot be reached."""
+        """Yields an engine's answer, and tries another engine where one cannot be reached."""
         failed: set[str] = set()
         for attempt in range(1, self._settings.attempts + 1):
             proxied, begun = await self._lease(versions, count, context, failed), False
@@ -198,7 +198,7 @@ class Proxy:
     async def _lease(
         self, versions: pb.VersionBounds, count: int, context: Any, failed: set[str]
     ) -> ProxiedRequest:
-        """Leases for the samples of one request, all on one target."""
+        """Lease for the samples of one request, all on one target."""
         sent = {str(key): value for key, value in context.invocation_metadata() or ()}
         room = self._pools.room(str(sent.get("x-sluice-pool", "")))
         session = str(sent.get("x-sluice-session", ""))
@@ -298,6 +298,6 @@ class Proxy:
 
 
 def _remaining(context: Any) -> float:
-    """Seconds of the caller's deadline."""
+    """Returns the seconds left of the caller's deadline."""
     left = context.time_remaining()
     return 600.0 if left is None else max(left, _LEAST_SECONDS)

@@ -51,7 +51,7 @@ _NOTHING = LeaseRequest(count=0, needs=Needs(), may_wait=True)
 
 
 class RouterServicer(pb_grpc.RouterServiceServicer):
-    """Every method that changes a pool ends without an await between change and answer."""
+    """Serves leases. Between a change of a pool and its answer is no await but for a free rank."""
 
     def __init__(self, pools: Pools, episodes: EpisodeRegistry, waits: Waits) -> None:
         self._pools, self._episodes, self._waits = pools, episodes, waits
@@ -149,7 +149,7 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
     def _with_engines(
         self, request: pb.AcquireLeasesRequest, response: pb.AcquireLeasesResponse
     ) -> pb.AcquireLeasesResponse:
-        """The answer with what its targets mean now, if the client does not know.
+        """Adds to an answer what its targets mean now, if the client does not know.
 
         Targets are never moved while leased, so an answer given before may be read with the
         engines of now; and none that is remembered holds a copy of them.
@@ -246,7 +246,7 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
             response.bound_target_indices.append(target)
 
     async def _wait(self, request: pb.AcquireLeasesRequest) -> None:
-        """Until a waiting lease of the client has a target, or max_wait is over."""
+        """Wait until a lease of the client has a target, or max_wait is over."""
         room, client = self._pools.room(request.pool), request.client_id
         if room.closed or not room.pool.waits(client):
             return
@@ -264,7 +264,7 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
                 return  # they go on waiting; the client asks again
 
     def _engines_of(self, room: PoolRoom) -> list[pb.Engine]:
-        """A pool's engines without their load, by id; made anew when its epoch has changed."""
+        """Encodes a pool's engines without their load, by id; once per epoch."""
         epoch, engines = self._engines.get(room.name, (-1, []))
         if epoch != room.pool.epoch:
             views = sorted(room.pool.engines(), key=lambda view: view.spec.name)
@@ -392,7 +392,7 @@ def int_column(values: Sequence[int]) -> IntArray:
 def released_from_proto(
     released: pb.ReleasedLeases,
 ) -> tuple[IntArray, NDArray[Any], NDArray[Any] | None]:
-    """Ids, outcomes (OK where the column is empty) and token counts (None) of leases given back.
+    """Decodes ids, outcomes (OK where the column is empty) and token counts (None) of releases.
 
     Raises InvalidFieldError naming the column that does not fit.
     """
@@ -417,7 +417,7 @@ def _all_ok(count: int) -> NDArray[Any]:
 
 
 def read_columns(data: bytes) -> dict[int, bytes]:
-    """Packed fields of a serialized message that has no others, by field number.
+    """Splits a serialized message of packed fields alone, by field number.
 
     The columns of thousands of leases become arrays without an object for each value.
     """
@@ -433,7 +433,7 @@ def read_columns(data: bytes) -> dict[int, bytes]:
 
 
 def write_column(field: int, values: IntArray) -> bytes:
-    """A packed sfixed32 field, to be merged into a message."""
+    """Encodes a packed sfixed32 field, to be merged into a message."""
     data = values.astype("<i4").tobytes()
     return _varint(field << 3 | 2) + _varint(len(data)) + data
 

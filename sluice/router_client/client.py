@@ -74,7 +74,7 @@ class RouterLink:
     async def acquire(
         self, request: pb.AcquireLeasesRequest, seconds: float
     ) -> pb.AcquireLeasesResponse | None:
-        """The answer; None when the same call may succeed later. Raises RemoteError."""
+        """Returns the answer; None when the same call may succeed later. Raises RemoteError."""
         try:
             with typed_errors():
                 answer: pb.AcquireLeasesResponse
@@ -100,7 +100,10 @@ class RouterLink:
 
 
 class LeaseClient:
-    """Use as a context manager, or `start` and `close`. The caller closes the channel."""
+    """Leases from a router, as a context manager or by `start` and `close`.
+
+    The caller closes the channel.
+    """
 
     def __init__(
         self,
@@ -119,7 +122,7 @@ class LeaseClient:
         self._releases = PendingReleases()
         self._ttl = 30.0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._hearing_out: set[asyncio.Task[None]] = set()  # each ends within _CALL_SECONDS
+        self._reclaims: set[asyncio.Task[None]] = set()  # each ends within _CALL_SECONDS
         self._has_releases = asyncio.Event()
         self._renew_now = asyncio.Event()
         self._renewing = asyncio.Lock()
@@ -143,7 +146,7 @@ class LeaseClient:
         self._run(self._watch_always(), "watch engines")
 
     def _run(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Until it ends or the client is closed."""
+        """Run until it ends or the client is closed."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -154,12 +157,12 @@ class LeaseClient:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         # Those just cut off may have begun some, too.
-        await asyncio.gather(*self._hearing_out, return_exceptions=True)
+        await asyncio.gather(*self._reclaims, return_exceptions=True)
         self._book.close()
         await self._send_releases()
 
     async def request(self, wanted: LeaseDemand) -> list[asyncio.Future[Lease]]:
-        """One future per lease, in order; each is done when its lease has a target.
+        """Returns one future per lease, in order; each is done when its lease has a target.
 
         Cancelling a future gives its lease up.
         """
@@ -169,7 +172,7 @@ class LeaseClient:
         return [ticket.future for ticket in tickets]
 
     async def acquire(self, wanted: LeaseDemand, timeout: float = ACQUIRE_SECONDS) -> list[Lease]:  # noqa: ASYNC109
-        """All leases, once the last one has a target. Cancelling gives all of them up.
+        """Returns all leases once the last one has a target. Cancelling gives all of them up.
 
         Raises TimeoutError after `timeout` seconds.
         """
@@ -201,7 +204,7 @@ class LeaseClient:
                 self._give_back(lease.lease_id, outcome, tokens)
 
     async def end_sessions(self, session_ids: Sequence[str]) -> None:
-        """Tell the router; where it is down the sessions idle out."""
+        """End sessions on the router; where it is down they idle out."""
         request = pb.EndSessionRequest(session_ids=session_ids, pool=self._pool)
         try:
             with typed_errors():
@@ -224,7 +227,7 @@ class LeaseClient:
             self._put_back(request)
 
     async def _send(self, request: pb.AcquireLeasesRequest, tickets: Sequence[Ticket]) -> bool:
-        """Whether the router took the request."""
+        """Send a request; whether the router took it."""
         try:
             response = await self._link.acquire(request, _CALL_SECONDS)
             if response is None and self._link.wants_renewal and await self._renew_first():
@@ -236,9 +239,9 @@ class LeaseClient:
                 ticket.future.cancel()
             again = pb.AcquireLeasesRequest()
             again.CopyFrom(request)
-            task = asyncio.create_task(self._hear_out(again, tickets), name="give up leases")
-            self._hearing_out.add(task)
-            task.add_done_callback(self._hearing_out.discard)
+            task = asyncio.create_task(self._reclaim(again, tickets), name="give up leases")
+            self._reclaims.add(task)
+            task.add_done_callback(self._reclaims.discard)
             raise
         if response is None:
             self._owed = _RENEWALS_TO_DROP
@@ -247,7 +250,7 @@ class LeaseClient:
         self._take(response, tickets)
         return True
 
-    async def _hear_out(self, request: pb.AcquireLeasesRequest, tickets: Sequence[Ticket]) -> None:
+    async def _reclaim(self, request: pb.AcquireLeasesRequest, tickets: Sequence[Ticket]) -> None:
         """Learn what a call gave whose caller has left, and give it back."""
         with contextlib.suppress(RemoteError):
             if response := await self._link.acquire(request, _CALL_SECONDS):
@@ -288,7 +291,7 @@ class LeaseClient:
         self._has_releases.set()
 
     def _put_back(self, request: pb.AcquireLeasesRequest) -> None:
-        """The call failed: what it gave back goes with the next one."""
+        """Keep what a failed call was to give back for the next one."""
         if request.released.lease_ids:
             self._releases.take_back(request)
             self._has_releases.set()
@@ -303,7 +306,7 @@ class LeaseClient:
                 await self._link.pause()
 
     async def _send_releases(self) -> bool:
-        """False where they still have to be."""
+        """Give leases back; False where they still have to be."""
         if not self._releases.ids:
             return True
         try:
@@ -388,7 +391,7 @@ class LeaseClient:
         return True
 
     def _ask_again(self, void: Iterable[int]) -> None:
-        """Waiting leases that a restarted router has forgotten."""
+        """Ask again for waiting leases that a restarted router has forgotten."""
         kinds: dict[object, list[tuple[int, Ticket]]] = {}
         for lease_id in sorted(void):
             ticket = self._book.waiting.pop(lease_id, None)

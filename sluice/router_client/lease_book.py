@@ -35,7 +35,7 @@ _OUTCOMES = {
 
 
 def outcome_of(code: grpc.StatusCode) -> pb.Outcome:
-    """What a call to an engine that ended with `code` says about the engine."""
+    """Returns what a call to an engine that ended with `code` says about the engine."""
     return _OUTCOMES.get(code, pb.OUTCOME_CLIENT_ERROR)
 
 
@@ -51,7 +51,7 @@ class Lease:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseDemand:
-    """Leases to ask for. Columns have one entry per lease, or are empty.
+    """Says which leases to ask for. Columns have one entry per lease, or are empty.
 
     groups: (group id, number of consecutive leases), summing to count.
     expected_tokens: of output, 0 unknown. sessions: "" for none; cached_tokens: what a
@@ -78,7 +78,7 @@ class LeaseDemand:
         return self.min_version, self.exact_version, *self.excluded_engines
 
     def singles(self) -> list[LeaseDemand]:
-        """One demand for each of the leases."""
+        """Returns one demand for each of the leases."""
         groups = [[(name, 1)] for name, size in self.groups for _ in range(size)]
         return [
             replace(
@@ -94,7 +94,7 @@ class LeaseDemand:
 
 
 def join(singles: Sequence[LeaseDemand]) -> LeaseDemand:
-    """One demand for single leases of the same kind."""
+    """Joins single leases of the same kind in one demand."""
     names = [single.groups[0][0] if single.groups else "" for single in singles]
     groups = [(name, len(list(run))) for name, run in itertools.groupby(names)]
     return replace(
@@ -114,7 +114,7 @@ def _column(cells: Sequence[Sequence[T]], missing: T) -> Sequence[T]:
 
 @dataclass(frozen=True, slots=True)
 class EngineEntry:
-    """An engine as last heard of; version is of its weights then."""
+    """Describes an engine as last heard of; version is of its weights then."""
 
     name: str
     address: str
@@ -123,7 +123,7 @@ class EngineEntry:
 
 
 class FleetView:
-    """The engines of a pool as a client sees them: what target indices mean, and local picks.
+    """Shows a client the engines of its pool: what target indices mean, and local picks.
 
     Tables are kept by epoch, so that an answer is read with the table it was written by.
     """
@@ -163,7 +163,7 @@ class FleetView:
         return epoch in self._tables
 
     def place(self, epoch: int, target: int) -> Place | None:
-        """What a target index of an epoch means; None if that was never heard."""
+        """Returns what a target index of an epoch means; None if that was never heard."""
         return self._tables.get(epoch, {}).get(target)
 
     def shun(self, engine_id: str) -> None:
@@ -173,7 +173,7 @@ class FleetView:
     def pick(
         self, in_use: Iterable[tuple[str, int]], wanted: Sequence[LeaseDemand]
     ) -> list[Place] | None:
-        """One place per single lease wanted, without the router; None if one has none.
+        """Picks a place for each single lease, without the router; None if one has none.
 
         `in_use`: (engine id, dp rank) of the client's leases.
         """
@@ -198,7 +198,7 @@ def pick_locally(
     rng: random.Random,
     avoided: Set[str] = frozenset(),
 ) -> tuple[EngineEntry, int] | None:
-    """An engine and a dp rank: the less used by this client of two drawn at random.
+    """Picks an engine and a dp rank: the less used by this client of two drawn at random.
 
     `in_use` counts the client's leases by (engine name, dp rank); `avoided` engines are taken only
     where no other will do. None: no engine will do.
@@ -225,7 +225,7 @@ def _serves(engine: EngineEntry, needs: Needs) -> bool:
 
 @dataclass(eq=False)
 class Ticket:
-    """A lease without a target yet, and what to ask for again should the router forget it."""
+    """Waits for one lease; `wanted` is asked for again should the router forget it."""
 
     wanted: LeaseDemand
     future: asyncio.Future[Lease]
@@ -233,7 +233,7 @@ class Ticket:
 
 @dataclass
 class PendingReleases:
-    """Leases to give back with the next call."""
+    """Collects leases to give back with the next call."""
 
     ids: list[int] = field(default_factory=list)
     outcomes: list[pb.Outcome] = field(default_factory=list)
@@ -245,7 +245,7 @@ class PendingReleases:
         self.tokens.append(tokens)
 
     def to_proto(self) -> pb.ReleasedLeases:
-        """Columns that say nothing are left out."""
+        """Encodes the columns; those that say nothing are left out."""
         said = any(tokens >= 0 for tokens in self.tokens)
         return pb.ReleasedLeases(
             lease_ids=self.ids,
@@ -254,7 +254,7 @@ class PendingReleases:
         )
 
     def take_back(self, request: pb.AcquireLeasesRequest) -> None:
-        """The call failed: what it gave back goes with the next one."""
+        """Keep what a failed call was to give back for the next one."""
         ids = request.released.lease_ids
         self.ids += ids
         self.outcomes += request.released.outcomes or [pb.OUTCOME_OK] * len(ids)
@@ -262,7 +262,7 @@ class PendingReleases:
 
 
 def renewal(leases: Iterable[Lease], waiting: Sequence[int]) -> pb.RenewLeasesRequest:
-    """All that a client holds and waits for, in columns."""
+    """Lists all that a client holds and waits for, in columns."""
     leases = list(leases)
     engines: dict[str, int] = {}
     request = pb.RenewLeasesRequest(
@@ -278,7 +278,7 @@ def renewal(leases: Iterable[Lease], waiting: Sequence[int]) -> pb.RenewLeasesRe
 
 
 class LeaseBook:
-    """Leases by id: every one is in use, waits, or has been given to `give_back`."""
+    """Keeps leases by id: every one is in use, waits, or has been given to `give_back`."""
 
     def __init__(self, fleet: FleetView, give_back: Callable[[int, pb.Outcome], None]) -> None:
         self.leases: dict[int, Lease] = {}
@@ -351,7 +351,7 @@ class LeaseBook:
         ticket.future.add_done_callback(lambda _: self._wait_no_more(lease_id))
 
     def _wait_no_more(self, lease_id: int) -> None:
-        """Its ticket was given up or bound without the router, which still has it queued."""
+        """Give back a lease whose ticket is done, but which the router still has queued."""
         if self.waiting.pop(lease_id, None) is not None:
             self._give_back(lease_id, pb.OUTCOME_ABORTED)
 

@@ -25,7 +25,7 @@ _PRIOR_WEIGHT = 2.0  # a caller's expectation counts as this many finished sampl
 
 
 class _KeyedTable:
-    """Rows (slots) by key, in columns that grow."""
+    """Keeps rows (slots) by key, in columns that grow."""
 
     def __init__(self, idle_seconds: float) -> None:
         self._idle_seconds = idle_seconds
@@ -46,7 +46,7 @@ class _KeyedTable:
         return len(idle)
 
     def _take(self, keys: Sequence[str]) -> list[int]:
-        """Slots for new keys."""
+        """Returns slots for new keys."""
         while len(self._free) < len(keys):
             self._grow(max(64, len(self._keys)))
         rest = len(self._free) - len(keys)
@@ -75,7 +75,7 @@ class _KeyedTable:
 
 
 class GroupTable(_KeyedTable):
-    """Groups, and what is known of them: how long their samples run."""
+    """Learns how long the samples of each group run."""
 
     def __init__(self, idle_seconds: float) -> None:
         super().__init__(idle_seconds)
@@ -154,7 +154,7 @@ class GroupTable(_KeyedTable):
             self._forget(self._idle.popleft())
 
     def _finish_one(self, slot: int, count: int, tokens: Sequence[int], now: float) -> None:
-        """`count` samples of one group: what most calls bring, cheaper without vectors."""
+        """Take `count` samples of one group, as most calls bring: cheaper without vectors."""
         self.live[slot] -= count
         self._used[slot] = now
         if self.live[slot] <= 0:
@@ -198,7 +198,7 @@ class GroupTable(_KeyedTable):
         np.add.at(self.finished, slots, counts)
 
     def _learn_pace(self, slot: int, length: float, total: float, count: int, now: float) -> None:
-        """Of `count` samples with `total` tokens together; one of `slot` had `length`."""
+        """Take `count` samples with `total` tokens together, one of `slot` with `length`."""
         share = 1.0 - (1.0 - _PACE_SHARE) ** count if self.mean_tokens else 1.0
         self.mean_tokens += share * (total / count - self.mean_tokens)
         age = now - float(self.started[slot])
@@ -224,9 +224,9 @@ class GroupTable(_KeyedTable):
 
 
 class SessionTable(_KeyedTable):
-    """Sessions: a conversation stays on the (engine, dp rank) that holds its KV cache.
+    """Keeps a conversation on the (engine, dp rank) that holds its KV cache.
 
-    Each counts on one target until it ends or idles without a lease.
+    A session counts on one target until it ends or idles without a lease.
     """
 
     def __init__(self, idle_seconds: float) -> None:

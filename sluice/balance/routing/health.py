@@ -33,7 +33,7 @@ class RankReport:
 
 
 class LoadReports:
-    """Loads that engines report, beside the charges the router made itself; one row per target.
+    """Corrects the charges of the router by the loads that engines report; one row per target.
 
     A report is always older than the newest charges. It therefore never replaces them: what it
     shows beyond (or short of) the charges at the time it was taken is kept apart, smoothed, and
@@ -65,7 +65,7 @@ class LoadReports:
         ]
 
     def forget(self, first: int, stop: int, charged_ever: IntArray) -> None:
-        """Targets of a restarted engine have no report."""
+        """Drop the reports of a restarted engine's targets."""
         self._external[first:stop] = 0.0
         self._report_time[first:stop] = -math.inf
         self._charged_before[first:stop] = charged_ever[first:stop]
@@ -128,7 +128,7 @@ def _kv_limit(rank: RankReport) -> int:
 
 
 class SpeedTable:
-    """One row per engine.
+    """Compares how fast engines are; one row per engine.
 
     A reported latency is divided by the step time predicted for the reported batch, so engines
     compare at equal batch; slowdown is that ratio over the median engine's. Noise is kept out
@@ -159,7 +159,7 @@ class SpeedTable:
         self._compare()
 
     def forget(self, engine: int) -> None:
-        """A restarted or removed engine starts as an average one."""
+        """Take a restarted or removed engine for an average one."""
         self._ratio[engine] = np.nan
         self.slowdown[engine] = UNIT
         self._compare()
@@ -242,7 +242,7 @@ class Breaker:
         return False
 
     def registered_again(self) -> None:
-        """The engine process came back: try it now rather than when the timer ends."""
+        """Try a restarted engine process now, not when the timer ends."""
         self._failures.clear()
         self._successes.clear()
         if self.state is BreakerState.OPEN:

@@ -25,7 +25,7 @@ _EXPIRED_CLIENTS = 4096  # whose names are remembered
 
 @dataclass(frozen=True, slots=True)
 class LeaseColumns:
-    """Columns of some leases; each int64[n]. target may be QUEUED, session and group -1."""
+    """Holds columns of leases, each int64[n]; a target may be QUEUED, a session or group -1."""
 
     ids: IntArray
     targets: IntArray
@@ -37,7 +37,7 @@ class LeaseColumns:
 
 
 class LeaseTable:
-    """Ids are handed out in ascending, contiguous ranges from `first_id`, never twice."""
+    """Hands out ids in ascending, contiguous ranges from `first_id`, never twice."""
 
     def __init__(self, first_id: int = 1) -> None:
         self.first_id = first_id
@@ -52,7 +52,7 @@ class LeaseTable:
 
     @property
     def holder_count(self) -> int:
-        """Clients with live leases."""
+        """How many clients have live leases."""
         return len(self._ids)
 
     def grant(
@@ -298,7 +298,7 @@ class ClientRow:
 
 
 class ClientTable:
-    """Clients in order of their last sign of life, so expiry looks at the expired alone."""
+    """Keeps clients in order of their last sign of life, so expiry looks at the expired alone."""
 
     def __init__(self, ttl: float) -> None:
         self._ttl = ttl

@@ -58,7 +58,7 @@ class TargetSelector:
     def spread(
         self, fleet: Fleet, groups: IntArray, expected: FloatArray | None, keys: list[str] | None
     ) -> IntArray:
-        """Targets for len(groups) leases, int64[n], QUEUED for those beyond the free slots.
+        """Choose targets for len(groups) leases, int64[n], QUEUED beyond the free slots.
 
         Leases are served probes first, then by expected tokens, longest first; so those that
         wait are the short ones, and the long ones get the emptiest ranks.
@@ -76,7 +76,7 @@ class TargetSelector:
         return placed
 
     def open_sessions(self, fleet: Fleet, slots: list[int]) -> IntArray:
-        """Targets for new sessions: the ranks with the fewest, int64[<= len(slots)]."""
+        """Place new sessions on the ranks with the fewest; their targets, int64[<= len(slots)]."""
         # A session between turns loads nothing now but will: it counts like a lease.
         load = np.maximum(self._sessions.active, fleet.load)
         by_session = Fleet.create(
@@ -187,7 +187,7 @@ class TargetSelector:
 
 @dataclass(frozen=True, slots=True)
 class PlaceHints:
-    """What a rule may use besides the fleet.
+    """Tells a policy more than the fleet does.
 
     affinity: one key per lease (a prompt's, a group's or a session's), for cache_aware.
     avoid: int64[m], siblings per target; ties go where they are fewest.
@@ -210,7 +210,7 @@ class RoutingPolicy(Protocol):
 
 @dataclass
 class StepTime:
-    """`base`: cost of an empty engine step, in units of one more request in it."""
+    """Takes the least predicted step time; an empty step costs as much as `base` requests add."""
 
     base: int = 100
 
@@ -297,7 +297,7 @@ class PowerOfTwo(_ByEngine):
 
 
 class CacheAware(_ByEngine):
-    """Out of balance: max - min > absolute and max > relative * min, over engine loads."""
+    """Goes by key unless engine loads have max - min > absolute and max > relative * min."""
 
     def __init__(self, absolute: int = 64, relative: float = 1.5, capacity: int = 65536) -> None:
         super().__init__()
@@ -339,5 +339,5 @@ POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
 
 
 def create_policy(name: str, base: int = 100) -> RoutingPolicy:
-    """The rule `name`, a key of POLICIES; `base` as in StepTime. Raises KeyError."""
+    """Makes the policy `name`, a key of POLICIES; `base` as in StepTime. Raises KeyError."""
     return StepTime(base) if name == "step_time" else POLICIES[name]()

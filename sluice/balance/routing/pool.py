@@ -42,7 +42,7 @@ _FORGET_AFTER = 10  # engine TTLs without a heartbeat
 
 @dataclass(frozen=True, kw_only=True)
 class Expired:
-    """What `Pool.expire` ended; clients: those whose leases it ended."""
+    """Lists what `Pool.expire` ended; clients: those whose leases it ended."""
 
     lease_count: int = 0
     clients: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class Expired:
 
 
 class Pool:
-    """See the module; `first_lease_id` must exceed every id an earlier process handed out."""
+    """Leases the targets of its engines; `first_lease_id` exceeds all ids of earlier processes."""
 
     def __init__(
         self, config: PoolConfig, rng: np.random.Generator, *, first_lease_id: int = 1
@@ -69,7 +69,7 @@ class Pool:
 
     @property
     def client_count(self) -> int:
-        """Those that hold leases."""
+        """How many clients hold leases."""
         return self.tables.leases.holder_count
 
     @property
@@ -78,12 +78,12 @@ class Pool:
 
     @property
     def local_count(self) -> int:
-        """Leases out that clients picked while they could reach no router."""
+        """How many live leases clients picked while they could reach no router."""
         return self.tables.leases.local_count
 
     @property
     def closed_count(self) -> int:
-        """Engines that wait for what clients hold of an earlier router."""
+        """How many engines wait for what clients hold of an earlier router."""
         return len(self.tables.targets.closed)
 
     # Engines
@@ -92,7 +92,7 @@ class Pool:
         return self.tables.targets.find(name) is not None
 
     def located(self, target: int) -> tuple[EngineView, int] | None:
-        """Engine and dp rank of a target; None where no engine is, as for QUEUED and FREE."""
+        """Returns engine and dp rank of a target; None where no engine is (QUEUED, FREE)."""
         engine = self.tables.targets.engine_at(target) if target >= 0 else None
         if engine is None:
             return None
@@ -106,7 +106,7 @@ class Pool:
         targets = self.tables.targets
         former = targets.find(spec.name)
         if former is None:
-            self._settling.engine_came(spec.name, known_epoch, self.epoch, now)
+            self._settling.add_engine(spec.name, known_epoch, self.epoch, now)
         elif former.replaced_by(spec):
             self._void(former, now)
         engine = targets.register(spec, now)
@@ -130,7 +130,7 @@ class Pool:
             return False
         self._void(engine, now)
         self.tables.targets.remove(engine)
-        self._settling.engine_left(name)
+        self._settling.remove_engine(name)
         return True
 
     def report_load(
@@ -149,7 +149,7 @@ class Pool:
         self.tables.targets.snapshot(now)
         self.tables.targets.report(engine, ranks, seconds_per_token, now - age, now)
         charged = self.tables.targets.charges[engine.first : engine.stop].tolist()
-        self._settling.engine_reported(
+        self._settling.note_report(
             name,
             unexplained=any(
                 rank.running_count + rank.waiting_count > count
@@ -171,7 +171,7 @@ class Pool:
     def greet(self, client: str, known_epoch: int, now: float) -> None:
         """Note that a client called which last heard of `known_epoch`, 0 for none."""
         if client not in self.tables.clients:
-            self._settling.client_came(client, known_epoch, self.epoch, now)
+            self._settling.add_client(client, known_epoch, self.epoch, now)
             self._open_settled(now)
         self.tables.clients.touch(client, now)
 
@@ -245,12 +245,12 @@ class Pool:
         self.greet(client, known_epoch, now)
         row = self.tables.clients.touch(client, now)
         renewal = self.tables.renew(row, claims, now)
-        self._settling.client_renewed(client, renewal.awaited, now, held_before=renewal.held_before)
+        self._settling.note_renewal(client, renewal.awaited, now, held_before=renewal.held_before)
         self._bind_waiting(now)
         return renewal
 
     def heartbeat(self, client: str, now: float) -> None:
-        """A sign of life alone."""
+        """Note a sign of life."""
         self.tables.clients.touch(client, now)
 
     def waits(self, client: str) -> bool:
@@ -267,7 +267,7 @@ class Pool:
         return sum(self.tables.sessions.end(key) for key in keys)
 
     def collect(self, client: str) -> list[tuple[int, int]]:
-        """(lease, target) of queued leases that got their target since the last call."""
+        """Returns (lease, target) of queued leases that got their target since the last call."""
         row = self.tables.clients.find(client)
         if row is None:
             return []
@@ -282,7 +282,7 @@ class Pool:
         gone = tables.clients.expired(now)
         count, clients = 0, []
         for row in gone:
-            self._settling.client_left(row.name)
+            self._settling.remove_client(row.name)
             released = tables.leases.release_client(row.slot)
             tables.give_back(released, row, now)
             count += len(released)
@@ -395,7 +395,7 @@ class Pool:
                 table.record(engine, Outcome(int(outcomes[index])), now)
 
     def _void(self, engine: EngineRow, now: float) -> None:
-        """The engine's process is gone: its leases end, its sessions lose their cache."""
+        """End the leases of an engine whose process is gone; its sessions lose their cache."""
         ids, clients = self.tables.leases.bound_within(engine.first, engine.stop)
         for slot in np.unique(clients).tolist():
             released, _ = self.tables.leases.release(slot, ids[clients == slot])

@@ -37,7 +37,7 @@ class _Engine:
 
 
 class Settling:
-    """Times are of the pool's clock, in seconds; `first_epoch` is the pool's own first one."""
+    """Closes engines after a restart. Times are of the pool's clock; `first_epoch` is its first."""
 
     def __init__(self, client_ttl: float, first_epoch: int) -> None:
         self._heartbeat = client_ttl / HEARTBEATS_PER_TTL
@@ -47,29 +47,29 @@ class Settling:
         self._awaited: dict[str, frozenset[str]] = {}  # by client: engines it named in vain
         self._restart_until = -math.inf  # engines that register until then were leased before
 
-    def engine_came(self, name: str, known_epoch: int, epoch: int, now: float) -> None:
-        """An engine unknown so far registered; `epoch` is the pool's now."""
+    def add_engine(self, name: str, known_epoch: int, epoch: int, now: float) -> None:
+        """Take an engine that is new here; `epoch` is the pool's now."""
         says_so = self._is_foreign(known_epoch, epoch)
         leased_before = says_so or now < self._restart_until
         self._engines[name] = _Engine(now, leased_before, unexplained=says_so)
 
-    def engine_left(self, name: str) -> None:
+    def remove_engine(self, name: str) -> None:
         self._engines.pop(name, None)
 
-    def engine_reported(self, name: str, *, unexplained: bool) -> None:
+    def note_report(self, name: str, *, unexplained: bool) -> None:
         if engine := self._engines.get(name):
             engine.unexplained = unexplained
 
-    def client_came(self, name: str, known_epoch: int, epoch: int, now: float) -> None:
-        """A client called for the first time, which knew `known_epoch`, 0 for none."""
+    def add_client(self, name: str, known_epoch: int, epoch: int, now: float) -> None:
+        """Take a client that is new here, and knew `known_epoch`, 0 for none."""
         if self._is_foreign(known_epoch, epoch):
             self._owing[name] = now
             self._saw_restart(now)
 
-    def client_renewed(
+    def note_renewal(
         self, name: str, awaited: Iterable[str], now: float, *, held_before: bool
     ) -> None:
-        """A client named all it holds. awaited: engines among it that are unknown;
+        """Take all that a client holds. awaited: engines among it that are unknown;
         held_before: some of it is of an earlier router."""
         self._owing.pop(name, None)
         self._awaited.pop(name, None)
@@ -78,7 +78,7 @@ class Settling:
         if held_before:
             self._saw_restart(now)
 
-    def client_left(self, name: str) -> None:
+    def remove_client(self, name: str) -> None:
         self._owing.pop(name, None)
         self._awaited.pop(name, None)
 

@@ -23,7 +23,7 @@ _ON_ITS_WAY = 0.1  # share of a client's TTL in which an answer may still arrive
 
 
 class ReleasedIds:
-    """Ids that were given back although this router did not know them.
+    """Remembers ids that were released although this router did not know them.
 
     A renewal that was on its way while its lease was given back must not charge it again. Ids
     granted here are covered by the lease table; the others are remembered for one to two
@@ -50,7 +50,7 @@ class ReleasedIds:
 
 
 class Tables:
-    """At every moment the charges of a target equal the live leases bound to it."""
+    """Moves leases through all tables at once, so that charges always equal live leases."""
 
     def __init__(self, config: PoolConfig, first_lease_id: int) -> None:
         self.config = config

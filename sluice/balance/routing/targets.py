@@ -73,7 +73,7 @@ class SlowFleet:
 
 
 class TargetTable:
-    """Rows are never moved while charged; `epoch` rises when clients should look again."""
+    """Says who may get leases; `epoch` rises when clients should look again. Rows never move."""
 
     def __init__(self, config: PoolConfig, first_epoch: int = 1) -> None:
         self._config = config
@@ -164,7 +164,7 @@ class TargetTable:
             self._forget_fleets()
 
     def lose(self, engine: EngineRow) -> None:
-        """Its heartbeat is overdue."""
+        """Give an engine no leases: its heartbeat is overdue."""
         engine.lost = True
         self.refresh(engine)
 
@@ -231,7 +231,7 @@ class TargetTable:
         return self.load_reports.load(self.charges, self.charged_ever)
 
     def fleet(self, needs: Needs, *, unlimited: bool = False) -> Fleet:
-        """What a policy may choose from; `unlimited` ignores credits, not health or version."""
+        """Returns what a policy may choose from; `unlimited` ignores credits alone."""
         cached = self._fleets.get((needs, unlimited))
         if cached is not None:
             return cached
@@ -251,7 +251,7 @@ class TargetTable:
         return fleet
 
     def fleet_without(self, needs: Needs, excluded: frozenset[str]) -> Fleet:
-        """The fleet without these engines, or with them where nothing else has a free slot."""
+        """Returns the fleet without these engines, or with them where no other has a free slot."""
         fleet = self.fleet(needs)
         rows = [engine for name in excluded if (engine := self._by_name.get(name))]
         if not rows:

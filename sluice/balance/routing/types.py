@@ -23,7 +23,7 @@ HEARTBEATS_PER_TTL = 3  # of a client
 
 
 class BreakerConfig(Config):
-    """When an engine that fails gets no more leases."""
+    """Says when an engine that fails gets no more leases."""
 
     failures: int = Field(5, ge=1, description="Within the window, and half of its outcomes.")
     window_seconds: float = Field(30.0, gt=0)
@@ -35,7 +35,7 @@ class BreakerConfig(Config):
 
 
 class PoolConfig(Config):
-    """How leases of a pool are given and kept."""
+    """Says how leases of a pool are given and kept."""
 
     policy: Policy = "step_time"
     late_binding: bool = Field(True, description="Leases beyond the credits wait in the router.")
@@ -60,7 +60,7 @@ class PoolConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """One engine replica as it registers.
+    """Describes one engine replica as it registers.
 
     instance: changes when the process does; what the earlier one ran is lost.
     max_running: requests one dp rank runs at a time, 0 for no limit.
@@ -85,7 +85,7 @@ class EngineState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineView:
-    """An engine and its ranks now; `first_target` is the row of rank 0, the others follow."""
+    """Shows an engine and its ranks; `first_target` is the row of rank 0, the others follow."""
 
     spec: EngineSpec
     state: EngineState
@@ -96,7 +96,7 @@ class EngineView:
 
 
 class Needs(NamedTuple):
-    """Weight versions a lease accepts: at least `minimum`, and only `exact` if not None."""
+    """Bounds the weight versions of a lease: at least `minimum`, and `exact` if not None."""
 
     minimum: int = 0
     exact: int | None = None
@@ -107,7 +107,7 @@ ANY_VERSION = Needs()
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseRequest:
-    """`count` leases.
+    """Asks for `count` leases.
 
     groups: (group id, how many) for consecutive leases; empty, or the numbers sum to count.
     expected_tokens: float64[count] of output, NaN unknown.
@@ -129,7 +129,7 @@ class LeaseRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Grant:
-    """Lease ids first_id, first_id + 1, ...; targets int64[count], QUEUED where one waits.
+    """Grants leases first_id, first_id + 1, ...; targets int64[count], QUEUED where one waits.
 
     session_count: how many went where their session was before; queued_count: how many wait.
     """
@@ -142,7 +142,7 @@ class Grant:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseClaims:
-    """Leases a client says it holds: int64[n] each; ranks[i] is -1 for a queued one.
+    """Lists what a client says it holds: int64[n] each; ranks[i] is -1 for a queued lease.
 
     engines[i] indexes `names`.
     """
@@ -195,7 +195,7 @@ class Refusal(StrEnum):
 
 
 class LeaseRefusedError(Exception):
-    """Leases were refused and nothing was charged; worth trying again after `retry_seconds`."""
+    """Refuses leases; nothing was charged. Worth another try after `retry_seconds`."""
 
     def __init__(self, reason: Refusal, message: str, retry_seconds: float) -> None:
         super().__init__(message)

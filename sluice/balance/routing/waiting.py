@@ -44,7 +44,7 @@ class _PendingGroup:
 
 @dataclass(frozen=True)
 class QueueTail:
-    """Seconds the lease is expected to run (NaN unknown), and seconds it has waited."""
+    """Names the last lease of a queue: seconds it will run (NaN unknown) and has waited."""
 
     key: _Key
     expected: float
@@ -52,7 +52,7 @@ class QueueTail:
 
 
 class PendingQueue:
-    """Waiting leases of one kind of need."""
+    """Orders the leases that wait for the same versions."""
 
     def __init__(self, groups: GroupTable) -> None:
         self._groups = groups
@@ -89,7 +89,7 @@ class PendingQueue:
         self._forget_void()
 
     def length_changed(self, group: int) -> None:
-        """A sample of the group finished: its siblings' place in the queue may change."""
+        """Move the siblings of a sample that finished: their expected length has changed."""
         key = (group, NO_GROUP)
         entry = self._waiting.get(key)
         if entry is not None:
@@ -115,7 +115,7 @@ class PendingQueue:
         return self._take(known[1], self._waiting[known[1]])
 
     def last(self, now: float) -> QueueTail | None:
-        """The lease that would be bound last, for an engine that only suits a short one."""
+        """Returns the lease that would be bound last, for an engine that suits short ones."""
         known = self._first(self._shortest)
         unknown = self._last_of(self._unknown) or self._last_of(self._probes)
         if known is not None and (unknown is None or self._is_short(self._waiting[known])):
@@ -225,7 +225,7 @@ class PendingQueue:
 
 
 class PendingQueues:
-    """One queue per kind of need, so a version nobody serves yet holds up no other."""
+    """Keeps a queue for each kind of need, so a version nobody serves yet holds up no other."""
 
     def __init__(self, tables: Tables, placement: TargetSelector) -> None:
         self._tables = tables
@@ -235,7 +235,7 @@ class PendingQueues:
 
     @property
     def count(self) -> int:
-        """Leases that wait."""
+        """How many leases wait."""
         return self._tables.clients.queued
 
     def has(self, needs: Needs) -> bool:
@@ -262,7 +262,7 @@ class PendingQueues:
         self._tables.clients.queue(row, len(ids))
 
     def lengths_changed(self, groups: IntArray) -> None:
-        """Samples of these groups ended: expectations of their siblings have changed."""
+        """Move the siblings of samples that ended: their expected lengths have changed."""
         if not self._lanes:
             return
         for group in np.unique(groups[groups >= 0]).tolist():

@@ -21,7 +21,7 @@ _CANDIDATES = 4  # looked at per lease drawn, to find an engine for each
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """What a placement sees: one row per target (engine, dp rank), one per engine.
+    """Shows a placement one row per target (engine, dp rank), and one per engine.
 
     load int64[m]: leases charged, plus what engines report beyond them.
     limit int64[m]: highest load a target may reach; limit <= load offers no slot.
@@ -49,7 +49,7 @@ class Fleet:
         slowdown: IntArray,
         is_even: bool | None = None,
     ) -> Fleet:
-        """`is_even` where the caller knows it."""
+        """Counts the free slots; `is_even` where the caller knows it."""
         room = limit - load
         np.maximum(room, 0, out=room)
         if is_even is None:
@@ -135,7 +135,7 @@ def pick_step_time(
     rng: np.random.Generator,
     avoid: IntArray | None = None,
 ) -> IntArray:
-    """The slots of `place_step_time` as targets in the order of `deal`, int64[<= count]."""
+    """Return the slots of `place_step_time` as targets in the order of `deal`, int64[<= count]."""
     if 0 < count < fleet.free_count:
         ties = _cheapest(fleet, base)
         if len(ties) >= count:  # one key holds them all: no search
@@ -158,7 +158,7 @@ def _cheapest(fleet: Fleet, base: int) -> IntArray:
 
 
 class _StepTimes:
-    """How many slots of each target have a step time of at most a bound."""
+    """Counts the slots of each target that have a step time of at most a bound."""
 
     def __init__(self, fleet: Fleet, base: int) -> None:
         # Equal speeds reduce to 1, so the search below runs over levels, a handful of them.
@@ -246,7 +246,7 @@ class _Draw:
 
 
 def deal(added: IntArray, fleet: Fleet, rng: np.random.Generator) -> IntArray:
-    """int64[sum(added)]: the targets, lowest level first; in a level engines take turns.
+    """Order the targets, lowest level first; in a level engines take turns. int64[sum(added)].
 
     Neighbours in this order are on different targets, and on different engines wherever a level
     holds several: dealing it out to the samples of a group in turn spreads the group.
