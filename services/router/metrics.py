@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import grpc
 from prometheus_client import Counter, Histogram
 
@@ -91,15 +89,10 @@ def open_pool(name: str) -> None:
         show(counter, name)
 
 
-def given_leases(pool: str) -> tuple[Counter, ...]:
-    """A pool's counters of leases, in the order of DECISIONS."""
-    return tuple(LEASES.labels(pool, decision) for decision in DECISIONS)
-
-
-def count_grant(given: Sequence[Counter], grant: Grant) -> None:
+def count_grant(pool: str, grant: Grant) -> None:
     """Count leases by how they were decided."""
     placed = len(grant.targets) - grant.queued_count - grant.session_count
     counts = (grant.session_count, placed, grant.queued_count)
-    for counter, count in zip(given, counts, strict=True):
+    for decision, count in zip(DECISIONS, counts, strict=True):
         if count:
-            counter.inc(count)
+            LEASES.labels(pool, decision).inc(count)

@@ -63,12 +63,10 @@ class PoolRoom:
     def __init__(self, name: str, pool: Pool, clock: Callable[[], float]) -> None:
         self.name, self.pool, self.clock = name, pool, clock
         self._bound: dict[str, set[Callable[[], None]]] = {}  # to call, by client
-        self._changed = asyncio.Event()  # replaced at each change of the epoch
+        self.changed = asyncio.Event()  # set, and replaced, at the next change of the epoch
         self.closed = False
         self._epoch = pool.epoch
         metrics.open_pool(name)
-        self.releases = metrics.RELEASES.labels(name)
-        self._given = metrics.given_leases(name)
 
     def notify_waiters(self) -> None:
         """Wake the calls that wait for what has just changed."""
@@ -78,13 +76,13 @@ class PoolRoom:
                 notify()
         if self.pool.epoch != self._epoch:
             self._epoch = self.pool.epoch
-            self._changed.set()
-            self._changed = asyncio.Event()
+            self.changed.set()
+            self.changed = asyncio.Event()
 
     def close(self) -> None:
         """End the wait of all calls."""
         self.closed = True
-        self._changed.set()
+        self.changed.set()
         for listeners in self._bound.values():
             for notify in listeners:
                 notify()
@@ -98,7 +96,7 @@ class PoolRoom:
             raise LeasesRefusedError(refused, self.name) from None
         finally:
             self.notify_waiters()
-        metrics.count_grant(self._given, grant)
+        metrics.count_grant(self.name, grant)
         return grant
 
     @contextmanager
@@ -112,11 +110,6 @@ class PoolRoom:
             listeners.discard(notify)
             if not listeners:
                 self._bound.pop(client, None)
-
-    @property
-    def changed(self) -> asyncio.Event:
-        """Set at the next change of the epoch."""
-        return self._changed
 
 
 class Pools:
@@ -199,10 +192,10 @@ class PoolCollector(Collector):
             name, pool = [room.name], room.pool
             pools[metrics.IMBALANCE].add_metric(name, _imbalance(room))
             pools[metrics.QUEUED].add_metric(name, pool.waiting.count)
-            pools[metrics.CLIENTS].add_metric(name, pool.client_count)
-            pools[metrics.SESSIONS].add_metric(name, pool.session_count)
-            pools[metrics.LOCAL].add_metric(name, pool.local_count)
-            pools[metrics.SETTLING].add_metric(name, pool.closed_count)
+            pools[metrics.CLIENTS].add_metric(name, pool.tables.leases.holder_count)
+            pools[metrics.SESSIONS].add_metric(name, len(pool.tables.sessions))
+            pools[metrics.LOCAL].add_metric(name, pool.tables.leases.local_count)
+            pools[metrics.SETTLING].add_metric(name, len(pool.tables.targets.closed))
         yield from (*engines.values(), *pools.values())
 
 

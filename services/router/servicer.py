@@ -36,7 +36,6 @@ IntArray = NDArray[np.int64]
 
 MAX_COUNT = 65_536  # leases of one call
 MAX_DP_SIZE = 4_096
-_ALL_OK = np.full(MAX_COUNT, int(Outcome.OK), np.uint8)
 _STATES = {
     EngineState.ACTIVE: pb.ENGINE_STATE_ACTIVE,
     EngineState.DRAINING: pb.ENGINE_STATE_DRAINING,
@@ -227,7 +226,7 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
             count = room.pool.release(
                 client, ids, self._pools.clock(), outcomes=outcomes, output_tokens=tokens
             )
-            room.releases.inc(count)
+            metrics.RELEASES.labels(room.name).inc(count)
         grant = room.acquire(client, wanted)
         response = pb.AcquireLeasesResponse(
             first_lease_id=grant.first_id, ttl=duration_of(room.pool.config.client_ttl)
@@ -398,7 +397,7 @@ def released_from_proto(
     """
     columns = read_columns(released.SerializeToString())
     ids = np.frombuffer(columns.get(1, b""), dtype="<i8")
-    outcomes = _all_ok(len(ids))
+    outcomes: NDArray[Any] = np.full(len(ids), int(Outcome.OK), np.uint8)
     tokens: NDArray[Any] | None = None
     if 2 in columns:
         data = columns[2]  # packed varints: of one byte each, unless a newer client has more
@@ -409,11 +408,6 @@ def released_from_proto(
         tokens = np.frombuffer(columns[3], dtype="<i4")
         _check_length("released.token_counts", tokens, len(ids))
     return ids, outcomes, tokens
-
-
-def _all_ok(count: int) -> NDArray[Any]:
-    """uint8[count], not to be written to."""
-    return _ALL_OK[:count] if count <= MAX_COUNT else np.full(count, _ALL_OK[0])
 
 
 def read_columns(data: bytes) -> dict[int, bytes]:

@@ -307,28 +307,25 @@ class LeaseClient:
 
     async def _send_releases(self) -> bool:
         """Give leases back; False where they still have to be."""
-        if not self._releases.ids:
-            return True
-        try:
-            response = await self._ask(_CALL_SECONDS)
-        except RemoteError as error:
-            logger.warning("router: leases not given back: %s", error)
-            return False
-        if response is not None:
-            self._take(response)
-        return response is not None
+        return not self._releases.ids or await self._ask(_CALL_SECONDS)
 
-    async def _ask(self, seconds: float, wait: float = 0.0) -> pb.AcquireLeasesResponse | None:
-        """Give back what there is and hear of waiting leases, for which the router holds the call
-        `wait` seconds; None and RemoteError as of the link."""
+    async def _ask(self, seconds: float, wait: float = 0.0) -> bool:
+        """Give back what there is and take the news of waiting leases; whether a router answered.
+
+        It holds the call for `wait` seconds, as long as it has no news.
+        """
         request, response = self._request(LeaseDemand(count=0)), None
         request.max_wait.CopyFrom(duration_of(wait))
         try:
             response = await self._link.acquire(request, seconds)
+        except RemoteError as error:
+            logger.warning("router: leases neither given back nor asked for: %s", error)
         finally:
             if response is None:
                 self._put_back(request)
-        return response
+        if response is not None:
+            self._take(response)
+        return response is not None
 
     # Keeping
 
@@ -339,13 +336,7 @@ class LeaseClient:
             if not self._book.waiting:
                 self._book.has_waiting.clear()
                 continue
-            try:
-                response = await self._ask(POLL_SECONDS + _CALL_SECONDS, POLL_SECONDS)
-            except RemoteError as error:
-                logger.warning("router: waiting leases not asked for: %s", error)
-                response = None
-            if response is not None:
-                self._take(response)
+            if await self._ask(POLL_SECONDS + _CALL_SECONDS, POLL_SECONDS):
                 continue
             if self._link.is_down:
                 self._book.pick_waiting()

@@ -67,25 +67,6 @@ class Pool:
         """Rises whenever clients should look at the engines again."""
         return self.tables.targets.epoch
 
-    @property
-    def client_count(self) -> int:
-        """How many clients hold leases."""
-        return self.tables.leases.holder_count
-
-    @property
-    def session_count(self) -> int:
-        return len(self.tables.sessions)
-
-    @property
-    def local_count(self) -> int:
-        """How many live leases clients picked while they could reach no router."""
-        return self.tables.leases.local_count
-
-    @property
-    def closed_count(self) -> int:
-        """How many engines wait for what clients hold of an earlier router."""
-        return len(self.tables.targets.closed)
-
     # Engines
 
     def has_engine(self, name: str) -> bool:
@@ -345,15 +326,13 @@ class Pool:
         return count <= self.tables.targets.prompt_free_count(request.needs)
 
     def _take_news(self, row: ClientRow, first: int, targets: IntArray) -> int:
-        """Put what the queue bound of this very request into its answer; returns how many."""
-        before, others = len(row.bound), []
+        """Put what the queue bound of the newest request into its answer; returns how many."""
+        count = len(row.bound)
         for lease, target in row.bound:
-            if first <= lease < first + len(targets):
+            if lease >= first:
                 targets[lease - first] = target
-            else:
-                others.append((lease, target))
-        row.bound = others
-        return before - len(others)
+        row.bound = [news for news in row.bound if news[0] < first]
+        return count - len(row.bound)
 
     def _place(
         self,

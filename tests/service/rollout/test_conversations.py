@@ -78,7 +78,7 @@ async def test_every_turn_of_an_episode_goes_to_one_engine_and_no_session_is_lef
     assert len({where[0] for where in turns}) == ENGINES
     pool = episodes.router.pools.room("").pool
     async with asyncio.timeout(PATIENCE):
-        while pool.session_count or pool.tables.targets.charges.any():
+        while pool.tables.sessions or pool.tables.targets.charges.any():
             await asyncio.sleep(0.01)
 
 

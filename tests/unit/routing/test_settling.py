@@ -189,7 +189,7 @@ class World:
             tables = self.pool.tables
             entries = tables.leases._old.items()
             local = Counter(entry[0] for lease, entry in entries if lease < 0)
-            assert self.pool.local_count == local.total()
+            assert self.pool.tables.leases.local_count == local.total()
             for target, count in enumerate(tables.targets.charges.tolist()):
                 self.most_charged = max(self.most_charged, count)
                 assert count <= PLACES + local[target]
@@ -310,8 +310,8 @@ def test_leases_picked_locally_are_counted_apart():
     pool = restarted(known_epoch=5)
     told(pool, "c", 0.1, -3, -2, 17)
     assert pool.engines()[0].lease_counts == (3,)
-    assert pool.local_count == 2
+    assert pool.tables.leases.local_count == 2
     pool.release("c", ids(-3, 17), 0.2)
-    assert pool.local_count == 1
+    assert pool.tables.leases.local_count == 1
     pool.expire(100.0)
-    assert pool.local_count == 0
+    assert pool.tables.leases.local_count == 0
