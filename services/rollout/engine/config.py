@@ -1,4 +1,4 @@
-"""Settings of the SGLang backend."""
+"""Settings of an engine, and of SGLang where it is the backend."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from sluice.config import Config
+from sluice.runtime.recovery import Backoff
+
+LONGEST_BACKOFF_SECONDS = 60.0
 
 _NOT_ITS_OWN = {  # what this process has to know, by where it is told
     "api_key": "set engine.sglang.api_key",
@@ -47,6 +50,11 @@ class SglangConfig(Config):
     update_seconds: float = Field(600.0, gt=0, description="One update of weights.")
     restarts: int = Field(5, ge=0, description="In a row, before the engine is given up.")
     backoff_seconds: float = Field(1.0, gt=0, description="Before a restart; doubles each time.")
+
+    @property
+    def backoff(self) -> Backoff:
+        """Pauses before restarts of a server."""
+        return Backoff(self.backoff_seconds, max(self.backoff_seconds, LONGEST_BACKOFF_SECONDS))
 
     @model_validator(mode="before")
     @classmethod

@@ -50,3 +50,16 @@ async def test_an_encoder_that_runs_is_ended_when_another_never_does(tmp_path: P
     assert (tmp_path / "seen").exists()
     assert not psutil.pid_exists(int((tmp_path / "first").read_text()))
     assert not servers.pids
+
+
+async def test_a_server_that_never_answers_is_ended_in_time(tmp_path: Path) -> None:
+    program = tmp_path / "python"
+    program.write_text(f"#!{sys.executable}\nimport signal\nsignal.pause()\n")
+    program.chmod(0o755)
+    (tmp_path / "config.json").write_text("{}")
+    values = {"python": str(program), "start_seconds": 0.5}
+    servers = Servers(parse_config(EngineConfig, {"backend": "sglang", "sglang": values}))
+    async with asyncio.timeout(PATIENCE):
+        with pytest.raises(EngineFailedError, match=r"not ready in 0.5 s: it does not answer"):
+            await servers.start(tmp_path, "1")
+    assert not psutil.Process().children()

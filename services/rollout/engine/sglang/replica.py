@@ -107,9 +107,8 @@ class Replica:
         Raises EngineFailedError when that has failed too often.
         """
         await self._disconnect()
-        delay = self._sglang.backoff_seconds
-        for attempt in range(self._sglang.restarts):
-            await asyncio.sleep(delay * 2**attempt)
+        for attempt in range(1, self._sglang.restarts + 1):
+            await asyncio.sleep(self._sglang.backoff.seconds(attempt))
             try:
                 if staged is None:
                     await self.attach()
@@ -122,7 +121,7 @@ class Replica:
                 self.restart_count += 1
                 return
             except (EngineFailedError, MissingFeatureError) as error:
-                logger.error("restart %d of SGLang: %s", attempt + 1, error)
+                logger.error("restart %d of SGLang: %s", attempt, error)
         raise EngineFailedError(f"SGLang did not come back in {self._sglang.restarts} attempts")
 
     async def gone(self) -> None:

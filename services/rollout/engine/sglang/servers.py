@@ -11,7 +11,6 @@ import random
 import signal
 import socket
 import sys
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from services.rollout.errors import EngineFailedError
 from sluice import platform
 from sluice.config import ConfigError
 from sluice.runtime.idempotency import all_of
+from sluice.runtime.recovery import NotReadyError, wait_until_ready
 
 MODULE = "sglang.launch_server"
 CPU_VARIABLE = "SGLANG_USE_CPU_ENGINE"  # what SGLang itself asks for, and our stand-ins too
@@ -178,6 +178,7 @@ logger = logging.getLogger(__name__)
 
 SHIM = Path(__file__).with_name("launch.py")
 POLL_SECONDS = 0.25
+USUAL_START_SECONDS = 120.0  # a longer start is explained in the log
 PORTS = range(20000, 32000)
 
 
@@ -209,10 +210,6 @@ class ServerProcess:
         assert self._process is not None
         return self._process.pid
 
-    @property
-    def has_ended(self) -> bool:
-        return self._process is None or self._process.returncode is not None
-
     async def start(self, answers: Callable[[], Awaitable[bool]], seconds: float) -> None:
         """Start and wait until `answers`. Raises EngineFailedError; then nothing is left."""
         command = self.launch.command
@@ -227,19 +224,26 @@ class ServerProcess:
             start_new_session=True,
         )
         logger.info("%s server starts at %s", self.launch.role, self.launch.url)
-        deadline = time.monotonic() + seconds
+        process, what = self._process, f"the {self.launch.role} server"
+
+        async def probe() -> None:
+            if await answers():
+                return
+            if process.returncode is not None:
+                raise EngineFailedError(
+                    f"{what} ended with {process.returncode} before it answered"
+                )
+            raise NotReadyError("it does not answer")
+
         try:
-            while not await answers():
-                if self.has_ended:
-                    raise EngineFailedError(
-                        f"the {self.launch.role} server ended with {self._process.returncode} "
-                        "before it answered"
-                    )
-                if time.monotonic() > deadline:
-                    raise EngineFailedError(
-                        f"the {self.launch.role} server gave no answer in {seconds:g} s"
-                    )
-                await asyncio.sleep(POLL_SECONDS)
+            await wait_until_ready(
+                what,
+                probe,
+                seconds,
+                EngineFailedError,
+                every=POLL_SECONDS,
+                usual_seconds=USUAL_START_SECONDS,
+            )
         except BaseException:
             await self.stop()
             raise
@@ -402,7 +406,7 @@ class Servers:
             if failures >= self._sglang.restarts:
                 logger.error("encoder %d is given up", number)
                 return
-            await asyncio.sleep(self._sglang.backoff_seconds * 2**failures)
+            await asyncio.sleep(self._sglang.backoff.seconds(failures + 1))
             try:
                 self._encoders[number] = await self._start_encoder(model)
                 await self._publish(gone, self._encoders[number].launch.url)
