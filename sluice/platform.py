@@ -58,7 +58,7 @@ class Platform:
         return module
 
     def device(self, local_rank: int = 0) -> torch.device:
-        """The device of a local rank."""
+        """Returns the device of a local rank."""
         return _torch().device(self.device_type, local_rank)
 
     def set_device(self, local_rank: int = 0) -> None:
@@ -66,7 +66,7 @@ class Platform:
         self.module.set_device(local_rank)
 
     def visible_devices(self, local_ranks: Sequence[int]) -> dict[str, str]:
-        """The environment in which a child sees only these of the devices visible here."""
+        """Returns the environment in which a child sees only these of the devices visible here."""
         if not self.visible_env or os.environ.get(self.visible_env) == "":  # all are hidden
             return {}
         seen = [entry for entry in os.environ.get(self.visible_env, "").split(",") if entry]
@@ -80,7 +80,7 @@ class Platform:
         return {self.visible_env: ",".join(chosen)}
 
     def collective_ports(self, first: int, count: int) -> dict[str, str]:
-        """The environment that keeps collectives to `count` host ports from `first`."""
+        """Returns the environment that keeps collectives to `count` host ports from `first`."""
         del first, count  # NCCL and gloo take free ports by themselves
         return {}
 
@@ -93,7 +93,7 @@ class Platform:
         _torch().manual_seed(seed)
 
     def memory(self) -> MemoryStatistics:
-        """Memory of the current device."""
+        """Reads the memory of the current device."""
         free, total = self.module.mem_get_info()
         return MemoryStatistics(
             allocated=self.module.memory_allocated(),
@@ -109,7 +109,7 @@ class Platform:
         self.module.reset_peak_memory_stats()
 
     def describe(self) -> dict[str, str]:
-        """What the current device and the libraries under torch call themselves.
+        """Returns what the current device and the libraries under torch call themselves.
 
         `name` is always there; the others (toolkit, collectives, capability) where they exist.
         """
@@ -162,7 +162,7 @@ _PLATFORMS = {platform.device_type: platform for platform in (CPU, CUDA, NPU)}
 
 @cache
 def current() -> Platform:
-    """The platform of SLUICE_DEVICE; auto is the first accelerator found, else the cpu.
+    """Returns the platform of SLUICE_DEVICE; auto is the first accelerator found, else the cpu.
 
     Raises PlatformError when the device asked for, or one that is installed, does not work.
     """
@@ -175,7 +175,7 @@ def current() -> Platform:
 
 
 def declared() -> Platform:
-    """The platform by name alone, without torch: of SLUICE_DEVICE, or by device files."""
+    """Returns the platform by name alone, without torch: of SLUICE_DEVICE, or by device files."""
     wanted = _wanted()
     if wanted != "auto":
         return _PLATFORMS[wanted]

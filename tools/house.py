@@ -47,6 +47,7 @@ APART = {
         "sluice.algo.aggregation",
         "sluice.algo.correction",
         "sluice.algo.evaluation",
+        "sluice.algo.layout",
         "sluice.balance.planner_spread",
         "sluice.balance.routing.settling",
         "sluice.weights.rules.packing",

@@ -107,6 +107,13 @@ class TrainingBackend(ABC):
         """Log-probabilities of response tokens: sample_id -> float32[response] on the CPU."""
 
     @abstractmethod
+    def compute_values(self, micro_batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
+        """Value of the text in front of each response token: sample_id -> float32[response], CPU.
+
+        Needs the head `value`: one value a token, read where the token is predicted.
+        """
+
+    @abstractmethod
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: LossSpec) -> PassSums:
         """Add the gradients of `sum_rows loss_weight * sum_tokens loss` to those gathered."""
 
@@ -141,17 +148,6 @@ class TrainingBackend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release memory and the process groups that the backend itself made."""
-
-
-class CriticBackend(TrainingBackend):
-    """A backend that also has the head `value`: one value a token in place of logits."""
-
-    @abstractmethod
-    def compute_values(self, micro_batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
-        """What is still to come before each response token: sample_id -> float32[response], CPU.
-
-        The value of a token is that of the text in front of it, read where it is predicted.
-        """
 
 
 def create_backend(name: str, config: TrainerConfig, mesh: Mesh) -> TrainingBackend:

@@ -9,7 +9,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from services.trainer.backends.megatron.config import MegatronConfig
-from sluice.balance.planner_inputs import OversizePolicy
+from sluice.balance.planner import OversizePolicy
 from sluice.config import Config, ProcessConfig
 from sluice.runtime.server import ServerConfig
 

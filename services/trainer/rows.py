@@ -11,7 +11,7 @@ from pathlib import Path
 from services.trainer.config import TrainerConfig
 from services.trainer.errors import OversizeSampleError
 from sluice.balance.cost import TransformerShape, shape_from_config
-from sluice.balance.planner_inputs import OversizePolicy
+from sluice.balance.planner import OversizePolicy
 from sluice.runtime.errors import DataLossError, InvalidFieldError, NotFoundError
 from sluice.samples.arrow import InvalidGroupError, decode_group, read_facts
 from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReference, BlobStore

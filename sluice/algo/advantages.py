@@ -22,7 +22,7 @@ CHUNK = 128  # a triangular product inside, one carry between: 128 times fewer P
 
 
 def discounted_suffix_sums(terms_T: torch.Tensor, discount: float) -> torch.Tensor:
-    """y_t = x_t + discount * y_{t+1}, float64[T]."""
+    """Returns y_t = x_t + discount * y_{t+1}, float64[T]."""
     length = terms_T.numel()
     if length == 0:
         return terms_T.double()
@@ -47,7 +47,7 @@ def _powers(discount: float, device: torch.device) -> tuple[torch.Tensor, torch.
 
 
 def place_terminal(mask_T: torch.Tensor, reward: float) -> torch.Tensor:
-    """float64[T] with `reward` on the last trained token; all zero when there is none."""
+    """Returns float64[T] with `reward` on the last trained token; all zero when there is none."""
     rewards_T = torch.zeros(mask_T.shape, dtype=torch.float64, device=mask_T.device)
     trained = mask_T.nonzero()
     if len(trained):
@@ -56,7 +56,7 @@ def place_terminal(mask_T: torch.Tensor, reward: float) -> torch.Tensor:
 
 
 def discounted_returns(rewards_T: torch.Tensor, mask_T: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Discounted sum of the rewards from each trained token on, 0 on others; float64[T]."""
+    """Returns the sum of rewards from each trained token on, 0 on others; float64[T]."""
     returns_T = torch.zeros_like(rewards_T, dtype=torch.float64)
     returns_T[mask_T] = discounted_suffix_sums(rewards_T[mask_T], gamma)
     return returns_T
@@ -70,7 +70,7 @@ def generalized_advantages(
     gamma: float,
     gae_lambda: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages_T, returns_T) of one whole response, float64[T], 0 on untrained tokens.
+    """Returns (advantages_T, returns_T) of one whole response, float64[T], 0 on untrained tokens.
 
     delta_t = r_t + gamma V_{t'} - V_t and A_t = delta_t + gamma lambda A_{t'}, where t' is the
     next trained token and the value after the last is 0 (arXiv 1506.02438). returns = A + V.
@@ -126,7 +126,7 @@ class AdvantageColumns:
 def compute_advantages(
     rows: Sequence[AdvantageRow], spec: AdvantageSpec, merge: MergeMoments | None = None
 ) -> AdvantageColumns:
-    """Advantages of `rows` (whole groups) as `spec` says.
+    """Computes the advantages of `rows` (whole groups) as `spec` says.
 
     merge: given this rank's moments returns those of every rank; called exactly once when
     `spec.whitens` and never otherwise, also on a rank without rows, so it may be a collective.
@@ -191,7 +191,7 @@ class _Packed:
 
 
 def group_moments(rewards: Sequence[float], group_ids: Sequence[str]) -> dict[str, Moments]:
-    """Moments of the rewards of each group; of disjoint parts of a group they merge."""
+    """Returns the moments of the rewards of each group; of disjoint parts of a group they merge."""
     members: dict[str, FloatList] = {}
     for reward, group in zip(rewards, group_ids, strict=True):
         members.setdefault(group, []).append(reward)
@@ -217,7 +217,7 @@ def leave_one_out(reward: float, group: Moments) -> float:
 
 
 def whiten(values_T: torch.Tensor, mask_T: torch.Tensor, moments: Moments) -> torch.Tensor:
-    """(value - mean) / standard deviation on trained tokens, 0 on others."""
+    """Returns (value - mean) / standard deviation on trained tokens, 0 on others."""
     scaled_T = (values_T - moments.mean) / (moments.standard_deviation + WHITEN_EPSILON)
     return torch.where(mask_T, scaled_T, 0.0)
 

@@ -28,7 +28,7 @@ class LossWeights:
 def weigh_samples(
     spec: LossSpec, token_counts: Sequence[int], group_ids: Sequence[str]
 ) -> LossWeights:
-    """Weights for samples with `token_counts[i]` trained (unmasked) tokens in `group_ids[i]`.
+    """Weighs samples with `token_counts[i]` trained (unmasked) tokens in `group_ids[i]`.
 
     token_mean: every trained token counts the same. sample_mean: every sample with a trained
     token does. group_mean: every group with one does. constant: every token the same, divided by

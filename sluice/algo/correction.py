@@ -24,7 +24,7 @@ class SequenceSums:
 
 
 def needs_sequence_sums(spec: LossSpec) -> bool:
-    """Whether any term of the loss looks at a whole sample; decided by the spec alone."""
+    """Says whether any term of the loss looks at a whole sample; decided by the spec alone."""
     importance = spec.importance
     return (
         spec.name == "gspo"
@@ -54,7 +54,7 @@ def importance_weights(
     sums: SequenceSums | None,
     spec: ImportanceSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weight_T, dropped_T): the factor of each token's loss, and which tokens it silences.
+    """Returns (weight_T, dropped_T): the factor of each token's loss, and the tokens left out.
 
     log_importance_T = log-prob under the trainer's old policy - under the rollout engine.
     `sums` is needed for the levels sequence and geometric and for the veto.
@@ -82,7 +82,7 @@ def importance_weights(
 
 
 def below_veto(log_importance_T: torch.Tensor, spec: ImportanceSpec | None) -> torch.Tensor:
-    """bool[T]: tokens whose own weight is below the veto bound."""
+    """Returns bool[T]: tokens whose own weight is below the veto bound."""
     if spec is None or spec.veto is None:
         return torch.zeros_like(log_importance_T, dtype=torch.bool)
     bounded_T = log_importance_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -93,7 +93,7 @@ def below_veto(log_importance_T: torch.Tensor, spec: ImportanceSpec | None) -> t
 def opsm_dropped(
     advantages_T: torch.Tensor, sample_index_T: torch.Tensor, sums: SequenceSums, delta: float
 ) -> torch.Tensor:
-    """bool[T]: bad tokens of samples the policy has left, mean(old - current) > delta.
+    """Returns bool[T]: bad tokens of samples the policy has left, mean(old - current) > delta.
 
     Off-policy sequence masking of DeepSeek-V3.2 (arXiv 2512.02556).
     """

@@ -32,7 +32,7 @@ class EvaluationSummary:
 
 
 def pass_at_k(sample_count: int, pass_count: int, k: int) -> float:
-    """Chance that one of k samples passes, unbiased: 1 - C(n-c, k) / C(n, k).
+    """Returns the chance that one of k samples passes, unbiased: 1 - C(n-c, k) / C(n, k).
 
     Chen et al., arXiv 2107.03374. `1 - (1 - c/n)^k` would be too low. Raises ValueError unless
     0 <= pass_count <= sample_count and 1 <= k <= sample_count.
@@ -43,7 +43,7 @@ def pass_at_k(sample_count: int, pass_count: int, k: int) -> float:
 
 
 def summarise(tasks: Sequence[TaskScores], pass_at: Sequence[int] = ()) -> EvaluationSummary:
-    """Raises ValueError for a k above the number of episodes of a task."""
+    """Summarises the scores; raises ValueError for a k above the episodes of a task."""
     means = [statistics.fmean(task.rewards) for task in tasks]
     rewards = [reward for task in tasks for reward in task.rewards]
     error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.nan

@@ -11,14 +11,14 @@ LOW_VARIANCE_LIMIT = 10.0
 
 
 def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
-    """exp with its argument held within +-20; the gradient is zero beyond."""
+    """Returns exp of the argument clamped to +-20; the gradient is zero beyond."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def estimate_kl(
     logprobs_T: torch.Tensor, reference_T: torch.Tensor, estimator: KlEstimator
 ) -> torch.Tensor:
-    """KL estimate of each token, in nats; d = logprobs - reference, tokens drawn from the policy.
+    """Estimates the KL of each token of the policy, in nats; d = logprobs - reference.
 
     k1 = d; k2 = d^2 / 2; k3 = exp(-d) - 1 + d (http://joschu.net/blog/kl-approx.html);
     low_variance is k3 held within +-10. k1 and k3 are unbiased values, but only k2 has (on

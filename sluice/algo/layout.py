@@ -77,7 +77,7 @@ class SequenceLayout:
         return self.total // self.size
 
     def pieces(self, rank: int) -> list[ContextSlice]:
-        """What `rank` holds, in the order of its slots; padding included."""
+        """Returns what `rank` holds, in the order of its slots; padding included."""
         spans = list(zip(range(len(self.lengths)), self.starts, self.starts[1:], strict=False))
         spans.append((-1, self.starts[-1], self.total))
         if self.kind != "zigzag":
@@ -117,7 +117,7 @@ class SequenceLayout:
         return self.place_of_pack[torch.cat(parts)]
 
     def split(self, samples: Sequence[torch.Tensor], rank: int, fill: float = 0) -> torch.Tensor:
-        """[local_length, ...]: the slots of `rank` of per-sample tensors [length_i, ...]."""
+        """Returns [local_length, ...], the slots of `rank`, of per-sample [length_i, ...]."""
         lengths = tuple(len(values) for values in samples)
         if lengths != self.lengths:
             raise ValueError(f"tensors of lengths {lengths} for samples of {self.lengths}")
@@ -130,12 +130,12 @@ class SequenceLayout:
         return pack[self.pack_of_place[slots].to(pack.device)]
 
     def assemble(self, places: torch.Tensor) -> list[torch.Tensor]:
-        """Per-sample tensors from [total, ...], the slots of all ranks in rank order."""
+        """Returns per-sample tensors from [total, ...], the slots of all ranks in rank order."""
         tokens = places.index_select(0, self.token_places.to(places.device))
         return list(tokens.split(list(self.lengths)))
 
     def responses(self, prompt_lengths: Sequence[int]) -> ResponseLayout:
-        """Where the response tokens are predicted, given each sample's prompt."""
+        """Returns where the response tokens are predicted, given each sample's prompt."""
         return ResponseLayout(layout=self, prompt_lengths=tuple(prompt_lengths))
 
 
@@ -169,9 +169,9 @@ class ResponseLayout:
         return self.layout.place_of_pack[torch.cat(parts)]
 
     def share(self, rank: int) -> torch.Tensor:
-        """int64[L]: which response tokens `rank` predicts, in packed order, which is slot order."""
+        """Returns int64[L]: which response tokens `rank` predicts, in packed (and slot) order."""
         return (self.places // self.layout.local_length == rank).nonzero()[:, 0]
 
     def slots(self, rank: int) -> torch.Tensor:
-        """int64[L]: the slots of `rank` that predict them, ascending."""
+        """Returns int64[L]: the slots of `rank` that predict them, ascending."""
         return self.places[self.share(rank)] - rank * self.layout.local_length

@@ -46,7 +46,7 @@ class VocabShard:
     collectives: Collectives | None = None
 
     def real_columns(self, columns: int) -> int:
-        """How many of the first `columns` columns are no padding."""
+        """Counts how many of the first `columns` columns are no padding."""
         return columns if self.size is None else max(0, min(columns, self.size - self.start))
 
 
@@ -74,7 +74,7 @@ def token_logprobs(
     vocab: VocabShard = WHOLE_VOCAB,
     reuse_logits: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(logprobs_T, entropy_T) in nats, float32 (float64 for float64 logits).
+    """Returns (logprobs_T, entropy_T) in nats, float32 (float64 for float64 logits).
 
     logits_TV: float[T, V], any float dtype; accumulation is float32 or better. targets_T: int64[T]
     token ids in [0, vocabulary). The distribution is softmax(logits / temperature).
@@ -101,7 +101,7 @@ def linear_logprobs(
     chunk_rows: int = DEFAULT_CHUNK_ROWS,
     vocab: VocabShard = WHOLE_VOCAB,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`token_logprobs(hidden @ weight.T, targets)` within about chunk_rows x V x 4 bytes.
+    """Computes `token_logprobs(hidden @ weight.T, targets)` within about chunk_rows x V x 4 bytes.
 
     hidden_TH: float[T, H]. weight_VH: float[V, H], same dtype, no bias. The gradient of the weight
     is summed over chunks in float32 or better, as is that of the hidden states over ranks.

@@ -26,7 +26,7 @@ Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 def compute_loss(inputs: LossInputs, spec: LossSpec) -> LossTerms:
-    """Sum over samples of weight x sum over trained tokens of the loss that `spec` names.
+    """Sums over samples weight x sum over trained tokens of the loss that `spec` names.
 
     Equal for any split of whole samples into micro-batches.
     Tokens outside the mask have zero gradient whatever their columns hold, NaN included.

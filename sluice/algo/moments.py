@@ -25,7 +25,7 @@ class Moments:
 
     @classmethod
     def of_values(cls, values: Iterable[float]) -> Moments:
-        """Exactly rounded sums, so the order of the values does not matter at all."""
+        """Sums with exact rounding, so the order of the values does not matter at all."""
         numbers = list(values)
         if not numbers:
             return cls()

@@ -185,7 +185,7 @@ class AdvantageSpec(BaseModel):
 
 
 def required_columns(spec: LossSpec | AdvantageSpec) -> frozenset[str]:
-    """Columns every selected row must carry; names as in `sluice.samples`."""
+    """Returns the columns every selected row must have; names as in `sluice.samples`."""
     if isinstance(spec, AdvantageSpec):
         found = {spec.reward_column, spec.student_column}
         found |= {"reference_logprobs"} if spec.has_kl else set()

@@ -38,7 +38,7 @@ class TransformerShape:
 
 
 def forward_flops(shape: TransformerShape, length: int, cached: int = 0) -> float:
-    """FLOPs of the tokens `cached`..`length` of a causal sequence, the first `cached` known.
+    """Counts FLOPs of the tokens `cached`..`length` of a causal sequence, the others cached.
 
     An estimate to balance by: a training step costs three times as much, on every row alike.
     Follows the count of Narayanan et al. 2021 (Megatron-LM), causal attention at its half.
@@ -54,7 +54,7 @@ def forward_flops(shape: TransformerShape, length: int, cached: int = 0) -> floa
 def row_costs(
     shape: TransformerShape, lengths: Sequence[int], prompt_lengths: Sequence[int]
 ) -> tuple[list[float], list[float]]:
-    """(`costs`, `prompt_costs`) of PlanRows: whole rows, and the share that siblings save."""
+    """Returns (`costs`, `prompt_costs`) of PlanRows: whole rows, and what siblings save."""
     return (
         [forward_flops(shape, length) for length in lengths],
         [forward_flops(shape, prompt) for prompt in prompt_lengths],
@@ -62,7 +62,7 @@ def row_costs(
 
 
 def shape_from_config(config: Mapping[str, Any]) -> TransformerShape:
-    """The shape in a Hugging Face `config.json`, also of a vision-language model's text part.
+    """Reads the shape from a HF `config.json`, also of a vision-language model's text part.
 
     Raises KeyError naming a size that is absent.
     """

@@ -150,7 +150,7 @@ def pack(table: RowCosts, rows: Sequence[int], cap: int, step: int = 1) -> list[
 
 
 def min_bin_count(tokens: Sequence[int], cap: int) -> int:
-    """A lower bound on the bins any packing needs: L2 of Martello and Toth (1990).
+    """Returns a lower bound on the bins any packing needs: L2 of Martello and Toth (1990).
 
     Items over the cap count as one bin each.
     """

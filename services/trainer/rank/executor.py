@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from services.trainer.backend import (
-    CriticBackend,
     Mesh,
     ModelName,
     PassSums,
@@ -136,7 +135,6 @@ class Executor:
             _sum_logprobs(torch.cat(new), torch.cat(rollout), torch.cat(masks), result.sums)
 
     def _compute_values(self, command: pb.ValuesCommand, result: pb.CommandResult) -> None:
-        assert isinstance(self._backend, CriticBackend), "the configuration allows no other"
         micro_batches = self._table.micro_batches(command.batch_id, command.micro_batches)
         found = self._backend.compute_values(micro_batches)
         rows = self._table.rows(command.batch_id)

@@ -23,12 +23,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
 from services.trainer.backend import (
-    CriticBackend,
     Mesh,
     MicroBatch,
     ModelName,
     PassSums,
     StepOutcome,
+    TrainingBackend,
 )
 from services.trainer.backends.megatron import checkpoint, parallel
 from services.trainer.backends.megatron.batch import PackedBatch, pack_batch
@@ -48,7 +48,7 @@ from sluice.weights.shards import write_shard
 from sluice.weights.writer import ShardWrite
 
 
-class MegatronBackend(CriticBackend):
+class MegatronBackend(TrainingBackend):
     """One rank. The default process group must exist; every method is collective."""
 
     def __init__(self, config: TrainerConfig, mesh: Mesh) -> None:

@@ -46,7 +46,7 @@ class ValueHead(MegatronModule):  # type: ignore[misc]
 
 
 def find_output_layer(model: torch.nn.Module) -> Any:
-    """The module inside `model` (or itself) that has an `output_layer`. Raises ValueHeadError."""
+    """Finds the module in `model` (or itself) that has an `output_layer`. Raises ValueHeadError."""
     sites: list[tuple[str, Any]] = [
         (name, module)
         for name, module in model.named_modules()
@@ -59,7 +59,7 @@ def find_output_layer(model: torch.nn.Module) -> Any:
 
 
 def find_decoder(model: torch.nn.Module) -> Any:
-    """The transformer block of `model`, wherever it is nested."""
+    """Finds the transformer block of `model`, wherever it is nested."""
     return next(module.decoder for module in model.modules() if hasattr(module, "decoder"))
 
 

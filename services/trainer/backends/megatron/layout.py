@@ -25,7 +25,7 @@ class Position:
 
 
 def position_of(config: MegatronConfig, rank: int, world_size: int) -> Position:
-    """The position of `rank`. Raises LayoutError when `world_size` cannot be divided."""
+    """Returns the position of `rank`. Raises LayoutError when `world_size` cannot be divided."""
     model_size = config.tensor * config.context * config.pipeline
     if world_size % model_size:
         raise LayoutError(
@@ -54,7 +54,7 @@ def position_of(config: MegatronConfig, rank: int, world_size: int) -> Position:
 
 
 def mesh_of(config: MegatronConfig, rank: int, world_size: int) -> Mesh:
-    """Where `rank` stands. Raises LayoutError when the world does not divide."""
+    """Returns where `rank` stands. Raises LayoutError when the world does not divide."""
     position = position_of(config, rank, world_size)
     return Mesh(
         rank=rank,

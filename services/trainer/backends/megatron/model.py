@@ -151,14 +151,14 @@ _FACTORIES: dict[str, ModelFactory] = {}
 
 
 def register_factory(name: str, factory: ModelFactory) -> None:
-    """Make `factory` known as `name`. Raises ModelProviderError when the name is taken."""
+    """Registers `factory` as `name`. Raises ModelProviderError when the name is taken."""
     if name in _FACTORIES and _FACTORIES[name] is not factory:
         raise ModelProviderError(f"model factory {name!r} is registered twice")
     _FACTORIES[name] = factory
 
 
 def build_model(provider: str, request: ModelRequest) -> torch.nn.Module:
-    """One model chunk; with `request.value_head` the last one ends in a value per token.
+    """Builds one model chunk; with `request.value_head` the last one ends in a value per token.
 
     Raises ModelProviderError.
     """

@@ -201,7 +201,7 @@ def _experts(source: ModelSource, config: MegatronConfig) -> dict[str, Any]:
 
 
 def uses_transformer_engine(config: MegatronConfig) -> bool:
-    """Whether layers are built on TransformerEngine. Raises LayoutError where it is missing."""
+    """Says whether layers are built on TransformerEngine; LayoutError where it is missing."""
     if config.layer_spec == "local":
         return False
     found = upstream.has_transformer_engine()

@@ -70,8 +70,10 @@ class RoutingReplay:
         self._recording = False
 
     def begin(self, purpose: Purpose, batches: Sequence[PackedBatch]) -> None:
-        """Ahead of a pass; collective. Raises RoutingMissingError on every rank or on none, so
-        that no rank waits for another inside the pass."""
+        """Checks the rows ahead of a pass; collective.
+
+        Raises RoutingMissingError on every rank or on none, so that none waits inside the pass.
+        """
         self._recording = self.mode == "recorded" and purpose == "score"
         if not self._recording:
             self._check([row for batch in batches for row in batch.rows])
@@ -101,14 +103,14 @@ class RoutingReplay:
             _act(chunk, RouterReplayAction.REPLAY_BACKWARD)
 
     def end(self) -> None:
-        """Behind a pass, also a failed one."""
+        """Clears the routers behind a pass, also a failed one."""
         for chunk in self._chunks:
             for router in chunk.routers:
                 router.clear_indices()
                 router.clear_router_replay_action()
 
     def step(self) -> None:
-        """The policy has moved: the next scoring pass starts a new set of records."""
+        """Makes the next scoring pass start a new set of records: the policy has moved."""
         self._stale = True
 
     def _find_routers(

@@ -59,7 +59,10 @@ class Stepper:
         self.clear()
 
     def step(self, *, normalizer: float, learning_rate: float | None) -> StepOutcome:
-        """Collective over all ranks. Raises ValueError for a normalizer that is not positive."""
+        """Reduces, clips and applies the gradients; collective over all ranks.
+
+        Raises ValueError for a normalizer that is not positive.
+        """
         self.reduce(normalizer)
         overflow = self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())

@@ -57,20 +57,20 @@ def load() -> ModuleType:
 
 
 def has_transformer_engine() -> bool:
-    """Whether Megatron found TransformerEngine."""
+    """Says whether Megatron found TransformerEngine."""
     specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     return bool(specs.HAVE_TE)
 
 
 def distributed_parts(optimizer: Any) -> Iterator[Any]:
-    """The DistributedOptimizers with state inside `optimizer`, itself or chained."""
+    """Yields the DistributedOptimizers with state inside `optimizer`, itself or chained."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if hasattr(part, "_set_main_param_and_optimizer_states") and not part.is_stub_optimizer:
             yield part
 
 
 def own_steps(optimizer: Any) -> None:
-    """Give every parameter of torch's Adam its own `step`; 0 where there is none."""
+    """Gives every parameter of torch's Adam its own `step`; 0 where there is none."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if part.is_stub_optimizer or not isinstance(part.optimizer, torch.optim.Adam):
             continue
@@ -80,7 +80,7 @@ def own_steps(optimizer: Any) -> None:
 
 
 def name_missing_steps(state: dict[Any, Any]) -> None:
-    """Say step 0 in a loaded optimizer state; Megatron leaves it out when it saves."""
+    """Writes step 0 into a loaded optimizer state; Megatron leaves it out when it saves."""
     parts = [state] if "state" in state or "optimizer" in state else list(state.values())
     for part in parts:
         inner = part.get("optimizer", part)
@@ -89,7 +89,7 @@ def name_missing_steps(state: dict[Any, Any]) -> None:
 
 
 def start_state(optimizer: Any) -> None:
-    """The state that torch's Adam makes at its first step, made now.
+    """Makes the state now that torch's Adam makes at its first step.
 
     Without it Megatron can neither save nor load an optimizer that has not stepped yet.
     """
@@ -107,7 +107,7 @@ def start_state(optimizer: Any) -> None:
 
 @contextmanager
 def keep_steps(optimizer: Any) -> Iterator[None]:
-    """While loading: leave the `step` that was just restored where the checkpoint has none."""
+    """Leaves, while loading, the `step` that was just restored where the checkpoint has none."""
     parts = list(distributed_parts(optimizer))
     for part in parts:
         part._set_main_param_and_optimizer_states = _StepKeeper(part)

@@ -80,7 +80,7 @@ class LocalTensor:
 def local_tensors(
     chunks: Sequence[torch.nn.Module], source: ModelSource, config: TransformerConfig
 ) -> Iterator[LocalTensor]:
-    """Every parameter of this rank's chunks, by the rules. Raises UnexpectedTensorError.
+    """Yields every parameter of this rank's chunks, by the rules. Raises UnexpectedTensorError.
 
     Each is marked with its cut: Megatron only does so when it initialises weights, and without
     the mark takes a share for a copy, so that norm and clipping leave it out on other ranks.
@@ -156,7 +156,7 @@ def read_parameter(tensor: LocalTensor) -> torch.Tensor:
 def export_tensors(
     tensors: Sequence[LocalTensor], read: Reader = read_parameter
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """The HF tensors that this rank owns, those of one Megatron tensor at a time.
+    """Yields the HF tensors that this rank owns, those of one Megatron tensor at a time.
 
     `read` gives what is exported of each, in the parameter's shape. Of the copies of a tensor
     over data and context ranks the first is taken; its shares are gathered on one of the tensor

@@ -20,12 +20,12 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from services.trainer.backend import (
-    CriticBackend,
     Mesh,
     MicroBatch,
     ModelName,
     PassSums,
     StepOutcome,
+    TrainingBackend,
 )
 from services.trainer.backends.reference.model import ScoredModel
 from services.trainer.config import OptimConfig, TrainerConfig
@@ -45,7 +45,7 @@ MODEL_FILE, OPTIMIZER_FILE = "policy.safetensors", "optimizer.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
-class ReferenceBackend(CriticBackend):
+class ReferenceBackend(TrainingBackend):
     """float32 parameters, gradients and AdamW state; optional bfloat16 matrix products.
 
     Models run without dropout: log-probs are then the same whenever they are computed.

@@ -51,7 +51,7 @@ def attend(
     packed_layout: PackedLayout,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [1, heads, T, D], key and value [1, kv_heads, T, D] -> [1, T, heads, D].
+    """Maps query [1, heads, T, D], key and value [1, kv_heads, T, D] to [1, T, heads, D].
 
     A window is honoured by refusing it where it would matter.
     """
@@ -103,7 +103,7 @@ class ScoredModel:
 
     @classmethod
     def load(cls, path: str, device: torch.device, head: Head = "policy") -> ScoredModel:
-        """A HF checkpoint directory in float32. Raises OSError or ValueError for another thing.
+        """Loads a HF checkpoint directory in float32. Raises OSError or ValueError.
 
         head value: transformers' token classifier of one label; its `score` starts at zero
         where the directory, a language model's, has none, so that every rank starts alike.
@@ -133,7 +133,7 @@ class ScoredModel:
         return cls(model.to(device).eval(), device)
 
     def value(self, rows: MicroBatch) -> torch.Tensor:
-        """Values in front of all response tokens, float32[R], rows in order."""
+        """Returns the values in front of all response tokens, float32[R], rows in order."""
         layout = pack(rows).to(self.device)
         hidden_TH = self.model.base_model(**_inputs(layout)).last_hidden_state[0]
         picked_RH = hidden_TH.index_select(0, layout.predictors).float()
@@ -144,7 +144,7 @@ class ScoredModel:
     def score(
         self, rows: MicroBatch, *, temperature: float, entropy: EntropyMode
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probs, entropy) of all response tokens, float32[R], rows in order."""
+        """Returns (log-probs, entropy) of all response tokens, float32[R], rows in order."""
         layout = pack(rows).to(self.device)
         inputs = _inputs(layout)
         if len(layout.targets) * self.model.config.vocab_size > MAX_LOGITS:
@@ -295,7 +295,7 @@ class _Spans:
 
 
 def pack(rows: Sequence[Row]) -> PackedLayout:
-    """The layout of at least one row; rows of one group with equal prompts share them."""
+    """Lays out at least one row; rows of one group with equal prompts share them."""
     table, leaders = _tabulate(rows)
     prompt_lengths = table.prompt_lengths[leaders]
     prompt_order = np.argsort(np.frexp(prompt_lengths)[1], kind="stable")
