@@ -139,6 +139,22 @@ def test_no_flipped_byte_of_any_file_is_accepted(
     load(store, record)
 
 
+def test_a_flipped_byte_of_a_header_that_another_program_wrote_is_found(
+    store: WeightStore, tensors: Tensors, tmp_path: Path
+) -> None:
+    """Headers like ours are compared; of any other the whole file is hashed."""
+    (tmp_path / "model").mkdir()
+    values = {"w": tensors["embed.weight"]}
+    save_file(values, tmp_path / "model" / "model.safetensors", metadata={"note": "trained here"})
+    record = import_checkpoint(store, tmp_path / "model", None, 0)
+    assert equal(load(store, record)["w"], tensors["embed.weight"])
+    path = record.directory / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b"trained here", b"trained hare"))
+    with pytest.raises(FileDigestError) as failure:
+        load(store, record)
+    assert failure.value.file_name == "model.safetensors"
+
+
 @pytest.mark.parametrize("change", ["cut", "gone", "empty"])
 def test_incomplete_files_are_named(store: WeightStore, tensors: Tensors, change: str) -> None:
     record = publish(store, tensors)
