@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
@@ -35,63 +35,42 @@ def check_out(
     fetched, and only the deltas since are. Raises VersionNotFoundError, ManifestError,
     TensorDigestError, FileDigestError, MissingFileError or DamagedFileError.
     """
+    local, chain = local or {}, [store.manifest(version)]
+    while chain[-1].version not in local and (base := chain[-1].base) is not None:
+        if base >= chain[-1].version:
+            raise ManifestError(f"version {chain[-1].version} has the base {base}, no older one")
+        chain.append(store.manifest(base))
+    manifest = chain[0]
+    shards = {tensor.file for tensor in manifest.tensors.values()}
     prefix = directory.name + ".fetched-"
     with tempfile.TemporaryDirectory(prefix=prefix, dir=directory.parent) as scratch:
-        return _CheckOut(store, Path(scratch), local or {}).run(version, directory)
 
-
-class _CheckOut:
-    def __init__(self, store: WeightStore, scratch: Path, local: Mapping[int, Path]) -> None:
-        self._store, self._scratch, self._local = store, scratch, local
-        self._manifests: dict[int, Manifest] = {}
-
-    def run(self, version: int, directory: Path) -> Manifest:
-        manifest = self._manifest(version)
-        shards = {tensor.file for tensor in manifest.tensors.values()}
-        for name in manifest.files:
-            target = directory / name
-            if name in shards:
-                build_shard(self._find_shard(manifest, name), name, manifest, target)
-                continue
-            self._copy_companion(manifest, name, target)
-        write_new(directory / MANIFEST_NAME, encode_manifest(manifest), sync=False)
-        return manifest
-
-    def _copy_companion(self, manifest: Manifest, name: str, target: Path) -> None:
-        holder = self._walk(manifest, lambda m: name in m.inherited)[-1]
-        shutil.copyfile(self._path(holder, name), target)
-        check_file(target, manifest.files[name].digest)
-
-    def _find_shard(self, manifest: Manifest, name: str) -> ShardSource:
-        *changed, whole = self._walk(manifest, lambda m: name in m.deltas)
-        deltas = [
-            (self._path(version, delta_name(name)), version.deltas[name])
-            for version in reversed(changed)
-        ]
-        return ShardSource(self._path(whole, name), deltas)
-
-    def _walk(self, manifest: Manifest, is_elsewhere: Callable[[Manifest], bool]) -> list[Manifest]:
-        """From `manifest` to the version that has the whole of a file, or lies here."""
-        steps = [manifest]
-        while steps[-1].version not in self._local and is_elsewhere(steps[-1]):
-            base = steps[-1].base
-            if base is None or base >= steps[-1].version:
-                raise ManifestError(f"version {steps[-1].version} has no base to be made of")
-            steps.append(self._manifest(base))
-        return steps
-
-    def _manifest(self, version: int) -> Manifest:
-        if version not in self._manifests:
-            self._manifests[version] = self._store.manifest(version)
-        return self._manifests[version]
-
-    def _path(self, manifest: Manifest, name: str) -> Path:
-        if manifest.version in self._local:
-            path = self._local[manifest.version] / name
+        def path_of(holder: Manifest, name: str) -> Path:
+            if holder.version not in local:
+                return store.local_file(holder.version, name, Path(scratch))
+            path = local[holder.version] / name
             if not path.is_file():
                 raise MissingFileError(name)
             return path
-        return self._store.local_file(manifest.version, name, self._scratch)
+
+        def holders(name: str) -> list[Manifest]:
+            """The versions that a file is made of, down to one that has the whole of it."""
+            for length, part in enumerate(chain, 1):
+                if part.version in local or name not in {*part.deltas, *part.inherited}:
+                    return chain[:length]
+            raise ManifestError(f"version {chain[-1].version} has no base to be made of")
+
+        for name, entry in manifest.files.items():
+            *changed, whole = holders(name)
+            if name not in shards:
+                shutil.copyfile(path_of(whole, name), directory / name)
+                check_file(directory / name, entry.digest)
+                continue
+            deltas = [(path_of(m, delta_name(name)), m.deltas[name]) for m in reversed(changed)]
+            source = ShardSource(path_of(whole, name), deltas)
+            build_shard(source, name, manifest, directory / name)
+    write_new(directory / MANIFEST_NAME, encode_manifest(manifest), sync=False)
+    return manifest
 
 
 logger = logging.getLogger(__name__)
