@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import grpc
 from prometheus_client import Counter, Histogram
 
@@ -89,10 +91,10 @@ def open_pool(name: str) -> None:
         show(counter, name)
 
 
-def count_grant(pool: str, grant: Grant) -> None:
-    """Count leases by how they were decided."""
+def count_grant(given: Sequence[Counter], grant: Grant) -> None:
+    """Count leases by how they were decided; `given` are a pool's counters, as DECISIONS."""
     placed = len(grant.targets) - grant.queued_count - grant.session_count
     counts = (grant.session_count, placed, grant.queued_count)
-    for decision, count in zip(DECISIONS, counts, strict=True):
+    for counter, count in zip(given, counts, strict=True):
         if count:
-            LEASES.labels(pool, decision).inc(count)
+            counter.inc(count)

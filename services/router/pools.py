@@ -67,6 +67,8 @@ class PoolRoom:
         self.closed = False
         self._epoch = pool.epoch
         metrics.open_pool(name)
+        self.releases = metrics.RELEASES.labels(name)
+        self._given = [metrics.LEASES.labels(name, decision) for decision in metrics.DECISIONS]
 
     def notify_waiters(self) -> None:
         """Wake the calls that wait for what has just changed."""
@@ -96,7 +98,7 @@ class PoolRoom:
             raise LeasesRefusedError(refused, self.name) from None
         finally:
             self.notify_waiters()
-        metrics.count_grant(self.name, grant)
+        metrics.count_grant(self._given, grant)
         return grant
 
     @contextmanager

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncIterator, Sequence, Sized
 from typing import Any
 
 import numpy as np
+from google.protobuf import duration_pb2
 from numpy.typing import NDArray
 
 from services.router import metrics
@@ -36,6 +38,7 @@ IntArray = NDArray[np.int64]
 
 MAX_COUNT = 65_536  # leases of one call
 MAX_DP_SIZE = 4_096
+_ALL_OK = np.full(MAX_COUNT, int(Outcome.OK), np.uint8)  # to be read alone
 _STATES = {
     EngineState.ACTIVE: pb.ENGINE_STATE_ACTIVE,
     EngineState.DRAINING: pb.ENGINE_STATE_DRAINING,
@@ -178,7 +181,7 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
         bound = targets >= 0
         return pb.RenewLeasesResponse(
             void_lease_ids=renewal.unknown.tolist(),
-            ttl=duration_of(room.pool.config.client_ttl),
+            ttl=_duration(room.pool.config.client_ttl),
             adopted_count=renewal.adopted_count,
             dropped_count=renewal.dropped_count,
             bound_lease_ids=waiting[bound].tolist(),
@@ -226,10 +229,10 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
             count = room.pool.release(
                 client, ids, self._pools.clock(), outcomes=outcomes, output_tokens=tokens
             )
-            metrics.RELEASES.labels(room.name).inc(count)
+            room.releases.inc(count)
         grant = room.acquire(client, wanted)
         response = pb.AcquireLeasesResponse(
-            first_lease_id=grant.first_id, ttl=duration_of(room.pool.config.client_ttl)
+            first_lease_id=grant.first_id, ttl=_duration(room.pool.config.client_ttl)
         )
         targets = np.maximum(grant.targets, -1) if grant.queued_count else grant.targets
         response.MergeFromString(write_column(_TARGET_INDICES, targets))
@@ -270,6 +273,12 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
             engines = [engine_to_proto(view, room.name) for view in views]
             self._engines[room.name] = room.pool.epoch, engines
         return engines
+
+
+@functools.cache
+def _duration(seconds: float) -> duration_pb2.Duration:
+    """Makes once what goes with every answer."""
+    return duration_of(seconds)
 
 
 def engine_from_proto(engine: pb.Engine) -> EngineSpec:
@@ -397,7 +406,9 @@ def released_from_proto(
     """
     columns = read_columns(released.SerializeToString())
     ids = np.frombuffer(columns.get(1, b""), dtype="<i8")
-    outcomes: NDArray[Any] = np.full(len(ids), int(Outcome.OK), np.uint8)
+    outcomes: NDArray[Any] = _ALL_OK[: len(ids)]
+    if len(ids) > MAX_COUNT:
+        outcomes = np.full(len(ids), _ALL_OK[0])
     tokens: NDArray[Any] | None = None
     if 2 in columns:
         data = columns[2]  # packed varints: of one byte each, unless a newer client has more
