@@ -1,4 +1,4 @@
-"""What an environment does: makes tasks, and rewards what was answered.
+"""Defines an environment: it makes tasks, and rewards what was answered.
 
 Environments know neither gRPC nor the store. One in a process of its own sees JSON values only;
 one inside the episode worker must answer in microseconds and is given the tokenizer.
@@ -52,7 +52,7 @@ class Placement(StrEnum):
 
 
 class TextTokenizer(Protocol):
-    """What an inline environment may ask of the tokenizer."""
+    """Encodes texts, for inline environments."""
 
     @property
     def end_token_id(self) -> int | None: ...
@@ -138,7 +138,7 @@ Generate = Callable[[Any], Awaitable[Sequence[Any]]]  # Episode -> Trajectories
 
 
 class Environment(ABC):
-    """One environment with its settings.
+    """Makes tasks, takes steps and rewards answers, by its settings.
 
     It holds no state of an episode: what a step must know of those before goes through `state`,
     so that any process may take the next one. In the worker itself (`INLINE`) `make_task`,
@@ -161,12 +161,12 @@ class Environment(ABC):
 
     @abstractmethod
     def make_task(self, request: TaskRequest) -> Task | Awaitable[Task]:
-        """The task; the same for the same request. Raises TaskError."""
+        """Returns the task, the same for the same request. Raises TaskError."""
 
     def step(
         self, task: Task, state: Mapping[str, Any], response: Response
     ) -> Step | Awaitable[Step]:
-        """What follows an answer. An environment that has this is asked after every answer.
+        """Returns what follows an answer. An environment that has this is asked after every answer.
 
         A call it cannot understand deserves an observation that says so, not an exception.
         """
@@ -176,26 +176,26 @@ class Environment(ABC):
     def reward(
         self, task: Task, responses: Sequence[Response]
     ) -> list[Reward] | Awaitable[list[Reward]]:
-        """One reward per response, in order: the whole group at once."""
+        """Returns one reward per response, in order: the whole group at once."""
 
     @classmethod
     def place(cls, settings: Any) -> Placement:
-        """Where it runs with these settings."""
+        """Returns where it runs with these settings."""
         return cls.placement
 
     @classmethod
     def functions(cls, settings: Any) -> Mapping[str, str]:
-        """Functions of users that the settings name, `package.module:name` by key."""
+        """Returns functions of users that the settings name, `package.module:name` by key."""
         return {}
 
     @classmethod
     def urls(cls, settings: Any) -> Mapping[str, str]:
-        """Addresses that the settings name, by key; the worker asks those it is allowed to."""
+        """Returns addresses that the settings name, by key; the worker asks those it may."""
         return {}
 
     @classmethod
     def generator(cls, settings: Any) -> Generate | None:
-        """A coroutine function that makes the samples of an episode instead of prompt and steps.
+        """Returns a coroutine function that makes the samples of an episode, or None.
 
         It runs in a thread of the episode worker, wherever the environment does.
         """
@@ -219,7 +219,7 @@ class EnvironmentFailedError(ServiceError):
 
 
 class UserCode(AbstractContextManager[None]):
-    """Around code of users in this process: what it raises becomes EnvironmentFailedError.
+    """Guards code of users in this process: what it raises becomes EnvironmentFailedError.
 
     What is typed already goes on as it is. Its TimeoutError must not look like a deadline of
     whoever waits for it, nor its `sys.exit` end this process.

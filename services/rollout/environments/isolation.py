@@ -9,7 +9,7 @@ import logging
 import sys
 import threading
 import traceback
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import grpc
@@ -48,7 +48,7 @@ class GraderTimeoutError(DeadlineError):
 
 
 class _Grader:
-    """One process; one call at a time."""
+    """Owns one process, which takes one call at a time."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -90,7 +90,7 @@ class _Grader:
 
 
 class GraderPool:
-    """Up to `size` processes of one environment, and `max_slow` with slow calls beside them.
+    """Owns up to `size` processes of one environment, and `max_slow` with slow calls beside them.
 
     Started when needed, ended when idle.
     """
@@ -105,7 +105,7 @@ class GraderPool:
         self._reaper: asyncio.TimerHandle | None = None
 
     async def call(self, method: str, settings: Mapping[str, Any], **arguments: Any) -> Any:
-        """The value the environment answered.
+        """Returns the value the environment answered.
 
         A crash or a timeout is tried again on another process, `attempts` times in all.
         Raises SettingError, TaskError, GraderCrashedError, GraderTimeoutError and
@@ -153,7 +153,7 @@ class GraderPool:
 
     @contextlib.asynccontextmanager
     async def _slot(self) -> AsyncIterator[None]:
-        """A place among `size`; a slow call gives it away, so that quick ones need not wait."""
+        """Takes one of `size` slots; a slow call gives it away, so that quick ones go on."""
         await self._slots.acquire()
         gave_away = False
 
@@ -224,7 +224,7 @@ class FunctionThread:
         self._open_count = 0
         self._watching: asyncio.Task[None] | None = None
 
-    async def run(self, function: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def run(self, function: Callable[[], Awaitable[T]]) -> T:
         """Returns what the coroutine does. Cancelling returns at once, whatever the coroutine does.
 
         Raises EnvironmentFailedError for what it raises, unless that is typed.
@@ -249,12 +249,9 @@ class FunctionThread:
 
     def _serve(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._until_stopped())
+            runner.run(self._stopped.wait())
 
-    async def _until_stopped(self) -> None:
-        await self._stopped.wait()
-
-    async def _guarded(self, function: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def _guarded(self, function: Callable[[], Awaitable[T]]) -> T:
         with UserCode(self._name):
             return await function()
 

@@ -1,4 +1,4 @@
-"""`prompts`: rows of a prompt file, rewarded by a grader."""
+"""`prompts`: makes tasks of the rows of a prompt file, rewarded by a grader."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class PromptsEnvironment(Environment):
 
 
 def make_row_task(settings: PromptsSettings, request: TaskRequest) -> Task:
-    """Raises TaskError for a row without prompt or answer."""
+    """Makes the task of a row. Raises TaskError for one without prompt or answer."""
     row = required_row(request)
     answers = _answers(row, settings.answer_key)
     state: dict[str, Any] = {key: row[key] for key in settings.state_keys if key in row}
@@ -133,7 +133,7 @@ def _text(value: Any, key: str) -> str:
 
 
 def _checked_messages(messages: Any) -> tuple[Mapping[str, Any], ...]:
-    """What a message holds is for those to judge who read it; a list may hold images."""
+    """Checks roles and kinds only: what a message holds, e.g. images, its readers judge."""
     if not isinstance(messages, list):
         raise TaskError("row.messages", "must be a list")
     for index, message in enumerate(messages):

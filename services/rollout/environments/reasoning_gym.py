@@ -42,7 +42,7 @@ class ReasoningGymSettings(Config):
 
 
 class ReasoningGymEnvironment(Environment):
-    """In a process of its own: the import takes a second, some graders take longer."""
+    """Runs in a process of its own: the import takes a second, some graders take longer."""
 
     name = "reasoning_gym"
     settings_type = ReasoningGymSettings

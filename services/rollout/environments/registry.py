@@ -27,7 +27,7 @@ ENVIRONMENTS = {
 
 
 def load(path: str) -> Any:
-    """The object at `package.module:name`. Raises ValueError where there is none."""
+    """Imports the object at `package.module:name`. Raises ValueError where there is none."""
     module, _, name = path.partition(":")
     try:
         found = getattr(importlib.import_module(module), name, None) if name else None
@@ -39,7 +39,7 @@ def load(path: str) -> Any:
 
 
 def load_function(path: str, key: str) -> Any:
-    """Raises SettingError with that key."""
+    """Imports a function. Raises SettingError with that key where there is none."""
     try:
         found = load(path)
     except ValueError as error:
@@ -50,7 +50,7 @@ def load_function(path: str, key: str) -> Any:
 
 
 def load_environment(path: str) -> type[Environment]:
-    """The class at `package.module:Class`. Raises ValueError where there is none."""
+    """Imports the class at `package.module:Class`. Raises ValueError where there is none."""
     found = load(path)
     if not isinstance(found, type) or not issubclass(found, Environment):
         raise ValueError(f"{path} names no Environment")
@@ -59,7 +59,7 @@ def load_environment(path: str) -> type[Environment]:
 
 @dataclass(frozen=True)
 class Allowed:
-    """What requests may name: modules of users, and addresses of reward services."""
+    """Limits what requests may name: modules of users, and addresses of reward services."""
 
     modules: tuple[str, ...] = ()
     urls: tuple[str, ...] = ()
@@ -111,7 +111,7 @@ class Configured(Protocol):
 
 
 def parse_settings(found: type[Configured], values: Mapping[str, Any]) -> Config:
-    """Raises SettingError naming the first unknown or wrong key."""
+    """Builds the settings. Raises SettingError naming the first unknown or wrong key."""
     try:
         return found.settings_type(**values)
     except ValidationError as error:
@@ -126,20 +126,20 @@ def parse_settings(found: type[Configured], values: Mapping[str, Any]) -> Config
 def create_environment(
     path: str, values: Mapping[str, Any], tokenizer: TextTokenizer | None = None
 ) -> Environment:
-    """Raises SettingError for a wrong setting."""
+    """Builds an environment. Raises SettingError for a wrong setting."""
     found = load_environment(path)
     return found(parse_settings(found, values), tokenizer)
 
 
 def required_row(request: TaskRequest) -> Mapping[str, Any]:
-    """The row of a request; raises TaskError where it has none."""
+    """Returns the row of a request. Raises TaskError where it has none."""
     if request.row is None:
         raise TaskError("row", "this environment reads rows of a prompt file")
     return request.row
 
 
 def required_index(request: TaskRequest, size: int) -> int:
-    """The index of a request within 0..size-1; raises TaskError where it is not."""
+    """Returns the index of a request. Raises TaskError unless it is within 0..size-1."""
     if request.index is None:
         raise TaskError("index", "this environment generates tasks by index")
     if not 0 <= request.index < size:

@@ -43,23 +43,23 @@ class Runner(ABC):
 
     @abstractmethod
     async def open(self) -> None:
-        """Raises SettingError for a setting that only the environment itself can judge."""
+        """Builds it. Raises SettingError for a setting that only the environment can judge."""
 
     @abstractmethod
     def check(self, request: TaskRequest) -> None:
-        """Raises TaskError for a request that no task can be made of."""
+        """Checks a request. Raises TaskError for one that no task can be made of."""
 
     @abstractmethod
     async def make_task(self, request: TaskRequest) -> Task:
-        """Raises TaskError, and what ended the environment."""
+        """Returns the task. Raises TaskError, and what ended the environment."""
 
     @abstractmethod
     async def step(self, task: Task, state: Mapping[str, Any], response: Response) -> Step:
-        """What follows an answer. Raises what ended the environment."""
+        """Returns what follows an answer. Raises what ended the environment."""
 
     @abstractmethod
     async def reward(self, task: Task, responses: Sequence[Response]) -> list[Reward]:
-        """One per response. Raises what ended the environment."""
+        """Returns one reward per response. Raises what ended the environment."""
 
 
 class InlineRunner(Runner):
@@ -72,7 +72,7 @@ class InlineRunner(Runner):
         self.generate = environment.generator(settings)
 
     async def open(self) -> None:
-        """It was opened when it was built."""
+        """Does nothing: it was built before."""
 
     def check(self, request: TaskRequest) -> None:
         with UserCode(self._name):
@@ -88,7 +88,7 @@ class InlineRunner(Runner):
         return await self._call(Sequence, lambda: self._environment.reward(task, responses))
 
     async def _call(self, kind: Any, method: Callable[[], Any]) -> Any:
-        """What the environment answered, or its coroutine did."""
+        """Returns what the environment answered, or its coroutine did."""
         with UserCode(self._name):
             found = method()
             if isinstance(found, Awaitable):
@@ -131,7 +131,7 @@ class PooledRunner(Runner):
 
 
 class Environments:
-    """The environments of an episode worker; owns their processes and threads."""
+    """Creates runners for the episode worker; owns their processes and threads."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class Environments:
         return load_environment(self._paths[name]).settings_type.model_json_schema()
 
     async def create_runner(self, name: str, values: Mapping[str, Any]) -> Runner:
-        """`name` is one of `names`, or the path of a class in a module of users.
+        """Creates a runner. `name` is one of `names`, or the path of a class in a module of users.
 
         Raises UnknownEnvironmentError, SettingError for a wrong setting, and
         EnvironmentFailedError for what the code of users raises.
@@ -190,18 +190,11 @@ class Environments:
         return runner
 
     def _threaded(self, name: str, generate: Generate) -> Generate:
-        """The same, run where it stalls the calls of no other function."""
+        """Returns the same function, run where it stalls the calls of no other one."""
         thread = self._threads.get(name)
         if thread is None:
             thread = self._threads[name] = FunctionThread(name)
-
-        async def run(episode: Any) -> Sequence[Any]:
-            async def call() -> Sequence[Any]:
-                return await generate(episode)
-
-            return await thread.run(call)
-
-        return run
+        return lambda episode: thread.run(lambda: generate(episode))
 
     def _path(self, name: str) -> str:
         if ":" not in name:
@@ -226,7 +219,7 @@ class Environments:
 
 
 def has_steps(found: type[Environment]) -> bool:
-    """Whether an environment takes its answers in turns."""
+    """Says whether an environment takes its answers in turns."""
     return found.step is not Environment.step
 
 

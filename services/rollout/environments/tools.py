@@ -46,14 +46,14 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolAnswer:
-    """What the model is told."""
+    """What a tool answers the model."""
 
     text: str
     is_error: bool = False
 
 
 def parse_calls(text: str) -> list[ToolCall]:
-    """The calls in an answer, in order; malformed ones with their error."""
+    """Returns the calls in an answer, in order; malformed ones with their error."""
     return [_parse(match.group(1), match.group(0)) for match in _CALL.finditer(text)]
 
 
@@ -73,7 +73,7 @@ def _parse(body: str, whole: str) -> ToolCall:
 
 
 class Tool:
-    """A function with annotated parameters, whose docstring tells the model what it does."""
+    """Calls a function with annotated parameters, whose docstring describes it to the model."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         """Raises ValueError for parameters that cannot be described."""
@@ -94,7 +94,7 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """What chat templates show, in the form of OpenAI's API."""
+        """Returns what chat templates show, in the form of OpenAI's API."""
         parameters = self._arguments.model_json_schema()
         parameters.pop("title", None)
         description = inspect.getdoc(self._function) or ""
@@ -102,7 +102,7 @@ class Tool:
         return {"type": "function", "function": function}
 
     def answer(self, arguments: Mapping[str, Any]) -> ToolAnswer:
-        """What the function returns as text, or what is wrong."""
+        """Returns what the function does, as text, or what is wrong."""
         try:
             given = self._arguments(**arguments)
         except ValidationError as error:
@@ -110,15 +110,15 @@ class Tool:
             where = ".".join(str(part) for part in first["loc"])
             return ToolAnswer(f"error: {self._name}: {where}: {first['msg']}", is_error=True)
         values = {name: getattr(given, name) for name in self._arguments.model_fields}
-        with _Telling() as telling:
+        with _Catching() as catching:
             result = self._function(**values)
             text = result if isinstance(result, str) else json.dumps(result, default=str)
             return ToolAnswer(text)
-        return ToolAnswer(f"error: {telling.raised}", is_error=True)
+        return ToolAnswer(f"error: {catching.raised}", is_error=True)
 
 
-class _Telling(AbstractContextManager["_Telling"]):
-    """Keeps what a function raises, whatever its library calls it: the model is to be told."""
+class _Catching(AbstractContextManager["_Catching"]):
+    """Keeps what a function raises, whatever its library calls it: the model gets to read it."""
 
     raised = ""
 
@@ -143,7 +143,7 @@ class ToolsSettings(PromptsSettings):
 
 
 class ToolsEnvironment(PromptsEnvironment):
-    """In processes of its own. A call that makes no sense is answered with what is wrong with it.
+    """Runs tools in processes of its own. A malformed call is answered with what is wrong with it.
 
     A sample's scores are `tool_calls` and `tool_errors`.
     """

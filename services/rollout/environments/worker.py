@@ -1,4 +1,4 @@
-"""A process that runs one environment: `python -m services.rollout.environments.worker PATH`.
+"""Runs one environment: `python -m services.rollout.environments.worker PATH`.
 
 It reads a JSON call a line and answers a JSON line: `{"value": ...}`, or `{"error": ...}` with
 what the caller can act on. An exception of the environment is answered as well and then ends
@@ -77,14 +77,14 @@ def _response(values: Mapping[str, Any]) -> Response:
 
 
 def _take_stdout() -> TextIO:
-    """The pipe to the parent; what libraries print goes to stderr from here on."""
+    """Returns the pipe to the parent; what libraries print goes to stderr from here on."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return replies
 
 
 def _read(lines: TextIO, calls: queue.SimpleQueue[str]) -> None:
-    """Also while a grader computes: a parent that is gone must not leave it running."""
+    """Reads also while a grader computes: a parent that is gone must not leave it running."""
     for line in lines:
         calls.put(line)
     os._exit(0)

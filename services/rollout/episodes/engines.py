@@ -21,20 +21,20 @@ from sluice.runtime.security import SecurityConfig
 
 
 class EngineAccess:
-    """One channel per address, opened when first used."""
+    """Asks engines by address; each channel is opened when first used."""
 
     def __init__(self, security: SecurityConfig) -> None:
         self._clients = ClientCache(EngineClient, security)
         self._local: dict[str, Engine] = {}
 
     def add_local(self, address: str, engine: Engine) -> None:
-        """The engine at `address` is in this process."""
+        """Add an engine in this process, which is asked directly at `address`."""
         self._local[address] = engine
 
     async def generate(
         self, address: str, generation: Generation, bounds: VersionBounds
     ) -> list[Delta]:
-        """One whole delta per sample, by index. Cancelling it aborts the request in the engine.
+        """Returns one whole delta per sample, by index. Cancelling aborts the request.
 
         Raises RemoteError, wherever the engine is.
         """
@@ -50,7 +50,7 @@ class EngineAccess:
     async def stream(
         self, address: str, generation: Generation, bounds: VersionBounds
     ) -> AsyncGenerator[Delta, None]:
-        """Deltas as they come; closing it aborts the request. Raises RemoteError."""
+        """Yields deltas as they come; closing it aborts the request. Raises RemoteError."""
         local, temperature = self._local.get(address), generation.sampling.temperature
         if local is None:
             request = pb.StreamGenerateRequest(generate=_request(generation, bounds))
@@ -71,7 +71,7 @@ class EngineAccess:
         top_count: int,
         bounds: VersionBounds,
     ) -> TokenScores:
-        """Log-probabilities of token_ids[prompt_length:]. Raises RemoteError."""
+        """Returns log-probabilities of token_ids[prompt_length:]. Raises RemoteError."""
         local = self._local.get(address)
         if local is None:
             request = pb.ScoreRequest(

@@ -66,7 +66,7 @@ def check_environment(
     answers: Sequence[str] = (),
     tokenizer: TextTokenizer | None = None,
 ) -> None:
-    """An environment makes the same JSON tasks again, ends, and rewards whatever is answered.
+    """Checks that an environment makes the same JSON tasks again, ends, and rewards any answer.
 
     `answers` are tried besides ODD_ANSWERS.
     """
@@ -92,7 +92,7 @@ def check_environment(
 def check_reward(
     path: str, settings: Mapping[str, Any], tasks: Sequence[Task], *, answers: Sequence[str] = ()
 ) -> None:
-    """A reward function gives one number or `Reward` per response, whatever the text."""
+    """Checks that a reward function gives one number or `Reward` per response, for any text."""
     grader = create_grader(path, settings)
     for task in tasks:
         responses = [Response(text=text, finish_reason="stop") for text in (*ODD_ANSWERS, *answers)]
@@ -103,7 +103,7 @@ def check_reward(
 def check_generate(
     path: str, task: Task, tokenizer: Any, *, max_new_tokens: int = 32, answer: str = "0"
 ) -> None:
-    """A generate function gives trajectories that are valid rows, within the budget.
+    """Checks that a generate function gives trajectories that are valid rows within the budget.
 
     `tokenizer` is a TextTokenizer; every sampled answer is `answer`. Cancelling ends it at once.
     """
@@ -133,7 +133,7 @@ def _require_json(values: Any, what: str) -> None:
 
 
 def _play(environment: Environment, task: Task, text: str) -> Response:
-    """The episode of a model that always answers the same."""
+    """Plays the episode of a model that always answers the same."""
     response = Response(text=text, finish_reason="stop", state=task.state)
     if not has_steps(type(environment)):
         return response

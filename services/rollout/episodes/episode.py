@@ -1,4 +1,4 @@
-"""An episode: answers that an engine samples, and observations of the environment between them.
+"""Plays an episode: an engine's answers, and observations of the environment between them.
 
 Tokens of an answer are never made again; observations are tokenised to go on after them.
 """
@@ -37,7 +37,7 @@ async def off_loop(size: int, work: Callable[[], T]) -> T:
 
 
 class Conversation:
-    """The chat messages of one episode so far; none for a plain prompt."""
+    """Keeps the chat messages of one episode so far; none for a plain prompt."""
 
     def __init__(self, task: Task) -> None:
         self._is_chat = bool(task.messages)
@@ -47,7 +47,7 @@ class Conversation:
     def encode(
         self, tokenizer: TextTokenizer, answer: str, last_token: int | None, step: Step
     ) -> list[int]:
-        """Tokens from the end of `answer`, which `last_token` ended, to where the next one begins.
+        """Returns tokens from the end of `answer`, at `last_token`, to where the next one begins.
 
         Raises TaskError for an observation of the wrong kind, or that the template refuses.
         """
@@ -68,13 +68,13 @@ class Conversation:
             raise TaskError("step", f"this prompt takes observations as {wanted}, never empty")
 
     def length(self, step: Step) -> int:
-        """Characters that `encode` has to read."""
+        """Counts the characters that `encode` has to read."""
         if not self._is_chat:
             return len(step.text)
         return sum(len(_content(message)) for message in (*self._messages, *step.messages))
 
     def _suffix(self, tokenizer: TextTokenizer, step: Step) -> str:
-        """What the template writes after an answer. It may shorten former ones: never looked at."""
+        """Returns what the template writes after an answer. Former ones it may shorten."""
         turns = [*self._messages, {"role": "assistant", "content": _ANSWER}, *step.messages]
         try:
             text = tokenizer.chat_template.render(turns, tools=self._tools or None)
@@ -96,12 +96,12 @@ def _content(message: Mapping[str, Any]) -> str:
 
 
 def text_length(task: Task) -> int:
-    """Characters of a prompt."""
+    """Counts the characters of a prompt."""
     return len(task.prompt) + sum(len(_content(turn)) for turn in task.messages)
 
 
 class Episode:
-    """Episode `index` of a group. Every trajectory may sample `max_new_tokens` in all.
+    """Plays episode `index` of a group. Every trajectory may sample `max_new_tokens` in all.
 
     A generate function begins trajectories, has them sampled, adds observations, and returns
     those that are to become samples of the group; each may have a reward of its own.
@@ -131,13 +131,13 @@ class Episode:
         self._begun = 0
 
     def begin(self, prompt_token_ids: Sequence[int] | None = None) -> Trajectory:
-        """A trajectory from the group's prompt, or from another one; each draws its own way."""
+        """Begin a trajectory from the group's prompt, or another one; each draws its own way."""
         ids = self.prompt_token_ids if prompt_token_ids is None else prompt_token_ids
         self._begun += 1
         return Trajectory(ids, number=self._begun - 1)
 
     async def sample(self, trajectory: Trajectory, max_new_tokens: int | None = None) -> str:
-        """The engine's next answer, added to the trajectory; its text.
+        """Adds the engine's next answer to the trajectory and returns its text.
 
         Empty, with the finish reason `length`, when tokens or the engine's room have run out.
         May be called from the thread of a generate function. Raises EngineError.
@@ -171,61 +171,60 @@ class Episode:
         return self.text_of(delta)
 
     def mark_step(self) -> None:
-        """A step of the environment ended, or what a generate function did by itself."""
+        """Note that a step of the environment ended, or what a generate function did by itself."""
         self._prompt.mark(trace_pb2.SPAN_KIND_TOOL, self._environment, [self.index])
 
     def text_of(self, delta: Delta) -> str:
-        """An answer without special tokens."""
+        """Decodes an answer, without special tokens."""
         (text,) = self.tokenizer.decode([delta.token_ids])
         return text
 
 
 def _nth_seed(seed: int, number: int) -> int:
-    """That of the episode for its first trajectory; others must not repeat it."""
+    """Returns the episode's seed for its first trajectory; others must not repeat it."""
     return seed if not number else xxhash.xxh3_64_intdigest(f"{seed}/{number}".encode()) >> 1
 
 
-class Steps:
-    """Takes an episode from its first answer to its end by the environment's steps."""
+async def take_steps(
+    episode: Episode, trajectory: Trajectory, runner: Runner, waits: Waits, environment: str
+) -> Response:
+    """Takes an episode from its first answer to its end by the environment's steps.
 
-    def __init__(self, runner: Runner, waits: Waits, environment: str) -> None:
-        self._runner, self._waits, self._environment = runner, waits, environment
-
-    async def take(self, episode: Episode, trajectory: Trajectory) -> Response:
-        """What the reward is to see. An answer that was cut off ends the episode."""
-        conversation, turns = Conversation(episode.task), list[Turn]()
-        state: Mapping[str, Any] = episode.task.state
-        last = trajectory.answers[-1]
-        text = episode.text_of(last)
-        while trajectory.finish_reason == "stop":
-            response = response_of(last, text, turns, state)
-            with self._waits.waiting(f"step of {episode.group_id}", on=[self._environment]):
-                step = await self._runner.step(episode.task, state, response)
-            episode.mark_step()
-            state = step.state
-            if step.done:
-                break
-            if trajectory.sampled_count >= episode.max_new_tokens:
-                trajectory.end_full()
-                break
-            conversation.check(step)
-            last_token = trajectory.response[-1] if trajectory.response else None
-            encode = partial(conversation.encode, episode.tokenizer, text, last_token, step)
-            trajectory.add_observation(await off_loop(conversation.length(step), encode))
-            before = len(trajectory.answers)
-            answer = await episode.sample(trajectory)
-            if len(trajectory.answers) == before:
-                break
-            turns.append(Turn(text=text, observation=observation_text(step)))
-            last, text = trajectory.answers[-1], answer
-        reason = trajectory.finish_reason
-        return replace(response_of(last, text, turns, state), finish_reason=reason)
+    Returns what the reward is to see. An answer that was cut off ends the episode.
+    """
+    conversation, turns = Conversation(episode.task), list[Turn]()
+    state: Mapping[str, Any] = episode.task.state
+    last = trajectory.answers[-1]
+    text = episode.text_of(last)
+    while trajectory.finish_reason == "stop":
+        response = response_of(last, text, turns, state)
+        with waits.waiting(f"step of {episode.group_id}", on=[environment]):
+            step = await runner.step(episode.task, state, response)
+        episode.mark_step()
+        state = step.state
+        if step.done:
+            break
+        if trajectory.sampled_count >= episode.max_new_tokens:
+            trajectory.end_full()
+            break
+        conversation.check(step)
+        last_token = trajectory.response[-1] if trajectory.response else None
+        encode = partial(conversation.encode, episode.tokenizer, text, last_token, step)
+        trajectory.add_observation(await off_loop(conversation.length(step), encode))
+        before = len(trajectory.answers)
+        answer = await episode.sample(trajectory)
+        if len(trajectory.answers) == before:
+            break
+        turns.append(Turn(text=text, observation=observation_text(step)))
+        last, text = trajectory.answers[-1], answer
+    reason = trajectory.finish_reason
+    return replace(response_of(last, text, turns, state), finish_reason=reason)
 
 
 def response_of(
     delta: Delta, text: str, turns: Sequence[Turn] = (), state: Mapping[str, Any] | None = None
 ) -> Response:
-    """What the reward or the next step sees of an answer."""
+    """Returns what the reward or the next step sees of an answer."""
     return Response(
         token_ids=delta.token_ids,
         text=text,

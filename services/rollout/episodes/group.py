@@ -21,7 +21,13 @@ from services.rollout.environments.environment import (
 )
 from services.rollout.environments.graders.grader import InvalidRewardError, rewards_from
 from services.rollout.environments.runner import Runner
-from services.rollout.episodes.episode import Episode, Steps, off_loop, response_of, text_length
+from services.rollout.episodes.episode import (
+    Episode,
+    off_loop,
+    response_of,
+    take_steps,
+    text_length,
+)
 from services.rollout.episodes.leases import NO_HINTS, Hints
 from services.rollout.episodes.sampler import Sampler, SamplingPrompt
 from services.rollout.episodes.spool import Spool
@@ -144,7 +150,9 @@ class GroupRunner:
             bounds=settings.bounds,
             pool=settings.pool,
             timeline=timeline,
-            hints=self._hints(settings.sample_count),
+            hints=Hints.of_conversations(settings.sample_count)
+            if self._runner.has_steps
+            else NO_HINTS,
         )
         timeline.mark(trace_pb2.SPAN_KIND_TASK, settings.environment)
         try:
@@ -163,13 +171,10 @@ class GroupRunner:
                 _check(sample)
         return samples, task
 
-    def _hints(self, count: int) -> Hints:
-        return Hints.of_conversations(count) if self._runner.has_steps else NO_HINTS
-
     async def _play(
         self, task: Task, prompt: SamplingPrompt, settings: GroupSettings
     ) -> list[SampleRow]:
-        """What is to be a sample, episode by episode."""
+        """Plays the episodes; returns what is to be a sample, in order."""
         episodes = [
             Episode(index, task, prompt, self._sampler, self._tokenizer, settings.environment)
             for index in range(prompt.sample_count)
@@ -182,9 +187,10 @@ class GroupRunner:
             deltas = await self._sampler.sample(prompt)
             first = [Trajectory.of(prompt.token_ids, delta) for delta in deltas]
             if self._runner.has_steps:
-                steps = Steps(self._runner, self._waits, settings.environment)
-                pairs = zip(episodes, first, strict=True)
-                responses = await all_of(steps.take(*pair) for pair in pairs)
+                responses = await all_of(
+                    take_steps(*pair, self._runner, self._waits, settings.environment)
+                    for pair in zip(episodes, first, strict=True)
+                )
             else:
                 responses = await self._responses(deltas)
         return [
@@ -193,7 +199,7 @@ class GroupRunner:
         ]
 
     async def _generate(self, episode: Episode, environment: str) -> list[SampleRow]:
-        """The samples that a generate function makes of an episode."""
+        """Returns the samples that a generate function makes of an episode."""
         assert self._runner.generate is not None
         waiting = self._waits.waiting(f"generate function of {episode.group_id}", on=[environment])
         with waiting:
@@ -218,7 +224,7 @@ class GroupRunner:
     async def _reward(
         self, task: Task, group_id: str, rows: Sequence[SampleRow], environment: str
     ) -> list[Reward]:
-        """One per row; the environment sees those that have none yet, all at once."""
+        """Returns one reward per row; the environment sees those without, all at once."""
         unrewarded = [row for row in rows if row.trajectory.reward is None]
         waiting = self._waits.waiting(f"reward of group {group_id}", on=[environment])
         new_rewards: list[Reward] = []

@@ -34,35 +34,27 @@ class Hints:
 
     @classmethod
     def of_conversations(cls, count: int) -> Self:
-        """Hints of new conversations, for their first turn."""
+        """Returns hints of new conversations, for their first turn."""
         prefix = uuid.uuid4()
         return cls(tuple(f"{prefix}/{index}" for index in range(count)))
 
     def of(self, indices: Sequence[int]) -> Hints:
-        """Hints of some of the samples."""
+        """Returns the hints of some of the samples."""
         if not self.sessions:
             return self
         return replace(self, sessions=tuple(self.sessions[index] for index in indices))
 
     def with_cache(self, tokens: int) -> Hints:
-        """Hints for a later turn."""
+        """Returns hints for a later turn."""
         return replace(self, cached_tokens=tokens) if self.sessions else self
 
 
 NO_HINTS = Hints()
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """Requests that may share a call."""
-
-    pool: str
-    bounds: VersionBounds
-
-
 @dataclass
 class _LeaseBatch:
-    """Leases that are asked for in one turn of the event loop."""
+    """Gathers the leases that are asked for in one turn of the event loop."""
 
     groups: list[tuple[str, int]] = field(default_factory=list)
     sessions: list[str] = field(default_factory=list)  # of each sample, "" for none
@@ -98,7 +90,7 @@ class RouterLeases:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
         self._clients: dict[str, LeaseClient] = {}
-        self._batches: dict[_Kind, _LeaseBatch] = {}
+        self._batches: dict[tuple[str, VersionBounds], _LeaseBatch] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
     async def request(
@@ -109,15 +101,15 @@ class RouterLeases:
         pool: str,
         hints: Hints = NO_HINTS,
     ) -> list[asyncio.Future[Lease]]:
-        """One future per sample, done when an engine has room for it; cancelling gives it up.
+        """Returns one future per sample, done when an engine has room; cancelling gives it up.
 
         Raises RemoteError when the router refuses for good; waits while no engine will do.
         """
-        kind = _Kind(pool, bounds)
+        kind = pool, bounds
         batch = self._batches.get(kind)
         if batch is None:
             batch = self._batches[kind] = _LeaseBatch()
-            batch.answer = asyncio.create_task(self._ask(kind), name="request leases")
+            batch.answer = asyncio.create_task(self._ask(pool, bounds), name="request leases")
         assert batch.answer is not None
         start = sum(size for _, size in batch.groups)
         batch.groups.append((group_id, count))
@@ -165,25 +157,25 @@ class RouterLeases:
         for client in self._clients.values():
             await client.close()
 
-    async def _ask(self, kind: _Kind) -> list[asyncio.Future[Lease]]:
+    async def _ask(self, pool: str, bounds: VersionBounds) -> list[asyncio.Future[Lease]]:
         """Runs in the next turn of the loop, when all who start together have joined."""
-        batch = self._batches.pop(kind)
+        batch = self._batches.pop((pool, bounds))
         has_sessions = any(batch.sessions)
         wanted = LeaseDemand(
             count=sum(size for _, size in batch.groups),
-            min_version=kind.bounds.min_version,
-            exact_version=kind.bounds.exact_version,
+            min_version=bounds.min_version,
+            exact_version=bounds.exact_version,
             groups=batch.groups,
             sessions=batch.sessions if has_sessions else (),
             cached_tokens=batch.cached_tokens if has_sessions else (),
             expected_tokens=batch.expected_tokens if any(batch.expected_tokens) else (),
         )
-        return await self._client(kind.pool).request(wanted)
+        return await self._client(pool).request(wanted)
 
     def _give_up_batch(
         self, pool: str, done: asyncio.Task[list[asyncio.Future[Lease]]], mine: slice
     ) -> None:
-        """A group was cancelled while its batch was asked for."""
+        """Gives up the leases of a group that was cancelled while its batch was asked for."""
         if not done.cancelled() and done.exception() is None:
             self.give_up(pool, done.result()[mine])
 
@@ -213,7 +205,7 @@ class LocalLeases:
         pool: str,
         hints: Hints = NO_HINTS,
     ) -> list[asyncio.Future[Lease]]:
-        """One lease per sample, at once."""
+        """Returns one lease per sample, at once."""
         ranks = max(1, len(self._engine.status().rank_loads))
         rank = next(self._turns) % ranks  # one for all: they share the prompt
         futures = []
@@ -226,10 +218,10 @@ class LocalLeases:
     def release(
         self, pool: str, leases: Sequence[Lease], outcome: pb.Outcome, tokens: Sequence[int]
     ) -> None:
-        """Nobody counts them."""
+        """Does nothing: nobody counts them."""
 
     def give_up(self, pool: str, futures: Iterable[asyncio.Future[Lease]]) -> None:
-        """Nobody counts them."""
+        """Does nothing: nobody counts them."""
 
     def end(self, pool: str, hints: Hints) -> None:
-        """Nobody keeps them."""
+        """Does nothing: no rank is kept."""

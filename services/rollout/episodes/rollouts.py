@@ -1,4 +1,4 @@
-"""Rollouts of an episode worker: begun once, joined by repeats, stopped when orphaned."""
+"""Runs the rollouts of an episode worker: begun once, joined by repeats, stopped if orphaned."""
 
 from __future__ import annotations
 
@@ -47,8 +47,6 @@ from sluice.runtime.idempotency import (
 )
 
 logger = logging.getLogger(__name__)
-
-THREAD_GROUPS = 256  # more of them are decoded off the event loop
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,7 @@ class Rollout:
             self._end()
 
     async def follow(self) -> AsyncIterator[pb.RolloutResponse]:
-        """Every event from the first one; ends when all groups are settled.
+        """Yields every event from the first one; ends when all groups are settled.
 
         Traces are sent once: events stay in memory long after. Raises DrainingError when the
         rollout is stopped before: once its groups have ended, so that what was being stored is
@@ -230,7 +228,7 @@ class Rollouts:
     async def follow(
         self, request: pb.RolloutRequest, evaluation: EvaluationSettings | None = None
     ) -> AsyncIterator[pb.RolloutResponse]:
-        """Events of a rollout, which begins with the first call of its request_id.
+        """Yields the events of a rollout, which begins with the first call of its request_id.
 
         Raises RequestIdReusedError, InvalidFieldError, QueueFullError, StoreFailedError and
         DrainingError.
@@ -296,10 +294,7 @@ class Rollouts:
         self, request: pb.RolloutRequest, body: str, evaluation: EvaluationSettings | None
     ) -> Rollout:
         settings = settings_from_proto(request)
-        if len(request.groups) > THREAD_GROUPS:
-            groups = await asyncio.to_thread(groups_from_proto, request)
-        else:
-            groups = groups_from_proto(request)
+        groups = await asyncio.to_thread(groups_from_proto, request)  # there may be thousands
         runner = await self._create_runner(request.environment, groups)
         progress = await self._spool.open(request.request_id, body)
         check_same_body(request.request_id, body, progress.body)
@@ -339,7 +334,7 @@ class Rollouts:
         return runner
 
     def _slots(self, evaluation: EvaluationSettings | None) -> tuple[asyncio.Semaphore, ...]:
-        """What a group must acquire to run; the request's own limit first."""
+        """Returns what a group must acquire to run; the request's own limit first."""
         if evaluation is None:
             return (self._running,)
         own = (asyncio.Semaphore(evaluation.limit),) if evaluation.limit else ()
@@ -376,7 +371,7 @@ class Rollouts:
             self._entries.done(rollout.request_id, entry)
 
     def _begun(self) -> list[Rollout]:
-        """Those that are neither opening nor were refused."""
+        """Returns those that are neither opening nor were refused."""
         tasks = [entry.opening for entry in self._entries]
         return [task.result() for task in tasks if task.done() and not has_failed(task)]
 
@@ -426,7 +421,7 @@ async def _run(
 
 
 async def _rollout_of(entry: _OpeningRollout) -> Rollout:
-    """The rollout, once it has begun. Raises DrainingError when the worker closes before."""
+    """Returns the rollout once begun. Raises DrainingError when the worker closes before."""
     try:
         return await asyncio.shield(entry.opening)
     except asyncio.CancelledError:

@@ -115,11 +115,11 @@ class PartialSamples:
         return index in self._open
 
     def ended(self) -> list[Delta]:
-        """One whole delta per sample, by index; all have ended."""
+        """Returns one whole delta per sample, by index; all have ended."""
         return [self._done[index] for index in range(self._prompt.sample_count)]
 
     def generation(self, indices: Sequence[int], dp_rank: int) -> Generation:
-        """The request for these samples: several that have not begun, or one that has."""
+        """Returns the request for these samples: several that have not begun, or one that has."""
         seeds = self._prompt.sampling.seeds
         so_far = self._open.get(indices[0])
         sampling = replace(
@@ -161,7 +161,7 @@ class PartialSamples:
 
 
 def _append(so_far: Delta | None, more: Delta) -> Delta:
-    """Spans of `more` count from the start of its own request."""
+    """Joins two answers; spans of `more` count from the start of its own request."""
     if so_far is None:
         return more
     if not more.token_ids:  # aborted before it sampled anything
@@ -180,7 +180,7 @@ class PromptHistory:
         self._means: OrderedDict[int, float] = OrderedDict()  # by hash; a clash misleads a little
 
     def expected(self, prompt: tuple[int, ...]) -> float:
-        """Tokens of a sample, 0 where nothing is known."""
+        """Returns the tokens of a sample to expect, 0 for a new prompt."""
         return self._means.get(hash(prompt), 0.0)
 
     def learn(self, prompt: tuple[int, ...], lengths: Sequence[int]) -> None:
@@ -217,7 +217,7 @@ class Sampler:
         self._history = PromptHistory()
 
     async def sample(self, prompt: SamplingPrompt, listener: Listener | None = None) -> list[Delta]:
-        """One whole delta per sample, by index; tokens that came are not drawn again.
+        """Returns one whole delta per sample, by index; tokens that came are not drawn again.
 
         `listener` gets them as they come, by index of the sample; of finish reasons the answer
         is to be believed. What it raises ends the sampling.
@@ -255,7 +255,7 @@ class Sampler:
         bounds: VersionBounds,
         pool: str,
     ) -> TokenScores:
-        """Log-probabilities of token_ids[prompt_length:]. Raises RemoteError."""
+        """Returns log-probabilities of token_ids[prompt_length:]. Raises RemoteError."""
         failures = 0
         while True:
             futures = await self._leases.request(new_request_id(), 1, bounds, pool)
@@ -365,19 +365,19 @@ async def _listen(
     partial: PartialSamples,
     listener: Listener,
 ) -> list[Delta]:
-    """Whole deltas of a stream, heard token by token; those of a lost engine go to `partial`."""
-    heard: list[Delta] = []
+    """Returns whole deltas, passed on as they come; those of a lost engine go to `partial`."""
+    received: list[Delta] = []
     try:
         async with contextlib.aclosing(stream):
             async for delta in stream:
-                heard.append(delta)
+                received.append(delta)
                 listener(replace(delta, index=indices[delta.index]))
     except RemoteError:
-        for delta in join_deltas(heard):  # the listener must not get other tokens later
+        for delta in join_deltas(received):  # the listener must not get other tokens later
             reason = delta.finish_reason or FinishReason.ABORTED
             partial.add(indices[delta.index], replace(delta, finish_reason=reason))
         raise
-    return join_deltas(heard)
+    return join_deltas(received)
 
 
 async def _first_leases(waiting: Mapping[asyncio.Future[Lease], int]) -> None:
@@ -401,5 +401,5 @@ def _take_parts(waiting: dict[asyncio.Future[Lease], int], partial: PartialSampl
 
 
 def is_retried(error: RemoteError) -> bool:
-    """Whether another engine, or the same one later, may do what this one refused."""
+    """Says whether another engine, or the same one later, may do what this one refused."""
     return error.code in RETRIED or error.reason in RETRIED_REASONS

@@ -100,7 +100,7 @@ class Journals:
             self._append(request_id, [{"cancelled": sorted(group_ids)}])
 
     def settle(self, request_id: str, keep: int) -> None:
-        """Every group is settled; forget all settled rollouts but the `keep` latest."""
+        """Close the journal of a settled rollout; forget all settled ones but the `keep` latest."""
         with contextlib.suppress(FileNotFoundError):  # another worker has settled it
             self._path(request_id).rename(self._settled_path(request_id))
             faults.point("journal.settled")
@@ -167,7 +167,7 @@ def _owner(request_id: str) -> str:
 
 
 def _read(path: Path) -> SpoolProgress | None:
-    """None for a journal without the line of its request."""
+    """Reads a journal; None for one without the line of its request."""
     progress: SpoolProgress | None = None
     for line in path.read_bytes().splitlines():
         try:
@@ -236,7 +236,7 @@ class Spool:
     async def read(
         self, blobs: Mapping[str, BlobReference]
     ) -> dict[str, tuple[list[Sample], BlobReference]]:
-        """Samples by group; a group whose blob is gone or damaged is left out."""
+        """Returns samples by group; a group whose blob is gone or damaged is left out."""
         return await asyncio.to_thread(self._read, blobs)
 
     async def close(self) -> None:

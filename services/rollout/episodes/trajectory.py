@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -19,7 +19,7 @@ SHORTEST_SECONDS = 1e-6  # what is shorter counts for the next span
 
 
 class Timeline:
-    """Spans that follow each other: each one begins where the episode's last one ended.
+    """Measures spans of time: each one begins where the episode's last one ended.
 
     So the spans of an episode add up to its time from the begin of the group to its last mark.
     """
@@ -40,7 +40,7 @@ class Timeline:
         return self._clock() - self._zero
 
     def mark(self, kind: pb.SpanKind, place: str, episodes: Iterable[int] | None = None) -> None:
-        """What these episodes (default: all) did until now."""
+        """Note what these episodes (default: all) did until now."""
         now = self.now()
         if episodes is None and len(set(self._ends)) == 1:  # one span for all
             self._add(kind, place, 0, now, shared=True)
@@ -50,7 +50,7 @@ class Timeline:
             self._add(kind, place, episode, now)
 
     def sampled(self, place: str, episode: int, delta: Delta) -> None:
-        """An answer came from the engine `place`, where it was since its last mark.
+        """Note that an answer came from the engine `place`, where it was since its last mark.
 
         What the engine does not account for is left to the next mark.
         """
@@ -91,7 +91,7 @@ class Timeline:
 
 
 class Trajectory:
-    """A prompt and what followed. The engine is asked with `token_ids`; the row holds them.
+    """Holds a prompt and what followed; `token_ids` are the engine's prompt and the row's tokens.
 
     Observations are masked and carry no log-probs (zeros stand for them).
     """
@@ -106,7 +106,7 @@ class Trajectory:
 
     @classmethod
     def of(cls, prompt_token_ids: Sequence[int], delta: Delta) -> Trajectory:
-        """A prompt and its first answer."""
+        """Makes one of a prompt and its first answer."""
         trajectory = cls(prompt_token_ids)
         trajectory.add_sampled(delta)
         return trajectory
@@ -127,30 +127,32 @@ class Trajectory:
         return [delta for delta, _ in self._parts if delta is not None]
 
     def add_sampled(self, delta: Delta) -> None:
-        """Tokens that an engine sampled after `token_ids`."""
+        """Add tokens that an engine sampled after `token_ids`."""
         self._parts.append((delta, len(delta.token_ids)))
         self.response.extend(delta.token_ids)
         self.finish_reason = "" if delta.finish_reason is None else delta.finish_reason.value
 
     def add_observation(self, token_ids: Sequence[int]) -> None:
-        """Tokens that nobody sampled; they are not trained on."""
+        """Add tokens that nobody sampled; they are not trained on."""
         self._parts.append((None, len(token_ids)))
         self.response.extend(token_ids)
 
     def end_full(self) -> None:
-        """There is no room to go on: drop observations nobody answered."""
+        """End for lack of room: drop observations nobody answered."""
         while self._parts and self._parts[-1][0] is None:
             _, count = self._parts.pop()
             del self.response[len(self.response) - count :]
         self.finish_reason = FinishReason.LENGTH.value
 
     def to_sample(self, group_id: str, index: int, reward: Reward, episode: int | None) -> Sample:
-        """Row `index` of a group; `episode` where one may have several samples."""
+        """Makes row `index` of a group; `episode` where one may have several samples."""
         columns: dict[str, np.ndarray | float] = {
             "rollout_logprobs": self._signal([d.logprobs for d in self.answers]),
             "reward": reward.reward,
-            **_optional_columns(reward),
+            **{f"{SCORE_PREFIX}{name}": float(value) for name, value in reward.scores.items()},
         }
+        if reward.raw_reward is not None:
+            columns["raw_reward"] = reward.raw_reward
         if all(len(d.logprobs_t1) == len(d.token_ids) for d in self.answers):
             columns["rollout_logprobs_t1"] = self._signal([d.logprobs_t1 for d in self.answers])
         mask = self._mask()
@@ -180,7 +182,7 @@ class Trajectory:
         return signal
 
     def _routed_experts(self) -> np.ndarray | None:
-        """int16[length - 1, layers, chosen]; None unless every answer told them."""
+        """int16[length - 1, layers, chosen]; None unless every answer has them."""
         experts: np.ndarray | None = None
         for delta in self.answers:
             if delta.routed_experts is None:
@@ -206,11 +208,3 @@ class Trajectory:
                 spans.extend(span.shifted(offset) for span in delta.spans)
             offset += count
         return tuple(spans)
-
-
-def _optional_columns(reward: Reward) -> Mapping[str, float]:
-    """What only some samples have; absent is absent."""
-    columns = {f"{SCORE_PREFIX}{name}": float(value) for name, value in reward.scores.items()}
-    if reward.raw_reward is not None:
-        columns["raw_reward"] = reward.raw_reward
-    return columns

@@ -1,4 +1,4 @@
-"""Rollout requests and events on the wire."""
+"""Turns rollout requests and events from and into protobuf."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def failed_event(group_id: str, error: ServiceError) -> pb.RolloutResponse:
 
 
 def digest_of(token_ids: Sequence[int] | np.ndarray) -> str:
-    """xxh3-128 of ids as int32 little-endian."""
+    """Returns the xxh3-128 of ids as int32 little-endian."""
     return xxhash.xxh3_128_hexdigest(np.asarray(token_ids, dtype="<i4").tobytes())
 
 
@@ -83,7 +83,7 @@ def _turns(mask: np.ndarray) -> int:
 
 
 def settings_from_proto(request: pb.RolloutRequest) -> GroupSettings:
-    """What all groups have in common. Raises InvalidFieldError."""
+    """Decodes what all groups have in common. Raises InvalidFieldError."""
     if len(request.request_id) > LONGEST_ID:
         raise InvalidFieldError("request_id", f"must not exceed {LONGEST_ID} characters")
     if request.sample_count < 1:
@@ -107,7 +107,7 @@ def settings_from_proto(request: pb.RolloutRequest) -> GroupSettings:
 
 
 def groups_from_proto(request: pb.RolloutRequest) -> list[GroupSpec]:
-    """The groups, in order. Raises InvalidFieldError naming the one that is wrong."""
+    """Decodes the groups, in order. Raises InvalidFieldError naming the one that is wrong."""
     seen: set[str] = set()
     groups = []
     for index, group in enumerate(request.groups):
@@ -130,7 +130,7 @@ def groups_from_proto(request: pb.RolloutRequest) -> list[GroupSpec]:
 
 
 def values_from_proto(struct: struct_pb2.Struct) -> Mapping[str, Any]:
-    """JSON values. A Struct knows floats only; whole numbers become integers again."""
+    """Decodes JSON values. A Struct has floats only; whole numbers become integers again."""
     return {key: _plain(value) for key, value in struct.fields.items()}
 
 
@@ -160,7 +160,7 @@ class EvaluationSettings:
 
 
 def evaluation_from_proto(request: pb.EvaluateRequest) -> EvaluationSettings:
-    """Raises InvalidFieldError."""
+    """Decodes how an evaluation runs. Raises InvalidFieldError."""
     count = request.rollout.sample_count
     if any(not 1 <= k <= count for k in request.pass_at):
         raise InvalidFieldError("pass_at", f"must be within 1..{count}, the samples of a task")

@@ -43,7 +43,7 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
     async def Evaluate(
         self, request: pb.EvaluateRequest, context: Any
     ) -> AsyncIterator[pb.EvaluateResponse]:
-        """Settled groups, then the report over all of them."""
+        """Sends settled groups, then the report over all of them."""
         settings = evaluation_from_proto(request)
         finished: list[pb.FinishedGroup] = []
         failed_count = 0

@@ -55,7 +55,7 @@ class Names:
         self._texts: dict[int, str] = {}
 
     def of(self, token_ids: Sequence[int]) -> list[str]:
-        """One text a token: several may look alike, since a token may be part of a character."""
+        """Returns one text a token; several may look alike, as parts of a character do."""
         if self._as_ids:
             return [f"token_id:{token_id}" for token_id in token_ids]
         new = [[token_id] for token_id in set(token_ids) - self._texts.keys()]
@@ -84,7 +84,7 @@ def _usage(prompt_tokens: int, answers: Sequence[Answer]) -> dict[str, int]:
 
 
 def _weights(answers: Sequence[Answer]) -> dict[str, Any]:
-    """The newest weights that sampled a token."""
+    """The fields of the newest weights that sampled a token."""
     spans = [span for answer in answers for span in answer.delta.spans]
     if not spans:
         return {}
@@ -116,7 +116,7 @@ def _choice_fields(request: CommonRequest, delta: Delta) -> dict[str, Any]:
 
 
 def chat_logprobs(names: Names, scored: Scored) -> dict[str, Any]:
-    """`logprobs` of a chat choice."""
+    """Writes `logprobs` of a chat choice."""
     texts = names.of(scored.token_ids)
     content = []
     for place, (text, logprob) in enumerate(zip(texts, scored.logprobs, strict=True)):
@@ -134,7 +134,7 @@ def chat_logprobs(names: Names, scored: Scored) -> dict[str, Any]:
 
 
 def completion_logprobs(names: Names, scored: Scored) -> dict[str, Any]:
-    """`logprobs` of a text choice; the token itself is always among the top ones."""
+    """Writes `logprobs` of a text choice; the token itself is always among the top ones."""
     texts = names.of(scored.token_ids)
     offsets = list(itertools.accumulate(map(len, texts), initial=0))[:-1]
     top: list[Mapping[str, float] | None] = []
@@ -163,18 +163,18 @@ def _entry(text: str, logprob: float | None) -> dict[str, Any]:
 
 
 class StreamForm(Protocol):
-    """How chunks of a stream look."""
+    """Writes the chunks of a stream."""
 
     kind: str
     prefix: str
 
     def opening(self) -> Chunk | None:
-        """What every choice begins with."""
+        """Returns what every choice begins with."""
 
     def piece(self, index: int, text: str) -> Chunk: ...
 
     def ending(self, index: int) -> Chunk:
-        """The last chunk of a choice; it may have a finish reason of its own."""
+        """Returns the last chunk of a choice; it may have a finish reason of its own."""
 
     def logprobs(self, names: Names, scored: Scored) -> Chunk: ...
 
@@ -192,7 +192,7 @@ class Responder:
         return Names(self.generator.tokenizer, as_ids=request.return_tokens_as_token_ids)
 
     def check(self, request: CommonRequest, prompt_count: int, token_limit: int | None) -> None:
-        """Raises ApiError for another model, or more than is allowed."""
+        """Checks the model and the limits. Raises ApiError."""
         if request.model not in ("", self.model_name):
             message = f"the model {request.model!r} does not exist; this is {self.model_name!r}"
             raise ApiError(404, "model_not_found", message, "model")
@@ -217,7 +217,7 @@ class Responder:
         )
 
     async def scored(self, prompt: Prompt, answer: Answer, *, top_count: int, echo: bool) -> Scored:
-        """The log-probabilities of an answer, and with `echo` of its prompt before it.
+        """Returns the log-probabilities of an answer, and with `echo` of its prompt before it.
 
         The engine is asked for what it did not give while sampling.
         """
@@ -244,7 +244,7 @@ class Responder:
         record: Record | None,
         form: StreamForm,
     ) -> AsyncGenerator[Chunk, None]:
-        """Chunks as they come; what is recorded is durable before the last ones.
+        """Yields chunks as they come; what is recorded is durable before the last ones.
 
         Raises ApiError, ServiceError and RemoteError.
         """
@@ -280,7 +280,7 @@ class Responder:
     def body(
         self, kind: str, prefix: str, prompts: Sequence[Prompt], answers: Sequence[Answer]
     ) -> Chunk:
-        """An answer without its choices."""
+        """Returns an answer without its choices."""
         prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         return {
             **_envelope(kind, self.model_name, prefix),
@@ -290,7 +290,7 @@ class Responder:
 
 
 def _streamed_logprobs(delta: Delta) -> Scored:
-    """What the engine gave while it sampled. Raises ApiError where those are other numbers."""
+    """Returns what the engine gave while sampling. Raises ApiError where it is something else."""
     if len(delta.logprobs_t1) != len(delta.token_ids):
         message = "logprobs: with stream this engine has them at temperature 0 and 1 only"
         raise ApiError(400, "unsupported_parameter", message, "logprobs")
@@ -324,13 +324,13 @@ class _ChatForm:
 
 
 class Chat:
-    """Conversations, by the model's own chat template."""
+    """Answers conversations, by the model's own chat template."""
 
     def __init__(self, responder: Responder) -> None:
         self._responder, self._calls = responder, ToolCalls()
 
     async def answer(self, request: ChatRequest, record: Record | None) -> Chunk:
-        """Raises ApiError, ServiceError and RemoteError."""
+        """Returns the whole answer. Raises ApiError, ServiceError and RemoteError."""
         responder = self._responder
         prompt, asked = await self._prepare(request, record)
         answers = await responder.generator.answer(asked)
@@ -347,7 +347,7 @@ class Chat:
     async def stream(
         self, request: ChatRequest, record: Record | None
     ) -> AsyncGenerator[Chunk, None]:
-        """Chunks. Raises ApiError, ServiceError and RemoteError."""
+        """Yields chunks. Raises ApiError, ServiceError and RemoteError."""
         prompt, asked = await self._prepare(request, record)
         filters = [CallFilter(self._calls) for _ in range(request.n)] if request.shows_tools else []
         async for chunk in self._responder.stream(
@@ -410,13 +410,13 @@ class _CompletionForm:
 
 
 class Completions:
-    """Texts that go on from a prompt; with `echo` the prompt is scored too."""
+    """Answers with texts that go on from a prompt; with `echo` the prompt is scored too."""
 
     def __init__(self, responder: Responder) -> None:
         self._responder = responder
 
     async def answer(self, request: CompletionRequest, record: Record | None) -> Chunk:
-        """Raises ApiError, ServiceError and RemoteError."""
+        """Returns the whole answer. Raises ApiError, ServiceError and RemoteError."""
         responder = self._responder
         prompts = await self._prepare(request, record)
         parts = await all_of(self._answers(request, prompt) for prompt in prompts)
@@ -437,7 +437,7 @@ class Completions:
     async def stream(
         self, request: CompletionRequest, record: Record | None
     ) -> AsyncGenerator[Chunk, None]:
-        """Chunks. Raises ApiError, ServiceError and RemoteError."""
+        """Yields chunks. Raises ApiError, ServiceError and RemoteError."""
         prompts = await self._prepare(request, record)
         if len(prompts) > 1:
             raise ApiError(400, "invalid_value", "prompt: one at a time with stream", "prompt")

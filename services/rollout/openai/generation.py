@@ -120,7 +120,7 @@ class ToolCalls:
 
 
 class CallFilter:
-    """Streams what is said; from where a call may begin on, nothing is shown until the end."""
+    """Shows a text as it comes; from where a call may begin on, nothing until the end."""
 
     def __init__(self, calls: ToolCalls) -> None:
         self._calls = calls
@@ -172,7 +172,7 @@ class Answer:
 
 
 def no_tokens(index: int, finish_reason: FinishReason | None = None) -> Delta:
-    """A delta of answer `index` that adds nothing."""
+    """Returns a delta of answer `index` that adds nothing."""
     return Delta(
         index=index,
         token_ids=(),
@@ -217,7 +217,7 @@ class Generator:
         return [Answer(delta, text) for delta, text in zip(deltas, texts, strict=True)]
 
     async def stream(self, request: AnswerRequest) -> AsyncGenerator[AnswerDelta, None]:
-        """Pieces of all answers as they come; closing it ends the sampling."""
+        """Yields pieces of all answers as they come; closing it ends the sampling."""
         pieces: asyncio.Queue[AnswerDelta | None] = asyncio.Queue()
         follow = [self._follow(request, index, pieces.put_nowait) for index in range(request.count)]
         work = asyncio.create_task(all_of(follow), name="answers")
@@ -237,7 +237,7 @@ class Generator:
         top_count: int,
         version: int | None = None,
     ) -> TokenScores:
-        """Log-probabilities of token_ids[prompt_length:] under `version`, None for any.
+        """Returns log-probabilities of token_ids[prompt_length:] under `version`, None for any.
 
         Raises RemoteError.
         """
@@ -287,7 +287,7 @@ class Generator:
 
 
 def _first(delta: Delta, count: int, offset: int) -> Delta:
-    """The first tokens of a delta, with spans counted from `offset` on."""
+    """Returns the first tokens of a delta, with spans counted from `offset` on."""
     shift = offset - delta.spans[0].first_token if delta.spans else 0
     end = offset + count
     spans = tuple(

@@ -39,7 +39,7 @@ async def chat_prompt(
     messages: Sequence[Mapping[str, Any]],
     earlier: Sequence[Prompt] = (),
 ) -> Prompt:
-    """A conversation up to where the assistant begins; `messages` are those of the request.
+    """Encodes a conversation up to where the assistant begins; `messages` are the request's.
 
     Where it goes on from an earlier one, the tokens of that one are taken as they are: text
     that was sampled is never tokenised again. Raises ApiError.
@@ -57,7 +57,7 @@ def chat_text(
     tools: Sequence[Mapping[str, Any]] = (),
     options: Mapping[str, Any] | None = None,
 ) -> str:
-    """The conversation by the model's chat template. Raises ApiError."""
+    """Writes the conversation by the model's chat template. Raises ApiError."""
     plain = [_message(message, index) for index, message in enumerate(messages)]
     try:
         return tokenizer.chat_template.render(plain, tools=tools or None, options=options)
@@ -68,7 +68,7 @@ def chat_text(
 async def plain_prompt(
     tokenizer: TextTokenizer, prompt: str | list[int], earlier: Sequence[Prompt] = ()
 ) -> Prompt:
-    """A text as the model expects it, or tokens as they are. Raises ApiError."""
+    """Encodes a text as the model expects it, or takes tokens as they are. Raises ApiError."""
     if not isinstance(prompt, str):
         (text,) = tokenizer.decode([prompt], special=True)
         return Prompt(text, tuple(prompt))
@@ -81,18 +81,18 @@ async def plain_prompt(
 
 
 def _begun(text: str, earlier: Sequence[Prompt]) -> Prompt:
-    """The longest earlier conversation that a text goes on from."""
+    """Finds the longest earlier conversation that a text goes on from."""
     fitting = [each for each in earlier if text.startswith(each.text)]
     return max(fitting, key=lambda each: len(each.text), default=Prompt("", ()))
 
 
 async def encode(tokenizer: TextTokenizer, text: str, *, special: bool) -> list[int]:
-    """Token ids; long texts are tokenised in a thread."""
+    """Returns token ids; long texts are tokenised in a thread."""
     return await off_loop(len(text), partial(tokenizer.encode, text, special=special))
 
 
 def _message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """As chat templates want it: content is text, arguments of tool calls are objects."""
+    """Returns a message as templates want it: content as text, arguments of calls as objects."""
     field = f"messages.{index}"
     if not isinstance(message.get("role"), str):
         raise ApiError(400, "invalid_value", f"{field}.role: is required", f"{field}.role")

@@ -81,7 +81,7 @@ class GroupRecord:
         return [name for name, session in self._sessions.items() if session.reward is None]
 
     def earlier(self, session: str) -> list[Prompt]:
-        """What a prompt of this session may go on from."""
+        """Returns what a prompt of this session may go on from."""
         return [
             Prompt(text, thread.trajectory.token_ids)
             for thread in self._sessions.get(session, _Session()).threads
@@ -135,7 +135,7 @@ class GroupRecord:
             self._apply_answer(self._sessions.setdefault(line["session"], _Session()), line)
 
     def samples(self) -> list[Sample]:
-        """A row per trajectory; those of one session share its reward and its episode."""
+        """Makes a row per trajectory; those of one session share its reward and its episode."""
         rows: list[Sample] = []
         for episode, session in enumerate(self._sessions.values()):
             assert session.reward is not None
@@ -222,7 +222,7 @@ def _experts_from_text(text: str) -> np.ndarray | None:
 
 
 def _base(texts: Sequence[str], text: str) -> tuple[int | None, str]:
-    """The longest text that this one goes on from, and its place; none where only tokens agree."""
+    """Finds the longest text that this one goes on from, and its place, if any."""
     fitting = [(len(each), place) for place, each in enumerate(texts) if text.startswith(each)]
     if not fitting:
         return None, ""
@@ -231,7 +231,7 @@ def _base(texts: Sequence[str], text: str) -> tuple[int | None, str]:
 
 
 def _extended(threads: Sequence[_Thread], token_ids: tuple[int, ...]) -> int | None:
-    """The longest trajectory that these tokens begin with."""
+    """Finds the longest trajectory that these tokens begin with."""
     found = [
         (len(thread.trajectory.token_ids), place)
         for place, thread in enumerate(threads)
@@ -265,7 +265,7 @@ class Recorder:
         self._files: OrderedDict[str, _GroupFile] = OrderedDict()
 
     async def earlier(self, record: Record) -> list[Prompt]:
-        """What the next prompt of a session may go on from. Raises ApiError."""
+        """Returns what the next prompt of a session may go on from. Raises ApiError."""
         return await self._locked(
             lambda: self._open(record.group, make=True).earlier(record.session)
         )
@@ -311,11 +311,11 @@ class Recorder:
         return await self._locked(write)
 
     async def describe(self, name: str) -> dict[str, Any]:
-        """Raises ApiError for a group that is not there."""
+        """Returns what callers may see of a group. Raises ApiError where it is not there."""
         return await self._locked(lambda: self._read(name).describe())
 
     async def names(self) -> dict[str, list[str]]:
-        """Open and closed groups."""
+        """Returns the names of open and closed groups."""
         return await self._locked(lambda: {"open": self._list(OPEN), "closed": self._list(CLOSED)})
 
     async def delete(self, name: str) -> None:
@@ -328,7 +328,7 @@ class Recorder:
         await self._locked(remove)
 
     def _endings(self, answer: Answer) -> list[str]:
-        """As a caller may send an answer back: as it is, or as shown, closed by its stop token.
+        """Returns an answer as a caller may send it back: as is, or as shown, with its stop token.
 
         One that a stop string cut off stands for more than was shown.
         """
@@ -356,7 +356,7 @@ class Recorder:
         return group
 
     def _read(self, name: str, *, make: bool = False) -> GroupRecord:
-        """A group as it is on the disk now, where other workers may have written too."""
+        """Reads a group as it is on the disk now, where other workers may have written too."""
         path = self._find(name)
         if path is None:
             if not make:
@@ -417,7 +417,7 @@ class Recorder:
         return next((path for path in paths if path.exists()), None)
 
     def _list(self, ending: str) -> list[str]:
-        """Oldest first."""
+        """Returns names, oldest first."""
         found = [entry for entry in os.scandir(self._root) if entry.name.endswith(ending)]
         found.sort(key=lambda entry: (entry.stat().st_mtime, entry.name))
         return [unquote(entry.name.removesuffix(ending)) for entry in found]

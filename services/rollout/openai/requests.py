@@ -1,4 +1,4 @@
-"""Refusals in the form that OpenAI's clients know."""
+"""Checks requests, and writes refusals, in the form that OpenAI's clients use."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _CODES = {"PROMPT_TOO_LONG": "context_length_exceeded"}  # where OpenAI has a na
 
 
 class ApiError(Exception):
-    """`code` is for programs; `param` names the field at fault."""
+    """A refusal: `code` is for programs; `param` names the field at fault."""
 
     def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -71,7 +71,7 @@ Refusal = ApiError | ServiceError | RemoteError | ValidationError | TimeoutError
 
 
 def api_error(error: Refusal) -> ApiError:
-    """Any of REFUSALS in OpenAI's form."""
+    """Writes any of REFUSALS in OpenAI's form."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ServiceError | RemoteError):
@@ -122,7 +122,7 @@ TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
 async def parse(request: web.Request, kind: type[R]) -> R:
-    """The checked body. Raises ApiError, ValidationError and HTTPRequestEntityTooLarge."""
+    """Returns the checked body. Raises ApiError, ValidationError and HTTPRequestEntityTooLarge."""
     try:
         values = json.loads(await request.read())
     except ValueError as error:
@@ -131,7 +131,7 @@ async def parse(request: web.Request, kind: type[R]) -> R:
 
 
 def known_fields(body: Any) -> dict[str, Any]:
-    """The body without what has no effect. Raises ApiError for what cannot be done."""
+    """Returns the body without what has no effect. Raises ApiError for what cannot be done."""
     if not isinstance(body, dict):
         raise ApiError(400, "invalid_json", "the body must be a JSON object")
     fields = {}
@@ -155,7 +155,7 @@ class Record(BaseModel, extra="forbid", frozen=True):
 
     @staticmethod
     def parse(text: str) -> Record:
-        """`group/session`, as in the header."""
+        """Reads `group/session`, as in the header."""
         group, _, session = text.partition("/")
         return Record(group=group, session=session)
 
@@ -201,11 +201,11 @@ class CommonRequest(BaseModel, extra="forbid"):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Of the sampled tokens."""
+        """Whether logprobs of the sampled tokens are asked for."""
         return False
 
     def sampling(self, max_new_tokens: int) -> Sampling:
-        """Every answer has a seed of its own."""
+        """Returns how to sample; every answer has a seed of its own."""
         seeds = () if self.seed is None else tuple(self.seed + index for index in range(self.n))
         return Sampling(
             max_new_tokens=max_new_tokens,

@@ -91,7 +91,7 @@ class OpenAIServer:
         logger.info("OpenAI-compatible at %s", self.url)
 
     def set_ready(self) -> None:
-        """The engines can be asked."""
+        """Begin to take requests: the engines can be asked."""
         self._ready = True
 
     async def close(self) -> None:
@@ -179,7 +179,7 @@ class OpenAIServer:
 
     @contextlib.contextmanager
     def _slot(self) -> Iterator[None]:
-        """One of the requests that run. Raises ApiError."""
+        """Takes one of the places for requests that run. Raises ApiError."""
         if not self._ready:
             raise ApiError(503, "not_ready", "the server starts or stops; try again")
         if self._running >= self.responder.config.max_running:
@@ -196,7 +196,7 @@ class OpenAIServer:
     async def _send_stream(
         self, request: web.Request, chunks: AsyncGenerator[Chunk, None]
     ) -> web.StreamResponse:
-        """Server-sent events. A refusal before the first chunk is an answer of its own status."""
+        """Sends server-sent events. A refusal before the first chunk has a status of its own."""
         with self._slot():
             async with contextlib.aclosing(chunks):
                 async with self._deadline():
@@ -241,7 +241,7 @@ async def _send(response: web.StreamResponse, chunk: Chunk) -> None:
 
 
 def _record_of(request: web.Request, body: CommonRequest) -> Record | None:
-    """The field, or the header where a client can set no more than that."""
+    """Reads the field, or the header where a client can set no more than that."""
     header = request.headers.get(RECORD_HEADER)
     return Record.parse(header) if header and body.sluice_record is None else body.sluice_record
 
@@ -253,7 +253,7 @@ def _group_of(request: web.Request) -> str:
 def create_server(
     config: RolloutConfig, generator: Generator, drain_seconds: float
 ) -> OpenAIServer:
-    """Raises ConfigError."""
+    """Builds the server. Raises ConfigError."""
     assert config.openai is not None
     blobs = BlobStore(config.store, sync=config.store_sync)
     responder = Responder(

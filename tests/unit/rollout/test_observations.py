@@ -15,7 +15,7 @@ from services.rollout.engine.interface import Delta, FinishReason, Sampling
 from services.rollout.engine.wire import VersionBounds
 from services.rollout.environments.environment import Response, Reward, Step, Task, TaskError
 from services.rollout.environments.runner import InlineRunner
-from services.rollout.episodes.episode import Conversation, Episode, Steps
+from services.rollout.episodes.episode import Conversation, Episode, take_steps
 from services.rollout.episodes.sampler import SamplingPrompt
 from services.rollout.episodes.trajectory import Trajectory
 from sluice.runtime.waits import Waits
@@ -226,8 +226,8 @@ async def test_a_long_observation_is_tokenised_off_the_event_loop(
     )
     episode = Episode(0, task, prompt, Parrot(), made)  # type: ignore[arg-type]
     trajectory = Trajectory.of(prompt.token_ids, (await Parrot().sample(prompt))[0])
-    steps = Steps(InlineRunner("talk", Lecture(TalkSettings()), TalkSettings()), Waits(), "talk")
-    response = await steps.take(episode, trajectory)
+    runner = InlineRunner("talk", Lecture(TalkSettings()), TalkSettings())
+    response = await take_steps(episode, trajectory, runner, Waits(), "talk")
     assert response.turns[0].observation == "7" * 5000
     assert len(trajectory.response) > 5000
     assert threads and threading.current_thread().name not in threads

@@ -37,11 +37,11 @@ _FIELDS = {"reward", "raw_reward", "scores", "trained"}
 
 
 class NoSettings(Config):
-    """Of a grader that takes none."""
+    """The settings of a grader that takes none."""
 
 
 class Grader(ABC):
-    """Built from its settings; INLINE ones answer in microseconds or are coroutines."""
+    """Rewards answers. INLINE ones answer in microseconds or are coroutines."""
 
     settings_type: ClassVar[type[Config]] = NoSettings
     placement: ClassVar[Placement] = Placement.INLINE
@@ -55,11 +55,11 @@ class Grader(ABC):
     def grade(
         self, task: Task, responses: Sequence[Response]
     ) -> list[Reward] | Awaitable[list[Reward]]:
-        """One reward per response, in order; all responses of the group are there."""
+        """Returns one reward per response, in order; all responses of the group are there."""
 
 
 class AnswerSettings(Config):
-    """Which part of a response is its answer: all of it, unless a mark is named."""
+    """Names the part of a response that is its answer: all of it, unless a mark is named."""
 
     answer_tag: str = ""  # e.g. `answer`: the last <answer>...</answer>
     boxed: bool = False  # the last \\boxed{...}
@@ -71,31 +71,31 @@ class AnswerSettings(Config):
         return self
 
     def find(self, text: str) -> str:
-        """The answer in a response, stripped; empty where its mark is missing."""
+        """Returns the answer in a response, stripped; empty where its mark is missing."""
         if self.answer_tag:
             return last_tagged(text, self.answer_tag).strip()
         return (last_boxed(text) if self.boxed else text).strip()
 
 
 def answers_of(task: Task) -> Sequence[str]:
-    """All right answers of a task; a row may give several."""
+    """Returns all right answers of a task; a row may give several."""
     several = task.state.get("answers")
     return several if several else [task.answer]
 
 
 def exact(is_right: bool) -> Reward:
-    """1 or 0."""
+    """Returns reward 1 or 0."""
     return Reward(reward=float(is_right), raw_reward=float(is_right))
 
 
 def last_tagged(text: str, tag: str) -> str:
-    """What stands in the last <tag>...</tag>; empty if it is missing."""
+    """Returns what stands in the last <tag>...</tag>; empty if it is missing."""
     before, found, _ = text.rpartition(f"</{tag}>")
     return before.rpartition(f"<{tag}>")[2] if found and f"<{tag}>" in before else ""
 
 
 def last_boxed(text: str) -> str:
-    """What stands in the last closed \\boxed{...}, whose braces may nest; empty without one."""
+    """Returns what stands in the last closed \\boxed{...}, whose braces may nest, or ""."""
     end = len(text)
     while (start := text.rfind("\\boxed{", 0, end)) >= 0:
         depth = 0
@@ -112,7 +112,7 @@ class InvalidRewardError(ValueError):
 
 
 def rewards_from(values: Any, count: int) -> list[Reward]:
-    """One per response. Raises InvalidRewardError."""
+    """Checks rewards, one per response, and returns them. Raises InvalidRewardError."""
     if not isinstance(values, Sequence) or isinstance(values, str):
         raise InvalidRewardError(f"rewards must be a list, not {type(values).__name__}")
     if len(values) != count:
@@ -159,7 +159,7 @@ def _number(value: Any, where: str) -> float:
 
 
 class UserFunction(Grader):
-    """An exception of the function fails the group, and ends the process."""
+    """Calls a user's function. An exception of it fails the group, and ends the process."""
 
     placement = Placement.PROCESS
 
@@ -173,30 +173,30 @@ class UserFunction(Grader):
             raise SettingError("reward_settings", f"{path}: {error}") from None
 
     def grade(self, task: Task, responses: Sequence[Response]) -> list[Reward]:
-        """Raises InvalidRewardError, and what the function raises."""
+        """Calls the function. Raises InvalidRewardError, and what the function raises."""
         values = self._function(task, list(responses), **self._values)
         return rewards_from(values, len(responses))
 
 
 def is_function(name: str) -> bool:
-    """Whether a reward is a user's function."""
+    """Says whether a reward is a user's function."""
     return ":" in name
 
 
 def place_grader(name: str) -> Placement:
-    """Where a grader runs. Raises SettingError for an unknown name."""
+    """Returns where a grader runs. Raises SettingError for an unknown name."""
     return Placement.PROCESS if is_function(name) else _load_grader(name).placement
 
 
 def needs_text(name: str) -> bool:
-    """Whether responses are decoded for it. Raises SettingError for an unknown name."""
+    """Says whether responses are decoded for it. Raises SettingError for an unknown name."""
     return is_function(name) or _load_grader(name).needs_text
 
 
 def create_grader(
     name: str, settings: Mapping[str, Any], tokenizer: TextTokenizer | None = None
 ) -> Grader:
-    """Raises SettingError, whose key is `reward` or below `reward_settings`."""
+    """Builds a grader. Raises SettingError, whose key is `reward` or below `reward_settings`."""
     if is_function(name):
         return UserFunction(name, settings)
     found = _load_grader(name)

@@ -27,7 +27,7 @@ class MathSettings(AnswerSettings):
 
 
 class Mathematics(Grader):
-    """In a process of its own: sympy takes its time, and may not come back."""
+    """Compares values in a process of its own: sympy takes its time, and may not come back."""
 
     settings_type = MathSettings
     placement = Placement.PROCESS

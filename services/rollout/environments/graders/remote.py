@@ -51,7 +51,7 @@ class RewardServiceTimeoutError(DeadlineError):
 
 
 class _PassingError(Exception):
-    """Asking again may help, not before `after` seconds."""
+    """A failure after which asking again may help, not before `after` seconds."""
 
     def __init__(self, message: str, after: float = 0.0) -> None:
         super().__init__(message)
@@ -59,13 +59,16 @@ class _PassingError(Exception):
 
 
 class Remote(Grader):
-    """Waits on the network only, so it runs in the episode worker and many groups at once."""
+    """Asks a reward service; it only waits, so many groups share the episode worker."""
 
     settings_type = RemoteSettings
     _settings: RemoteSettings
 
     async def grade(self, task: Task, responses: Sequence[Response]) -> list[Reward]:
-        """Raises RewardServiceError and RewardServiceTimeoutError."""
+        """Posts the group until it is rewarded.
+
+        Raises RewardServiceError and RewardServiceTimeoutError.
+        """
         settings, last = self._settings, ""
         backoff = Backoff(
             settings.first_backoff_seconds, settings.longest_backoff_seconds, scatter=0.5

@@ -1,4 +1,4 @@
-"""Comparison of texts: exact match, word overlap, multiple choice, tokens at their place."""
+"""Compares texts: exact match, word overlap, multiple choice, tokens at their place."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ExactMatchSettings(AnswerSettings):
 
 
 class ExactMatch(Grader):
-    """The answer and nothing else; stripped texts are compared."""
+    """Takes the answer and nothing else; stripped texts are compared."""
 
     settings_type = ExactMatchSettings
     _settings: ExactMatchSettings
@@ -49,7 +49,7 @@ class ExactMatch(Grader):
 
 
 class F1(Grader):
-    """Word overlap with the best of the answers, normalised as SQuAD does (arXiv 1606.05250).
+    """Measures word overlap with the best answer, normalised as SQuAD does (arXiv 1606.05250).
 
     The raw reward is 1 if the normalised words are the same.
     """
@@ -74,7 +74,7 @@ class ChoiceSettings(AnswerSettings):
 
 
 class Choice(Grader):
-    """A letter, as in GPQA: what an answer says last of `answer ... X`, else its only letter.
+    """Reads a letter, as in GPQA: the last of `answer ... X`, else the only letter.
 
     `the answer is B`, `Answer: (B)`, `(B)`, `B.` are all B. No letter, or two, is no answer.
     """
@@ -96,7 +96,7 @@ class Choice(Grader):
         return [exact(self.find(response.text) in right) for response in responses]
 
     def find(self, text: str) -> str:
-        """The letter, in upper case; empty if there is none."""
+        """Returns the letter, in upper case; empty if there is none."""
         answer = self._settings.find(text)
         if stated := self._stated.findall(answer):
             return str(stated[-1]).upper()
@@ -105,7 +105,7 @@ class Choice(Grader):
 
 
 class PositionMatch(Grader):
-    """Share of the answer's tokens, end of sequence included, that stand at their place.
+    """Counts the share of the answer's tokens, end of sequence included, at their place.
 
     The raw reward is 1 if the whole is right.
     """
@@ -123,12 +123,12 @@ class PositionMatch(Grader):
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words without punctuation and articles."""
+    """Returns the lower-case words without punctuation and articles."""
     return _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
 
 
 def overlap(found: Sequence[str], wanted: Sequence[str]) -> float:
-    """Harmonic mean of precision and recall; 1 if both are empty."""
+    """Returns the harmonic mean of precision and recall of words; 1 if both are empty."""
     common = sum((Counter(found) & Counter(wanted)).values())
     if not common:
         return float(not found and not wanted)
