@@ -89,7 +89,9 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
                 if upload.full:
                     await asyncio.to_thread(upload.spool)
             elif kind == "blob":
-                await asyncio.to_thread(upload.add_blob, blob_from_proto(message.blob))
+                if upload.pending:
+                    await asyncio.to_thread(upload.spool)
+                upload.add_blob(blob_from_proto(message.blob))
             else:
                 raise InvalidFieldError("payload", "must be a sample or a blob after the header")
         references = await asyncio.to_thread(upload.finish)

@@ -247,8 +247,18 @@ def _assign_bins(loads: np.ndarray, rank_count: int) -> np.ndarray:
 def _statistics(
     table: RowCosts, ranks: Sequence[Sequence[Sequence[int]]], cap: int
 ) -> PlanStatistics:
-    costs = np.array([[table.cost_of(content) for content in rank] for rank in ranks])
-    tokens = sum(table.tokens_of(content) for rank in ranks for content in rank)
+    bins = [content for rank in ranks for content in rank]
+    rows = np.array([row for content in bins for row in content], dtype=np.int64)
+    place_of = np.repeat(np.arange(len(bins)), [len(content) for content in bins])
+    _, groups = np.unique(np.asarray(table.groups)[rows], return_inverse=True)
+    _, firsts = np.unique(place_of * len(table.tokens) + groups, return_index=True)
+    prompts = np.asarray(table.prompt_tokens)[rows]
+    prompt_costs = np.asarray(table.prompt_costs)[rows]
+    own_costs = np.asarray(table.costs)[rows] - prompt_costs
+    costs = np.bincount(place_of, own_costs, len(bins))
+    costs += np.bincount(place_of[firsts], prompt_costs[firsts], len(bins))
+    costs = costs.reshape(len(ranks), -1)
+    tokens = int((np.asarray(table.tokens)[rows] - prompts).sum() + prompts[firsts].sum())
     if not tokens:
         costs = np.ones_like(costs)
     mean = float(costs.sum(axis=1).mean())

@@ -61,28 +61,27 @@ class RowCluster:
 class _Rooms:
     """Room left in bins numbered from 0; finds the first with enough in O(log n).
 
-    A tournament tree (Johnson 1973): node i holds the largest room below it.
+    A tournament tree (Johnson 1973): node i holds the largest room below it, and node
+    `leaves + b` the room of bin b.
     """
 
     def __init__(self, count: int, cap: int) -> None:
-        self._leaves = 1 << max(0, count - 1).bit_length()
-        self._tree = [cap] * (2 * self._leaves)
+        self.leaves = 1 << max(0, count - 1).bit_length()
+        self.tree = [cap] * (2 * self.leaves)
 
     def first_with(self, need: int) -> int:
-        assert self._tree[1] >= need
+        tree, leaves = self.tree, self.leaves
+        assert tree[1] >= need
         node = 1
-        while node < self._leaves:
+        while node < leaves:
             node *= 2
-            if self._tree[node] < need:
+            if tree[node] < need:
                 node += 1
-        return node - self._leaves
-
-    def of(self, index: int) -> int:
-        return self._tree[index + self._leaves]
+        return node - leaves
 
     def take(self, index: int, amount: int) -> None:
-        tree = self._tree
-        node = index + self._leaves
+        tree = self.tree
+        node = index + self.leaves
         tree[node] -= amount
         while node > 1:
             node //= 2
@@ -104,17 +103,19 @@ def first_fit(table: RowCosts, order: Sequence[int], cap: int) -> list[list[int]
     bins: list[list[int]] = []
     alone: list[list[int]] = []
     homes: dict[int, list[int]] = {}
+    tokens, groups, prompt_tokens = table.tokens, table.groups, table.prompt_tokens
+    tree, leaves = rooms.tree, rooms.leaves
     for row in order:
-        whole, group = table.tokens[row], table.groups[row]
+        whole, group = tokens[row], groups[row]
         if whole > cap:
             alone.append([row])
             continue
-        added = whole - table.prompt_tokens[row]
+        added = whole - prompt_tokens[row]
         places = homes.get(group)
         if places is None:
             places = homes[group] = []
         for place in places:
-            if rooms.of(place) >= added:
+            if tree[leaves + place] >= added:
                 break
         else:
             place, added = rooms.first_with(whole), whole
@@ -134,13 +135,13 @@ def pack(table: RowCosts, rows: Sequence[int], cap: int, step: int = 1) -> list[
     """
     falling = sorted(rows, key=lambda row: (-table.tokens[row], row))
     candidates = [first_fit(table, falling, cap), first_fit(table, rows, cap)]
-    chunks = _whole_groups(table, rows, cap)
+    chunks, chunk_tokens = _whole_groups(table, rows, cap)
     shares = len(chunks) < len(rows)
     if shares:
         candidates.append(first_fit(table, [row for chunk in chunks for row in chunk], cap))
     fewest = 0 if shares else min_bin_count([table.tokens[row] for row in rows], cap)
     if min(map(len, candidates)) > fewest:
-        filled = fill_bins([table.tokens_of(chunk) for chunk in chunks], cap)
+        filled = fill_bins(chunk_tokens, cap)
         if filled is not None:
             candidates.append([[row for chunk in bin_ for row in chunks[chunk]] for bin_ in filled])
     steps = [-(-len(bins) // step) for bins in candidates]
@@ -169,8 +170,10 @@ def min_bin_count(tokens: Sequence[int], cap: int) -> int:
     return int(large_count + np.max(-(-unplaced // cap)))
 
 
-def _whole_groups(table: RowCosts, rows: Sequence[int], cap: int) -> list[list[int]]:
-    """Groups, the largest first; one over the cap is cut."""
+def _whole_groups(
+    table: RowCosts, rows: Sequence[int], cap: int
+) -> tuple[list[list[int]], list[int]]:
+    """Groups and their tokens, the largest first; one over the cap is cut."""
     members: dict[int, list[int]] = {}
     for row in rows:
         members.setdefault(table.groups[row], []).append(row)
@@ -178,7 +181,8 @@ def _whole_groups(table: RowCosts, rows: Sequence[int], cap: int) -> list[list[i
     for group in members.values():
         group.sort(key=lambda row: (-table.tokens[row], row))
         chunks += [group] if table.tokens_of(group) <= cap else first_fit(table, group, cap)
-    return sorted(chunks, key=lambda chunk: (-table.tokens_of(chunk), chunk[0]))
+    falling = sorted((-table.tokens_of(chunk), chunk[0], chunk) for chunk in chunks)
+    return [chunk for _, _, chunk in falling], [-negative for negative, _, _ in falling]
 
 
 def _pieces_of(table: RowCosts, content: Sequence[int]) -> list[RowCluster]:

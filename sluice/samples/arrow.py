@@ -10,6 +10,7 @@ plans with them reads neither the rows nor the whole file. Files of older versio
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -148,12 +149,13 @@ def read_metadata(data: bytes | memoryview) -> dict[str, str]:
     return {key.decode(): value.decode() for key, value in pairs if key not in _RESERVED}
 
 
-def read_facts(data: bytes | memoryview) -> RowFacts | None:
+def read_facts(source: bytes | memoryview | Path) -> RowFacts | None:
     """Return the facts about the rows, None where the file has none; reads no rows.
 
-    `data` need not be verified: facts have a digest of their own. Raises InvalidGroupError.
+    The source, content or a file, need not be verified: facts have a digest of their own.
+    Raises InvalidGroupError.
     """
-    metadata = _open(data).schema.metadata
+    metadata = _open(source).schema.metadata
     facts = metadata.get(FACTS_KEY)
     if facts is None:
         return None
@@ -165,9 +167,10 @@ def read_facts(data: bytes | memoryview) -> RowFacts | None:
         raise InvalidGroupError(str(error)) from error
 
 
-def _open(data: bytes | memoryview) -> pa.ipc.RecordBatchFileReader:
+def _open(source: bytes | memoryview | Path) -> pa.ipc.RecordBatchFileReader:
     try:
-        reader = pa.ipc.open_file(pa.py_buffer(data))
+        is_file = isinstance(source, Path)
+        reader = pa.ipc.open_file(pa.OSFile(str(source)) if is_file else pa.py_buffer(source))
     except (pa.ArrowException, OSError) as error:
         raise InvalidGroupError(f"not an Arrow file: {error}") from error
     if (reader.schema.metadata or {}).get(FORMAT_KEY) != FORMAT:

@@ -187,24 +187,26 @@ class BlobStore:
 
         The view stays valid even if the blob is collected meanwhile.
         """
-        content = self.map(reference)
-        actual = xxhash.xxh3_128_hexdigest(content)
-        if actual != reference.digest:
-            raise BlobDigestError(reference.digest, actual)
-        return content
-
-    def map(self, reference: BlobReference) -> memoryview:
-        """Content, mapped and not checked, for parts that have a digest of their own.
-
-        Raises BlobNotFoundError.
-        """
         try:
             with self._path(reference.digest).open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
         except FileNotFoundError as error:
             raise BlobNotFoundError(reference.digest) from error
+        actual = xxhash.xxh3_128_hexdigest(mapped)
+        if actual != reference.digest:
+            raise BlobDigestError(reference.digest, actual)
         return memoryview(mapped)
+
+    def locate(self, reference: BlobReference) -> Path:
+        """Return the file, for readers of parts that have a digest of their own.
+
+        Raises BlobNotFoundError.
+        """
+        path = self._path(reference.digest)
+        if not path.exists():
+            raise BlobNotFoundError(reference.digest)
+        return path
 
     def exists(self, reference: BlobReference) -> bool:
         """Whether the blob is there; without a pin it may be collected any moment."""
@@ -323,7 +325,7 @@ class BlobStore:
     def _path(self, digest: str) -> Path:
         if not DIGEST.fullmatch(digest):
             raise BlobNotFoundError(digest)
-        return self._blobs / digest[:2] / digest
+        return Path(f"{self._blobs}/{digest[:2]}/{digest}")  # a tenth of the time of `/`
 
     def _sync(self, path: Path) -> None:
         if self.sync:

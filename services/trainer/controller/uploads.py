@@ -36,8 +36,8 @@ BLOBS_PER_COMMAND = 2_000  # a blob's name takes about 50
 class Upload:
     """The rows of one batch on their way in, in order.
 
-    `spool`, `add_blob` and `finish` write to the store, so they are for a thread of their own:
-    on a slow disk the front would hear nobody meanwhile.
+    `spool` and `finish` write to the store, so they are for a thread of their own: on a slow
+    disk the controller would hear nobody meanwhile.
     """
 
     def __init__(self, blobs: BlobStore, limits: RowLimits) -> None:
@@ -54,13 +54,18 @@ class Upload:
         self._inline_tokens += len(sample.token_ids)
 
     @property
+    def pending(self) -> bool:
+        """Whether rows are in memory: call `spool` before `add_blob`."""
+        return bool(self._inline)
+
+    @property
     def full(self) -> bool:
         """Whether the rows in memory are enough for a blob: call `spool`."""
         return self._inline_tokens >= SPOOL_TOKENS or len(self._inline) >= SPOOL_ROWS
 
     def add_blob(self, reference: BlobReference) -> None:
         """Take the rows of a blob, behind those that came before."""
-        self.spool()
+        assert not self._inline
         self._references.append(reference)
 
     def finish(self) -> list[BlobReference]:
@@ -115,7 +120,7 @@ def find_facts(blobs: BlobStore, reference: BlobReference, limits: RowLimits) ->
     (older versions wrote none), damaged, or of rows that the ranks cut or refuse.
     """
     with blob_errors(reference), suppress(InvalidGroupError):
-        facts = read_facts(blobs.map(reference))
+        facts = read_facts(blobs.locate(reference))
         if facts is not None and limits.keep(facts):
             return facts
     return describe_rows(read_rows(blobs, reference, limits))
