@@ -1,4 +1,4 @@
-"""What the OpenAI-compatible port is told."""
+"""Settings of the rollout process, of its episodes and of its OpenAI-compatible port."""
 
 from __future__ import annotations
 
@@ -119,14 +119,14 @@ class RolloutConfig(ProcessConfig):
 
     @property
     def tokenizer_directory(self) -> Path | None:
-        """Where the tokenizer lies."""
+        """Directory of the tokenizer."""
         if self.tokenizer is not None:
             return self.tokenizer
         return Path(self.engine.model) if self.engine.model else None
 
     @property
     def cache_directory(self) -> Path:
-        """Where versions are made on this host."""
+        """Directory of the host cache of weight versions."""
         return self.weights_cache or self.store / "weights" / "hosts" / socket.gethostname()
 
     @property

@@ -1,4 +1,4 @@
-"""What a rollout server refuses, by gRPC code and reason."""
+"""Errors that a rollout server answers with, each with its gRPC code and reason."""
 
 from __future__ import annotations
 

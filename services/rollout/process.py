@@ -1,4 +1,4 @@
-"""Keeps a role of this process known to the router."""
+"""Runs the roles of a rollout process and registers them with the router."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ HEARTBEATS_PER_INTERVAL = 3
 
 
 class Registration:
-    """Registers at once, then again in time; `describe` and `measure` are asked each time."""
+    """Registers a role, then sends heartbeats; each calls `describe` and `measure`."""
 
     def __init__(
         self,
@@ -55,28 +55,28 @@ class Registration:
         self._stub = pb_grpc.RouterServiceStub(channel)
         self._describe, self._measure = describe, measure
         self._task: asyncio.Task[None] | None = None
-        self._is_known = False
+        self._is_registered = False
         self._epoch = 0  # of the router that answered last
-        self._trouble = ""  # the last that was told
+        self._last_error = ""  # that was logged
 
     def start(self) -> None:
-        """Begin; the router may come later."""
+        """Starts the heartbeats; the router may come later."""
         self._task = asyncio.create_task(self._keep(), name="registration")
 
     async def announce(self) -> None:
-        """Tell the router of new weights now; where that fails the next heartbeat will."""
+        """Registers now, for new weights; where that fails the next heartbeat does."""
         try:
             await self._register()
         except RemoteError as error:
             logger.warning("router: %s", error)
 
     async def close(self) -> None:
-        """Stop, and ask the router to lease this process no more."""
+        """Stops the heartbeats and asks the router to lease this process no more."""
         if self._task is None:
             return
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        if self._is_known:
+        if self._is_registered:
             request = pb.DrainEngineRequest(engine_id=self._describe().engine_id)
             try:
                 with typed_errors():
@@ -85,7 +85,7 @@ class Registration:
                 logger.warning("router: %s", error)
 
     async def _register(self) -> float:
-        """Seconds until the next heartbeat."""
+        """Registers once; returns the seconds until the next heartbeat."""
         request = pb.RegisterEngineRequest(engine=self._describe(), known_epoch=self._epoch)
         with typed_errors():
             response = await self._stub.RegisterEngine(request, timeout=ANNOUNCE_SECONDS)
@@ -94,9 +94,9 @@ class Registration:
                     engine_id=request.engine.engine_id, rank_loads=self._measure()
                 )
                 await self._stub.ReportLoad(load, timeout=ANNOUNCE_SECONDS)
-        if not self._is_known:
+        if not self._is_registered:
             logger.info("registered as %s", request.engine.engine_id)
-        self._is_known, self._epoch, self._trouble = True, response.epoch, ""
+        self._is_registered, self._epoch, self._last_error = True, response.epoch, ""
         return seconds_of(response.heartbeat_interval) / HEARTBEATS_PER_INTERVAL
 
     async def _keep(self) -> None:
@@ -104,17 +104,17 @@ class Registration:
             try:
                 delay = await self._register()
             except RemoteError as error:
-                if self._trouble != str(error):  # once each, not twice a second
-                    self._trouble = str(error)
+                if self._last_error != str(error):  # once each, not twice a second
+                    self._last_error = str(error)
                     logger.warning("router: %s", error)
-                self._is_known, delay = False, RETRY_SECONDS
+                self._is_registered, delay = False, RETRY_SECONDS
             await asyncio.sleep(delay)
 
 
 def engine_description(
     engine: Engine, *, engine_id: str, address: str, pool: str
 ) -> Callable[[], pb.Engine]:
-    """What the router is told of an engine, as it stands when called."""
+    """Returns a function that describes an engine to the router as it stands when called."""
     incarnation = uuid.uuid4().hex
 
     def describe() -> pb.Engine:
@@ -137,7 +137,7 @@ def engine_description(
 
 
 def episodes_description(*, engine_id: str, address: str, pool: str) -> Callable[[], pb.Engine]:
-    """What the router is told of an episode worker."""
+    """Returns a function that describes an episode worker to the router."""
     incarnation = uuid.uuid4().hex
     engine = pb.Engine(
         engine_id=engine_id,
@@ -180,7 +180,7 @@ class RolloutProcess:
             self._router = create_channel(config.router, config.server.security)
 
     async def run(self) -> None:
-        """Serve until a signal; one that comes while the model loads ends the loading."""
+        """Serves until a signal; one that comes while the model loads ends the loading."""
         starting = asyncio.create_task(self.start())
         self.server.stop_on_signals(starting.cancel)  # which does nothing once it has ended
         try:
@@ -192,7 +192,7 @@ class RolloutProcess:
             await self.close()
 
     async def start(self) -> None:
-        """Open the port, load the model, register; then the services are ready."""
+        """Opens the port, loads the model and registers; then the services are ready."""
         config = self._config
         if self._router is not None:
             self._resources.push_async_callback(self._router.close)
@@ -223,7 +223,7 @@ class RolloutProcess:
             self._watching = asyncio.create_task(self._watch(engine.engine), name="watch engine")
 
     async def close(self) -> None:
-        """Let go of everything; the server has stopped before."""
+        """Releases everything; the server has stopped before."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
@@ -233,7 +233,7 @@ class RolloutProcess:
         await self._resources.aclose()
 
     async def _watch(self, engine: Engine) -> None:
-        """An engine that broke serves no more; a new process will."""
+        """Stops the process once its engine has failed; a new one starts without its state."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             if failure := engine.status().failure:
@@ -243,7 +243,7 @@ class RolloutProcess:
         self.server.request_stop()
 
     async def _leave(self, episodes: EpisodeWorker | None, openai: OpenAIServer | None) -> None:
-        """Once no new work is wanted, while running calls still end."""
+        """Deregisters and drains the episodes once the server stops, while running calls end."""
         await self.server.stopping.wait()
         loop = asyncio.get_running_loop()
         end = loop.time() + self._config.server.drain_seconds * DRAIN_SHARE
@@ -305,7 +305,7 @@ class RolloutProcess:
     def _add_openai(
         self, engine: _EngineRole | None, episodes: EpisodeWorker | None
     ) -> OpenAIServer | None:
-        """Through the leases of the episodes role, else to the engine alone."""
+        """Adds the OpenAI port: over the leases of the episodes role, else on the engine alone."""
         config = self._config
         if config.openai is None:
             return None
@@ -323,7 +323,7 @@ class RolloutProcess:
         return self.openai
 
     def _register(self, engine: Engine | None) -> None:
-        """Begin heartbeats; with both roles the episodes have an id of their own."""
+        """Starts heartbeats; with both roles the episodes have an id of their own."""
         config, address = self._config, self.server.address
         if self._router is None:
             return
@@ -344,5 +344,5 @@ class RolloutProcess:
             registration.start()
 
     async def _announce(self) -> None:
-        """Tell the router of new weights before their commit is answered."""
+        """Registers new weights before their commit is answered."""
         await asyncio.gather(*(registration.announce() for registration in self._registrations))

@@ -66,14 +66,14 @@ async def test_both_ranks_are_used_evenly_and_take_new_weights(
 
 async def server_loads(engine: SglangEngine) -> list[int]:
     """Running requests by rank, as SGLang says."""
-    answer = await engine._replica.line.client.get("/v1/loads")
+    answer = await engine._replica.handle.client.get("/v1/loads")
     return [load["num_running_reqs"] for load in answer["loads"]]
 
 
 async def watch(engine: SglangEngine) -> dict[int, int]:  # type: ignore[no-untyped-def]
     """Samples by the rank that SGLang says it ran them on."""
     found: dict[int, int] = {}
-    stream = engine._replica.line.client.stream
+    stream = engine._replica.handle.client.stream
 
     async def watched(body):  # type: ignore[no-untyped-def]
         async for message in stream(body):
@@ -82,5 +82,5 @@ async def watch(engine: SglangEngine) -> dict[int, int]:  # type: ignore[no-unty
                 found[rank] = found.get(rank, 0) + 1
             yield message
 
-    engine._replica.line.client.stream = watched  # type: ignore[method-assign]
+    engine._replica.handle.client.stream = watched  # type: ignore[method-assign]
     return found

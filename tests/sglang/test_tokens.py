@@ -120,11 +120,11 @@ async def test_a_client_that_goes_away_leaves_nothing_running(attach: Start) -> 
         request = request_of(f"a{number}", [1], 4, max_new_tokens=3000, stream=True)
         async with aclosing(engine.generate(request)) as deltas:
             await anext(deltas)
-    loads = await engine._replica.line.client.get("/v1/loads")
+    loads = await engine._replica.handle.client.get("/v1/loads")
     async with asyncio.timeout(PATIENCE):
         while loads["loads"][0]["num_running_reqs"]:
             await asyncio.sleep(0.1)
             await complete(engine, request_of("b", [1], max_new_tokens=1))
-            loads = await engine._replica.line.client.get("/v1/loads")
+            loads = await engine._replica.handle.client.get("/v1/loads")
     (load,) = engine.status().rank_loads
     assert (load.running_count, load.waiting_count, load.used_tokens) == (0, 0, 0)

@@ -1,4 +1,4 @@
-"""Runs every generate request once: repeats join it, and its end is remembered for a while."""
+"""Runs every generate request once: repeats join it, and its answer is kept for a while."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ TOKEN_BYTES = 128  # about what a sampled token takes as Python numbers
 
 
 def _weight(delta: Delta) -> int:
-    """Sampled tokens; routed experts count as so many more."""
+    """Returns sampled tokens; routed experts count as so many more."""
     experts = delta.routed_experts
     return len(delta.token_ids) + (0 if experts is None else experts.nbytes // TOKEN_BYTES)
 
 
 def count_generation(deltas: Sequence[Delta]) -> None:
-    """Count the samples that ended with these deltas."""
+    """Counts the samples that ended with these deltas."""
     for delta in deltas:
         if delta.finish_reason is not None:
             metrics.SAMPLES.labels(delta.finish_reason.value).inc()
@@ -30,7 +30,7 @@ def count_generation(deltas: Sequence[Delta]) -> None:
 
 
 async def complete(engine: Engine, generation: Generation, bounds: VersionBounds) -> list[Delta]:
-    """One whole delta per sample, for callers in this process; cancelling aborts the request.
+    """Returns one whole delta per sample, for this process; cancelling aborts the request.
 
     Raises VersionUnavailableError, and what the engine raises.
     """
@@ -45,7 +45,7 @@ async def complete(engine: Engine, generation: Generation, bounds: VersionBounds
 async def stream(
     engine: Engine, generation: Generation, bounds: VersionBounds
 ) -> AsyncGenerator[Delta, None]:
-    """The same as tokens come; closing it aborts the request."""
+    """Yields deltas as tokens come; closing it aborts the request."""
     bounds.check(engine.status().version)
     async with contextlib.aclosing(engine.generate(generation)) as deltas:  # type: ignore[type-var]
         async for delta in deltas:
@@ -57,7 +57,7 @@ async def stream(
 async def score(
     engine: Engine, token_ids: Sequence[int], prompt_length: int, top_count: int
 ) -> TokenScores:
-    """Raises NoTopTokensError, and what the engine raises."""
+    """Scores tokens[prompt_length:]. Raises NoTopTokensError, and what the engine raises."""
     if top_count:
         return await engine.score_top(token_ids, prompt_length, top_count)
     return TokenScores(logprobs=tuple(await engine.score(token_ids, prompt_length)))
@@ -87,7 +87,7 @@ class _Run:
         return self.deltas
 
     async def follow(self) -> AsyncIterator[Delta]:
-        """Deltas from the first one on."""
+        """Yields deltas from the first one on."""
         sent = 0
         while True:
             while sent < len(self.deltas):
@@ -101,7 +101,7 @@ class _Run:
 
 
 class Generations:
-    """The requests of one engine, by request_id.
+    """Keeps the requests of one engine by request_id.
 
     A request whose callers have all gone away is aborted. Failures are not remembered. Answers
     are kept up to `remembered_tokens` sampled tokens in all.
@@ -114,7 +114,7 @@ class Generations:
         )
 
     async def generate(self, request: pb.GenerateRequest, generation: Generation) -> list[Delta]:
-        """One whole delta per sample, by index.
+        """Returns one whole delta per sample, by index.
 
         Raises RequestIdReusedError, and what the engine raises.
         """
@@ -124,13 +124,13 @@ class Generations:
     async def stream(
         self, request: pb.GenerateRequest, generation: Generation
     ) -> AsyncIterator[Delta]:
-        """Deltas as they come; a repeat gets them again from the first."""
+        """Yields deltas as they come; a repeat gets them again from the first."""
         with self._call(request, generation) as run:
             async for delta in run.follow():
                 yield delta
 
     async def close(self) -> None:
-        """Abort what still runs and wait for its end."""
+        """Aborts what still runs and waits for its end."""
         await cancel_all([run.task for run in self._runs])
 
     @contextlib.contextmanager
@@ -148,9 +148,9 @@ class Generations:
     def _find_or_start(self, request: pb.GenerateRequest, generation: Generation) -> _Run:
         name = request.request_id
         digest = request_digest(request) + ("/stream" if generation.stream else "")
-        known = self._runs.find(name, digest)
-        if known is not None:
-            return known
+        earlier = self._runs.find(name, digest)
+        if earlier is not None:
+            return earlier
         run = self._runs.add(name, digest, _Run(self._engine, generation))
         run.task.add_done_callback(lambda _: self._settle(name, run))
         return run

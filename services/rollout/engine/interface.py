@@ -1,4 +1,4 @@
-"""What an engine backend does: tokens in, tokens and log-probabilities out."""
+"""The interface of engine backends: tokens in, tokens and log-probabilities out."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ class Delta:
     temperature 1 when greedy), `logprobs_t1` the same at temperature 1, or
     nothing where the engine measures one of them alone. Spans count from the
     start of the response. `timing` comes with `finish_reason`, where the engine knows; so does
-    `routed_experts`, where it is configured to tell: int16[prompt + sampled - 1, mixture layers,
-    chosen], of every token that the model took in.
+    `routed_experts`, where configured: int16[prompt + sampled - 1, mixture layers, chosen], of
+    every token that the model took in.
     """
 
     index: int
@@ -187,11 +187,11 @@ class Engine(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Start serving; with a configured model the weights are loaded as version 0."""
+        """Starts serving; with a configured model the weights are loaded as version 0."""
 
     @abstractmethod
     def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
-        """Deltas of all samples as they come; closing the iterator aborts the request.
+        """Yields deltas of all samples as they come; closing the iterator aborts the request.
 
         The request begins with the first `anext`, which raises NoWeightsError without weights,
         PromptTooLongError, MediaUnsupportedError, DuplicateRequestError, QueueFullError or
@@ -201,12 +201,12 @@ class Engine(ABC):
 
     @abstractmethod
     async def score(self, token_ids: Sequence[int], prompt_length: int) -> list[float]:
-        """Log-probabilities (temperature 1) of token_ids[prompt_length:]."""
+        """Returns log-probabilities (temperature 1) of token_ids[prompt_length:]."""
 
     async def score_top(
         self, token_ids: Sequence[int], prompt_length: int, top_count: int
     ) -> TokenScores:
-        """`score` with the `top_count` likeliest tokens at each place.
+        """Scores, and names the `top_count` likeliest tokens at each place.
 
         Raises NoTopTokensError where the engine cannot name them.
         """
@@ -214,18 +214,18 @@ class Engine(ABC):
 
     @abstractmethod
     async def abort(self, request_ids: Sequence[str]) -> list[str]:
-        """End requests, keeping their partial tokens; returns those that were found."""
+        """Ends requests, keeping their partial tokens; returns the ids of those that ran."""
 
     @abstractmethod
     async def pause(self, mode: PauseMode) -> None:
-        """Stop decoding; new requests wait until `resume`. Returns when nothing decodes."""
+        """Stops decoding; new requests wait until `resume`. Returns when nothing decodes."""
 
     @abstractmethod
     async def resume(self) -> None: ...
 
     @abstractmethod
     async def prepare(self, version: int, digest: str, directory: Path) -> None:
-        """Load and verify a version beside the serving one, while generating.
+        """Loads and verifies a version beside the serving one, while generating.
 
         `directory` stays as it is while the status names the version in any way.
         Raises DigestMismatchError naming the tensor when bytes differ from the manifest, or
@@ -233,7 +233,7 @@ class Engine(ABC):
         """
 
     async def join_transfer(self, groups: Sequence[Membership], seconds: float) -> None:
-        """Join these groups, one for each sender, and leave those joined before.
+        """Joins these groups, one for each sender, and leaves those joined before.
 
         The engine takes the ranks from `Membership.rank` on, as many as `transfer_ranks` of its
         status says; a backend of which that is 0 is never asked. See
@@ -243,7 +243,7 @@ class Engine(ABC):
         raise NotImplementedError
 
     async def receive(self, incoming: IncomingWeights) -> None:
-        """Take a version from the groups joined last, as `prepare` does from a directory.
+        """Takes a version from the groups joined last, as `prepare` does from a directory.
 
         An engine that cannot hold two versions takes it in a pause and serves it at the return.
         Returns, or raises, within `incoming.seconds`: TransferBrokenError, DigestMismatchError
@@ -253,20 +253,20 @@ class Engine(ABC):
 
     @abstractmethod
     async def commit(self, version: int, mode: PauseMode) -> float:
-        """Swap a prepared version in; returns the seconds in which nothing was decoded.
+        """Swaps a prepared version in; returns the seconds in which nothing was decoded.
 
         Raises VersionNotPreparedError. A paused engine stays paused.
         """
 
     async def sleep(self) -> None:
-        """Give up the device's memory, weights and cache; free when asleep already.
+        """Gives up the device's memory, weights and cache; free when asleep already.
 
         Raises NoSleepError, or NotQuietError unless the engine is paused and holds no request.
         """
         raise NoSleepError("this engine keeps its memory")
 
     async def wake(self) -> None:
-        """Take the memory back; the next version may then be committed. Raises NoSleepError."""
+        """Takes the memory back; the next version may then be committed. Raises NoSleepError."""
         raise NoSleepError("this engine keeps its memory")
 
     @abstractmethod
@@ -277,7 +277,7 @@ class Engine(ABC):
 
 
 def create_engine(name: str, config: EngineConfig) -> Engine:
-    """Import and build the engine `name` (a key of ENGINES; the config checked it)."""
+    """Imports and builds the engine `name` (a key of ENGINES; the config checked it)."""
     module, _, attribute = ENGINES[name].partition(":")
     engine: Engine = getattr(importlib.import_module(module), attribute)(config)
     return engine
@@ -292,7 +292,10 @@ def check_generation(
     dp_size: int = 1,
     reads_media: bool = False,
 ) -> None:
-    """Raises InvalidFieldError naming the field, MediaUnsupportedError or PromptTooLongError."""
+    """Checks a request before it is queued.
+
+    Raises InvalidFieldError naming the field, MediaUnsupportedError or PromptTooLongError.
+    """
     sampling = generation.sampling
     _check_tokens("prompt_token_ids", generation.prompt_token_ids, vocabulary_size)
     if generation.media and not reads_media:
@@ -327,7 +330,7 @@ def check_generation(
 def check_score(
     token_ids: Sequence[int], prompt_length: int, vocabulary_size: int, max_length: int
 ) -> None:
-    """Raises InvalidFieldError naming the field, or PromptTooLongError."""
+    """Checks a scoring. Raises InvalidFieldError naming the field, or PromptTooLongError."""
     _check_tokens("token_ids", token_ids, vocabulary_size)
     if not 1 <= prompt_length < len(token_ids):
         raise InvalidFieldError("prompt_length", "must leave context and tokens to score")

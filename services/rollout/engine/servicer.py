@@ -40,7 +40,7 @@ MAX_SECONDS = 3600.0
 
 
 def members_from_proto(request: pb.JoinTransferGroupRequest) -> tuple[list[Membership], float]:
-    """The places to take, and the seconds there are. Raises InvalidFieldError."""
+    """Returns the ranks to take and the seconds there are. Raises InvalidFieldError."""
     if not 1 <= request.first_rank < request.world_size:
         raise InvalidFieldError("first_rank", "must be at least 1 and below world_size")
     members = []
@@ -61,7 +61,7 @@ def members_from_proto(request: pb.JoinTransferGroupRequest) -> tuple[list[Membe
 
 
 def transfer_from_proto(request: pb.PrepareWeightsRequest) -> Transfer | None:
-    """Raises InvalidFieldError."""
+    """Returns how a version comes, None for the store. Raises InvalidFieldError."""
     if not request.HasField("transfer"):
         return None
     message = request.transfer
@@ -87,7 +87,7 @@ def _seconds(duration: duration_pb2.Duration, field: str, *, given: bool) -> flo
 
 
 class EngineServicer(pb_grpc.EngineServiceServicer):
-    """One engine replica on the wire."""
+    """Serves EngineService for one replica."""
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
         return sample_pb2.WeightVersion(version=status.version, digest=status.digest)
 
     def _checked_bounds(self, message: pb.VersionBounds) -> VersionBounds:
-        """The bounds of a request, which the serving weights satisfy now."""
+        """Returns the bounds of a request once the serving weights have satisfied them."""
         bounds = bounds_from_proto(message)
         bounds.check(self._engine.status().version)
         return bounds
@@ -257,7 +257,7 @@ class EngineCollector(Collector):
         self._registry.unregister(self)
 
     def describe(self) -> list[Metric]:
-        """Nothing is asked of the engine at registration."""
+        """Returns nothing, so that registration does not ask the engine."""
         return []
 
     def collect(self) -> Iterator[Metric]:

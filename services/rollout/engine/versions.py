@@ -125,7 +125,7 @@ class PreparedVersions(Generic[P]):
         return version in self._ready and self._ready[version].digest == digest
 
     def add(self, prepared: P) -> None:
-        """Keep a version; the oldest beyond PREPARED_LIMIT that is not in use gives way."""
+        """Keeps a version; the oldest beyond PREPARED_LIMIT that is not in use gives way."""
         self._ready.pop(prepared.version, None)
         self._ready[prepared.version] = prepared
         for oldest in list(self._ready)[:-PREPARED_LIMIT]:

@@ -1,4 +1,4 @@
-"""The transfer groups an engine is in, and the versions that come over them."""
+"""Prepares and commits versions of weights, from the store or over a transfer group."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Transfer:
 
 
 class EngineTransfers:
-    """One membership at a time; after a failure there is none."""
+    """Keeps the transfer group that an engine is in: one at a time, none after a failure."""
 
     def __init__(self, engine: Engine, store: WeightStore) -> None:
         self._engine, self._store = engine, store
@@ -54,7 +54,7 @@ class EngineTransfers:
         self.group = ""
 
     async def join(self, group: str, members: Sequence[Membership], seconds: float) -> None:
-        """Join `group`, and leave the one before; free for the group it is in.
+        """Joins `group` and leaves the one before; free for the group it is in.
 
         Raises NoTransferError or TransferFailedError.
         """
@@ -72,7 +72,7 @@ class EngineTransfers:
             self.group, self._senders = group, len(members)
 
     async def receive(self, version: int, transfer: Transfer) -> None:
-        """Have the engine take a version. Raises typed errors; the group is then left."""
+        """Has the engine take a version. Raises typed errors; the group is then left."""
         group = transfer.group
         began = time.monotonic()
         try:
@@ -116,10 +116,10 @@ class EngineTransfers:
 
 
 def typed_error(version: int, error: WeightStoreError | OSError) -> ServiceError:
-    """What a caller is told of weights that cannot be had."""
+    """Returns the typed error for weights that cannot be read or received."""
     match error:
-        case WeightStoreError() if (found := mismatch_of(error)) is not None:
-            return found
+        case WeightStoreError() if (mismatch := mismatch_of(error)) is not None:
+            return mismatch
         case TransferBrokenError():
             return _broken(error.group, error)
         case TimeoutError():
@@ -139,7 +139,7 @@ class EngineWeights:
     """Prepares and commits versions of the store.
 
     A version is pinned in the store, under `owner`, from before it is read until it neither
-    serves nor lies ready; so is its directory on this host, if it needs one besides the store's.
+    serves nor is ready; so is its directory on this host, if it needs one besides the store's.
     `on_commit` is awaited before a commit is answered.
     """
 
@@ -157,7 +157,7 @@ class EngineWeights:
         self._engine, self._store, self._owner = engine, store, owner
         self._on_commit = on_commit
         self._cache, self._in_place = cache, in_place
-        self._held: dict[int, CachedVersion] = {}
+        self._cached: dict[int, CachedVersion] = {}
         self._ready: dict[int, str] = {}  # digests of what was prepared
         self.transfers = EngineTransfers(engine, store)
         self._preparations: dict[tuple[int, str], asyncio.Task[float]] = {}
@@ -168,7 +168,7 @@ class EngineWeights:
         self._pinning = ThreadPoolExecutor(1, "weight-pins")
 
     async def prepare(self, version: int, digest: str, transfer: Transfer | None = None) -> float:
-        """Seconds until the version lay ready; the same call again joins it or is free.
+        """Makes a version ready and returns the seconds; the same call again joins it or is free.
 
         It comes over `transfer` if that is given, else from the store. The preparation goes on
         when the caller goes away. Raises NotFoundError, DigestMismatchError,
@@ -195,7 +195,7 @@ class EngineWeights:
             del self._preparations[key], self._groups[key]
 
     async def commit(self, version: int, digest: str, mode: PauseMode) -> float:
-        """Seconds without decoding; 0 when the version serves already."""
+        """Swaps a version in; returns the seconds without decoding, 0 when it serves already."""
         async with self._committing:
             status = self._engine.status()
             if (status.version, status.digest) == (version, digest):
@@ -215,11 +215,11 @@ class EngineWeights:
             return pause
 
     async def announce(self) -> None:
-        """Tell of weights that are gone, as of those that have come."""
+        """Reports that the serving weights have changed or are gone."""
         await self._on_commit()
 
     async def close(self) -> None:
-        """Stop preparing and let go of all pins."""
+        """Stops preparing and releases all pins."""
         running = list(self._preparations.values())
         for task in running:
             task.cancel()
@@ -230,7 +230,7 @@ class EngineWeights:
         self._pinning.shutdown(wait=False)
 
     async def forget_old_pins(self) -> None:
-        """Unpin what an earlier process of this name held."""
+        """Unpins what an earlier process of this name has pinned."""
         await self._unpin_unused()
 
     async def _prepare(self, version: int, digest: str, transfer: Transfer | None) -> float:
@@ -263,25 +263,25 @@ class EngineWeights:
             await self._engine.prepare(record.version, record.digest, directory)
         except (DigestMismatchError, UnfitWeightsError):
             # Perhaps the disk of this host, or a crash of it: the store was checked on the way.
-            self._held.pop(record.version).release()
+            self._cached.pop(record.version).release()
             await asyncio.to_thread(self._cache.discard, record.version)
             directory = await self._on_host(record)
             await self._engine.prepare(record.version, record.digest, directory)
 
     async def _on_host(self, record: StoredVersion) -> Path:
-        """The whole version, held on this host until it is neither ready nor serving."""
-        if record.version not in self._held:
+        """Returns its directory in the host cache, kept as long as the engine needs it."""
+        if record.version not in self._cached:
             began = time.monotonic()
             try:
-                held = await asyncio.to_thread(self._cache.take, record.version)
+                cached = await asyncio.to_thread(self._cache.take, record.version)
             except (WeightStoreError, OSError) as error:
                 raise typed_error(record.version, error) from error
-            self._held[record.version] = held
+            self._cached[record.version] = cached
             metrics.FETCH_SECONDS.observe(time.monotonic() - began)
-        return self._held[record.version].directory
+        return self._cached[record.version].directory
 
     async def _check_digest(self, version: int, digest: str, *, pin: bool = False) -> StoredVersion:
-        """The version, after a look at its manifest."""
+        """Returns the version once its manifest has the digest."""
         record = await self._in_order(self._open, version, pin)
         if record.digest != digest:
             raise DigestMismatchError(
@@ -305,7 +305,7 @@ class EngineWeights:
             raise StoreUnreachableError(f"weight store: {error}") from None
 
     async def _unpin_unused(self, besides: tuple[int, str] | None = None) -> None:
-        """`besides` is a preparation that ends with this call."""
+        """Unpins what the engine does not need; `besides` is a preparation that ends here."""
         status = self._engine.status()
         used = {version for version, _ in self._preparations.keys() - {besides}}
         used |= {status.version or 0, status.restorable_version or 0, *status.prepared_versions}
@@ -313,13 +313,13 @@ class EngineWeights:
         await self._in_order(self._unpin_all_but, frozenset(used))
 
     async def _in_order(self, call: Callable[..., T], *arguments: object) -> T:
-        """Off the event loop, after all that was called before."""
+        """Calls off the event loop, after all that was called before."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pinning, call, *arguments)
 
     def _release_all_but(self, used: frozenset[int]) -> None:
-        for version in self._held.keys() - used:
-            self._held.pop(version).release()
+        for version in self._cached.keys() - used:
+            self._cached.pop(version).release()
         for version in self._ready.keys() - used:
             del self._ready[version]
 

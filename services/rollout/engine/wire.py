@@ -1,4 +1,4 @@
-"""Between the rollout protos and the engine's own types."""
+"""Converts between the rollout protos and the engine's own types."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class VersionBounds:
     exact_version: int | None = None
 
     def check(self, version: int | None) -> None:
-        """Raise VersionUnavailableError unless `version` is inside; None passes."""
+        """Raises VersionUnavailableError unless `version` is inside; None passes."""
         if version is None:
             return
         if self.exact_version is not None and version != self.exact_version:
@@ -78,7 +78,7 @@ def bounds_to_proto(bounds: VersionBounds) -> pb.VersionBounds:
 
 
 def check_spans(deltas: Iterable[Delta], bounds: VersionBounds) -> None:
-    """A commit may have come in between; the spans say what really sampled."""
+    """Checks what really sampled, since a commit may have come in between."""
     for delta in deltas:
         for span in delta.spans:
             bounds.check(span.version)
@@ -87,7 +87,7 @@ def check_spans(deltas: Iterable[Delta], bounds: VersionBounds) -> None:
 def sampling_from_proto(
     message: pb.SamplingParams, sample_count: int, field: str = "sampling"
 ) -> Sampling:
-    """Raises InvalidFieldError naming the parameter that is out of range."""
+    """Reads sampling parameters. Raises InvalidFieldError naming one that is out of range."""
     temperature = message.temperature if message.HasField("temperature") else 1.0
     top_p = message.top_p if message.HasField("top_p") else 1.0
     checks = (
@@ -122,7 +122,7 @@ def sampling_to_proto(sampling: Sampling) -> pb.SamplingParams:
 
 
 def generation_from_proto(message: pb.GenerateRequest, *, stream: bool) -> Generation:
-    """Raises InvalidFieldError naming what is out of range."""
+    """Reads a request. Raises InvalidFieldError naming what is out of range."""
     if message.sample_count < 0:
         raise InvalidFieldError("sample_count", "must not be negative")
     if message.dp_rank < 0:
@@ -139,14 +139,14 @@ def generation_from_proto(message: pb.GenerateRequest, *, stream: bool) -> Gener
 
 
 def pause_mode_from_proto(value: int, field: str) -> PauseMode:
-    """Raises InvalidFieldError for a mode this build does not know."""
+    """Reads a mode. Raises InvalidFieldError for one that this build does not know."""
     if value not in PAUSE_MODES:
         raise InvalidFieldError(field, f"mode {value} is unknown")
     return PAUSE_MODES[value]  # type: ignore[index]
 
 
 def top_to_proto(top: Sequence[Sequence[tuple[int, float]]]) -> list[pb.TopTokens]:
-    """By place; see Scores."""
+    """Writes the likeliest tokens, place by place."""
     return [
         pb.TopTokens(
             token_ids=[token for token, _ in place], logprobs=[value for _, value in place]
@@ -156,13 +156,13 @@ def top_to_proto(top: Sequence[Sequence[tuple[int, float]]]) -> list[pb.TopToken
 
 
 def scores_from_proto(message: pb.ScoreResponse) -> TokenScores:
-    """What Score answered."""
+    """Reads the answer of Score."""
     top = (tuple(zip(each.token_ids, each.logprobs, strict=True)) for each in message.top)
     return TokenScores(logprobs=tuple(message.logprobs), top=tuple(top))
 
 
 def loads_to_proto(status: EngineStatus) -> list[pb.RankLoad]:
-    """By dp rank."""
+    """Writes loads by data-parallel rank."""
     return [
         pb.RankLoad(
             running_count=load.running_count,
@@ -175,7 +175,7 @@ def loads_to_proto(status: EngineStatus) -> list[pb.RankLoad]:
 
 
 def delta_to_proto(delta: Delta, *, temperature: float) -> pb.Completion:
-    """`logprobs_t1` is left out where it would repeat `logprobs`."""
+    """Writes a delta; `logprobs_t1` is left out where it would repeat `logprobs`."""
     reason = delta.finish_reason
     return pb.Completion(
         index=delta.index,
@@ -200,7 +200,7 @@ def _timing_to_proto(timing: Timing | None) -> pb.SampleTiming | None:
 
 
 def join_deltas(deltas: Iterable[Delta]) -> list[Delta]:
-    """One delta per sample, by index, from all that came."""
+    """Joins deltas to one per sample, by index."""
     parts: dict[int, list[Delta]] = {}
     for delta in deltas:
         parts.setdefault(delta.index, []).append(delta)
@@ -223,7 +223,7 @@ def _join(parts: Sequence[Delta]) -> Delta:
 
 
 def join_experts(earlier: np.ndarray | None, later: np.ndarray | None) -> np.ndarray | None:
-    """Of two answers, the second to the first's prompt and tokens and maybe more.
+    """Joins the experts of two answers, the second to the prompt and tokens of the first.
 
     Tokens keep the experts that they had when what follows them was sampled first.
     """
@@ -248,7 +248,7 @@ def _join_spans(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
 
 
 def delta_from_proto(message: pb.Completion, *, temperature: float) -> Delta:
-    """A sample, or what was added to it, as the engine answered a request at `temperature`."""
+    """Reads a sample, or what was added to it, of a request at `temperature`."""
     reason = wire.finish_reason_name(message.finish_reason)
     logprobs = tuple(message.logprobs)
     return Delta(
@@ -283,7 +283,7 @@ class MediaReader:
         self._blobs = blobs
 
     async def read(self, messages: Iterable[pb.Media]) -> tuple[Media, ...]:
-        """Raises InvalidFieldError, NotFoundError, or DataLossError for damaged bytes."""
+        """Reads files. Raises InvalidFieldError, NotFoundError, or DataLossError for damage."""
         return await asyncio.to_thread(lambda: tuple(self._read(one) for one in messages))
 
     def _read(self, message: pb.Media) -> Media:

@@ -14,7 +14,7 @@ from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.interface import Delta, Engine, FinishReason
 from services.rollout.engine.reference.core import EngineCore
 from services.rollout.engine.reference.engine import ReferenceEngine
-from services.rollout.engine.reference.model import ExpertTap, open_model
+from services.rollout.engine.reference.model import ExpertRecorder, open_model
 from services.rollout.engine.wire import join_deltas
 from services.rollout.errors import UnsupportedModelError
 from tests.contract.engine.cases import SIZES, Model, request_of
@@ -124,7 +124,7 @@ def test_what_was_cut_off_tells_what_it_has(mixture: Model) -> None:
 
 
 def test_a_pass_nobody_asked_about_leaves_nothing_to_the_next(mixture: Model) -> None:
-    tap = ExpertTap(mixture.module)
+    tap = ExpertRecorder(mixture.module)
     tokens = [1, 2, 3, 4]
     for heard in ([4, 3, 2, 1], tokens):
         mixture.module(torch.tensor([heard]))

@@ -1,4 +1,4 @@
-"""Key and value storage of running samples, in rows of a few sizes.
+"""Keys and values of running samples, in rows of a few sizes, and attention over them.
 
 A running sample owns one row of the smallest size that holds it and moves to the next size
 when it outgrows it. Rows in use are kept dense, so that attention reads a slice without a
@@ -20,7 +20,7 @@ SMALLEST = 16
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What one token's keys and values look like."""
+    """Shape and dtype of one token's keys and values."""
 
     layers: int
     kv_heads: int
@@ -29,7 +29,7 @@ class CacheShape:
     device: torch.device
 
     def allocate(self, rows: int, capacity: int) -> torch.Tensor:
-        """Zeros[layers, 2 (key, value), rows, kv_heads, capacity, head_dim].
+        """Returns zeros[layers, 2 (key, value), rows, kv_heads, capacity, head_dim].
 
         Zeroed since unwritten entries are read under a mask, where NaN would survive.
         """
@@ -38,7 +38,7 @@ class CacheShape:
 
 
 def capacity_for(length: int, limit: int) -> int:
-    """Smallest row size for `length` tokens: powers of two, the last one cut to `limit`."""
+    """Returns the least row size for `length` tokens: a power of two, the last cut to `limit`."""
     capacity = SMALLEST
     while capacity < length:
         capacity *= 2
@@ -55,14 +55,14 @@ class RowStore:
         self.kv = shape.allocate(0, capacity)
 
     def extend(self, prompt: torch.Tensor, copies: int) -> None:
-        """Append `copies` rows that start with `prompt` [layers, 2, kv_heads, length, head_dim]."""
+        """Appends `copies` rows that begin as `prompt`, [layers, 2, kv_heads, length, head_dim]."""
         first, last = self.count, self.count + copies
         self._reserve(last)
         self.kv[:, :, first:last, :, : prompt.shape[3]] = prompt.unsqueeze(2)
         self.count = last
 
     def adopt(self, source: RowStore, rows: Sequence[int]) -> None:
-        """Append copies of `rows` of a smaller store."""
+        """Appends copies of `rows` of a smaller store."""
         first, last = self.count, self.count + len(rows)
         self._reserve(last)
         index = torch.tensor(rows, device=self.kv.device)
@@ -70,7 +70,7 @@ class RowStore:
         self.count = last
 
     def keep(self, rows: Sequence[int]) -> list[int]:
-        """Free all rows but `rows` (ascending); returns the kept ones in their new order.
+        """Frees all rows but `rows` (ascending); returns the kept ones in their new order.
 
         Entry i of the result is the old row that now is row i. Only rows beyond the new count
         move, into the holes below it.
@@ -128,7 +128,7 @@ class DecodeBlock:
         return self.kv.shape[4]
 
     def advance(self) -> None:
-        """Every sample is one token longer."""
+        """Makes every sample one token longer."""
         self.positions += 1
         self.slots += 1
         self.length += 1

@@ -1,4 +1,4 @@
-"""What a decode step needs to know of each lane, as tensors in packed order."""
+"""The running samples as one batch: their columns, rows of the cache and drawn tokens."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Columns:
         slots: Sequence[int],
         settings: DrawSettings,
     ) -> Columns:
-        """Lanes with their first token: repeats[i] of requests[i]."""
+        """Makes lanes with their first token: repeats[i] of requests[i]."""
         widest = max(len(request.stops) for request in requests)
         stops = [[*r.stops, *[-1] * (widest - len(r.stops))] for r in requests]
 
@@ -78,7 +78,7 @@ class Columns:
         return (self.tokens[:, None] == self.stops).any(1)
 
     def advance(self, tokens: torch.Tensor) -> None:
-        """Every lane drew one more token."""
+        """Adds one more token to every lane."""
         self.tokens.copy_(tokens)
         self.positions.add_(1)
         self.counts.add_(1)
@@ -94,9 +94,9 @@ def _columns(plain: Sequence[torch.Tensor], settings: DrawSettings) -> Columns:
 
 
 class CacheRows:
-    """Stores by row size. A lane is known by its packed index: by row size, then by row.
+    """Keeps stores by row size. A lane has a packed index: by row size, then by row.
 
-    `place`, `free` and `promote` break that order; `order` tells how to restore it.
+    `place`, `free` and `promote` break that order; `order` says how to restore it.
     """
 
     def __init__(self, shape: CacheShape, max_length: int) -> None:
@@ -105,20 +105,20 @@ class CacheRows:
         self._members: dict[int, list[int]] = {}  # capacity -> packed index of each row
 
     def place(self, prompt: torch.Tensor, members: Sequence[int]) -> None:
-        """Rows that begin with `prompt` [layers, 2, kv_heads, length, head_dim]."""
+        """Adds rows that begin with `prompt` [layers, 2, kv_heads, length, head_dim]."""
         capacity = self._store(prompt.shape[3] + 1)
         self._stores[capacity].extend(prompt, len(members))
         self._members[capacity].extend(members)
 
     def free(self, gone: Collection[int]) -> None:
-        """Give back the rows of some packed indices."""
+        """Frees the rows of some packed indices."""
         for capacity, members in self._members.items():
             kept = [row for row, member in enumerate(members) if member not in gone]
             if len(kept) < len(members):
                 self._keep(capacity, kept)
 
     def promote(self, places: Sequence[int]) -> None:
-        """Move lanes whose next token, at places[packed index], is beyond their row."""
+        """Moves lanes whose next token, at places[packed index], is beyond their row."""
         for capacity in sorted(self._members):
             members = self._members[capacity]
             leaving = [row for row, member in enumerate(members) if places[member] >= capacity]
@@ -130,7 +130,7 @@ class CacheRows:
                 self._keep(capacity, [row for row in range(len(members)) if row not in gone])
 
     def order(self) -> list[int]:
-        """Packed indices in the order they should have; they count as renumbered so."""
+        """Returns packed indices in the order they should have; they count as renumbered so."""
         order: list[int] = []
         for capacity in sorted(self._members):
             members = self._members[capacity]
@@ -139,7 +139,7 @@ class CacheRows:
         return order
 
     def blocks(self, places: Sequence[int], *, whole_rows: bool) -> list[DecodeBlock]:
-        """Attention blocks in packed order; places[i] is where the next token of lane i goes.
+        """Makes attention blocks in packed order; the next token of lane i goes to places[i].
 
         With `whole_rows` a lane attends to all of its row, masked, whatever others need.
         """
@@ -204,7 +204,7 @@ class DecodeBatch:
         return (self._fixed_rows or len(self.lanes)) if self.lanes else 0
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, list[Block]]:
-        """Tokens and positions int64[width] of the next pass, and its attention blocks."""
+        """Returns tokens and positions int64[width] of the next pass, and its attention blocks."""
         assert self._columns is not None
         tokens, positions = self._columns.tokens, self._columns.positions
         blocks: list[Block] = list(self._blocks)
@@ -214,13 +214,13 @@ class DecodeBatch:
         return tokens, positions, blocks
 
     def note_experts(self, experts: torch.Tensor) -> None:
-        """Where the tokens of this pass were sent, int16[at least the lanes, layers, chosen]."""
+        """Notes where this pass sent its tokens, int16[at least the lanes, layers, chosen]."""
         assert self._columns is not None
         columns = self._columns
         self._outputs.write_experts(columns.slots, columns.counts - 1, experts[: len(self)])
 
     def advance(self, logits: torch.Tensor) -> bool:
-        """Draw the next tokens from `logits` [width, V].
+        """Draws the next tokens from `logits` [width, V].
 
         True when a lane ended or outgrew its row: `settle` must run before the next pass.
         """
@@ -236,7 +236,7 @@ class DecodeBatch:
         return full or self._steps_left == 0 or bool(columns.stopped().any())
 
     def start(self, groups: Sequence[tuple[Request, list[Lane]]], version: Version) -> None:
-        """Draw the first tokens of samples whose prompt is ready; `settle` must follow."""
+        """Draws the first tokens of samples whose prompt is ready; `settle` must follow."""
         requests = [request for request, _ in groups]
         lanes = [lane for _, members in groups for lane in members]
         counts = [len(members) for _, members in groups]
@@ -265,7 +265,7 @@ class DecodeBatch:
             first += len(members)
 
     def settle(self) -> Deltas:
-        """Take out lanes that ended and get ready for the next pass."""
+        """Takes out lanes that ended and gets ready for the next pass."""
         if self._columns is None:
             return []
         stopped = self._columns.stopped()
@@ -276,17 +276,17 @@ class DecodeBatch:
         return self._remove(rows.tolist(), reasons)
 
     def abort(self, lanes: Collection[Lane]) -> Deltas:
-        """Take out some lanes with what they have."""
+        """Takes out some lanes with what they have."""
         rows = [row for row, lane in enumerate(self.lanes) if lane in lanes]
         return self._remove(rows, [FinishReason.ABORTED] * len(rows))
 
     def stream(self) -> Deltas:
-        """What streaming lanes drew and did not hand out yet."""
+        """Returns what streaming lanes drew and did not hand out yet."""
         streams = [row for row, lane in enumerate(self.lanes) if lane.request.generation.stream]
         return self._read(streams, [None] * len(streams))
 
     def mark(self, version: Version) -> None:
-        """Tokens drawn from now on come from `version`."""
+        """Notes that tokens drawn from now on come from `version`."""
         if self._columns is not None:
             for lane, count in zip(self.lanes, self._columns.counts.tolist(), strict=True):
                 lane.mark(count, version)
@@ -318,7 +318,7 @@ class DecodeBatch:
         return deltas
 
     def _form(self) -> None:
-        """Bring rows, columns and lanes into one order, and set up the next pass."""
+        """Brings rows, columns and lanes into one order and sets up the next pass."""
         if self._columns is None:
             return
         self._rows.promote(self._columns.positions.tolist())

@@ -56,7 +56,7 @@ class PromptWork:
         return self.chunk == self.prompt.length
 
     def wanted(self) -> range:
-        """Rows of the chunk whose logits are read."""
+        """Returns the rows of the chunk whose logits are read."""
         if self.score_from is not None:
             first = max(self.score_from - 1 - self.prompt.done, 0)
             return range(first, min(self.chunk, self.prompt.length - 1 - self.prompt.done))
@@ -66,7 +66,7 @@ class PromptWork:
 def run_pass(
     model: ServingModel, batch: DecodeBatch, works: Sequence[PromptWork], *, apart: bool
 ) -> torch.Tensor | None:
-    """Logits float32[batch width, V] of the decoding samples; None when there are none.
+    """Runs one forward pass; logits float32[batch width, V] of decoding samples, None without any.
 
     Decoding and prompts share one pass; with `apart` each prompt chunk has one of its own.
     Prompts end up with their cache filled and, when complete, their last logits; scored ones
@@ -165,7 +165,10 @@ Item = Request | Scoring
 
 
 class Intake:
-    """`waiting` items are untouched; `active` ones have prompts in work or samples to start."""
+    """Queues requests in order of arrival until all their samples have begun.
+
+    `waiting` items are untouched; `active` ones have prompts in work or samples to start.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self.waiting: deque[Item] = deque()
@@ -176,7 +179,7 @@ class Intake:
         self.prefixes = PrefixCache(0 if config.deterministic else config.prefix_cache_tokens)
 
     def push(self, item: Item) -> None:
-        """Raises QueueFullError."""
+        """Queues an item. Raises QueueFullError."""
         limit = self._config.waiting_limit
         if self.unstarted + item.unstarted > limit:
             raise QueueFullError(f"{self.unstarted} samples wait already", limit=limit)
@@ -186,7 +189,7 @@ class Intake:
         self.waiting.append(item)
 
     def admit(self, slots: int, tokens: int) -> None:
-        """Take up what waits, as long as free slots and cache tokens let a sample begin."""
+        """Takes up what waits, as long as free slots and cache tokens let a sample begin."""
         for item in self.active:
             slots -= item.samples_to_start
             tokens -= item.samples_to_start * item.reserved
@@ -202,7 +205,7 @@ class Intake:
                 item.admitted = time.monotonic()
 
     def next_chunks(self) -> list[PromptWork]:
-        """Prompt work of one pass: prefill_chunk_tokens together at most."""
+        """Returns the prompt work of one pass, prefill_chunk_tokens together at most."""
         limit = self._config.prefill_chunk_tokens
         budget, works, openings = limit, [], set[int]()
         for item in self.active:
@@ -225,7 +228,7 @@ class Intake:
         return works
 
     def take(self, works: Iterable[PromptWork]) -> list[Scoring]:
-        """Note what a pass did; returns the scorings that are complete."""
+        """Notes what a pass did; returns the scorings that are complete."""
         by_prompt = {id(work.prompt): work for work in works}
         for work in by_prompt.values():
             if work.prompt.logits is not None:
@@ -240,7 +243,7 @@ class Intake:
         return complete
 
     def startable(self, slots: int, tokens: int) -> list[tuple[Request, int]]:
-        """How many samples of which requests may begin: their prompt is encoded."""
+        """Returns how many samples of which requests may begin: their prompt is encoded."""
         found = []
         for item in self.active:
             if not isinstance(item, Request) or item.prompt.logits is None:
@@ -254,7 +257,7 @@ class Intake:
         return found
 
     def start(self, request: Request, count: int) -> None:
-        """`count` more samples of a request have begun."""
+        """Notes that `count` more samples of a request have begun."""
         request.started += count
         self.unstarted -= count
         if not request.unstarted:
@@ -262,7 +265,7 @@ class Intake:
             request.prompt.restart()
 
     def drop(self, keys: Collection[int]) -> None:
-        """Forget items."""
+        """Forgets items."""
         for item in (*self.waiting, *self.active):
             if item.key in keys:
                 self.unstarted -= item.unstarted
@@ -270,7 +273,7 @@ class Intake:
         self.active = [item for item in self.active if item.key not in keys]
 
     def restart(self) -> None:
-        """Begin all prompts anew, for other weights."""
+        """Begins all prompts anew, for other weights."""
         self.prefixes.clear()
         for item in self.active:
             item.prompt.restart()
@@ -290,7 +293,7 @@ ROW_MULTIPLE = 16  # elementwise loops round otherwise in a vector register than
 
 
 class EngineCore:
-    """Single-threaded. Requests have keys of the owner's; `outbox` gathers outcomes by key."""
+    """Serves requests on one thread. Keys are the owner's; `outbox` gathers outcomes by key."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -327,8 +330,8 @@ class EngineCore:
     @property
     def quiet(self) -> bool:
         """Nothing decodes, and nothing that has begun is left to a graceful pause."""
-        held = self.paused in (PauseMode.IN_PLACE, PauseMode.ABORT)
-        return held or not (self._intake.active or self.running_count)
+        stopped = self.paused in (PauseMode.IN_PLACE, PauseMode.ABORT)
+        return stopped or not (self._intake.active or self.running_count)
 
     @property
     def has_work(self) -> bool:
@@ -343,7 +346,7 @@ class EngineCore:
         return taken
 
     def pause(self, mode: PauseMode) -> None:
-        """Admit nothing more. WAIT lets run what has begun, until `quiet`."""
+        """Admits nothing more. WAIT lets run what has begun, until `quiet`."""
         self.paused = mode
         if mode is PauseMode.ABORT:
             self.abort_running()
@@ -355,7 +358,7 @@ class EngineCore:
     def serve(
         self, model: ServingModel, weights: PreparedWeights
     ) -> list[torch.nn.Parameter | None]:
-        """Serve `weights` of `model` from the next step on; running samples keep their cache.
+        """Serves `weights` of `model` from the next step on; running samples keep their cache.
 
         Returns the parameters that served, for another thread to free.
 
@@ -374,7 +377,7 @@ class EngineCore:
         return retired
 
     def submit(self, key: int, generation: Generation) -> None:
-        """Queue a request; its deltas come to the outbox. Raises typed errors."""
+        """Queues a request; its deltas come to the outbox. Raises typed errors."""
         model = self._serving()
         check_generation(generation, model.vocabulary_size, self.max_length, self.config)
         sampling, prompt = generation.sampling, PrefillPrompt.of(generation.prompt_token_ids)
@@ -393,7 +396,7 @@ class EngineCore:
     def submit_score(
         self, key: int, token_ids: Sequence[int], prompt_length: int, top_count: int = 0
     ) -> None:
-        """Queue a scoring; its Scores come to the outbox."""
+        """Queues a scoring; its scores come to the outbox."""
         model = self._serving()
         check_score(token_ids, prompt_length, model.vocabulary_size, self.max_length)
         scoring = Scoring(
@@ -403,7 +406,7 @@ class EngineCore:
         self._live[key] = scoring
 
     def abort(self, request_ids: Sequence[str]) -> list[str]:
-        """End requests with what they have; returns those that were here."""
+        """Ends requests with what they have; returns the ids of those that ran."""
         wanted = set(request_ids)
         requests = [item for item in self._live.values() if isinstance(item, Request)]
         found = [request for request in requests if request.request_id in wanted]
@@ -411,23 +414,23 @@ class EngineCore:
         return [request.request_id for request in found]
 
     def abort_running(self) -> None:
-        """End all requests that have begun; what waits goes on waiting, scorings go on."""
+        """Ends all requests that have begun; what waits goes on waiting, scorings go on."""
         self._drop([item for item in self._begun() if isinstance(item, Request)])
 
     def fail_running(self, error: ServiceError) -> None:
-        """End all that has begun with an error."""
+        """Ends all that has begun with an error."""
         begun = self._begun()
         self.outbox += [(item.key, error) for item in begun]
         self._drop(begun)
 
     def discard(self, key: int) -> None:
-        """End what `key` stands for, if it has not ended."""
+        """Ends what `key` stands for, if it has not ended."""
         if key in self._live:
             self._drop([self._live[key]])
 
     @torch.inference_mode()
     def step(self) -> None:
-        """One pass over the model, if there is anything to do."""
+        """Runs one pass over the model, if there is anything to do."""
         assert self.model is not None
         assert self._batch is not None
         if self._admitting:
@@ -456,12 +459,12 @@ class EngineCore:
         return [item for item in self._live.values() if item not in waiting]
 
     def _room(self) -> tuple[int, int]:
-        """Free slots and cache tokens."""
+        """Returns free slots and cache tokens."""
         tokens = self.config.cache_tokens - self.reserved_tokens
         return self.config.max_running - self.running_count, tokens
 
     def _start_lanes(self) -> bool:
-        """Start as many samples as there is room for."""
+        """Starts as many samples as there is room for."""
         assert self._batch is not None
         assert self.version is not None
         groups = [

@@ -1,4 +1,4 @@
-"""Drawing tokens for many rows at once, each row by its own temperature, truncation and seed.
+"""Draws tokens for many rows at once, each row by its own temperature, truncation and seed.
 
 A draw is a pure function of (logits, sampling, seed, position): uniform numbers come from a
 counter-based hash, not from a generator with state, so neighbours and order do not matter.
@@ -92,7 +92,7 @@ class DrawSettings:
 
 
 def draw(logits: torch.Tensor, settings: DrawSettings, positions: torch.Tensor) -> Drawn:
-    """One token per row of `logits` float32[B, V]; `positions` int64[B] is where it will stand.
+    """Draws one token per row of `logits` float32[B, V], to stand at `positions` int64[B].
 
     Log-probabilities are before truncation. A greedy row reports those at temperature 1.
     Raises NonFiniteLogitsError, before anything is indexed with what they would give.
@@ -133,7 +133,7 @@ def _choose(
 def draw_fixed(
     logits: torch.Tensor, settings: DrawSettings, positions: torch.Tensor, rows: int
 ) -> Drawn:
-    """`draw` on B rows filled up to `rows`, so that its shapes do not depend on B."""
+    """Draws for B rows filled up to `rows`, so that its shapes do not depend on B."""
     more, count = rows - len(logits), len(logits)
     drawn = draw(pad(logits, (0, 0, 0, more)), settings.padded(rows), pad(positions, (0, more)))
     return Drawn(drawn.tokens[:count], drawn.logprobs[:count], drawn.logprobs_t1[:count])

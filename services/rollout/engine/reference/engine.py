@@ -69,7 +69,7 @@ class Command:
 
 
 class _Reporting:
-    """Hands whatever ends the block, or None, to `report`; nothing gets lost with a thread."""
+    """Hands the error that ends the block, or None, to `report`, so that none is lost."""
 
     def __init__(self, report: Callable[[BaseException | None], object]) -> None:
         self._report = report
@@ -83,7 +83,10 @@ class _Reporting:
 
 
 class DeviceThread:
-    """Its methods belong to the event loop; `deliver` and `ended` are called there too."""
+    """Owns the device: takes commands between steps, and steps while there is work.
+
+    Its methods belong to the event loop; `deliver` and `ended` are called there too.
+    """
 
     def __init__(
         self,
@@ -108,11 +111,11 @@ class DeviceThread:
         ).start()
 
     def post(self, run: Callable[[], None], key: int) -> None:
-        """Run before the next step; a ServiceError is delivered under `key`."""
+        """Runs before the next step; a ServiceError is delivered under `key`."""
         self._send(Command(run, key=key))
 
     async def call(self, run: Callable[[], T], *, when_quiet: bool = False) -> T:
-        """Run before the next step, or when nothing decodes; until then nothing is admitted.
+        """Runs before the next step, or when nothing decodes; until then nothing is admitted.
 
         Cancelling the wait withdraws the command if it has not run.
         """
@@ -125,14 +128,14 @@ class DeviceThread:
             self._open.discard(future)
 
     async def close(self) -> None:
-        """End after the current step; raises TimeoutError when that takes CLOSE_SECONDS."""
+        """Ends after the current step; raises TimeoutError when that takes CLOSE_SECONDS."""
         if self._failure is None:
             self._send(Command(self._set_closing))
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._finished.wait()
 
     def _send(self, command: Command) -> None:
-        """Commands of one turn of the event loop travel together, so that requests that come
+        """Sends the commands of one turn of the event loop together, so that requests that come
         together are prefilled together."""
         if self._failure is not None:
             raise self._failure
@@ -225,7 +228,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class ReferenceEngine(Engine):
-    """The face towards asyncio; the model and all that runs belong to one device thread."""
+    """Serves asyncio callers; the model and all that runs belong to one device thread."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -255,7 +258,7 @@ class ReferenceEngine(Engine):
             await self._thread.call(partial(self._core.serve, model, weights))
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
-        left = max(1, generation.sample_count)  # the core refuses 0: wait to hear it
+        left = max(1, generation.sample_count)  # the core refuses 0: wait for that
         with self._stream(generation.request_id) as (key, outcomes):
             self._thread.post(partial(self._core.submit, key, generation), key)
             while left:
@@ -376,7 +379,7 @@ class ReferenceEngine(Engine):
     def _swap(
         self, model: ServingModel, weights: PreparedWeights, mode: PauseMode
     ) -> tuple[float, list[torch.nn.Parameter | None]]:
-        """On the device thread: the whole pause, and what served before."""
+        """Swaps weights on the device thread; returns the seconds and what served before."""
         began = time.monotonic()
         if mode is PauseMode.ABORT:
             self._core.abort_running()
@@ -388,7 +391,7 @@ class ReferenceEngine(Engine):
 
     @contextmanager
     def _stream(self, name: str) -> Iterator[tuple[int, asyncio.Queue[Outcome]]]:
-        """A queue of outcomes under a fresh key; what has not ended on exit is aborted."""
+        """Yields a queue of outcomes under a fresh key; what has not ended on exit is aborted."""
         if name in self._names:
             raise DuplicateRequestError(f"request {name!r} is here already", request_id=name)
         key, outcomes = next(self._keys), asyncio.Queue[Outcome]()

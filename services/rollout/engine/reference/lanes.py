@@ -1,4 +1,4 @@
-"""What running samples have drawn, kept as tensors until someone asks."""
+"""Requests, their prompts and running samples, what these drew, and the cache of prefixes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Written:
 
 
 class Outputs:
-    """One slot per running sample; tables [slots, width] grow by doubling."""
+    """Keeps what running samples drew, one slot each, in tables that grow by doubling."""
 
     def __init__(self, device: torch.device) -> None:
         self._free: list[int] = []
@@ -37,7 +37,7 @@ class Outputs:
         self._experts: torch.Tensor | None = None  # int16[slots, width, mixture layers, chosen]
 
     def reserve(self, count: int, width: int) -> list[int]:
-        """Slots for `count` samples of up to `width` tokens."""
+        """Reserves slots for `count` samples of up to `width` tokens."""
         slots, columns = self._tokens.shape
         more_slots = max(slots, count - len(self._free)) if len(self._free) < count else 0
         more_columns = max(columns, width - columns) if columns < width else 0
@@ -56,7 +56,7 @@ class Outputs:
         self._free += slots
 
     def write(self, slots: torch.Tensor, counts: torch.Tensor, drawn: Drawn) -> None:
-        """Token number counts[i] (from 0) of slots[i]; both int64[B]."""
+        """Writes token number counts[i] (from 0) of slots[i]; both int64[B]."""
         place = (slots, counts)
         self._tokens[place] = drawn.tokens
         self._logprobs[place] = drawn.logprobs
@@ -66,7 +66,7 @@ class Outputs:
     def write_experts(
         self, slots: torch.Tensor, counts: torch.Tensor, experts: torch.Tensor
     ) -> None:
-        """Those that token number counts[i] (from 0) of slots[i] was sent to, int16[B, L, k]."""
+        """Writes the experts of token number counts[i] (from 0) of slots[i], int16[B, L, k]."""
         if self._experts is None:
             self._experts = experts.new_zeros(*self._tokens.shape, *experts.shape[1:])
         self._experts[slots, counts] = experts
@@ -77,7 +77,7 @@ class Outputs:
     def read(
         self, slots: Sequence[int], extents: Sequence[tuple[int, int]], tempered: Sequence[bool]
     ) -> list[Written]:
-        """Tokens extents[i] = (first, end) of each slot.
+        """Returns tokens extents[i] = (first, end) of each slot.
 
         Without temperature both log-probabilities are one; `write` may have left the second.
         """
@@ -120,11 +120,11 @@ class PrefillPrompt:
         return PrefillPrompt(torch.tensor(token_ids, dtype=torch.int64), len(token_ids))
 
     def restart(self) -> None:
-        """Forget what was made of it."""
+        """Forgets what was made of it."""
         self.done, self.kv, self.logits, self.experts = 0, None, None, None
 
     def add_experts(self, chosen: torch.Tensor) -> None:
-        """Those of the next chunk. Never in place: samples keep what they began with."""
+        """Adds the experts of a chunk, never in place: samples keep what they began with."""
         self.experts = chosen if self.experts is None else torch.cat([self.experts, chosen])
 
 
@@ -198,13 +198,13 @@ class Lane:
         return self.request.sampling.temperature not in (0, 1)
 
     def mark(self, count: int, version: Version) -> None:
-        """Tokens from number `count` on come from `version`."""
+        """Notes that tokens from number `count` on come from `version`."""
         if self.versions and self.versions[-1][0] == count:
             self.versions.pop()
         self.versions.append((count, version))
 
     def delta(self, written: Written, finish_reason: FinishReason | None) -> Delta:
-        """Hand out tokens that follow those already sent."""
+        """Returns the tokens that follow those already sent."""
         first, self.sent = self.sent, self.sent + len(written.token_ids)
         return Delta(
             index=self.index,
@@ -218,16 +218,16 @@ class Lane:
         )
 
     def _experts(self, written: Written) -> np.ndarray | None:
-        """Of the prompt and of all drawn tokens but the last."""
+        """Returns the experts of the prompt and of all drawn tokens but the last."""
         if self.prompt_experts is None:
             return None
-        told = [self.prompt_experts]
+        parts = [self.prompt_experts]
         if written.experts is not None:  # None: nothing has been decoded yet
-            told.append(written.experts)
-        return torch.cat(told).cpu().numpy()
+            parts.append(written.experts)
+        return torch.cat(parts).cpu().numpy()
 
     def _timing(self) -> Timing:
-        """Of a sample that ends now."""
+        """Returns the timing of a sample that ends now."""
         now, request = time.monotonic(), self.request
         admitted = request.admitted or now
         began = self.began or now
@@ -255,7 +255,7 @@ BLOCK = 16  # tokens; prefixes are shared in whole blocks
 
 
 def block_chain(token_ids: torch.Tensor) -> tuple[int, ...]:
-    """One hash per whole block of int64[length], each of all tokens up to its end."""
+    """Returns one hash per whole block of int64[length], each of all tokens up to its end."""
     data, chain, so_far = token_ids.numpy().tobytes(), [], 0
     for end in range(BLOCK, len(token_ids) + 1, BLOCK):
         so_far = hash((so_far, data[(end - BLOCK) * 8 : end * 8]))
@@ -274,7 +274,11 @@ class Entry:
 
 
 class PrefixCache:
-    """At most `limit` tokens, least recently used first out; 0 keeps nothing."""
+    """Keeps keys and values of recent prompts, for new prompts that begin alike.
+
+    Prompts of one task share their instructions, and the next turn of an episode begins with the
+    last one. At most `limit` tokens, least recently used first out; 0 keeps nothing.
+    """
 
     def __init__(self, limit: int) -> None:
         self.hit_tokens = 0  # that were not encoded again, ever
@@ -284,11 +288,11 @@ class PrefixCache:
         self._owner: dict[int, int] = {}
 
     def chain(self, token_ids: torch.Tensor) -> tuple[int, ...]:
-        """Hashes of the blocks of a prompt; none when nothing is kept."""
+        """Returns the hashes of a prompt's blocks, none when nothing is kept."""
         return block_chain(token_ids) if self._limit else ()
 
     def adopt(self, prompt: PrefillPrompt) -> bool:
-        """Begin `prompt` with the longest cached prefix that leaves a token to encode."""
+        """Begins `prompt` with the longest cached prefix that leaves a token to encode."""
         for count in range(min(len(prompt.chain), (prompt.length - 1) // BLOCK), 0, -1):
             owner = self._owner.get(prompt.chain[count - 1])
             if owner is None:
@@ -307,7 +311,7 @@ class PrefixCache:
         return False
 
     def insert(self, prompt: PrefillPrompt) -> None:
-        """Keep what a prompt that is encoded whole has beyond those already here."""
+        """Keeps what a prompt that is encoded whole has beyond those already here."""
         assert prompt.kv is not None
         chain = prompt.chain
         if not chain or prompt.length > self._limit or chain[-1] in self._owner:
@@ -321,7 +325,7 @@ class PrefixCache:
             self._evict()
 
     def clear(self) -> None:
-        """Forget all: other weights make other keys and values."""
+        """Forgets all: other weights make other keys and values."""
         self._entries.clear()
         self._owner.clear()
         self._used = 0

@@ -1,4 +1,4 @@
-"""Which experts a mixture sends its tokens to."""
+"""The transformers model that serves, and versions of weights made ready for it."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ from sluice.weights.shards import load_verified
 CHOSEN = 2  # place of the chosen experts in what a router answers, after logits and weights
 
 
-class ExpertTap:
-    """Listens to the routers of a transformers model, pass by pass."""
+class ExpertRecorder:
+    """Records which experts the routers of a transformers model choose, pass by pass."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         """Raises UnsupportedModelError for a model without routers that name their choice."""
         recorded = getattr(model, "_can_record_outputs", None) or {}
         kind = getattr(recorded.get("router_logits"), "target_class", None)
         routers = [] if kind is None else [m for m in model.modules() if isinstance(m, kind)]
-        if not routers or not _tells(routers[0]):
+        if not routers or not _names_choice(routers[0]):
             raise UnsupportedModelError(
-                f"{type(model).__name__} has no routers that tell their experts; leave "
+                f"{type(model).__name__} has no routers that name their experts; leave "
                 "routed_experts off",
                 key="routed_experts",
             )
         self._chosen: list[Any] = [None] * len(routers)  # by depth, each of the last pass
         for index, router in enumerate(routers):
-            router.register_forward_hook(partial(self._hear, index))
+            router.register_forward_hook(partial(self._record, index))
 
     def take(self) -> torch.Tensor:
         """int16[tokens, mixture layers, chosen] of the last pass."""
         return torch.stack(self._chosen, dim=1).to(torch.int16)
 
-    def _hear(self, index: int, router: torch.nn.Module, inputs: Any, answer: Any) -> None:
+    def _record(self, index: int, router: torch.nn.Module, inputs: Any, answer: Any) -> None:
         self._chosen[index] = answer[CHOSEN]
 
 
 @torch.inference_mode()
-def _tells(router: torch.nn.Module) -> bool:
-    """Whether a router answers its choice; those of some families answer logits alone."""
+def _names_choice(router: torch.nn.Module) -> bool:
+    """Whether a router returns its choice; those of some families return logits alone."""
     weight = router.get_parameter("weight")
     answer = router(torch.zeros_like(weight[:1]))
     chosen = answer[CHOSEN] if isinstance(answer, tuple) and len(answer) > CHOSEN else None
@@ -67,7 +67,7 @@ class ServingModel:
     """The architecture, with parameters that `swap` replaces in microseconds per tensor."""
 
     def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
-        """Build from an HF directory; raises UnsupportedModelError, UnfitWeightsError."""
+        """Builds from an HF directory; raises UnsupportedModelError, UnfitWeightsError."""
         config = read_model_config(directory)
         transformers_logging.disable_progress_bar()  # a server's log is no terminal
         try:
@@ -92,11 +92,11 @@ class ServingModel:
         self._places = _places(model)
         self._shapes = {names: model.get_parameter(names[0]).shape for names in self._places}
         self._dtype, self._device = dtype, device
-        self._tap: ExpertTap | None = None
+        self._tap: ExpertRecorder | None = None
 
     def watch_routers(self) -> None:
-        """From now on `take_experts` tells. Raises UnsupportedModelError without experts."""
-        self._tap = ExpertTap(self.module)
+        """Records experts for `take_experts`. Raises UnsupportedModelError without any."""
+        self._tap = ExpertRecorder(self.module)
 
     def take_experts(self) -> torch.Tensor | None:
         """int16[T, mixture layers, chosen] of the last pass, where routers are watched."""
@@ -105,7 +105,7 @@ class ServingModel:
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, plan: ForwardPlan, keep: torch.Tensor
     ) -> torch.Tensor:
-        """Logits float32[len(keep), V] of the packed rows `keep`; tokens, positions int64[T]."""
+        """Computes logits float32[len(keep), V] of rows `keep`; tokens, positions int64[T]."""
         logits = self.module(
             input_ids=tokens[None],
             position_ids=positions[None],
@@ -120,7 +120,7 @@ class ServingModel:
         return all(any(name in tensors for name in names) for names in self._places)
 
     def fit(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.nn.Parameter]:
-        """Parameters for `swap`. A tied one may stand under any of its names.
+        """Returns parameters for `swap`. A tied one may stand under any of its names.
 
         Raises UnfitWeightsError for a tensor that is missing or has another shape.
         """
@@ -138,11 +138,11 @@ class ServingModel:
         return fitted
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """The parameters that serve now, as `swap` takes them."""
+        """Returns the parameters that serve now, as `swap` takes them."""
         return {names[0]: self.module.get_parameter(names[0]) for names in self._places}
 
     def swap(self, parameters: Mapping[str, torch.nn.Parameter]) -> list[torch.nn.Parameter | None]:
-        """Serve `parameters` (from `fit`) from now on. Copies nothing.
+        """Serves `parameters` (from `fit`) from now on. Copies nothing.
 
         Returns those that served: to free them takes as long as they are large, so let another
         thread drop the list.
@@ -159,7 +159,7 @@ Owner = tuple[torch.nn.Module, str]
 
 
 def read_model_config(directory: Path) -> PretrainedConfig:
-    """config.json of a model directory; raises UnfitWeightsError, UnsupportedModelError."""
+    """Reads config.json of a model directory; raises UnfitWeightsError, UnsupportedModelError."""
     try:
         config = AutoConfig.from_pretrained(directory)
     except (ValueError, OSError, KeyError) as error:
@@ -226,7 +226,7 @@ def load_version(
     digest: str,
     directory: Path,
 ) -> tuple[ServingModel, PreparedWeights]:
-    """Read, verify and fit a version directory; a `model` that serves goes on serving.
+    """Reads, verifies and fits a version directory; a `model` that serves goes on serving.
 
     Without a model the directory's config builds it. Raises DigestMismatchError,
     UnfitWeightsError or UnsupportedModelError.
@@ -245,7 +245,7 @@ def load_version(
 def fit_received(
     model: ServingModel, manifest: Manifest, tensors: Iterator[tuple[str, torch.Tensor]]
 ) -> PreparedWeights:
-    """Take a version that comes tensor by tensor; all of it is read, whatever it fits.
+    """Fits a version that comes tensor by tensor; all of it is read, whatever it fits.
 
     Raises UnfitWeightsError and what the iterator raises.
     """
@@ -261,7 +261,7 @@ def fit_received(
 def open_model(
     directory: Path, dtype: torch.dtype, device: torch.device
 ) -> tuple[ServingModel, PreparedWeights]:
-    """Build a model from a plain HF directory and take its weights as version 0.
+    """Builds a model from a plain HF directory and takes its weights as version 0.
 
     Raises UnfitWeightsError or UnsupportedModelError.
     """
@@ -271,7 +271,7 @@ def open_model(
 
 
 def yield_to_others() -> None:
-    """Make the calling thread one of low impact: a single core, and that last in line."""
+    """Gives the calling thread a low priority and a single core."""
     torch.set_num_threads(1)
     if sys.platform == "linux":  # elsewhere priorities are of processes only
         thread = threading.get_native_id()

@@ -1,4 +1,4 @@
-"""SGLang's HTTP API, as much of it as an engine needs. Every call has a deadline."""
+"""Speaks SGLang's HTTP API, as much of it as an engine needs. Every call has a deadline."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SGLangRefusedError(Exception):
 
 
 class SglangClient:
-    """One server. Raises EngineFailedError where it cannot be reached or breaks off."""
+    """Calls one server. Raises EngineFailedError where it cannot be reached or breaks off."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
         self.url = url
@@ -47,7 +47,7 @@ class SglangClient:
         return await self._call("GET", path, None, seconds)
 
     async def post(self, path: str, body: Mapping[str, Any], seconds: float) -> Json:
-        """Raises SGLangRefusedError for an answer of 400 or more, or of `success: false`."""
+        """Posts. Raises SGLangRefusedError for an answer of 400 or more, or of `success: false`."""
         answer = await self._call("POST", path, body, seconds)
         if answer.get("success") is False:
             raise SGLangRefusedError(path, 200, str(answer.get("message", "")))
@@ -65,7 +65,7 @@ class SglangClient:
         return True
 
     async def is_healthy(self) -> bool:
-        """The same for an encoder-only server, whose health is cheap to ask for."""
+        """Whether an encoder-only server is up, whose health is cheap to ask for."""
         try:
             await self._call("GET", "/health", None, CONNECT_SECONDS)
         except (EngineFailedError, SGLangRefusedError):
@@ -73,7 +73,7 @@ class SglangClient:
         return True
 
     async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Json, None]:
-        """What /generate sends, message by message; leaving it tells the server to stop."""
+        """Yields what /generate sends, message by message; leaving it stops the request."""
         try:
             async with self._http.stream("POST", "/generate", json=body) as response:
                 if response.status_code >= 400:
@@ -114,14 +114,14 @@ class SglangClient:
 
 
 def refusal(error: SGLangRefusedError, field: str) -> Exception:
-    """What a refused request is to its caller: a bad field, or an engine that fails."""
+    """Returns a caller's error for a refused request: a bad field, or an engine that fails."""
     if error.status < 500:
         return InvalidFieldError(field, error.message)
     return EngineFailedError(str(error))
 
 
 def batch(items: Sequence[Any]) -> Any:
-    """One item as itself: SGLang answers it without an index."""
+    """Returns one item as itself: SGLang answers it without an index."""
     return list(items) if len(items) > 1 else items[0]
 
 
@@ -190,9 +190,10 @@ class Capabilities:
 async def shake_hands(
     client: SglangClient, *, checksums: bool, experts: bool = False
 ) -> Capabilities:
-    """What is needed beyond `NEEDED` is for `checksums` and for routed `experts`.
+    """Asks a server what it can do; `checksums` and routed `experts` need more than `NEEDED`.
 
-    Raises MissingFeatureError, or EngineFailedError where the server does not answer."""
+    Raises MissingFeatureError, or EngineFailedError where the server does not answer.
+    """
     try:
         server = await client.get("/server_info")
         offered = await client.get("/openapi.json")
@@ -234,20 +235,20 @@ async def shake_hands(
 
 
 def _gap(offered: Mapping[str, Any], needed: Mapping[str, tuple[str, ...]]) -> str:
-    """The first endpoint or field that is not offered; empty when all are."""
+    """Returns the first endpoint or field that is not offered; empty when all are."""
     paths = offered.get("paths", {})
     for path, fields in needed.items():
         if "post" not in paths.get(path, {}):
             return path
-        known = _fields(offered, paths[path]["post"])
+        names = _fields(offered, paths[path]["post"])
         for name in fields:
-            if known and name not in known:
+            if names and name not in names:
                 return f"{path}: {name}"
     return ""
 
 
 def _fields(offered: Mapping[str, Any], operation: Mapping[str, Any]) -> set[str]:
-    """Names in the request body; empty where the document does not say."""
+    """Returns names in the request body; empty where the document does not say."""
     content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
     schema = content.get("schema", {})
     for option in (schema, *schema.get("anyOf", ())):

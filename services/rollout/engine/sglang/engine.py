@@ -1,4 +1,4 @@
-"""SGLang behind the engine seam: one server, started here or running already."""
+"""The SGLang engine: one server, started here or running already."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ DRAIN_SECONDS = 3.0  # for what was aborted to end
 
 
 class SglangEngine(Engine):
-    """Requests pass a gate here, so that pauses, aborts and limits are those of every engine."""
+    """Hands requests to SGLang in slots of its own, so that limits and pauses are as elsewhere."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -82,7 +82,7 @@ class SglangEngine(Engine):
         if config.sglang.url:
             size = (await self._replica.attach()).dp_size
         self._gate, self._load = SlotLimiter(size, config.max_running), Load(size)
-        self._replica.open_line(self._gate, self._load)
+        self._replica.open(self._gate, self._load)
         if config.model:
             model = await self._on_disk(partial(read_model, Path(config.model)))
             self._routing_of(model.config)  # or no server need be started
@@ -113,7 +113,7 @@ class SglangEngine(Engine):
             raise QueueFullError(f"{self._load.waiting} samples wait already")
         room = length - len(generation.prompt_token_ids)
         budget = min(generation.sampling.max_new_tokens, room)
-        job = self._jobs[name] = Job(generation, self._replica.line, budget, self._routing)
+        job = self._jobs[name] = Job(generation, self._replica.handle, budget, self._routing)
         job.start()
         try:
             while count:
@@ -134,13 +134,13 @@ class SglangEngine(Engine):
     ) -> TokenScores:
         self._check_serving()
         check_score(token_ids, prompt_length, self._vocabulary, self._max_length)
-        return await score(self._replica.line, token_ids, prompt_length, top_count)
+        return await score(self._replica.handle, token_ids, prompt_length, top_count)
 
     async def abort(self, request_ids: Sequence[str]) -> list[str]:
-        found = [name for name in request_ids if name in self._jobs]
-        for name in found:
+        running = [name for name in request_ids if name in self._jobs]
+        for name in running:
             self._jobs[name].abort()
-        return found
+        return running
 
     async def pause(self, mode: PauseMode) -> None:
         async with self._changing:
@@ -164,12 +164,12 @@ class SglangEngine(Engine):
 
     def _read(self, version: int, digest: str, directory: Path) -> DiskVersion:
         """Checks a version against its manifest and the model that serves; blocks."""
-        found = read_version(version, digest, directory)
-        self._routing_of(found.config)
+        new = read_version(version, digest, directory)
+        self._routing_of(new.config)
         if self._serving is not None:
-            check_fit(self._serving, found)
-        self._replica.expect(found)
-        return found
+            check_fit(self._serving, new)
+        self._replica.expect(new)
+        return new
 
     async def commit(self, version: int, mode: PauseMode) -> float:
         async with self._changing:
@@ -246,7 +246,7 @@ class SglangEngine(Engine):
 
     @property
     def pids(self) -> list[int]:
-        """Processes of this engine; empty for a server that runs elsewhere."""
+        """Process ids of this engine; empty for a server that runs elsewhere."""
         return self._replica.pids
 
     async def close(self) -> None:
@@ -276,7 +276,7 @@ class SglangEngine(Engine):
 
     @contextlib.asynccontextmanager
     async def _still(self, mode: PauseMode) -> AsyncIterator[None]:
-        """Nothing decodes inside; the time counts as a pause. A paused engine stays so."""
+        """Stops decoding for the block; the time counts as a pause. A paused engine stays so."""
         self._gate.shut()
         try:
             if self._paused is None:
@@ -294,7 +294,7 @@ class SglangEngine(Engine):
                 self._gate.open()
 
     async def _drain(self, mode: PauseMode) -> None:
-        """What `mode` says of those who have a slot."""
+        """Waits for, or ends, what has a slot, as `mode` says."""
         if mode is PauseMode.WAIT:
             await self._load.empty()
         if mode is PauseMode.ABORT:
@@ -304,16 +304,16 @@ class SglangEngine(Engine):
                 async with asyncio.timeout(DRAIN_SECONDS):
                     await self._load.empty()
 
-    async def _swap(self, staged: DiskVersion) -> None:
-        """Load a version; if that fails, the one before is loaded again."""
+    async def _swap(self, version: DiskVersion) -> None:
+        """Loads a version; if that fails, loads the one before again."""
         try:
-            await self._replica.load(staged)
+            await self._replica.load(version)
         except ServiceError:
             await self._go_back()
             raise
 
     async def _go_back(self) -> None:
-        """Serve the last version that is on the disk of this host, or nothing."""
+        """Serves the last version that is on the disk of this host, or nothing."""
         self._replica.forget_weights()
         if self._restorable is None or not self._replica.is_up:
             return
@@ -325,9 +325,9 @@ class SglangEngine(Engine):
             await self._replica.kill()  # a new server reads them from the disk
 
     async def _keep(self) -> None:
-        """Watch the server; what ends is started again with the weights it had."""
+        """Watches the server and starts one that ended again, with the weights it had."""
         while True:
-            await self._replica.gone()
+            await self._replica.wait_until_ended()
             self._fail_jobs(EngineFailedError("SGLang ended; its requests are lost"))
             async with self._changing:
                 if self._failure or self._replica.is_up:
@@ -348,11 +348,11 @@ class SglangEngine(Engine):
         for job in list(self._jobs.values()):
             job.fail(error or EngineFailedError(self._failure))
 
-    def _settle(self, staged: DiskVersion) -> None:
-        self._serving = staged
+    def _settle(self, version: DiskVersion) -> None:
+        self._serving = version
         self._is_blank = False
-        self._replica.serving = (staged.version, staged.digest)
-        config = staged.config
+        self._replica.serving = (version.version, version.digest)
+        config = version.config
         vocabulary = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
         if not isinstance(vocabulary, int):
             raise UnfitWeightsError("config.json has no vocab_size")
@@ -360,7 +360,7 @@ class SglangEngine(Engine):
         self._routing = self._routing_of(config)
 
     def _routing_of(self, config: Mapping[str, Any]) -> Routing | None:
-        """None where nobody wants to know. Raises UnfitWeightsError."""
+        """Reads what routed experts need; None where they are off. Raises UnfitWeightsError."""
         return read_routing(config) if self._config.routed_experts else None
 
     async def _on_disk(self, work: Callable[[], T]) -> T:

@@ -1,4 +1,4 @@
-"""Whether SGLang has read the prompt that it was given.
+"""Runs requests in SGLang: their samples, and scorings.
 
 With images it turns token ids into text, replaces the placeholders and tokenises anew (0.5.23,
 `load_mm_data`): ids that do not survive this would be other ids than those trained on, and a
@@ -47,7 +47,7 @@ class PromptAlteredError(ServiceError):
 
 
 def check_prompt(given: Sequence[int], read: Sequence[int], media_count: int) -> None:
-    """Raise PromptAlteredError unless `read` is `given` with its placeholders repeated."""
+    """Raises PromptAlteredError unless `read` is `given` with its placeholders repeated."""
     if not is_expansion(given, read, media_count):
         raise PromptAlteredError(
             f"the prompt of {len(given)} tokens with {media_count} images was read as "
@@ -59,7 +59,7 @@ def check_prompt(given: Sequence[int], read: Sequence[int], media_count: int) ->
 
 
 def is_expansion(given: Sequence[int], read: Sequence[int], media_count: int) -> bool:
-    """The same runs of tokens in the same order, of which 1 to `media_count` have grown.
+    """Whether both are the same runs of tokens in order, of which 1 to `media_count` have grown.
 
     Only one token may grow: the placeholder.
     """
@@ -86,7 +86,7 @@ WARM_TOKENS = 64  # of a prompt that several samples share: it is read once, ahe
 
 @dataclass(frozen=True, eq=False)
 class ServerHandle:
-    """What jobs share: the server, its slots and its load."""
+    """Names what jobs share: the server, its slots and its load."""
 
     client: SglangClient
     capabilities: Capabilities
@@ -95,7 +95,7 @@ class ServerHandle:
     serving: Callable[[], Version]
 
     def request(self, rank: int) -> dict[str, Any]:
-        """What every request says: where it runs, and whose prefixes it may share.
+        """Returns what every request says: where it runs, and whose prefixes it may share.
 
         The cache of one version's prompts is of no use to another.
         """
@@ -106,16 +106,16 @@ class ServerHandle:
 
 
 class Job:
-    """`outcomes` gets a delta for what comes of every sample, or an error, and then nothing."""
+    """Runs one request. `outcomes` gets deltas of every sample, or an error, and then nothing."""
 
     def __init__(
         self,
         generation: Generation,
-        line: ServerHandle,
+        server: ServerHandle,
         budget: int,
         routing: Routing | None = None,
     ) -> None:
-        self.generation, self._line, self._budget = generation, line, budget
+        self.generation, self._server, self._budget = generation, server, budget
         self._routing = routing
         self.outcomes: asyncio.Queue[Delta | ServiceError] = asyncio.Queue()
         self._rank, nonce, now = generation.dp_rank, uuid.uuid4().hex, time.monotonic()
@@ -137,13 +137,13 @@ class Job:
         self._released = asyncio.Event()  # a slot was given back
         self._cut: list[str] = []  # ended here while SGLang went on
         self._reserved = len(generation.prompt_token_ids) + budget
-        self._line.load.arrive(self._rank, len(self._samples))
+        self._server.load.arrive(self._rank, len(self._samples))
 
     def start(self) -> None:
         self._spawn(self._enter(self._samples))
 
     def abort(self) -> None:
-        """End every sample with what it has: what waits at once, the rest within a second."""
+        """Ends every sample with what it has: what waits at once, the rest within a second."""
         self._is_aborted = True
         for sample in self._samples:
             if not sample.sent:
@@ -151,35 +151,35 @@ class Job:
         self.interrupt()
 
     def interrupt(self) -> None:
-        """End what has drawn tokens; what was sent and has not goes back to the gate."""
+        """Ends what has drawn tokens; what was sent and has not goes back to the gate."""
         if self._unended and any(sample.sent for sample in self._running()):
             self._spawn(self._interrupt())
 
     def fail(self, error: ServiceError) -> None:
-        """End with an error."""
+        """Ends with an error."""
         self._cancel()
         self.outcomes.put_nowait(error)
 
     async def close(self) -> None:
-        """Leave nothing behind, neither here nor in SGLang."""
+        """Ends all that runs, here and in SGLang."""
         rids = [*self._cut, *(sample.rid for sample in self._running() if sample.sent)]
         self._cut.clear()
         await self._cancel_and_wait()
         for sample in self._running():
-            self._finish(sample, tell=False)
+            self._finish(sample, report=False)
         with contextlib.suppress(EngineFailedError, SGLangRefusedError):
             for rid in rids:
-                await self._line.client.post("/abort_request", {"rid": rid}, CALL_SECONDS)
+                await self._server.client.post("/abort_request", {"rid": rid}, CALL_SECONDS)
 
     def _running(self) -> list[PendingSample]:
         return [sample for sample in self._samples if sample.finish is None]
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(self._reported(work))
+        task = asyncio.ensure_future(self._reporting_errors(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _reported(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _reporting_errors(self, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
         except ServiceError as error:
@@ -194,26 +194,27 @@ class Job:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _enter(self, samples: Sequence[PendingSample]) -> None:
-        """Wait for slots; whoever gets in runs, the others wait on."""
+        """Waits for slots; whoever gets in runs, the others wait on."""
         waiting = [sample for sample in samples if sample.finish is None]
         while waiting:
-            count = await self._line.gate.enter(self._rank, len(waiting))
+            count = await self._server.gate.enter(self._rank, len(waiting))
             waiting = [sample for sample in waiting if sample.finish is None]
             chosen, waiting = waiting[:count], waiting[count:]
-            self._line.gate.leave(self._rank, count - len(chosen))
+            self._server.gate.leave(self._rank, count - len(chosen))
             for sample in chosen:
                 sample.sent = time.monotonic()
-                self._line.load.enter(self._rank, self._reserved)
+                self._server.load.enter(self._rank, self._reserved)
             # Servers with encoders take the images of one sample at a time (0.5.23).
             size = 1 if self._images else max(1, len(chosen))
             for first in range(0, len(chosen), size):
                 self._spawn(self._run(chosen[first : first + size]))
 
     async def _run(self, samples: Sequence[PendingSample]) -> None:
-        """A batch in SGLang, from first to last token."""
+        """Runs a batch in SGLang, from first to last token."""
         try:
             await self._warm(len(samples))
-            async with contextlib.aclosing(self._line.client.stream(self._body(samples))) as stream:
+            answers = self._server.client.stream(self._body(samples))
+            async with contextlib.aclosing(answers) as stream:
                 async for message in stream:
                     self._take(samples[message.get("index", 0)], message)
         except SGLangRefusedError as error:
@@ -229,7 +230,7 @@ class Job:
             await self._enter(again)
 
     def _body(self, samples: Sequence[PendingSample]) -> dict[str, Any]:
-        prompt, seeded = list(self.generation.prompt_token_ids), self._line.capabilities.is_seeded
+        prompt, seeded = list(self.generation.prompt_token_ids), self._server.capabilities.is_seeded
         body = self._request()
         if self._routing is not None:
             body["return_routed_experts"] = True
@@ -248,18 +249,18 @@ class Job:
         }
 
     def _request(self) -> dict[str, Any]:
-        """What requests of this job share; images are in the order of the prompt."""
-        body = self._line.request(self._rank)
+        """Returns what requests of this job share; images are in the order of the prompt."""
+        body = self._server.request(self._rank)
         if self._images:
             body["return_prompt_token_ids"] = True
             body["image_data"] = self._images
         return body
 
     async def _warm(self, count: int) -> None:
-        """Have a long prompt read once before several samples of it start."""
+        """Has a long prompt read once before several samples of it start."""
         prompt = self.generation.prompt_token_ids
         useful = count > 1 and len(prompt) >= WARM_TOKENS
-        if self._is_warm or not (useful and self._line.capabilities.has_radix_cache):
+        if self._is_warm or not (useful and self._server.capabilities.has_radix_cache):
             return
         self._is_warm = True
         body = self._request() | {
@@ -268,66 +269,66 @@ class Job:
             "return_logprob": False,
             "stream": True,
         }
-        async with contextlib.aclosing(self._line.client.stream(body)) as stream:
+        async with contextlib.aclosing(self._server.client.stream(body)) as stream:
             async for _ in stream:
                 pass
 
     def _take(self, sample: PendingSample, message: dict[str, Any]) -> None:
         if sample.finish is not None:  # it was cut off here before SGLang said so
             return
-        line, is_new = self._line, not sample.began
+        server, is_new = self._server, not sample.began
         if self._images and is_new and "prompt_token_ids" in message:
             given, read = list(self.generation.prompt_token_ids), message["prompt_token_ids"]
             # With encoders the placeholders grow later, and out of sight.
-            if not (line.capabilities.is_language_only and read == given):
+            if not (server.capabilities.is_language_only and read == given):
                 check_prompt(given, read, len(self._images))
-        count = sample.take(message, line.serving(), is_delta=line.capabilities.is_incremental)
+        count = sample.take(message, server.serving(), is_delta=server.capabilities.is_incremental)
         if is_new and sample.began:
             meta = message["meta_info"]
             computed = meta["prompt_tokens"] - (meta.get("cached_tokens") or 0)
-            line.load.begin(self._rank, max(0, computed))
-        line.load.draw(count)
+            server.load.begin(self._rank, max(0, computed))
+        server.load.draw(count)
         if sample.finish is FinishReason.ABORTED and not sample.token_ids and not self._is_aborted:
             sample.finish = None  # a pause came before its first token
             return
         if sample.finish is not None:
             self._release(sample)
             self._unended -= 1
-        self._tell(sample)
+        self._report(sample)
 
-    def _tell(self, sample: PendingSample) -> None:
+    def _report(self, sample: PendingSample) -> None:
         delta = sample.delta()
         if delta is not None:
             self.outcomes.put_nowait(delta)
 
-    def _finish(self, sample: PendingSample, *, tell: bool = True) -> None:
-        """End a sample here, with what has come."""
+    def _finish(self, sample: PendingSample, *, report: bool = True) -> None:
+        """Ends a sample here, with what has come."""
         if sample.sent:
             self._release(sample)
         else:
-            self._line.load.depart(self._rank)
+            self._server.load.depart(self._rank)
         sample.finish = FinishReason.ABORTED
         self._unended -= 1
-        if tell:
-            self._tell(sample)
+        if report:
+            self._report(sample)
 
     def _release(self, sample: PendingSample) -> None:
-        """It decodes no more; without an end it waits again."""
-        self._line.load.leave(
+        """Takes a sample out of its slot; without an end it waits again."""
+        self._server.load.leave(
             self._rank, self._reserved, has_begun=bool(sample.began), ends=sample.finish is not None
         )
-        self._line.gate.leave(self._rank)
+        self._server.gate.leave(self._rank)
         self._released.set()
         if sample.finish is None:
             sample.sent = sample.began = 0.0
 
     async def _interrupt(self) -> None:
-        """Ask SGLang to end what was sent, and do without its answer if it has none in time."""
+        """Asks SGLang to end what was sent, and does without its answer if it has none in time."""
         wanted = [sample for sample in self._running() if sample.sent]
         deadline = time.monotonic() + ABORT_SECONDS
         with contextlib.suppress(SGLangRefusedError):
             for sample in wanted:
-                await self._line.client.post("/abort_request", {"rid": sample.rid}, ABORT_SECONDS)
+                await self._server.client.post("/abort_request", {"rid": sample.rid}, ABORT_SECONDS)
         while _left(wanted) and (seconds := deadline - time.monotonic()) > 0:
             self._released.clear()
             with contextlib.suppress(TimeoutError):
@@ -340,7 +341,7 @@ class Job:
 
 
 def _left(samples: Sequence[PendingSample]) -> list[PendingSample]:
-    """Those that SGLang has not ended."""
+    """Returns those that SGLang has not ended."""
     return [sample for sample in samples if sample.finish is None and sample.sent]
 
 
@@ -348,16 +349,16 @@ RANK = 0
 
 
 async def score(
-    line: ServerHandle, token_ids: Sequence[int], prompt_length: int, top_count: int
+    server: ServerHandle, token_ids: Sequence[int], prompt_length: int, top_count: int
 ) -> TokenScores:
-    """Of token_ids[prompt_length:] at temperature 1. Takes a slot, as a sample does."""
-    await line.gate.enter(RANK, 1)
+    """Scores token_ids[prompt_length:] at temperature 1. Takes a slot, as a sample does."""
+    await server.gate.enter(RANK, 1)
     try:
-        meta = await _read(line, token_ids, prompt_length, top_count)
+        meta = await _read(server, token_ids, prompt_length, top_count)
     except SGLangRefusedError as error:
         raise refusal(error, "token_ids") from error
     finally:
-        line.gate.leave(RANK)
+        server.gate.leave(RANK)
     rows = meta["input_token_logprobs"][1:]  # the first is the last of the context
     if len(rows) != len(token_ids) - prompt_length:
         raise EngineFailedError(
@@ -371,9 +372,9 @@ async def score(
 
 
 async def _read(
-    line: ServerHandle, token_ids: Sequence[int], prompt_length: int, top_count: int
+    server: ServerHandle, token_ids: Sequence[int], prompt_length: int, top_count: int
 ) -> Mapping[str, Any]:
-    body = line.request(RANK) | {
+    body = server.request(RANK) | {
         "input_ids": list(token_ids),
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
         "logprob_start_len": prompt_length - 1,
@@ -381,7 +382,7 @@ async def _read(
         "stream": True,
     }
     meta: Mapping[str, Any] = {}
-    async with contextlib.aclosing(line.client.stream(body)) as stream:
+    async with contextlib.aclosing(server.client.stream(body)) as stream:
         async for message in stream:
             meta = message["meta_info"]
     if "input_token_logprobs" not in meta:

@@ -1,4 +1,4 @@
-"""Who may decode: slots of every data-parallel rank, handed out in order of arrival."""
+"""Slots of every data-parallel rank, handed out in order of arrival, and counts of samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Waiter:
 
 
 class SlotLimiter:
-    """While it is closed, nobody new gets in; those inside stay."""
+    """Hands out slots; while it is shut nobody new gets one, and those who have one keep it."""
 
     def __init__(self, dp_size: int, slots: int) -> None:
         self._free = [slots] * dp_size
@@ -25,7 +25,7 @@ class SlotLimiter:
         self._is_open = True
 
     async def enter(self, rank: int, wanted: int) -> int:
-        """At least one slot of `rank`, at most `wanted`, as soon as there are any."""
+        """Waits for slots of `rank`; returns their number, at least one and at most `wanted`."""
         waiter = _Waiter(wanted, asyncio.get_running_loop().create_future())
         self._waiters[rank].append(waiter)
         self._admit(rank)
@@ -39,7 +39,7 @@ class SlotLimiter:
             raise
 
     def leave(self, rank: int, count: int = 1) -> None:
-        """Give back slots."""
+        """Gives back slots."""
         self._free[rank] += count
         self._admit(rank)
 
@@ -71,7 +71,7 @@ class _Rank:
 
 
 class Load:
-    """A sample arrives, enters (has a slot), begins (its first token) and leaves."""
+    """Counts samples: each arrives, enters (has a slot), begins (its first token) and leaves."""
 
     def __init__(self, dp_size: int) -> None:
         self._ranks = [_Rank() for _ in range(dp_size)]
@@ -90,7 +90,7 @@ class Load:
         self._ranks[rank].waiting += count
 
     def depart(self, rank: int) -> None:
-        """Without having had a slot."""
+        """Takes out a sample that has had no slot."""
         self._ranks[rank].waiting -= 1
 
     def enter(self, rank: int, reserved: int) -> None:
@@ -106,7 +106,7 @@ class Load:
         self.drawn_tokens += count
 
     def leave(self, rank: int, reserved: int, *, has_begun: bool, ends: bool) -> None:
-        """Give a slot back; what neither ended nor began waits as before."""
+        """Gives a slot back; what neither ended nor began waits as before."""
         place = self._ranks[rank]
         place.inside -= 1
         place.reserved -= reserved
@@ -115,7 +115,7 @@ class Load:
         self._changed.set()
 
     async def empty(self) -> None:
-        """Return once nothing has a slot."""
+        """Returns once nothing has a slot."""
         while self.inside:
             self._changed.clear()
             await self._changed.wait()

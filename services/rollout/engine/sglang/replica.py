@@ -1,4 +1,4 @@
-"""The server of an engine while it lives: reached, held, given weights, and revived."""
+"""Starts or reaches the server of an engine, gives it weights, and starts it again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from services.rollout.engine.sglang.client import (
 )
 from services.rollout.engine.sglang.jobs import ServerHandle
 from services.rollout.engine.sglang.load import Load, SlotLimiter
-from services.rollout.engine.sglang.samples import Version, tag
+from services.rollout.engine.sglang.samples import Version
 from services.rollout.engine.sglang.servers import Servers
 from services.rollout.engine.sglang.weights import DiskVersion, ServerWeights
 from services.rollout.errors import EngineFailedError, NoSleepError, NoWeightsError
@@ -34,7 +34,7 @@ CONTROL_SECONDS = 60.0
 
 
 class Replica:
-    """One server, of this process or attached. Changes are made by one caller at a time."""
+    """Owns one server, started here or attached. Changes are made by one caller at a time."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config, self._sglang = config, config.sglang
@@ -42,10 +42,10 @@ class Replica:
         self._client: SglangClient | None = None
         self._weights: ServerWeights | None = None
         self._gate, self._load = SlotLimiter(0, 0), Load(0)
-        self._line: ServerHandle | None = None
+        self._handle: ServerHandle | None = None
         self._started = asyncio.Event()
         self._expected: dict[str, dict[str, str]] = {}  # checksums by version tag
-        self._is_held = False
+        self._is_paused = False
         self.capabilities: Capabilities | None = None
         self.serving: Version | None = None
         self.restart_count = 0
@@ -55,54 +55,54 @@ class Replica:
         return self._weights is not None
 
     @property
-    def line(self) -> ServerHandle:
-        if self._line is None:
+    def handle(self) -> ServerHandle:
+        if self._handle is None:
             raise EngineFailedError("SGLang is not up")
-        return self._line
+        return self._handle
 
     @property
     def pids(self) -> list[int]:
         return self._servers.pids
 
-    def open_line(self, gate: SlotLimiter, load: Load) -> None:
-        """Requests go through `gate` and are counted in `load`."""
+    def open(self, gate: SlotLimiter, load: Load) -> None:
+        """Sends requests through `gate` and counts them in `load`."""
         self._gate, self._load = gate, load
-        self._connect_line()
+        self._make_handle()
 
     async def attach(self) -> Capabilities:
-        """Reach the configured server. Raises MissingFeatureError or EngineFailedError."""
+        """Reaches the configured server. Raises MissingFeatureError or EngineFailedError."""
         await self._connect(self._sglang.url)
         assert self.capabilities is not None
         return self.capabilities
 
-    async def take_over(self, staged: DiskVersion) -> None:
-        """Give an attached server these weights, and let it go on if somebody had stopped it."""
+    async def take_over(self, version: DiskVersion) -> None:
+        """Gives an attached server these weights, and resumes it if somebody had stopped it."""
         if not self.is_up:
             await self.attach()
         await self.hold()
-        await self.load(staged)
+        await self.load(version)
         await self.go_on()
 
-    async def launch(self, staged: DiskVersion) -> None:
-        """Start a server with these weights. Raises what `attach` does, DigestMismatchError."""
+    async def launch(self, version: DiskVersion) -> None:
+        """Starts a server with these weights. Raises what `attach` does, DigestMismatchError."""
         if self._sglang.url:
             raise EngineFailedError(f"SGLang at {self._sglang.url} does not answer")
         await self._servers.stop()  # what an earlier one left behind
-        await self._servers.start(staged.directory, tag(staged.version, staged.digest))
+        await self._servers.start(version.directory, version.tag)
         try:
             await self._connect(self._servers.url)
             assert self._weights is not None
-            await self._weights.check(staged)
+            await self._weights.check(version)
         except BaseException:
             await self._disconnect()
             await self._servers.stop()
             raise
         self._started.set()
 
-    async def revive(self, staged: DiskVersion | None, *, still: bool) -> None:
-        """Start the server that ended anew, or wait for an attached one to come back.
+    async def revive(self, version: DiskVersion | None, *, still: bool) -> None:
+        """Starts the server that ended anew, or waits for an attached one to come back.
 
-        `staged` is None for an attached one that was given no weights yet.
+        `version` is None for an attached one that was given no weights yet.
 
         Raises EngineFailedError when that has failed too often.
         """
@@ -110,12 +110,12 @@ class Replica:
         for attempt in range(1, self._sglang.restarts + 1):
             await asyncio.sleep(self._sglang.backoff.seconds(attempt))
             try:
-                if staged is None:
+                if version is None:
                     await self.attach()
                 elif self._sglang.url:
-                    await self.take_over(staged)
+                    await self.take_over(version)
                 else:
-                    await self.launch(staged)
+                    await self.launch(version)
                 if still:
                     await self.hold()
                 self.restart_count += 1
@@ -124,8 +124,8 @@ class Replica:
                 logger.error("restart %d of SGLang: %s", attempt, error)
         raise EngineFailedError(f"SGLang did not come back in {self._sglang.restarts} attempts")
 
-    async def gone(self) -> None:
-        """Return once a server that was up has ended or answers no more."""
+    async def wait_until_ended(self) -> None:
+        """Returns once a server that was up has ended or answers no more."""
         await self._started.wait()
         if self._sglang.url:
             misses = 0
@@ -139,37 +139,37 @@ class Replica:
         await self._disconnect()
 
     async def hold(self) -> None:
-        """Stop decoding at once; returns when nothing that was drawn is still on its way."""
-        if self._is_held or not self.is_up:
+        """Stops decoding at once; returns when nothing that was drawn is still on its way."""
+        if self._is_paused or not self.is_up:
             return
         await self._post("/pause_generation", {"mode": "in_place"})
-        self._is_held = True
+        self._is_paused = True
         client, drawn = self._reached, -1
         while self._load.inside and drawn != self._load.drawn_tokens:
             drawn = self._load.drawn_tokens
             await client.get("/server_info")
 
     async def go_on(self) -> None:
-        if self._is_held and self.is_up:
+        if self._is_paused and self.is_up:
             await self._post("/continue_generation", {"torch_empty_cache": False})
-        self._is_held = False
+        self._is_paused = False
 
-    def expect(self, staged: DiskVersion) -> None:
-        """Compute what must be found after `load`; blocks."""
+    def expect(self, version: DiskVersion) -> None:
+        """Computes the checksums that `load` must bring; blocks."""
         if self._weights is not None and self._weights.parameters:
-            name = tag(staged.version, staged.digest)
-            self._expected[name] = self._weights.expected(staged)
+            name = version.tag
+            self._expected[name] = self._weights.expected(version)
 
-    async def load(self, staged: DiskVersion) -> None:
-        """Swap in a version of the disk. Raises UnfitWeightsError or DigestMismatchError."""
+    async def load(self, version: DiskVersion) -> None:
+        """Swaps in a version of the disk. Raises UnfitWeightsError or DigestMismatchError."""
         if self._weights is None:
             raise EngineFailedError("SGLang is not up")
-        name = tag(staged.version, staged.digest)
-        await self._weights.load(staged, self._expected.get(name))
+        name = version.tag
+        await self._weights.load(version, self._expected.get(name))
         self._expected = {name: self._expected[name]} if name in self._expected else {}
 
     def forget_weights(self) -> None:
-        """Nothing is known of what the server holds."""
+        """Forgets what the server holds."""
         if self._weights is not None:
             self._weights.forget()
 
@@ -179,7 +179,8 @@ class Replica:
         await self._weights.join(groups, seconds)
 
     async def receive(self, incoming: IncomingWeights, end: float) -> None:
-        """Raises EngineFailedError; the server is ended then, for it may wait for ever."""
+        """Takes a version over the groups. After EngineFailedError, which it raises, the server is
+        ended, for it may wait for ever."""
         if self._weights is None:
             raise EngineFailedError("SGLang is not up")
         try:
@@ -189,7 +190,7 @@ class Replica:
             raise
 
     async def occupy(self, verb: str) -> None:
-        """`release` or `resume` the memory of weights and cache."""
+        """Has the server `release` or `resume` the memory of weights and cache."""
         if self.capabilities is None or not self.capabilities.can_sleep:
             raise NoSleepError(
                 "SGLang keeps its memory unless it was started with enable_memory_saver"
@@ -197,7 +198,7 @@ class Replica:
         await self._post(f"/{verb}_memory_occupation", {"tags": ["weights", "kv_cache"]})
 
     async def kill(self) -> None:
-        """End the server; `gone` returns, and a new one may be started."""
+        """Ends the server; `wait_until_ended` returns, and a new one may be started."""
         await self._disconnect()
         await self._servers.stop_server()
 
@@ -227,24 +228,24 @@ class Replica:
         except BaseException:
             await client.close()
             raise
-        self._client, self._is_held = client, False
+        self._client, self._is_paused = client, False
         self._weights = ServerWeights(
             client, self.capabilities, verifies=verifies, seconds=self._sglang.update_seconds
         )
-        self._connect_line()
+        self._make_handle()
         if self._sglang.url:
             self._started.set()
 
-    def _connect_line(self) -> None:
+    def _make_handle(self) -> None:
         if self._client is not None and self.capabilities is not None:
-            self._line = ServerHandle(
+            self._handle = ServerHandle(
                 self._client, self.capabilities, self._gate, self._load, self._version
             )
 
     async def _disconnect(self) -> None:
         client, self._client = self._client, None
-        self._weights = self._line = None
-        self._is_held = False
+        self._weights = self._handle = None
+        self._is_paused = False
         if client is not None:
             with contextlib.suppress(EngineFailedError):
                 await client.close()

@@ -1,4 +1,7 @@
-"""Weight versions as SGLang carries them: `<version>:<digest>` in its `weight_version`."""
+"""Samples as SGLang sends them: tokens, log-probabilities, routed experts, weight versions.
+
+SGLang carries a version as `<version>:<digest>` in its `weight_version`.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def tag(version: int, digest: str) -> str:
 
 
 def parse_tag(text: object) -> Version | None:
-    """None for a name that we did not give."""
+    """Reads a version; None for a name that we did not give."""
     number, separator, digest = str(text).partition(":")
     if not (separator and number.isdigit() and digest):
         return None
@@ -36,7 +39,7 @@ def parse_tag(text: object) -> Version | None:
 
 
 def of_tokens(versions: Iterable[Version], first: int) -> tuple[VersionSpan, ...]:
-    """Spans of tokens drawn one after the other, of which the first has index `first`."""
+    """Returns spans of tokens drawn one after the other, of which the first has index `first`."""
     spans: list[VersionSpan] = []
     for place, (version, digest) in enumerate(versions, first):
         if spans and (spans[-1].version, spans[-1].digest) == (version, digest):
@@ -50,7 +53,7 @@ def of_tokens(versions: Iterable[Version], first: int) -> tuple[VersionSpan, ...
 
 
 def versions_of(meta: Mapping[str, Any], count: int) -> list[Version] | None:
-    """The version of each of `count` tokens of a finished sample; None where SGLang cannot say."""
+    """Returns the version of each of `count` tokens of a finished sample, None where unknown."""
     found: list[Version] = []
     for span in meta.get("weight_versions") or ():
         version = parse_tag(span["version"])
@@ -71,7 +74,7 @@ class Routing:
 
 
 def read_routing(document: Mapping[str, Any]) -> Routing:
-    """Of a parsed `config.json`. Raises UnfitWeightsError for a model without experts."""
+    """Reads a parsed `config.json`. Raises UnfitWeightsError for a model without experts."""
     try:
         family = family_of(document)
         shape = read_shape(family, document)
@@ -89,7 +92,7 @@ def read_routing(document: Mapping[str, Any]) -> Routing:
 
 
 def parse_experts(text: str, routing: Routing, tokens: int) -> np.ndarray:
-    """int16[tokens, mixture layers, chosen] of SGLang's base64 of int32[tokens, layers, chosen].
+    """Reads base64 of int32[tokens, layers, chosen] as int16[tokens, mixture layers, chosen].
 
     Rows of dense layers hold nothing and are left out. Raises EngineFailedError unless there are
     `tokens` rows, all with experts of this model.
@@ -134,12 +137,12 @@ class PendingSample:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[Version] = field(default_factory=list)
-    told: int = 0
+    reported: int = 0
     finish: FinishReason | None = None
     experts: np.ndarray | None = None
 
     def take(self, message: Mapping[str, Any], serving: Version, *, is_delta: bool) -> int:
-        """Add what a message of SGLang brings; the number of new tokens.
+        """Adds what a message of SGLang brings; returns the number of new tokens.
 
         `is_delta`: messages carry what is new, not everything so far. Raises EngineFailedError
         for a message that contradicts those before, or what the finish reason says went wrong.
@@ -175,7 +178,7 @@ class PendingSample:
             raise EngineFailedError(f"SGLang drew {meta.get('completion_tokens')}, sent {count}")
         exact = versions_of(meta, count)
         if exact is not None:
-            self.versions[self.told :] = exact[self.told :]
+            self.versions[self.reported :] = exact[self.reported :]
         self.finish = _FINISH.get(str(kind), FinishReason.ABORTED)
         if self.routing is not None:
             self.experts = self._experts_of(meta, self.routing)
@@ -189,10 +192,10 @@ class PendingSample:
         return parse_experts(text, routing, meta["prompt_tokens"] + len(self.token_ids) - 1)
 
     def delta(self) -> Delta | None:
-        """What has come since the last one; None while that is not to be told."""
-        if self.finish is None and not (self.follows and self.told < len(self.token_ids)):
+        """Returns what has come since the last one; None while that is not to be sent."""
+        if self.finish is None and not (self.follows and self.reported < len(self.token_ids)):
             return None
-        first, self.told = self.told, len(self.token_ids)
+        first, self.reported = self.reported, len(self.token_ids)
         logprobs = tuple(self.logprobs[first:])
         return Delta(
             index=self.index,
@@ -212,7 +215,7 @@ class PendingSample:
         return Timing(queue=sent - self.arrived, prefill=began - sent, decode=now - began)
 
     def restart(self) -> None:
-        """It ended before its first token, for no reason of its own."""
+        """Makes a sample ready again that ended before its first token, by a pause."""
         if self.token_ids:
             raise EngineFailedError("SGLang ended a sample without a reason")
         self.finish, self.experts, self.sent = None, None, 0.0
@@ -221,7 +224,7 @@ class PendingSample:
 def sampling_parameters(
     generation: Generation, index: int, budget: int, *, is_seeded: bool
 ) -> dict[str, Any]:
-    """SGLang's, of one sample.
+    """Returns SGLang's sampling parameters of one sample.
 
     A server that is not deterministic refuses seeds; one that is takes 42 where none is given, so
     that all samples of a prompt would be the same (0.5.23).

@@ -43,7 +43,7 @@ class Launch:
 
 
 def flags(arguments: Arguments) -> list[str]:
-    """`{"tp_size": 2, "skip_tokenizer_init": True}` as `--tp-size 2 --skip-tokenizer-init`.
+    """Writes `{"tp_size": 2, "skip_tokenizer_init": True}` as `--tp-size 2 --skip-tokenizer-init`.
 
     None and False leave an argument out; lists give several values, mappings JSON.
     """
@@ -64,12 +64,12 @@ def flags(arguments: Arguments) -> list[str]:
 
 
 def command(python: str | Path, arguments: Arguments) -> tuple[str, ...]:
-    """The command line of a server with these arguments."""
+    """Returns the command line of a server with these arguments."""
     return (str(python), "-m", MODULE, *flags(arguments))
 
 
 def engine_arguments(config: EngineConfig, device: str) -> dict[str, Any]:
-    """What follows from an engine's settings for a server on `device`, a torch device type.
+    """Derives the arguments of a server on `device`, a torch device type, from the settings.
 
     A stream carries what is new; an idle server sleeps. What concerns the model, its version and
     the port are not among them.
@@ -109,7 +109,7 @@ def engine_arguments(config: EngineConfig, device: str) -> dict[str, Any]:
 
 
 def model_arguments(config: EngineConfig, document: Mapping[str, Any]) -> dict[str, Any]:
-    """What follows from a model's `config.json`: images need its processor, tokens alone none."""
+    """Derives arguments from a model's `config.json`: images need its processor, tokens none."""
     own = document.get("text_config", document).get("max_position_embeddings")
     wanted = config.max_model_length + CONTEXT_MARGIN
     return {
@@ -154,12 +154,12 @@ def reads_media(document: Mapping[str, Any]) -> bool:
 
 
 def dp_size(config: EngineConfig) -> int:
-    """Data-parallel ranks of the server that is to be started."""
+    """Returns the data-parallel ranks of the server that is to be started."""
     return int(config.sglang.server_args.get("dp_size") or 1)
 
 
 def environment(config: EngineConfig, device: str, ranks: int = 1) -> dict[str, str]:
-    """What SGLang's processes find added to the environment; CPU ranks share no core binding."""
+    """Returns variables added for SGLang's processes; CPU ranks share no core binding."""
     added: dict[str, str] = {}
     if config.threads or config.deterministic:
         added["OMP_NUM_THREADS"] = str(config.threads or 1)
@@ -183,13 +183,13 @@ PORTS = range(20000, 32000)
 
 
 def free_port(host: str) -> int:
-    """A port that nobody listens at now, of those that no kernel hands out by itself.
+    """Finds a port that nobody listens at, of those that no kernel hands out by itself.
 
     SGLang takes it long after it was chosen. Raises EngineFailedError.
     """
     for port in random.sample(PORTS, len(PORTS)):
-        with socket.socket() as found, contextlib.suppress(OSError):
-            found.bind((host, port))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
             return port
     raise EngineFailedError(f"no free port at {host}")
 
@@ -211,7 +211,7 @@ class ServerProcess:
         return self._process.pid
 
     async def start(self, answers: Callable[[], Awaitable[bool]], seconds: float) -> None:
-        """Start and wait until `answers`. Raises EngineFailedError; then nothing is left."""
+        """Starts it and waits until it `answers`. Raises EngineFailedError after ending it."""
         command = self.launch.command
         self._process = await asyncio.create_subprocess_exec(
             command[0],
@@ -249,14 +249,14 @@ class ServerProcess:
             raise
 
     async def wait(self) -> int:
-        """Its exit status, once it has ended."""
+        """Waits for the end; returns the exit status."""
         assert self._process is not None
         return await self._process.wait()
 
     async def stop(self) -> None:
-        """SIGTERM, then SIGKILL to the whole group; returns when the server is gone.
+        """Sends SIGTERM, then SIGKILL to the whole group; returns when the server has ended.
 
-        A scheduler that got the first as well would look crashed, and be mourned for seconds.
+        A scheduler that got the first as well would look crashed, and take seconds to report.
         """
         process = self._process
         if process is None:
@@ -272,7 +272,7 @@ class ServerProcess:
 
 
 def _has_file(stream: object) -> bool:
-    """Captured streams of test runners have none."""
+    """Whether a stream has a descriptor; captured ones of test runners have none."""
     try:
         stream.fileno()  # type: ignore[attr-defined]
     except (AttributeError, OSError, ValueError):
@@ -284,7 +284,7 @@ REGISTER_SECONDS = 10.0
 
 
 class Servers:
-    """One server, and the encoders that it was given. `url` is where it listens now."""
+    """Owns one server and the encoders that it was given. `url` is where it listens now."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config, self._sglang = config, config.sglang
@@ -300,11 +300,11 @@ class Servers:
         self._encoders: list[ServerProcess] = []
         self._keepers: list[asyncio.Task[None]] = []
         self._bootstrap_port = 0
-        self.published_count = 0  # encoders made known anew
+        self.published_count = 0  # encoders that came back at a new URL
         self.url = ""
 
     async def start(self, model: Path, weight_version: str) -> None:
-        """Bring up everything on fresh ports. Raises EngineFailedError; then nothing is left."""
+        """Starts everything on fresh ports. Raises EngineFailedError; then nothing is left."""
         try:
             await all_of(self._add_encoder(model) for _ in range(self._sglang.encoders))
             await self._start_server(model, weight_version)
@@ -317,12 +317,12 @@ class Servers:
         ]
 
     async def wait(self) -> int:
-        """The exit status of the server."""
+        """Waits for the end of the server; returns its exit status."""
         assert self._server is not None
         return await self._server.wait()
 
     async def stop_server(self) -> None:
-        """End the server alone; `wait` returns."""
+        """Ends the server alone; `wait` returns."""
         if self._server is not None:
             await self._server.stop()
 
@@ -336,7 +336,7 @@ class Servers:
 
     @property
     def pids(self) -> list[int]:
-        """Of the server, then of its encoders."""
+        """Process ids of the server, then of its encoders."""
         processes = [*([self._server] if self._server else []), *self._encoders]
         return [process.pid for process in processes]
 
@@ -370,7 +370,7 @@ class Servers:
         self._server, self.url = server, launch.url
 
     async def _add_encoder(self, model: Path) -> None:
-        """Known as soon as it runs, so that it is ended if another one never does."""
+        """Adds an encoder as soon as it runs, so that it is ended if another one never does."""
         self._encoders.append(await self._start_encoder(model))
 
     async def _start_encoder(self, model: Path) -> ServerProcess:
@@ -397,30 +397,30 @@ class Servers:
         return encoder
 
     async def _keep(self, number: int, model: Path) -> None:
-        """Start an encoder that ended anew, and make its new URL known."""
+        """Starts an encoder that ended anew, and publishes its new URL."""
         failures = 0
         while True:
             status = await self._encoders[number].wait()
-            gone = self._encoders[number].launch.url
-            logger.error("encoder %d at %s ended with %d", number, gone, status)
+            old = self._encoders[number].launch.url
+            logger.error("encoder %d at %s ended with %d", number, old, status)
             if failures >= self._sglang.restarts:
                 logger.error("encoder %d is given up", number)
                 return
             await asyncio.sleep(self._sglang.backoff.seconds(failures + 1))
             try:
                 self._encoders[number] = await self._start_encoder(model)
-                await self._publish(gone, self._encoders[number].launch.url)
+                await self._publish(old, self._encoders[number].launch.url)
                 failures = 0
                 self.published_count += 1
             except (EngineFailedError, SGLangRefusedError) as error:
                 failures += 1
                 logger.error("encoder %d: %s", number, error)
 
-    async def _publish(self, gone: str, fresh: str) -> None:
-        """Tell the server, which reads prompts, of an encoder's new place."""
+    async def _publish(self, old: str, new: str) -> None:
+        """Gives the server, which reads prompts, an encoder's new URL."""
         client = SglangClient(f"http://{self._sglang.host}:{self._bootstrap_port}")
         try:
-            await client.post("/register_encoder_url", {"url": fresh}, REGISTER_SECONDS)
-            await client.delete("/unregister_encoder_url", {"url": gone}, REGISTER_SECONDS)
+            await client.post("/register_encoder_url", {"url": new}, REGISTER_SECONDS)
+            await client.delete("/unregister_encoder_url", {"url": old}, REGISTER_SECONDS)
         finally:
             await client.close()

@@ -1,4 +1,4 @@
-"""Whether the weights that SGLang holds are those of a version.
+"""Checks versions for SGLang, loads them into it, and checks what it then holds.
 
 SGLang reports a checksum of each of its parameters (/weights_checker). On a host they are the
 first 8 bytes of the SHA-256 of the parameter's bytes (`tensor_hash` in SGLang 0.5.23), so that
@@ -47,6 +47,11 @@ class DiskVersion:
     config: Mapping[str, Any]  # config.json
 
     @property
+    def tag(self) -> str:
+        """The name under which SGLang has it."""
+        return tag(self.version, self.digest)
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
@@ -79,7 +84,7 @@ def read_model(directory: Path) -> DiskVersion:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """`config.json`. Raises UnfitWeightsError, also for a model that SGLang would serve wrong."""
+    """Reads `config.json`. Raises UnfitWeightsError, also where SGLang would serve it wrong."""
     try:
         document = json.loads((directory / "config.json").read_bytes())
     except (OSError, ValueError) as error:
@@ -91,7 +96,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def _refuse_dense_layers(name: str, document: Mapping[str, Any]) -> None:
-    """SGLang takes every layer of a Qwen3-MoE for a mixture and leaves others' weights unread."""
+    """Refuses a Qwen3-MoE with dense layers, whose weights SGLang leaves unread."""
     is_qwen3 = "Qwen3MoeForCausalLM" in (document.get("architectures") or ())
     step = document.get("decoder_sparse_step")
     if is_qwen3 and (document.get("mlp_only_layers") or step not in (None, 1)):
@@ -133,7 +138,7 @@ Tensors = Mapping[str, TensorEntry | StoredTensor]  # by HF name
 
 
 def tensors_of(parameter: str) -> tuple[str, ...]:
-    """The checkpoint's tensors that make up a parameter of SGLang, by HF names."""
+    """Returns the HF names of the tensors that make up a parameter of SGLang."""
     match = _STACKED_NAME.match(parameter)
     if match is None:
         return (parameter,)
@@ -142,7 +147,7 @@ def tensors_of(parameter: str) -> tuple[str, ...]:
 
 
 def from_answer(answer: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Checksums by parameter of every rank, in the order of ranks."""
+    """Reads checksums by parameter of every rank, in the order of ranks."""
 
     def place(rank: Mapping[str, Any]) -> tuple[int, ...]:
         info = rank["parallelism_info"]
@@ -153,7 +158,7 @@ def from_answer(answer: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 class CheckpointChecksums:
-    """SGLang's checksums of parameters, computed from safetensors files."""
+    """Computes SGLang's checksums of parameters from safetensors files."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._places: dict[str, tuple[Path, Extent]] = {}
@@ -164,7 +169,7 @@ class CheckpointChecksums:
                     self._places[name] = (path, extent)
 
     def of(self, parameters: Iterable[str]) -> dict[str, str]:
-        """Those of the parameters whose tensors are all here."""
+        """Returns the checksums of those parameters whose tensors are all here."""
         found: dict[str, str] = {}
         for parameter in parameters:
             names = tensors_of(parameter)
@@ -185,7 +190,7 @@ class CheckpointChecksums:
 
 
 def _padding(name: str, extent: Extent) -> int:
-    """Bytes that SGLang adds to a tensor."""
+    """Returns the number of bytes that SGLang adds to a tensor."""
     rows = extent.shape[0] if extent.shape else 0
     if not (rows and name.endswith(PADDED)):
         return 0
@@ -193,7 +198,7 @@ def _padding(name: str, extent: Extent) -> int:
 
 
 def wrong_values(ranks: Iterable[Checksums], expected: Checksums) -> list[str]:
-    """Parameters that are not what the checkpoint says, on any rank."""
+    """Names parameters that are not what the checkpoint says, on any rank."""
     return sorted(
         {
             name
@@ -212,7 +217,7 @@ def wrong_changes(
     *,
     exact: bool,
 ) -> list[str]:
-    """Parameters that changed though their tensors did not, or stayed though they changed.
+    """Names parameters that changed though their tensors did not, or stayed though they changed.
 
     `old` and `new` are digests of the tensors of the two versions by HF name. A parameter has
     changed when it has on some rank: the others may hold what stayed of it. Unless the server
@@ -239,7 +244,9 @@ Digests = Mapping[str, str]
 
 
 class ServerWeights:
-    """What one server holds. All but `check` is called while nothing decodes.
+    """Loads weights into one server and checks what it holds.
+
+    All but `check` is called while nothing decodes.
 
     `parameters` are SGLang's own names, known after the first check.
     """
@@ -249,13 +256,13 @@ class ServerWeights:
     ) -> None:
         self._client, self._capabilities = client, capabilities
         self._verifies, self._seconds = verifies, seconds
-        self._held: list[dict[str, str]] = []
+        self._checksums: list[dict[str, str]] = []
         self._digests: Digests = {}
         self._groups: list[Membership] = []
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        return tuple(self._held[0]) if self._held else ()
+        return tuple(self._checksums[0]) if self._checksums else ()
 
     @property
     def computes(self) -> bool:
@@ -265,47 +272,47 @@ class ServerWeights:
         return is_whole and capabilities.device == platform.CPU.device_type
 
     def forget(self) -> None:
-        """What the server holds is not known any more."""
-        self._held, self._digests = [], {}
+        """Forgets what the server holds."""
+        self._checksums, self._digests = [], {}
 
-    def expected(self, staged: DiskVersion) -> dict[str, str]:
-        """Checksums of a version on disk; blocks. Empty where they do not follow from files."""
-        if not (self._verifies and self.computes and self._is_exact(staged.tensors)):
+    def expected(self, version: DiskVersion) -> dict[str, str]:
+        """Computes checksums of a version on disk; blocks. Empty where files do not give them."""
+        if not (self._verifies and self.computes and self._is_exact(version.tensors)):
             return {}
-        return CheckpointChecksums(shard_paths(staged.directory)).of(self.parameters)
+        return CheckpointChecksums(shard_paths(version.directory)).of(self.parameters)
 
-    async def load(self, staged: DiskVersion, expected: Mapping[str, str] | None) -> None:
-        """Swap in a version of this host's disk.
+    async def load(self, version: DiskVersion, expected: Mapping[str, str] | None) -> None:
+        """Swaps in a version of this host's disk.
 
         Raises UnfitWeightsError where SGLang refuses it, DigestMismatchError where it holds
         something else afterwards.
         """
         body = {
-            "model_path": str(staged.directory),
-            "weight_version": tag(staged.version, staged.digest),
+            "model_path": str(version.directory),
+            "weight_version": version.tag,
             "flush_cache": False,  # prompts of another version are not found anyway
             "abort_all_requests": False,
         }
         try:
             await self._client.post("/update_weights_from_disk", body, self._seconds)
         except SGLangRefusedError as error:
-            raise UnfitWeightsError(str(error), version=staged.version) from error
-        await self.check(staged, expected)
+            raise UnfitWeightsError(str(error), version=version.version) from error
+        await self.check(version, expected)
 
-    async def check(self, staged: DiskVersion, expected: Mapping[str, str] | None = None) -> None:
-        """Compare what the server holds with a version of the disk; the first one is learnt."""
+    async def check(self, version: DiskVersion, expected: Mapping[str, str] | None = None) -> None:
+        """Compares what the server holds with a version of the disk; the first one is learnt."""
         if not self._verifies:
             return
         found = await self._read()
-        before, self._held = self._held, found
+        before, self._checksums = self._checksums, found
         if expected is None:
-            expected = await asyncio.to_thread(self.expected, staged)
+            expected = await asyncio.to_thread(self.expected, version)
         wrong = wrong_values(found, expected)
-        exact = self._is_exact(staged.tensors)
-        self._settle(before, found, staged.tensors, wrong, is_exact=exact)
+        exact = self._is_exact(version.tensors)
+        self._settle(before, found, version.tensors, wrong, is_exact=exact)
 
     async def join(self, groups: Sequence[Membership], seconds: float) -> None:
-        """Be ranks of these groups in place of those before. Raises EngineFailedError."""
+        """Joins these groups in place of those before. Raises EngineFailedError."""
         await self.leave()
         end = time.monotonic() + seconds
         for member in groups:
@@ -325,7 +332,7 @@ class ServerWeights:
             self._groups.append(member)
 
     async def leave(self) -> None:
-        """Leave all groups."""
+        """Leaves all groups."""
         groups, self._groups = self._groups, []
         for member in groups:
             try:
@@ -336,7 +343,7 @@ class ServerWeights:
                 raise EngineFailedError(str(error)) from error
 
     async def receive(self, incoming: IncomingWeights, end: float) -> None:
-        """Take every bucket by the moment `end`; SGLang loads each as it comes.
+        """Takes every bucket by the moment `end`; SGLang loads each as it comes.
 
         Raises EngineFailedError where that breaks (a server whose sender is gone waits in a
         broadcast, and is of no more use), DigestMismatchError.
@@ -363,9 +370,9 @@ class ServerWeights:
         except SGLangRefusedError as error:
             raise EngineFailedError(str(error)) from error
         if self._verifies:
-            before, self._held = self._held, await self._read()
+            before, self._checksums = self._checksums, await self._read()
             exact = self._is_exact(manifest.tensors)
-            self._settle(before, self._held, manifest.tensors, [], is_exact=exact)
+            self._settle(before, self._checksums, manifest.tensors, [], is_exact=exact)
 
     async def _read(self) -> list[dict[str, str]]:
         try:
