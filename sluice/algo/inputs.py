@@ -91,8 +91,8 @@ def pack_rows(
     lengths = [row.loss_mask.shape[0] for row in rows]
     if sum(lengths) != len(outputs_T):
         raise ValueError(f"{len(outputs_T)} outputs for {sum(lengths)} response tokens")
-    held = {name for row in rows for name in row.columns}
-    names = needed | (held & set(METRIC_COLUMNS))
+    present = {name for row in rows for name in row.columns}
+    names = needed | (present & set(METRIC_COLUMNS))
     device = outputs_T.device
     counts_N = torch.tensor(lengths, dtype=torch.int64)
     index_T = torch.repeat_interleave(torch.arange(len(rows)), counts_N)

@@ -21,7 +21,7 @@ def estimate_kl(
     """Estimates the KL of each token of the policy, in nats; d = logprobs - reference.
 
     k1 = d; k2 = d^2 / 2; k3 = exp(-d) - 1 + d (http://joschu.net/blog/kl-approx.html);
-    low_variance is k3 held within +-10. k1 and k3 are unbiased values, but only k2 has (on
+    low_variance is k3 clamped to +-10. k1 and k3 are unbiased values, but only k2 has (on
     policy) the gradient of the KL; as a loss, k1's expected gradient is zero unless it is weighed
     by the current/old ratio (LossSpec.kl_unbiased).
     """

@@ -207,9 +207,9 @@ class ChunkPasses:
 
         def keep(batch: PackedBatch, output: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
             assert self.head is not None and non_loss_data
-            found = self.head.responses(output, batch, temperature=temperature, entropy="off")
-            scored.append(found.outputs.float())
-            return found.outputs
+            responses = self.head.responses(output, batch, temperature=temperature, entropy="off")
+            scored.append(responses.outputs.float())
+            return responses.outputs
 
         with self._replayed("score", batches):
             self._run(batches, keep, forward_only=True)
@@ -231,13 +231,15 @@ class ChunkPasses:
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """A loss as the schedule wants it: its sum, a count (unused here) and what to keep."""
         assert self.head is not None
-        found = self.head.responses(
+        responses = self.head.responses(
             output,
             batch,
             temperature=spec.temperature or 1.0,
             entropy="gradient" if spec.has_entropy_gradient else "metric",
         )
-        terms = compute_loss(pack_rows(batch.rows, spec, found.outputs, found.entropy), spec)
+        terms = compute_loss(
+            pack_rows(batch.rows, spec, responses.outputs, responses.entropy), spec
+        )
         sums.add("loss", terms.loss)
         sums.add("tokens", terms.token_count)
         for name, (total, weight) in terms.metrics.items():

@@ -226,12 +226,12 @@ def _layout(config: MegatronConfig) -> dict[str, Any]:
 def _read_description(directory: Path) -> dict[str, Any]:
     try:
         description: dict[str, Any] = json.loads((directory / DESCRIPTION).read_bytes())
-        known = description["backend"] == "megatron" and description["format"] == FORMAT
+        is_ours = description["backend"] == "megatron" and description["format"] == FORMAT
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UnfitCheckpointError(
             f"{directory.name!r} is no complete checkpoint of the Megatron backend"
         ) from error
-    if not known:
+    if not is_ours:
         raise UnfitCheckpointError(f"{directory.name!r} is of another backend or format")
     return description
 

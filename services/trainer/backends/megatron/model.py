@@ -132,7 +132,7 @@ class ModelProviderError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest:
-    """What a factory is told about the model chunk to build."""
+    """What a factory gets to know of the model chunk to build."""
 
     config: TransformerConfig
     hf_config: Any
@@ -183,9 +183,9 @@ def _lookup(provider: str) -> object:
         return _FACTORIES[provider]
     module, separator, attribute = provider.partition(":")
     if not separator:
-        known = ", ".join(sorted(_FACTORIES)) or "none"
+        names = ", ".join(sorted(_FACTORIES)) or "none"
         raise ModelProviderError(
-            f"{provider!r} is neither a registered factory ({known}) nor module:attribute"
+            f"{provider!r} is neither a registered factory ({names}) nor module:attribute"
         )
     try:
         found: object = getattr(importlib.import_module(module), attribute)

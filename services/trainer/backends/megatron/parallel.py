@@ -28,8 +28,8 @@ class RankGroups:
 
     def any_rank(self, flag: bool) -> bool:
         """Returns whether `flag` is set on any rank of the world; collective."""
-        found = torch.tensor(float(flag), device=current_device())
-        return bool(self.world.all_reduce(found, "max").item())
+        highest = torch.tensor(float(flag), device=current_device())
+        return bool(self.world.all_reduce(highest, "max").item())
 
     def end_step(self) -> None:
         """Checks, where collectives are checked, that all ranks ran the same; collective."""

@@ -36,7 +36,7 @@ IMPLEMENTATION = "sluice_shared_prompt"
 CLUSTER_TOKENS = 64  # siblings' tokens that share one attention call: fills a tile of the kernel
 # Their attention is the plain one, of queries, keys, values and a scale.
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-MAX_LOGITS = 1 << 26  # entries held at once; larger passes make them in chunks, twice
+MAX_LOGITS = 1 << 26  # entries in memory at once; larger passes make them in chunks, twice
 
 
 def attend(
