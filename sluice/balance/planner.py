@@ -130,6 +130,8 @@ def assign_owners(group_costs: Sequence[float], data_size: int) -> list[int]:
     if data_size < 1:
         raise ValueError(f"data_size must be positive, got {data_size}")
     owners = [0] * len(group_costs)
+    if data_size == 1:
+        return owners
     loads = [0.0] * data_size
     for start in range(0, len(group_costs), data_size):
         window = range(start, min(start + data_size, len(group_costs)))

@@ -97,7 +97,7 @@ def first_fit(table: RowCosts, order: Sequence[int], cap: int) -> list[list[int]
 
     A row over the cap gets a bin that nothing joins.
     """
-    total = sum(min(table.tokens[row], cap) for row in order)
+    total = sum(map(table.tokens.__getitem__, order))
     # Two bins of a first-fit together hold more than one cap.
     rooms = _Rooms(min(len(order), 2 * total // cap + 2), cap)
     bins: list[list[int]] = []

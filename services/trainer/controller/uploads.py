@@ -231,19 +231,20 @@ def add_rows(batch: Batch) -> list[Build]:
 
 
 def _add_rows(batch: Batch, start: int, end: int) -> Build:
-    def build(data_rank: int) -> pb.FollowResponse:
-        command = pb.AddRows(batch_id=batch.batch_id)
-        for stored in batch.stored[start:end]:
-            owners = batch.owners[stored.first_row : stored.first_row + stored.count]
+    commands: dict[int, pb.AddRows] = {}
+    for stored in batch.stored[start:end]:
+        owners = batch.owners[stored.first_row : stored.first_row + stored.count]
+        for data_rank in set(owners.tolist()):
             indices = np.flatnonzero(owners == data_rank)
-            if len(indices):
-                command.blobs.append(
-                    pb.BlobRows(
-                        blob=blob_to_proto(stored.blob),
-                        indices=(indices + stored.first_index).tolist(),
-                        rows=(indices + stored.first_row).tolist(),
-                    )
-                )
+            command = commands.setdefault(data_rank, pb.AddRows(batch_id=batch.batch_id))
+            command.blobs.add(
+                blob=blob_to_proto(stored.blob),
+                indices=(indices + stored.first_index).tolist(),
+                rows=(indices + stored.first_row).tolist(),
+            )
+
+    def build(data_rank: int) -> pb.FollowResponse:
+        command = commands.get(data_rank) or pb.AddRows(batch_id=batch.batch_id)
         return pb.FollowResponse(add_rows=command)
 
     return build
