@@ -1,4 +1,4 @@
-"""`python -m services.trainer --config trainer.yaml`: the front process of a trainer."""
+"""`python -m services.trainer --config trainer.yaml`: the controller of a trainer."""
 
 from __future__ import annotations
 

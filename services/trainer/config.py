@@ -158,7 +158,7 @@ class TrainerConfig(ProcessConfig):
 
     @property
     def front_name(self) -> str:
-        """Whom the front's certificate names, for ranks that reach it over loopback."""
+        """Whom the controller's certificate names, for ranks that reach it over loopback."""
         host, _, _ = self.server.advertise.rpartition(":")
         return host if is_loopback(self.ranks.listen_host) else ""
 

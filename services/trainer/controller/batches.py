@@ -1,4 +1,4 @@
-"""Batches as the front knows them: facts about rows, never the rows themselves."""
+"""Batches of a trainer: facts about rows, never the rows themselves."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Batch:
     """A batch and what the passes have made of it.
 
     facts: as uploaded. owners: data-parallel rank of each row, int64[N]. present and
-    mask_counts follow the columns as they are now; `silent` tells the rows whose advantages
+    mask_counts follow the columns as they are now; `zero_advantage` marks the rows whose advantages
     are all 0.
     """
 
@@ -51,7 +51,7 @@ class Batch:
     owners: np.ndarray
     present: dict[str, np.ndarray] = field(init=False)
     mask_counts: np.ndarray = field(init=False)
-    silent: np.ndarray = field(init=False)
+    zero_advantage: np.ndarray = field(init=False)
     rows: dict[str, int] = field(init=False)
     last_plan: tuple[Hashable, PassPlan] | None = None  # and what it was made for
 
@@ -63,7 +63,7 @@ class Batch:
         """Back to the columns that were uploaded."""
         self.present = {name: rows.copy() for name, rows in self.facts.present.items()}
         self.mask_counts = self.facts.mask_counts.copy()
-        self.silent = np.zeros(self.row_count, dtype=np.bool_)
+        self.zero_advantage = np.zeros(self.row_count, dtype=np.bool_)
 
     @property
     def name(self) -> str:

@@ -37,7 +37,7 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRecord:
-    """What the front itself needs of a checkpoint."""
+    """What the controller itself needs of a checkpoint."""
 
     backend: str
     step: int

@@ -16,7 +16,7 @@ from services.trainer.controller.batches import Batch, PassPlan
 from services.trainer.controller.planning import (
     Planner,
     find_missing,
-    skips_silent_rows,
+    skips_zero_advantage_rows,
     weigh_pass,
 )
 from services.trainer.controller.rank_group import Build, RankGroup, RankIncarnation
@@ -122,14 +122,14 @@ class TrainerPasses:
         batch.mark("advantages")
         if any(result.advantages.has_returns for result in results):
             batch.mark("returns")
-        batch.silent[:] = False
+        batch.zero_advantage[:] = False
         for result in results:
-            batch.silent[np.asarray(result.advantages.silent_rows, dtype=np.int64)] = True
+            batch.zero_advantage[np.asarray(result.advantages.silent_rows, dtype=np.int64)] = True
         means = find_means(add_sums([result.sums for result in results]))
         return AdvantageScalars(
             reward_mean=means.pop("reward", float("nan")),
             advantage_abs_mean=means.pop("advantage_abs", 0.0),
-            silent_group_count=_count_silent_groups(batch),
+            silent_group_count=_count_zero_advantage_groups(batch),
             group_count=len(set(batch.facts.group_ids)),
             metrics=means,
         )
@@ -158,8 +158,8 @@ class TrainerPasses:
         self._check_columns(batch, selection, loss)
         weighed = weigh_pass(batch, selection, loss)
         computed = selection
-        if skips_silent_rows(loss):
-            computed = selection[~batch.silent[selection]]
+        if skips_zero_advantage_rows(loss):
+            computed = selection[~batch.zero_advantage[selection]]
         plan = await self._plan(batch, computed)
         weights = dict(zip(selection.tolist(), weighed.weights.tolist(), strict=True))
         command = pb.GradientsCommand(batch_id=batch.batch_id, loss=loss_to_proto(loss))
@@ -361,10 +361,10 @@ def merge_moments(parts: Sequence[pb.TokenMoments]) -> pb.TokenMoments:
     return pb.TokenMoments(count=whole.count, mean=whole.mean, m2=whole.m2)
 
 
-def _count_silent_groups(batch: Batch) -> int:
+def _count_zero_advantage_groups(batch: Batch) -> int:
     speaking = {
         group
-        for group, silent in zip(batch.facts.group_ids, batch.silent.tolist(), strict=True)
+        for group, silent in zip(batch.facts.group_ids, batch.zero_advantage.tolist(), strict=True)
         if not silent
     }
     return len(set(batch.facts.group_ids) - speaking)

@@ -187,7 +187,7 @@ def find_missing(
     return row, sorted(lacking)
 
 
-def skips_silent_rows(loss: LossSpec) -> bool:
+def skips_zero_advantage_rows(loss: LossSpec) -> bool:
     """Whether a row of zero advantages has zero loss and zero gradient under `loss`."""
     if loss.has_kl or loss.has_entropy_gradient:
         return False

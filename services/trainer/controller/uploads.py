@@ -172,7 +172,7 @@ class ColumnUpdate:
             if "loss_mask" in sample.columns:
                 batch.mask_counts[row] = count_trained(sample)
             if "advantages" in sample.columns:
-                batch.silent[row] = not np.any(sample.columns["advantages"])
+                batch.zero_advantage[row] = not np.any(sample.columns["advantages"])
         return len(self._samples)
 
 
@@ -321,8 +321,11 @@ class TrainerBatches:
         metrics.BATCHES.set(0)
 
     async def register(self, ranks: RankIncarnation, batch: Batch) -> None:
-        """Give the ranks their rows. What some have is dropped again if others fail: a later
-        batch of that id would have it among its rows."""
+        """Give the ranks their rows.
+
+        What some have is dropped again if others fail: a later batch of that id would have it
+        among its rows.
+        """
         try:
             for build in add_rows(batch):
                 await ranks.run(build)
@@ -356,8 +359,11 @@ class TrainerBatches:
         return update.apply()
 
     async def _reset(self, ranks: RankIncarnation, batch: Batch) -> None:
-        """Back to the columns of the upload: some ranks have taken others, which the front does
-        not know of, such as a mask that its divisors leave out. A batch that cannot is gone."""
+        """Go back to the columns of the upload; a batch that cannot is dropped.
+
+        Some ranks have taken others, which the controller does not know of, such as a mask that
+        its divisors leave out.
+        """
         if ranks.lost.done():
             return  # the next ranks get what was uploaded
         batch.forget_derived()

@@ -1,7 +1,7 @@
 """`python -m services.trainer.rank --config FILE --front HOST:PORT`: one rank of a trainer.
 
 The main thread owns the device and executes commands in order; another one holds the stream.
-Torch is imported only after the front has been told that this rank exists.
+Torch is imported only after the controller has been told that this rank exists.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ from sluice.runtime.server import die_with
 logger = logging.getLogger(__name__)
 
 STREAM_SECONDS = 365 * 86400.0  # heartbeats, not the deadline, bound the stream
-EXIT_SECONDS = 5.0  # the device thread has so long to end once the front is gone
+EXIT_SECONDS = 5.0  # the device thread has so long to end once the controller is gone
 
 
 def main() -> int:
     flags = _parse_flags()
     if flags.parent:
         die_with(flags.parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the front, which ends its ranks
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a Ctrl-C is for the controller, which ends its ranks
     config = parse_config(TrainerConfig, read_yaml(flags.config))
     logs.configure(config.log_level)
     rank = int(os.environ["RANK"])
@@ -51,7 +53,7 @@ def main() -> int:
         process_id=os.getpid(),
         host=os.uname().nodename,
     )
-    stream = FrontStream(flags.front, hello, config)
+    stream = ControllerStream(flags.front, hello, config)
     stream.start()
     try:
         return _follow(config, stream)
@@ -59,7 +61,7 @@ def main() -> int:
         stream.close()
 
 
-def _follow(config: TrainerConfig, stream: FrontStream) -> int:
+def _follow(config: TrainerConfig, stream: ControllerStream) -> int:
     try:
         platform.current()  # before anything else imports torch, which a broken plug-in breaks
     except platform.PlatformError as error:
@@ -85,11 +87,11 @@ def _follow(config: TrainerConfig, stream: FrontStream) -> int:
         result = executor.execute(command)
         stream.set_activity("")
         stream.send(pb.FollowRequest(result=result))
-    return 1  # the front is gone: whoever started this rank may start it again
+    return 1  # the controller is gone: whoever started this rank may start it again
 
 
-def _refuse(stream: FrontStream, error: Exception) -> None:
-    """Tell the front why this rank never gets ready."""
+def _refuse(stream: ControllerStream, error: Exception) -> None:
+    """Tell the controller why this rank never gets ready."""
     failure = LoadingError(f"{type(error).__name__}: {error}").to_status()
     stream.send(pb.FollowRequest(ready=pb.RankReady(error=failure)))
 
@@ -97,18 +99,18 @@ def _refuse(stream: FrontStream, error: Exception) -> None:
 def _parse_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--config", type=Path, required=True, help="the front's configuration, YAML or JSON"
+        "--config", type=Path, required=True, help="the controller's configuration, YAML or JSON"
     )
-    parser.add_argument("--front", required=True, help="host:port of the front's rank server")
+    parser.add_argument("--front", required=True, help="host:port of the controller's rank server")
     parser.add_argument("--generation", type=int, default=0)
     parser.add_argument("--parent", type=int, default=0, help="process to die with")
     return parser.parse_args()
 
 
-class FrontStream:
+class ControllerStream:
     """Sends answers and heartbeats, hands out commands in order.
 
-    The process ends itself when the front goes away, even if the device thread hangs.
+    The process ends itself when the controller goes away, even if the device thread hangs.
     """
 
     def __init__(self, front: str, hello: pb.RankHello, config: TrainerConfig) -> None:
@@ -119,7 +121,7 @@ class FrontStream:
         self._outgoing: asyncio.Queue[pb.FollowRequest | None] = asyncio.Queue()
         self._started = threading.Event()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="front-stream", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="controller-stream", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -136,7 +138,7 @@ class FrontStream:
     def send(self, event: pb.FollowRequest) -> None:
         """Queue an event; from the device thread."""
         if self._loop is not None and not self._loop.is_closed():
-            with contextlib.suppress(RuntimeError):  # closed in between: the front is gone
+            with contextlib.suppress(RuntimeError):  # closed in between: the controller is gone
                 self._loop.call_soon_threadsafe(self._outgoing.put_nowait, event)
 
     def close(self) -> None:
@@ -151,7 +153,7 @@ class FrontStream:
         try:
             asyncio.run(self._follow())
         except grpc.aio.AioRpcError as error:
-            logger.error("the front is gone: %s: %s", error.code().name, error.details())
+            logger.error("the controller is gone: %s: %s", error.code().name, error.details())
         finally:
             self._started.set()
             self._commands.put(None)

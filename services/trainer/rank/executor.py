@@ -239,7 +239,7 @@ def join_group(config: TrainerConfig, mesh: Mesh) -> None:
 
 
 def _local_store(mesh: Mesh, timeout: datetime.timedelta) -> dist.Store:
-    """Where ranks of one host meet: at a socket of the front's, for loopback alone."""
+    """Where ranks of one host meet: at a socket of the controller's, for loopback alone."""
     listener = int(os.environ["MASTER_LISTEN_FD"]) if mesh.rank == 0 else None
     return dist.TCPStore(
         os.environ["MASTER_ADDR"],

@@ -18,7 +18,7 @@ from services.trainer.controller.planning import (
     find_missing,
     limits_of,
     packing_of,
-    skips_silent_rows,
+    skips_zero_advantage_rows,
     weigh_pass,
 )
 from sluice.algo.layout import SequenceLayout
@@ -172,7 +172,7 @@ def test_the_first_row_that_lacks_a_column() -> None:
 def test_rows_of_zero_advantage_are_left_out_only_where_they_do_nothing(
     settings_: dict[str, object], skips: bool
 ) -> None:
-    assert skips_silent_rows(LossSpec(**settings_)) is skips  # type: ignore[arg-type]
+    assert skips_zero_advantage_rows(LossSpec(**settings_)) is skips  # type: ignore[arg-type]
 
 
 def test_large_passes_are_cut_into_commands_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
