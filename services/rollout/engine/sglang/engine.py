@@ -147,12 +147,12 @@ class SglangEngine(Engine):
             self._paused = mode
             self._gate.shut()
             await self._drain(mode)
-            await self._replica.hold()
+            await self._replica.pause()
 
     async def resume(self) -> None:
         async with self._changing:
             self._paused = None
-            await self._replica.go_on()
+            await self._replica.resume()
             self._gate.open()
 
     async def prepare(self, version: int, digest: str, directory: Path) -> None:
@@ -282,12 +282,12 @@ class SglangEngine(Engine):
             if self._paused is None:
                 await self._drain(mode)
             began = time.monotonic()
-            await self._replica.hold()
+            await self._replica.pause()
             try:
                 yield
             finally:
                 if self._paused is None and self._replica.is_up:
-                    await self._replica.go_on()
+                    await self._replica.resume()
                 self._pause_seconds = time.monotonic() - began
         finally:
             if self._paused is None and self._serving is not None:

@@ -79,9 +79,9 @@ class Replica:
         """Gives an attached server these weights, and resumes it if somebody had stopped it."""
         if not self.is_up:
             await self.attach()
-        await self.hold()
+        await self.pause()
         await self.load(version)
-        await self.go_on()
+        await self.resume()
 
     async def launch(self, version: DiskVersion) -> None:
         """Starts a server with these weights. Raises what `attach` does, DigestMismatchError."""
@@ -117,7 +117,7 @@ class Replica:
                 else:
                     await self.launch(version)
                 if still:
-                    await self.hold()
+                    await self.pause()
                 self.restart_count += 1
                 return
             except (EngineFailedError, MissingFeatureError) as error:
@@ -138,7 +138,7 @@ class Replica:
         self._started.clear()
         await self._disconnect()
 
-    async def hold(self) -> None:
+    async def pause(self) -> None:
         """Stops decoding at once; returns when nothing that was drawn is still on its way."""
         if self._is_paused or not self.is_up:
             return
@@ -149,7 +149,8 @@ class Replica:
             drawn = self._load.drawn_tokens
             await client.get("/server_info")
 
-    async def go_on(self) -> None:
+    async def resume(self) -> None:
+        """Lets a paused server decode again."""
         if self._is_paused and self.is_up:
             await self._post("/continue_generation", {"torch_empty_cache": False})
         self._is_paused = False
@@ -157,15 +158,12 @@ class Replica:
     def expect(self, version: DiskVersion) -> None:
         """Computes the checksums that `load` must bring; blocks."""
         if self._weights is not None and self._weights.parameters:
-            name = version.tag
-            self._expected[name] = self._weights.expected(version)
+            self._expected[version.tag] = self._weights.expected(version)
 
     async def load(self, version: DiskVersion) -> None:
         """Swaps in a version of the disk. Raises UnfitWeightsError or DigestMismatchError."""
-        if self._weights is None:
-            raise EngineFailedError("SGLang is not up")
         name = version.tag
-        await self._weights.load(version, self._expected.get(name))
+        await self._server_weights.load(version, self._expected.get(name))
         self._expected = {name: self._expected[name]} if name in self._expected else {}
 
     def forget_weights(self) -> None:
@@ -174,17 +172,14 @@ class Replica:
             self._weights.forget()
 
     async def join(self, groups: Sequence[Membership], seconds: float) -> None:
-        if self._weights is None:
-            raise EngineFailedError("SGLang is not up")
-        await self._weights.join(groups, seconds)
+        await self._server_weights.join(groups, seconds)
 
     async def receive(self, incoming: IncomingWeights, end: float) -> None:
         """Takes a version over the groups. After EngineFailedError, which it raises, the server is
         ended, for it may wait for ever."""
-        if self._weights is None:
-            raise EngineFailedError("SGLang is not up")
+        weights = self._server_weights
         try:
-            await self._weights.receive(incoming, end)
+            await weights.receive(incoming, end)
         except EngineFailedError:
             await self.kill()
             raise
@@ -205,6 +200,12 @@ class Replica:
     async def close(self) -> None:
         await self._disconnect()
         await self._servers.stop()
+
+    @property
+    def _server_weights(self) -> ServerWeights:
+        if self._weights is None:
+            raise EngineFailedError("SGLang is not up")
+        return self._weights
 
     @property
     def _reached(self) -> SglangClient:
