@@ -58,7 +58,7 @@ class RowFacts:
                 present[name] = np.full(len(sample_ids), rows is True)
                 if rows is not True:
                     present[name][np.array(rows, dtype=np.int64)] = True
-        except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
             raise InvalidFactsError(f"no facts about rows: {error}") from None
         shape = (len(sample_ids),)
         if len(group_ids) != shape[0] or any(each.shape != shape for each in numbers.values()):

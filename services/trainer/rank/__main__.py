@@ -40,9 +40,8 @@ def main() -> int:
     flags = _parse_flags()
     if flags.parent:
         die_with(flags.parent)
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # a Ctrl-C is for the controller, which ends its ranks
+    # A Ctrl-C is for the controller, which ends its ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = parse_config(TrainerConfig, read_yaml(flags.config))
     logs.configure(config.log_level)
     rank = int(os.environ["RANK"])

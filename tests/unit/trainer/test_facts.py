@@ -120,7 +120,10 @@ def test_facts_of_several_groups_join_in_order() -> None:
     assert len(RowFacts.join([]).lengths) == 0
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"lengths": 3}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "[]", '{"lengths": 3}', describe_rows(group()).to_json()[:-1] + ',"present":3}'],
+)
 def test_other_text_is_refused(text: str) -> None:
     with pytest.raises(InvalidFactsError):
         RowFacts.from_json(text)
