@@ -158,7 +158,7 @@ class TrainerConfig(ProcessConfig):
 
     @property
     def front_name(self) -> str:
-        """Whom the controller's certificate names, for ranks that reach it over loopback."""
+        """Return whom the controller's certificate names, for ranks that reach it over loopback."""
         host, _, _ = self.server.advertise.rpartition(":")
         return host if is_loopback(self.ranks.listen_host) else ""
 
@@ -172,7 +172,7 @@ class TrainerConfig(ProcessConfig):
 
     @property
     def kept(self) -> Path:
-        """Where `weights/` and `checkpoints/` are."""
+        """Return where `weights/` and `checkpoints/` are."""
         return self.store if self.head == "policy" else self.store / "critics" / self.name
 
     @model_validator(mode="after")

@@ -55,7 +55,7 @@ class RowLimits:
         return truncate_sample(sample, cap)
 
     def keep(self, facts: RowFacts) -> bool:
-        """Whether all rows are held as they came, by what their facts tell."""
+        """Tell from their facts whether all rows stay as they came."""
         fits = self.oversize is OversizePolicy.ALONE or bool(
             (facts.lengths <= self.max_tokens).all()
         )

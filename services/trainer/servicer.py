@@ -338,7 +338,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
 
 
 def _digest_without_id(request: pb.ForwardBackwardRequest) -> str:
-    """A part is the same part under another request_id."""
+    """Digest a part, which is the same part under another request_id."""
     body = pb.ForwardBackwardRequest()
     body.CopyFrom(request)
     body.ClearField("request_id")

@@ -56,7 +56,7 @@ class InvalidGroupError(ValueError):
 
 
 def encode_group(samples: Sequence[Sample], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The samples, in order, and string metadata (prompt text, answer ...) of the group.
+    """Encode the samples, in order, and string metadata (prompt text, answer ...) of the group.
 
     Samples are expected to be valid (`validate_sample`).
     """
@@ -94,7 +94,7 @@ def encode_group(samples: Sequence[Sample], metadata: Mapping[str, str] | None =
 
 
 def decode_group(data: bytes | memoryview, rows: Sequence[int] | None = None) -> list[Sample]:
-    """The samples at `rows` (default: all), in that order.
+    """Decode the samples at `rows` (default: all), in that order.
 
     Arrays of numbers are read-only views of `data`; of other rows no per-token value is read.
     Raises InvalidGroupError for other bytes and IndexError for a row that is not there.
@@ -144,7 +144,7 @@ def _sample(fixed: tuple[Any, ...], columns: Mapping[str, np.ndarray | float]) -
 
 
 def read_metadata(data: bytes | memoryview) -> dict[str, str]:
-    """The metadata given to `encode_group`; reads no rows."""
+    """Return the metadata given to `encode_group`; reads no rows."""
     pairs = _open(data).schema.metadata.items()
     return {key.decode(): value.decode() for key, value in pairs if key not in _RESERVED}
 
@@ -199,7 +199,7 @@ def _lists(values: Sequence[np.ndarray | None], dtype: np.dtype) -> pa.Array:
 
 
 def _list_array(values: Sequence[np.ndarray | None], flat: pa.Array) -> pa.ListArray:
-    """The entries of `flat`, as many for each value as it is long."""
+    """Return the entries of `flat`, as many for each value as it is long."""
     offsets = np.zeros(len(values) + 1, np.int64)
     np.cumsum([0 if value is None else len(value) for value in values], out=offsets[1:])
     if offsets[-1] > np.iinfo(np.int32).max:

@@ -30,19 +30,19 @@ COMPACT_LINES = 4096  # shorter files are not worth a rewrite
 
 
 def pin_path(directory: Path, owner: str) -> Path:
-    """The file of an owner; any text is a name, except the empty one."""
+    """Return the file of an owner; any text is a name, except the empty one."""
     if not owner:
         raise ValueError("a pin needs an owner")
     return directory / ("owner." + quote(owner, safe=""))
 
 
 def owner_of(path: Path) -> str:
-    """The owner whose file `path` is."""
+    """Return the owner whose file `path` is."""
     return unquote(path.name.removeprefix("owner."))
 
 
 def pin_files(directory: Path) -> list[Path]:
-    """The files of all owners."""
+    """Return the files of all owners."""
     return sorted(directory.glob("owner.*"))
 
 
@@ -112,7 +112,7 @@ class PinBoard:
             replay.refresh(path)
 
     def names(self, digest: str) -> bool:
-        """Whether any owner had pinned `digest` at the last refresh."""
+        """Tell whether any owner had pinned `digest` at the last refresh."""
         return any(digest in replay.live for replay in self._replays.values())
 
     def compact(self, temporary: Path, *, sync: bool) -> None:
@@ -183,7 +183,7 @@ class BlobStore:
         return reference
 
     def get(self, reference: BlobReference) -> memoryview:
-        """Content, mapped and checked; raises BlobNotFoundError or BlobDigestError.
+        """Return content, mapped and checked; raises BlobNotFoundError or BlobDigestError.
 
         The view stays valid even if the blob is collected meanwhile.
         """
@@ -209,7 +209,7 @@ class BlobStore:
         return path
 
     def exists(self, reference: BlobReference) -> bool:
-        """Whether the blob is there; without a pin it may be collected any moment."""
+        """Tell whether the blob is there; without a pin it may be collected any moment."""
         return self._path(reference.digest).exists()
 
     def pin(self, owner: str, digests: Iterable[str]) -> None:
@@ -240,13 +240,13 @@ class BlobStore:
             append(path, "-", digests, sync=self.sync)
 
     def pinned(self, owner: str) -> set[str]:
-        """Digests that `owner` has pinned."""
+        """Return digests that `owner` has pinned."""
         replay = Replay()
         replay.refresh(pin_path(self._pins, owner))
         return replay.live
 
     def owners(self) -> list[str]:
-        """Owners that have a pin file."""
+        """Return owners that have a pin file."""
         return [owner_of(path) for path in pin_files(self._pins)]
 
     def collect(self, grace_seconds: float, extra_live: Iterable[str] = ()) -> list[str]:
@@ -277,7 +277,7 @@ class BlobStore:
         return removed
 
     def _renew(self, path: Path, data: bytes | memoryview) -> bool:
-        """Whether the content is there and whole; then it is young again, and durable."""
+        """Tell whether the content is there and whole; then it is young again, and durable."""
         with locked(self._lock, shared=True):
             try:
                 if path.read_bytes() != data:

@@ -60,7 +60,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation and, if `opening`, how the assistant's turn begins.
+        """Render the conversation and, if `opening`, how the assistant's turn begins.
 
         `options` are variables of the template's own. Raises ChatTemplateError.
         """

@@ -30,7 +30,7 @@ class VersionSpan:
 class Sample:
     """A row of a batch. Per-token columns have the length of the response.
 
-    `columns` maps a known column name (see columns.py) to an array (per token) or a float
+    `columns` maps a known column name to an array (per token) or a float
     (per sample); an absent name is an absent value, never a zero. `routed_experts`, where a
     mixture of experts sampled: int16[length - 1, mixture layers, chosen], for every token but
     the last.
@@ -119,7 +119,7 @@ _SCORE = re.compile(r"score/[A-Za-z0-9_.-]{1,64}")
 
 
 def find_column(name: str) -> Column | None:
-    """A known column, or a score that an environment named; None for anything else."""
+    """Return a known column, or a score that an environment named; None for anything else."""
     if _SCORE.fullmatch(name):
         return _sample(name, "a number of the environment's own")
     return COLUMNS.get(name)

@@ -84,7 +84,7 @@ class Batch:
             self.present.pop(column, None)
 
     def select(self, sample_ids: Sequence[str]) -> np.ndarray:
-        """Rows by id, ascending; all of them for no id. Raises for unknown and repeated ids."""
+        """Find rows by id, ascending; all for no id. Raises for unknown and repeated ids."""
         if not sample_ids:
             return np.arange(self.row_count)
         for sample_id in sample_ids:
@@ -97,7 +97,7 @@ class Batch:
 
 
 def parse_batch_name(name: str) -> str:
-    """The id in `batches/<id>`."""
+    """Return the id in `batches/<id>`."""
     if not name.startswith(PREFIX) or name == PREFIX:
         raise InvalidFieldError("batch", f"{name!r} is not of the form {PREFIX}<id>")
     return name.removeprefix(PREFIX)

@@ -54,7 +54,7 @@ class CheckpointStore:
         root.mkdir(parents=True, exist_ok=True)
 
     def begin(self, checkpoint_id: str) -> Path:
-        """A directory to fill. Raises InvalidFieldError and AlreadyExistsError."""
+        """Make a directory to fill. Raises InvalidFieldError and AlreadyExistsError."""
         if not _ID.fullmatch(checkpoint_id):
             raise InvalidFieldError("checkpoint_id", f"{checkpoint_id!r} must match {_ID.pattern}")
         if (self._root / checkpoint_id).exists():
@@ -95,7 +95,7 @@ class CheckpointStore:
         faults.point("checkpoint.renamed")
 
     def directory(self, name: str) -> Path:
-        """The directory of `checkpoints/<id>`. Raises InvalidFieldError and NotFoundError."""
+        """Find the directory of `checkpoints/<id>`. Raises InvalidFieldError, NotFoundError."""
         checkpoint_id = name.removeprefix(PREFIX)
         if checkpoint_id == name or not _ID.fullmatch(checkpoint_id):
             raise InvalidFieldError("checkpoint", f"{name!r} is not of the form {PREFIX}<id>")
@@ -105,7 +105,7 @@ class CheckpointStore:
         return directory
 
     def read(self, name: str, backend: str) -> CheckpointRecord:
-        """The record of a checkpoint. Raises CheckpointMismatchError for another backend's."""
+        """Read the record of a checkpoint. Raises CheckpointMismatchError for another backend's."""
         path = self.directory(name) / RECORD
         try:
             document: dict[str, Any] = json.loads(path.read_bytes())

@@ -256,7 +256,7 @@ class TrainerPasses:
         metrics.LEARNING_RATE.set(outcome.learning_rate)
 
     async def _plan(self, batch: Batch, selection: np.ndarray) -> PassPlan:
-        """Off the event loop, which many rows would hold up."""
+        """Plan off the event loop, which many rows would hold up."""
         return await asyncio.to_thread(self._planner.plan, batch, selection)
 
     def _check_columns(
@@ -316,7 +316,7 @@ def split_pass(
 
 
 def _stretches(plan: PassPlan) -> Iterable[tuple[int, int]]:
-    """Ranges of micro-batches whose rows fit a command on every rank."""
+    """Yield ranges of micro-batches whose rows fit a command on every rank."""
     start = 0
     held = [0] * len(plan.ranks)
     for index in range(plan.micro_batch_count):
@@ -330,7 +330,7 @@ def _stretches(plan: PassPlan) -> Iterable[tuple[int, int]]:
 
 
 def add_sums(sums: Sequence[pb.PassSums]) -> pb.PassSums:
-    """Sums over all data-parallel ranks and commands."""
+    """Add up sums over all data-parallel ranks and commands."""
     total = pb.PassSums()
     for part in sums:
         total.loss += part.loss
@@ -345,7 +345,7 @@ def add_sums(sums: Sequence[pb.PassSums]) -> pb.PassSums:
 
 
 def find_means(total: pb.PassSums) -> dict[str, float]:
-    """Means and maxima of the metrics that anything was measured for."""
+    """Return means and maxima of the metrics that anything was measured for."""
     found = {}
     for name, value in total.metrics.items():
         if value.weight:

@@ -47,13 +47,13 @@ class Packing:
     row_multiple: int = 1
 
     def lengths(self, lengths: np.ndarray, cap: int) -> np.ndarray:
-        """Tokens that rows take; what fits a micro-batch alone still does with its padding."""
+        """Return the tokens rows take; what fits a micro-batch alone still does when padded."""
         padded = -(-lengths // self.row_multiple) * self.row_multiple
         return np.where(lengths > cap, lengths, np.minimum(padded, cap))
 
 
 def packing_of(config: TrainerConfig, context_size: int) -> Packing:
-    """That of the configured backend on ranks of this context parallelism."""
+    """Return how the configured backend packs on ranks of this context parallelism."""
     if config.backend == "reference":
         return Packing()
     chunks = 2 * context_size if context_size > 1 and config.megatron.cp_layout == "zigzag" else 1
@@ -61,7 +61,7 @@ def packing_of(config: TrainerConfig, context_size: int) -> Packing:
 
 
 def limits_of(config: TrainerConfig, layout: trainer_pb.ParallelLayout) -> PlanLimits:
-    """What a plan for these ranks must keep; `layout` is empty before they are known."""
+    """Return the limits of plans for these ranks; `layout` is empty before they are known."""
     interleaved = layout.virtual_pipeline > 1
     return PlanLimits(
         token_cap=config.max_tokens_per_micro_batch,
@@ -81,7 +81,7 @@ class Planner:
         self._shape, self.limits, self.packing = shape, limits, packing or Packing()
 
     def own(self, facts: RowFacts) -> np.ndarray:
-        """Data-parallel rank of each row, int64[N]: whole groups, balanced by cost."""
+        """Choose the data-parallel rank of each row, int64[N]: whole groups, balanced by cost."""
         groups: dict[str, int] = {}
         group_of = [groups.setdefault(group, len(groups)) for group in facts.group_ids]
         costs, prompt_costs = self._costs(facts, np.arange(len(facts.lengths)))
@@ -113,7 +113,7 @@ class Planner:
     def solve(
         self, facts: RowFacts, owners: np.ndarray, selection: np.ndarray, limits: PlanLimits
     ) -> MicroBatchPlan:
-        """The plan of the selected rows, in rows of `facts`.
+        """Plan the selected rows, in rows of `facts`.
 
         Raises OversizeSampleError, and GroupTooLargeError under `max_micro_batches`.
         """
@@ -158,7 +158,7 @@ class Planner:
 
 
 def weigh_pass(batch: Batch, selection: np.ndarray, loss: LossSpec) -> PassWeights:
-    """Weights and divisor of a selection, such that divisors of disjoint selections add up.
+    """Compute weights and divisor of a selection, such that divisors of disjoint selections add up.
 
     A group's weight counts its tokens in the whole batch and its divisor is 1 over all its
     rows, so that a group may be spread over calls.
@@ -175,7 +175,7 @@ def weigh_pass(batch: Batch, selection: np.ndarray, loss: LossSpec) -> PassWeigh
 def find_missing(
     batch: Batch, selection: np.ndarray, columns: Sequence[str]
 ) -> tuple[int, list[str]] | None:
-    """The first selected row that lacks any of `columns`, and which ones."""
+    """Find the first selected row that lacks any of `columns`, and which ones."""
     absent = np.zeros(len(selection), dtype=np.bool_)
     held = {name: batch.present.get(name) for name in columns}
     for rows in held.values():
@@ -188,7 +188,7 @@ def find_missing(
 
 
 def skips_zero_advantage_rows(loss: LossSpec) -> bool:
-    """Whether a row of zero advantages has zero loss and zero gradient under `loss`."""
+    """Tell whether a row of zero advantages has zero loss and zero gradient under `loss`."""
     if loss.has_kl or loss.has_entropy_gradient:
         return False
     return loss.name in ("ppo_clip", "gspo", "cispo", "importance_sampling", "reinforce")
@@ -244,7 +244,7 @@ class DryPlan:
 
 
 def describe_bare(rows: Sequence[BareRow]) -> RowFacts:
-    """Facts of rows without ids. Raises InvalidFieldError."""
+    """Return facts of rows without ids. Raises InvalidFieldError."""
     prompts: dict[tuple[int | str, int], int] = {}
     prompt_of = np.empty(len(rows), dtype=np.int64)
     group_ids = []

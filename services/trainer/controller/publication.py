@@ -142,7 +142,7 @@ class Publisher:
             raise
 
     def _find_base(self) -> int | None:
-        """The version that the next one may be a delta of, while the chain is not too long."""
+        """Find the version that the next one may be a delta of, while the chain is not too long."""
         published = self._state.weights
         if not self._config.delta or published is None:
             return None

@@ -54,7 +54,7 @@ class RankLink:
 
     @property
     def silence(self) -> float:
-        """Seconds since the last sign of life."""
+        """Return the seconds since the last sign of life."""
         return time.monotonic() - self.heard
 
     def hear(self) -> None:
@@ -109,7 +109,7 @@ class RankIncarnation:
         self._watchers.append(asyncio.create_task(self._watch(link)))
 
     def leave(self, link: RankLink) -> None:
-        """A rank's stream ended. Its process may still tell why."""
+        """Note that a rank's stream ended. Its process may still tell why."""
         detail = f"closed its stream, last in {link.activity or 'idle'}"
         link.loss = RankLostError(link.rank, detail)
         asyncio.get_running_loop().call_later(EXIT_GRACE, self.fail, link.loss)
@@ -173,7 +173,7 @@ class RankIncarnation:
         return [result for _, result in sorted(pending.results.items())]
 
     def reporting(self, results: Sequence[pb.CommandResult]) -> list[pb.CommandResult]:
-        """Of the answers of `run` one for each data-parallel rank, in the order of those."""
+        """Choose of the answers of `run` one for each data-parallel rank, in the order of those."""
         ranks = sorted(self.links.values(), key=lambda link: link.rank)
         chosen = {
             link.data_rank: result
@@ -303,7 +303,7 @@ class RankGroup:
 
     @property
     def incarnation(self) -> RankIncarnation:
-        """The ranks that take commands. Raises while there are none."""
+        """Return the ranks that take commands. Raises while there are none."""
         if self.state == trainer_pb.Trainer.STATE_FAILED:
             raise TrainerFailedError(f"the ranks are gone: {self.failure}", cause=self.failure)
         if self.state != trainer_pb.Trainer.STATE_ACTIVE or self._incarnation is None:
@@ -317,7 +317,7 @@ class RankGroup:
 
     @property
     def layout(self) -> trainer_pb.ParallelLayout:
-        """The mesh; empty before a rank is ready."""
+        """Return the mesh; empty before a rank is ready."""
         layouts = [link.layout for link in self.links if link.layout is not None]
         return layouts[0] if layouts else trainer_pb.ParallelLayout()
 
@@ -326,11 +326,11 @@ class RankGroup:
         self._supervisor = asyncio.create_task(self._supervise(front))
 
     async def wait_settled(self) -> None:
-        """Until the first ranks are active or the group has failed."""
+        """Wait until the first ranks are active or the group has failed."""
         await self._settled.wait()
 
     async def wait_given_up(self) -> None:
-        """Until no more ranks are launched. Raises what nobody expected to end that."""
+        """Wait until no more ranks are launched. Raises what nobody expected to end that."""
         assert self._supervisor is not None, "it has been started"
         await asyncio.shield(self._supervisor)
 
@@ -345,7 +345,7 @@ class RankGroup:
         await self._launcher.close()
 
     def note_progress(self) -> None:
-        """An optimizer step was taken: earlier losses of ranks do not count against the next."""
+        """Note an optimizer step: earlier losses of ranks do not count against the next."""
         self._restarts_in_a_row = 0
 
     async def admit(self, hello: pb.RankHello) -> tuple[RankIncarnation, RankLink]:
@@ -398,7 +398,7 @@ class RankGroup:
             self._settled.set()
 
     async def _live(self, front: str) -> ServiceError:
-        """One incarnation from launch to loss; returns the error that ended it."""
+        """Run one incarnation from launch to loss; returns the error that ended it."""
         number = self.restart_count + 1
         incarnation = RankIncarnation(number, self._config.count, self._config, self._waits)
         self._incarnation = incarnation

@@ -52,7 +52,7 @@ class GradientLedger(Generic[T]):
     broken: str = ""
 
     def find(self, part_id: str, body: str) -> T | None:
-        """The answer that this part was given before, None for a new part.
+        """Return the answer that this part was given before, None for a new part.
 
         Raises GradientsIncompleteError, and PartReusedError for another body.
         """

@@ -73,7 +73,7 @@ class Trainer:
         bare: Sequence[BareRow],
         options: PlanOptions,
     ) -> DryPlan:
-        """How rows of a batch, or bare ones, would be packed; runs nothing, so needs no turn."""
+        """Plan how rows of a batch, or bare ones, would run; runs nothing, so needs no turn."""
         assert self.ranks.incarnation  # before, the degrees of the mesh are not known
         limits = options.apply(self._planner.limits)
         if bare:

@@ -122,7 +122,7 @@ class WeightSender:
         targets: Sequence[Target],
         outcomes: dict[str, RemoteError | None],
     ) -> dict[Target, engine_pb.GetEngineResponse]:
-        """The engines that answer, can take part and lack the version.
+        """Find the engines that answer, can take part and lack the version.
 
         Why the others do not take part goes to `outcomes`: None for those that have it, from a
         try that failed elsewhere. They would join, and then receive nothing from stuck senders.
@@ -152,7 +152,7 @@ class WeightSender:
         ready: Mapping[Target, engine_pb.GetEngineResponse],
         pending: set[str],
     ) -> dict[str, RemoteError | None]:
-        """One try with `ready`; who has the version leaves `pending`."""
+        """Try once with `ready`; who has the version leaves `pending`."""
         group = await self._group_of(ready)
         if not group.senders:
             return dict.fromkeys((t.engine_id for t in ready), _refusal("a trainer without ranks"))
@@ -196,7 +196,7 @@ class WeightSender:
         return {t.engine_id: error for t, error in zip(group.members, errors, strict=True)}
 
     async def _group_of(self, ready: Mapping[Target, engine_pb.GetEngineResponse]) -> _Group:
-        """The group there is, if it has these members and all are still in it; else a new one."""
+        """Return the group there is, if these are its members and still in it; else a new one."""
         old, members = self._group, tuple(ready)
         incarnation = self._ranks.incarnation
         if (
@@ -268,7 +268,7 @@ class WeightSender:
 async def _settle(
     sending: asyncio.Task[list[pb.CommandResult]], receiving: Sequence[asyncio.Task[Any]]
 ) -> list[pb.CommandResult]:
-    """Until all have ended; or, once one has failed, all that do so soon after the sending.
+    """Wait until all have ended; or, once one has failed, all that do so soon after the sending.
 
     Behind a member that is gone others may wait for their deadline, which helps nobody. Returns
     what the senders answered, or raises why they could not.
@@ -300,7 +300,7 @@ def _given_up() -> RemoteError:
 
 
 def _may_be_innocent(error: RemoteError | None) -> bool:
-    """Whether the fault may be another member's, which a new group would leave out."""
+    """Tell whether the fault may be another member's, which a new group would leave out."""
     return error is not None and error.reason in (BROKEN, NOT_JOINED)
 
 

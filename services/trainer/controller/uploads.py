@@ -55,12 +55,12 @@ class Upload:
 
     @property
     def pending(self) -> bool:
-        """Whether rows are in memory: call `spool` before `add_blob`."""
+        """Tell whether rows are in memory: call `spool` before `add_blob`."""
         return bool(self._inline)
 
     @property
     def full(self) -> bool:
-        """Whether the rows in memory are enough for a blob: call `spool`."""
+        """Tell whether the rows in memory are enough for a blob: call `spool`."""
         return self._inline_tokens >= SPOOL_TOKENS or len(self._inline) >= SPOOL_ROWS
 
     def add_blob(self, reference: BlobReference) -> None:
@@ -69,7 +69,7 @@ class Upload:
         self._references.append(reference)
 
     def finish(self) -> list[BlobReference]:
-        """The blobs that hold all rows, in order."""
+        """Return the blobs that hold all rows, in order."""
         self.spool()
         return list(self._references)
 
@@ -87,7 +87,7 @@ def read_batch(
     limits: RowLimits,
     planner: Planner,
 ) -> Batch:
-    """A batch of the rows of these blobs, of which only the facts are read.
+    """Make a batch of the rows of these blobs, of which only the facts are read.
 
     Raises NotFoundError, DataLossError, OversizeSampleError or InvalidFieldError.
     """
@@ -114,7 +114,7 @@ def read_batch(
 
 
 def find_facts(blobs: BlobStore, reference: BlobReference, limits: RowLimits) -> RowFacts:
-    """The facts about the rows of a blob, as the ranks hold those.
+    """Return the facts about the rows of a blob, as the ranks hold those.
 
     They are read, without the rows. A blob is read whole, and so checked, where they are absent
     (older versions wrote none), damaged, or of rows that the ranks cut or refuse.
@@ -155,7 +155,7 @@ class ColumnUpdate:
         self._samples[row] = sample
 
     def spool(self, blobs: BlobStore) -> list[tuple[BlobReference, list[int]]]:
-        """Blobs with the rows in each, tokens left out."""
+        """Put blobs and return them with the rows in each, tokens left out."""
         rows = sorted(self._samples)
         parts = [rows[start : start + SPOOL_ROWS] for start in range(0, len(rows), SPOOL_ROWS)]
         return [
@@ -177,7 +177,7 @@ class ColumnUpdate:
 
 
 def bare(sample: Sample) -> Sample:
-    """The sample without its tokens, to send columns alone."""
+    """Return the sample without its tokens, to send columns alone."""
     return Sample(
         sample_id=sample.sample_id,
         group_id=sample.group_id,
@@ -188,7 +188,7 @@ def bare(sample: Sample) -> Sample:
 
 
 def set_columns(batch: Batch, blob: BlobReference, rows: Sequence[int]) -> Build:
-    """The command that gives every rank the new columns of its rows."""
+    """Return the command that gives every rank the new columns of its rows."""
     rows_N = np.asarray(rows, dtype=np.int64)
 
     def build(data_rank: int) -> pb.FollowResponse:
@@ -211,14 +211,14 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def in_upload_order(batch: Batch, parts: Sequence[Sequence[Sample]]) -> Iterator[Sample]:
-    """Rows that the ranks answered with, as the batch has them."""
+    """Yield rows that the ranks answered with, as the batch has them."""
     samples = {sample.sample_id: sample for part in parts for sample in part}
     for sample_id in batch.facts.sample_ids:
         yield samples[sample_id]
 
 
 def add_rows(batch: Batch) -> list[Build]:
-    """Commands that give every rank its rows of `batch`."""
+    """Return commands that give every rank its rows of `batch`."""
     starts: list[int] = []
     rows = blobs = 0
     for index, stored in enumerate(batch.stored):
@@ -272,7 +272,7 @@ class TrainerBatches:
         self.blobs.unpin(self._owner)
 
     def begin_upload(self) -> Upload:
-        """Where rows are gathered before they become a batch. Raises while there are no ranks."""
+        """Return where rows gather before they are a batch. Raises while there are no ranks."""
         assert self._ranks.incarnation  # before, the context ranks that share a row are not known
         return Upload(self.blobs, self.limits)
 
@@ -376,7 +376,7 @@ class TrainerBatches:
 
     @in_turn
     async def get_columns(self, name: str, columns: Sequence[str]) -> Iterator[Sample]:
-        """Rows in the order of the upload, with the named columns that they have."""
+        """Return rows in the order of the upload, with the named columns that they have."""
         check_names(columns)
         ranks, batch = self._ranks.incarnation, self._state.batches.get(name)
         command = pb.ReadColumns(batch_id=batch.batch_id, columns=columns)

@@ -127,7 +127,7 @@ class ControllerStream:
         self._started.wait(EXIT_SECONDS)
 
     def commands(self) -> Iterator[pb.FollowResponse]:
-        """Commands in order, until the stream ends."""
+        """Yield commands in order, until the stream ends."""
         while (command := self._commands.get()) is not None:
             yield command
 

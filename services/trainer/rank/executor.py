@@ -87,7 +87,7 @@ class Executor:
         leave_group()
 
     def execute(self, command: pb.FollowResponse) -> pb.CommandResult:
-        """The answer to a command; an error is an answer too, and the next command goes on."""
+        """Answer a command; an error is an answer too, and the next command goes on."""
         name = command.WhichOneof("command") or ""
         result = pb.CommandResult(sequence=command.sequence)
         try:
@@ -188,7 +188,7 @@ class Executor:
 def _sum_logprobs(
     new_T: torch.Tensor, rollout_T: torch.Tensor, mask_T: torch.Tensor, sums: pb.PassSums
 ) -> None:
-    """Sums of the new column and of its distance from the engine's, over trained tokens."""
+    """Add up the new column and of its distance from the engine's, over trained tokens."""
     count = int(mask_T.sum())
     sums.token_count = count
     sums.metrics["logprob"].sum = float(new_T[mask_T].double().sum())
@@ -213,7 +213,7 @@ def _sums_to_proto(sums: PassSums) -> pb.PassSums:
 
 
 def find_mesh(config: TrainerConfig, rank: int, world_size: int) -> Mesh:
-    """The place of a rank under the backend's layout; raises ValueError if none fits."""
+    """Return the place of a rank under the backend's layout; raises ValueError if none fits."""
     if config.backend == "megatron":
         from services.trainer.backends.megatron.layout import mesh_of
 
@@ -239,7 +239,7 @@ def join_group(config: TrainerConfig, mesh: Mesh) -> None:
 
 
 def _local_store(mesh: Mesh, timeout: datetime.timedelta) -> dist.Store:
-    """Where ranks of one host meet: at a socket of the controller's, for loopback alone."""
+    """Return where ranks of one host meet: at a socket of the controller's, for loopback alone."""
     listener = int(os.environ["MASTER_LISTEN_FD"]) if mesh.rank == 0 else None
     return dist.TCPStore(
         os.environ["MASTER_ADDR"],

@@ -92,7 +92,7 @@ class RowTable:
         return self._batches[batch_id]
 
     def micro_batches(self, batch_id: str, plan: Iterable[pb.MicroBatchRows]) -> list[list[Row]]:
-        """Rows of each micro-batch, with their loss weights if the plan has them."""
+        """Return the rows of each micro-batch, with their loss weights if the plan has them."""
         batch = self._batches[batch_id]
         return [
             [
