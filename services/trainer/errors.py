@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
-from safetensors import SafetensorError
 
 from sluice.runtime.errors import ServiceError
-from sluice.weights.errors import WeightStoreError
 
 
 class ColumnMissingError(ServiceError):
@@ -161,20 +159,3 @@ class RankError(ServiceError):
 
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
-
-
-# Of models and their providers, of libraries (absent ones too), files and stores of weights.
-FAILURES = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    SafetensorError,
-    ServiceError,
-    TypeError,
-    ValueError,
-    WeightStoreError,
-)

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from services.trainer.errors import FAILURES
+from services.trainer.rank import FAILURES
 from tests.patience import PATIENCE
 
 Job = Callable[[int, int, dict[str, Any]], dict[str, Any]]

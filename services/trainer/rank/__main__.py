@@ -21,7 +21,7 @@ from pathlib import Path
 import grpc
 
 from services.trainer.config import TrainerConfig
-from services.trainer.errors import FAILURES
+from services.trainer.rank import FAILURES
 from sluice import logs, platform
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.api.trainer.v1 import worker_service_pb2_grpc as pb_grpc

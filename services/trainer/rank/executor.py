@@ -21,7 +21,8 @@ from services.trainer.backend import (
     create_backend,
 )
 from services.trainer.config import TrainerConfig
-from services.trainer.errors import FAILURES, CheckpointMismatchError
+from services.trainer.errors import CheckpointMismatchError
+from services.trainer.rank import FAILURES
 from services.trainer.rank.table import RowTable, add_advantages
 from services.trainer.rows import RowLimits
 from sluice import faults, platform
