@@ -1,6 +1,6 @@
 """What a loss and an advantage estimator are asked for: closed words, checked before any tensor.
 
-Imports no torch, so that a front process can refuse a bad request. A setting left at None is off
+Imports no torch, so that a controller can refuse a bad request. A setting left at None is off
 (or takes the algorithm's own default where its comment says so). A setting that would have no
 effect for the chosen algorithm is an error that names it.
 """

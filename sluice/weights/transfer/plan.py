@@ -1,6 +1,6 @@
 """Weights from a trainer's ranks to engines over collectives, past the store.
 
-The trainer's front publishes a version to the store, then sends it to the engines at hand:
+The trainer's controller publishes a version to the store, then sends it to the engines at hand:
 
 1. `OpenTransferCommand`: every rank that owns tensors (a *sender*) listens with a torch
    `TCPStore` and says at which host:port.
@@ -25,7 +25,7 @@ counts as prepared. Who cannot check first, since its engine loads into the serv
 paused until it has checked, and goes back to a version of the store if they differ.
 
 Every wait has the deadline of the request. A member that dies or stalls breaks its groups for
-all; the front then makes new ones without it, and the engine left out catches up from the store.
+all; the controller then makes new ones without it, and the engine left out catches up from the store.
 """
 
 from __future__ import annotations
