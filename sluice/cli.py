@@ -143,15 +143,17 @@ async def run_sft(config: SftConfig) -> None:
     """One supervised run and its report."""
     from sluice.loop.sft import LINE, SftRun, load_rows, step_count
 
-    trainer = config.trainer
     if config.services is not None:
-        trainer = trainer or address_of(config.services, "trainer")
-        if config.store is None:
-            config = config.model_copy(update={"store": read_store(config.services)})
+        config = config.model_copy(
+            update={
+                "trainer": config.trainer or address_of(config.services, "trainer"),
+                "store": config.store or read_store(config.services),
+            }
+        )
     rows = load_rows(config)
     steps = step_count(config, rows)
     with owned(config.run_dir), RunReport(config.run_dir, steps, line=LINE) as report:
-        run = SftRun(config, trainer, rows, report)
+        run = SftRun(config, rows, report)
         try:
             await run.start()
             await run.train()
@@ -176,7 +178,7 @@ async def run_training(
         )
     critic = _critic(config, addresses)
     with owned(config.run_dir), RunReport(config.run_dir, config.steps) as report:
-        run = TrainingRun(config, config.trainer, config.router, report, critic)
+        run = TrainingRun(config, report, critic)
         try:
             await run.start()
             await run.train()

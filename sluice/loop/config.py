@@ -150,20 +150,37 @@ class TraceConfig(Config):
     )
 
 
-class RunConfig(ProcessConfig):
-    """A training run. Flags override the file, e.g. `--steps 10`."""
+class CommonRunConfig(ProcessConfig):
+    """The settings that a training run and a supervised one share."""
 
     run_dir: Path
     services: Path | None = Field(None, description="services.json of `sluice up`.")
     trainer: str = Field("", description="host:port, instead of `services`.")
-    router: str = ""
-    weights: str = Field(
-        "", description="Versions of weights, e.g. s3://bucket/prefix; empty is <store>/weights."
-    )
     store: Path | None = Field(
         None, description="Shared store; None is that of `services`, or run_dir/store."
     )
     security: SecurityConfig = SecurityConfig()
+    seed: int = 0
+    initial_checkpoint: str = Field(
+        "", description="checkpoints/<id> to begin with; empty is what the trainer holds."
+    )
+    checkpoint_every: int = Field(50, ge=0, description="Steps; 0 is never.")
+    resume: bool = Field(False, description="Go on with what run_dir holds.")
+    retention: RetentionConfig = RetentionConfig()
+    service_timeout_seconds: float = Field(300, gt=0, description="For services to be ready.")
+
+    @property
+    def store_dir(self) -> Path:
+        return self.store or self.run_dir / "store"
+
+
+class RunConfig(CommonRunConfig):
+    """A training run. Flags override the file, e.g. `--steps 10`."""
+
+    router: str = ""
+    weights: str = Field(
+        "", description="Versions of weights, e.g. s3://bucket/prefix; empty is <store>/weights."
+    )
 
     prompts: PromptsConfig
     environment: EnvironmentConfig
@@ -185,25 +202,17 @@ class RunConfig(ProcessConfig):
     steps: int = Field(100, gt=0)
     stop_at_reward: float | None = Field(None, description="Mean of the last `stop_window` steps.")
     stop_window: int = Field(10, gt=0)
-    seed: int = 0
     deterministic: bool = Field(
         False, description="The same weights to the bit, however often it was resumed."
-    )
-    initial_checkpoint: str = Field(
-        "", description="checkpoints/<id> to begin with; empty is what the trainer holds."
     )
     max_staleness: int = Field(0, ge=0, description="Steps; 0 is synchronous.")
     pause_mode: Literal["wait", "abort", "in_place"] = "in_place"
     # collective: the trainer's ranks also broadcast each version to the engines at hand, which
     # its transfer.enabled allows; who does not receive it reads it from the store, as all else do
     weight_transport: Literal["store", "collective"] = "store"
-    checkpoint_every: int = Field(50, ge=0, description="Steps; 0 is never.")
-    resume: bool = Field(False, description="Go on with what run_dir holds.")
-    retention: RetentionConfig = RetentionConfig()
     trace: TraceConfig = TraceConfig()
     group_timeout_seconds: float = Field(600, gt=0)
     group_attempts: int = Field(3, gt=0, description="Issues of a group before it is dropped.")
-    service_timeout_seconds: float = Field(300, gt=0, description="For services to be ready.")
     evaluation: EvaluationConfig | None = None
 
     @model_validator(mode="after")
@@ -242,10 +251,6 @@ class RunConfig(ProcessConfig):
             raise ValueError("surplus: has no effect without over_sampling")
         return self
 
-    @property
-    def store_dir(self) -> Path:
-        return self.store or self.run_dir / "store"
-
 
 class RowsConfig(Config):
     """A JSONL or Parquet file. A row has `messages` (and `tools`), or `prompt` and `answer`."""
@@ -254,16 +259,8 @@ class RowsConfig(Config):
     shuffle: bool = Field(True, description="Anew every epoch, from the seed.")
 
 
-class SftConfig(ProcessConfig):
+class SftConfig(CommonRunConfig):
     """Supervised training on conversations. Flags override the file, e.g. `--epochs 3`."""
-
-    run_dir: Path
-    services: Path | None = Field(None, description="services.json of `sluice up`.")
-    trainer: str = Field("", description="host:port, instead of `services`.")
-    store: Path | None = Field(
-        None, description="Shared store; None is that of `services`, or run_dir/store."
-    )
-    security: SecurityConfig = SecurityConfig()
 
     tokenizer: Path = Field(description="Model directory with tokenizer and chat template.")
     rows: RowsConfig
@@ -271,14 +268,6 @@ class SftConfig(ProcessConfig):
     epochs: int = Field(1, gt=0, description="Every row once in each.")
     steps: int | None = Field(None, gt=0, description="End here instead, if that is earlier.")
     loss: LossSpec = LossSpec(name="sft")
-    seed: int = 0
-    initial_checkpoint: str = Field(
-        "", description="checkpoints/<id> to begin with; empty is what the trainer holds."
-    )
-    checkpoint_every: int = Field(50, ge=0, description="Steps; 0 is never.")
-    resume: bool = Field(False, description="Go on with what run_dir holds.")
-    retention: RetentionConfig = RetentionConfig()
-    service_timeout_seconds: float = Field(300, gt=0, description="For the trainer to be ready.")
 
     @field_validator("loss")
     @classmethod
@@ -292,7 +281,3 @@ class SftConfig(ProcessConfig):
         if self.services is None and not self.trainer:
             raise ValueError("give services or trainer")
         return self
-
-    @property
-    def store_dir(self) -> Path:
-        return self.store or self.run_dir / "store"

@@ -87,9 +87,10 @@ class GroupFilters:
 
         Raises FilterError, and what a filter raises.
         """
-        if not self._keeps:
-            return ""
-        group = generated_group(finished)
+        return self.rejecting(generated_group(finished)) if self._keeps else ""
+
+    def rejecting(self, group: GeneratedGroup) -> str:
+        """Returns the name of the first filter that does not keep the group, as `rejected_by`."""
         for name, keep in self._keeps:
             verdict = keep(group)
             if not isinstance(verdict, bool):
@@ -114,22 +115,6 @@ def generated_group(finished: pb.FinishedGroup) -> GeneratedGroup:
         prompt_length=finished.prompt_length,
         min_version=finished.min_version,
         max_version=finished.max_version,
-    )
-
-
-def group_to_proto(group: GeneratedGroup) -> pb.FinishedGroup:
-    """The other way round, for tests of filters."""
-    details = zip(group.scores, group.episodes, strict=True)
-    return pb.FinishedGroup(
-        group_id=group.group_id,
-        rewards=group.rewards,
-        raw_rewards=group.raw_rewards,
-        response_lengths=group.response_lengths,
-        finish_reasons=[wire.FINISH_REASONS[reason] for reason in group.finish_reasons],
-        details=[pb.SampleDetails(scores=s, episode=e) for s, e in details],
-        prompt_length=group.prompt_length,
-        min_version=group.min_version,
-        max_version=group.max_version,
     )
 
 
@@ -171,7 +156,7 @@ def check_filter(path: str, settings: dict[str, Any], *groups: GeneratedGroup) -
         raise AssertionError(str(error)) from None
     for group in (*ODD_GROUPS, *groups):
         try:
-            filters.rejected_by(group_to_proto(group))
+            filters.rejecting(group)
         except FilterError as error:
             raise AssertionError(f"{error}, for {group}") from None
 

@@ -6,17 +6,19 @@ import asyncio
 import logging
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from sluice import faults
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.rollout.v1 import rollout_service_pb2 as rollout_pb
+from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.client import RemoteError, RouterClient, TrainerClient
 from sluice.config import ConfigError
 from sluice.loop import trace
-from sluice.loop.config import RunConfig
+from sluice.loop.config import CommonRunConfig, RunConfig
 from sluice.loop.dispatcher import DispatcherConfig, RolloutDispatcher
 from sluice.loop.evaluation import EvaluationLane
 from sluice.loop.filters import GroupFilters
@@ -48,25 +50,136 @@ from sluice.loop.workers import EpisodeWorkers, build_request
 logger = logging.getLogger(__name__)
 
 
-class TrainingRun:
+C = TypeVar("C", bound=CommonRunConfig)
+
+
+class TrainerRun(ABC, Generic[C]):
+    """A run of steps on a trainer: where it stands, and the run checkpoints it can go back to."""
+
+    def __init__(self, config: C, report: RunReport, weights: str = "") -> None:
+        """`weights` is where versions are, if not in the store."""
+        self.config, self.report, self._weights_location = config, report, weights
+        self.trainer = TrainerClient(config.trainer, config.security)
+        self.ledger = Ledger(config.run_dir / LEDGER)
+        self.step = 0  # of the loop
+        self.optimizer_step = 0  # of the trainer
+        self._weights = sample_pb2.WeightVersion()  # published last
+        self._settings: dict[str, str] = {}  # digests of those that shape the run
+        self._run_checkpoints = config.run_dir / RUN_CHECKPOINTS
+        self._recovery = TrainerRecovery(self.trainer, self._begin, config.service_timeout_seconds)
+        self._retained: Retention | None = None
+
+    @property
+    def _retention(self) -> Retention:
+        assert self._retained is not None, "the run has not started"
+        return self._retained
+
+    async def start(self) -> None:
+        """Brings all services to the first state, or to that of the last run checkpoint.
+
+        Raises ConfigError for services that cannot do what the run is to do.
+        """
+        config = self.config
+        check_ledger(self.ledger, latest_run_checkpoint(self._run_checkpoints))
+        await wait_for_trainer(self.trainer, config.service_timeout_seconds)
+        await self._check_services()
+        self._retained = Retention(
+            config.retention, config.store_dir, config.run_dir, self.ledger, self._weights_location
+        )
+        await self._recovery.run(self._begin)
+
+    async def close(self) -> None:
+        """Ends what runs in the background and closes every connection."""
+        if self._retained is not None:
+            await self._retained.close()
+        await self.trainer.close()
+        self.ledger.close()
+
+    async def _check_services(self) -> None:
+        """Waits for other services. Raises ConfigError for those that cannot do their part."""
+
+    @abstractmethod
+    async def _begin_anew(self) -> None:
+        """Brings services to the first state; the trainer is there."""
+
+    @abstractmethod
+    async def _restore(self, run_checkpoint: RunCheckpoint) -> None:
+        """Goes back to a run checkpoint."""
+
+    async def _save_critic(self, checkpoint_id: str) -> str:
+        """Returns the critic's checkpoint; empty without a critic."""
+        return ""
+
+    async def _begin(self) -> None:
+        last = latest_run_checkpoint(self._run_checkpoints)
+        if last is not None:
+            await self._restore(last)
+            return
+        if self.config.initial_checkpoint:
+            loaded = await self.trainer.load_checkpoint(self.config.initial_checkpoint)
+            self.optimizer_step = loaded.step
+        else:
+            self.optimizer_step = (await self.trainer.get()).step
+        await self._begin_anew()
+
+    async def _load(self, run_checkpoint: RunCheckpoint) -> int:
+        """Loads trainer and ledger; returns how many groups wait to be trained on again."""
+        loaded = await self.trainer.load_checkpoint(run_checkpoint.checkpoint)
+        group_count = self.ledger.roll_back(run_checkpoint.step)
+        await self._retention.resume()
+        self.step, self.optimizer_step = run_checkpoint.step, loaded.step
+        return group_count
+
+    async def _save(self) -> None:
+        """Saves a checkpoint, then the manifest that makes it the place to resume from."""
+        await self._retention.settle()
+        name = self._retention.new_checkpoint_id(self.step)
+        with trace.span(trace.TRAINER, "checkpoint"):
+            saved = await self.trainer.save_checkpoint(name)
+        check_step(saved.step, self.optimizer_step, "checkpoint")
+        critic_checkpoint = await self._save_critic(name)
+        faults.point("checkpoint")
+        run_checkpoint = RunCheckpoint(
+            step=self.step,
+            optimizer_step=saved.step,
+            checkpoint=saved.checkpoint,
+            weight_version=self._weights.version,
+            weight_digest=self._weights.digest,
+            position=self.ledger.next_position(),
+            seed=self.config.seed,
+            critic_checkpoint=critic_checkpoint,
+            settings=self._settings,
+        )
+        await self._retention.record(run_checkpoint)
+
+    async def _publish_weights(
+        self,
+        targets: Sequence[trainer_pb.TransferTarget] = (),
+        mode: engine_pb.PauseMode = engine_pb.PAUSE_MODE_UNSPECIFIED,
+    ) -> trainer_pb.PublishWeightsResponse:
+        """Publishes the trainer's weights; they are pinned, and in the ledger."""
+        with trace.span(trace.TRAINER, "publish"):
+            published = await self.trainer.publish_weights(targets, mode)
+        weights = published.weights
+        faults.point("published")
+        check_step(published.step, self.optimizer_step, "published weights")
+        await self._retention.hold_weights(weights.version)
+        self.ledger.record_version(weights.version, weights.digest, self.step)
+        return published
+
+
+class TrainingRun(TrainerRun[RunConfig]):
     """One training run over running services. `start`, `train`, then `close`."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        trainer: str,
-        router: str,
-        report: RunReport,
-        critic: Critic | None = None,
-    ) -> None:
-        self.config, self.report = config, report
+    def __init__(self, config: RunConfig, report: RunReport, critic: Critic | None = None) -> None:
         self._prompts = load_prompts(config.prompts, config.seed)
         self._filters = GroupFilters(config.filters)
-        self._settings = settings_digests(config, self._prompts.digest)
-        check_resumed(config, self._settings, report.note)
-        self.trainer = TrainerClient(trainer, config.security)
+        settings = settings_digests(config, self._prompts.digest)
+        check_resumed(config, settings, report.note)
+        super().__init__(config, report, config.weights)
+        self._settings = settings
         self.critic = critic
-        self.router = RouterClient(router, config.security)
+        self.router = RouterClient(config.router, config.security)
         self.fleet = EngineFleet(
             self.router,
             config.security,
@@ -74,38 +187,14 @@ class TrainingRun:
         )
         self.workers = EpisodeWorkers(self.router, config.security, config.service_timeout_seconds)
         self._evaluations = EvaluationLane(config, self.workers, report)
-        self.ledger = Ledger(config.run_dir / LEDGER)
         self._trace = trace.RunTrace(config.run_dir, config.trace)
-        self._run_checkpoints = config.run_dir / RUN_CHECKPOINTS
-        self._retention: Retention | None = None
         self._dispatcher: RolloutDispatcher | None = None
         self._keeping_up: asyncio.Task[None] | None = None
-        self.step = 0  # of the loop
-        self.optimizer_step = 0  # of the trainer
         self._rewards: list[float] = []
-        self._recovery = TrainerRecovery(self.trainer, self._begin, config.service_timeout_seconds)
-        self._weights: sample_pb2.WeightVersion | None = None  # published last
 
     async def start(self) -> None:
-        """Bring trainer and engines to the first weights, or to those of the last run checkpoint.
-
-        Raises ConfigError for services that cannot do what the run is to do.
-        """
-        check_ledger(self.ledger, latest_run_checkpoint(self._run_checkpoints))
-        seconds = self.config.service_timeout_seconds
         trace.use(self._trace)
-        await wait_for_trainer(self.trainer, seconds)
-        await self.workers.refresh()
-        if self.config.deterministic:
-            await self.fleet.check_deterministic(seconds)
-        self._retention = Retention(
-            self.config.retention,
-            self.config.store_dir,
-            self.config.run_dir,
-            self.ledger,
-            self.config.weights,
-        )
-        await self._recovery.run(self._begin)
+        await super().start()
         self._keeping_up = asyncio.create_task(self.fleet.keep_up(), name="keep engines up")
 
     async def train(self) -> None:
@@ -123,7 +212,6 @@ class TrainingRun:
         await self._evaluations.measure("after", self.step, self.fleet.version)
 
     async def close(self) -> None:
-        """End what runs in the background and close every connection."""
         if self._keeping_up is not None:
             self._keeping_up.cancel()
             await asyncio.gather(self._keeping_up, return_exceptions=True)
@@ -131,14 +219,15 @@ class TrainingRun:
         self._trace.flush(self.step + 1)  # what came after the last step
         if self._dispatcher is not None:
             await self._dispatcher.close()
-        if self._retention is not None:
-            await self._retention.close()
-        await asyncio.gather(
-            self.fleet.close(), self.workers.close(), self.trainer.close(), self.router.close()
-        )
+        await asyncio.gather(self.fleet.close(), self.workers.close(), self.router.close())
         if self.critic is not None:
             await self.critic.close()
-        self.ledger.close()
+        await super().close()
+
+    async def _check_services(self) -> None:
+        await self.workers.refresh()
+        if self.config.deterministic:
+            await self.fleet.check_deterministic(self.config.service_timeout_seconds)
 
     @property
     def _warmup_steps(self) -> int:
@@ -154,19 +243,9 @@ class TrainingRun:
         )
         return reached or self._evaluations.has_reached or self.step >= config.steps
 
-    async def _begin(self) -> None:
-        """The first weights and the first run checkpoint, or what the last run checkpoint names."""
-        run_checkpoint = latest_run_checkpoint(self._run_checkpoints)
-        if run_checkpoint is not None:
-            await self._restore(run_checkpoint)
-            return
-        if self.config.initial_checkpoint:
-            loaded = await self.trainer.load_checkpoint(self.config.initial_checkpoint)
-            self.optimizer_step = loaded.step
-        else:
-            self.optimizer_step = (await self.trainer.get()).step
-            if self.optimizer_step:
-                self._begin_late(self.optimizer_step)
+    async def _begin_anew(self) -> None:
+        if self.optimizer_step and not self.config.initial_checkpoint:
+            self._begin_late(self.optimizer_step)
         if self.critic is not None:
             await self.critic.begin()
             if self.critic.optimizer_step:
@@ -257,7 +336,6 @@ class TrainingRun:
                 drops_surplus=self.config.surplus == "drop",
                 steps=self.config.steps,
             )
-            assert self._retention is not None
             self._dispatcher = RolloutDispatcher(
                 dispatcher_config,
                 self.ledger,
@@ -281,55 +359,27 @@ class TrainingRun:
         return build_request(self.config, tasks, versions, trial)
 
     async def _publish(self) -> CommitReport:
-        """Publish the trainer's weights and bring the engines to them."""
-        assert self._retention is not None
+        """Publishes the trainer's weights and brings the engines to them."""
         targets = []
         if self.config.weight_transport == "collective":
             targets = await self.fleet.targets()
-        mode = PAUSE_MODES[self.config.pause_mode]
-        with trace.span(trace.TRAINER, "publish"):
-            published = await self.trainer.publish_weights(targets, mode)
+        published = await self._publish_weights(targets, PAUSE_MODES[self.config.pause_mode])
         for outcome in published.engines:
             if outcome.HasField("error"):  # it is brought up to date from the store below
                 cause = outcome.error.message
                 logger.warning("engine %s received no weights: %s", outcome.engine_id, cause)
-        weights = published.weights
-        faults.point("published")
-        check_step(published.step, self.optimizer_step, "published weights")
-        await self._retention.hold_weights(weights.version)
-        self.ledger.record_version(weights.version, weights.digest, self.step)
         if self._dispatcher is not None:
             self._dispatcher.version_recorded()
         faults.point("version")
+        weights = published.weights
         committed = await self.fleet.commit(weights, self.config.service_timeout_seconds)
         faults.point("committed")
         self._weights = weights
         await self._retention.release_weights(weights.version)
         return committed
 
-    async def _save(self) -> None:
-        """Save a checkpoint, then the manifest that makes it the place to resume from."""
-        assert self._retention is not None
-        assert self._weights is not None
-        await self._retention.settle()
-        name = self._retention.new_checkpoint_id(self.step)
-        with trace.span(trace.TRAINER, "checkpoint"):
-            saved = await self.trainer.save_checkpoint(name)
-        check_step(saved.step, self.optimizer_step, "checkpoint")
-        of_critic = "" if self.critic is None else await self.critic.save(name)
-        faults.point("checkpoint")
-        run_checkpoint = RunCheckpoint(
-            step=self.step,
-            optimizer_step=saved.step,
-            checkpoint=saved.checkpoint,
-            weight_version=self._weights.version,
-            weight_digest=self._weights.digest,
-            position=self.ledger.next_position(),
-            seed=self.config.seed,
-            critic_checkpoint=of_critic,
-            settings=self._settings,
-        )
-        await self._retention.record(run_checkpoint)
+    async def _save_critic(self, checkpoint_id: str) -> str:
+        return "" if self.critic is None else await self.critic.save(checkpoint_id)
 
     def _has_last_run_checkpoint(self) -> bool:
         """The end is worth a run checkpoint too, unless the run takes none."""
@@ -339,22 +389,16 @@ class TrainingRun:
         )
 
     async def _restore(self, run_checkpoint: RunCheckpoint) -> None:
-        """Go back to a run checkpoint: groups consumed since are generated again, none is lost."""
-        assert self._retention is not None
+        """Goes back: groups consumed since are trained on again, none is lost."""
         await self._evaluations.close()
         if self._dispatcher is not None:
             await self._dispatcher.close()
             self._dispatcher = None
-        loaded = await self.trainer.load_checkpoint(run_checkpoint.checkpoint)
         if self.critic is not None:
             await self.critic.load(run_checkpoint.critic_checkpoint)
-        returned = self.ledger.roll_back(run_checkpoint.step)
-        await self._retention.resume()
-        self.step, self.optimizer_step = run_checkpoint.step, loaded.step
-        self._rewards = self.report.truncate(run_checkpoint.step)
-        logger.info(
-            "restored step %d; %d groups wait to be trained on again", run_checkpoint.step, returned
-        )
+        group_count = await self._load(run_checkpoint)
+        self._rewards = self.report.truncate(self.step)
+        logger.info("restored step %d; %d groups are trained on again", self.step, group_count)
         await self._publish()
         await self._evaluate_in_between()  # if it was not finished
 

@@ -16,28 +16,14 @@ import numpy as np
 import xxhash
 
 from sluice import faults
-from sluice.client import TrainerClient
 from sluice.config import ConfigError
 from sluice.loop.config import AlgorithmConfig, RowsConfig, SftConfig
-from sluice.loop.ledger import Ledger, LedgerGroup
+from sluice.loop.ledger import LedgerGroup
 from sluice.loop.prompts import PromptFileError, read_rows
 from sluice.loop.report import RunReport
-from sluice.loop.retention import Retention
-from sluice.loop.run_directory import (
-    LEDGER,
-    RUN_CHECKPOINTS,
-    RunCheckpoint,
-    check_ledger,
-    checked_run_checkpoint,
-    latest_run_checkpoint,
-)
-from sluice.loop.training import (
-    StepReport,
-    TrainerRecovery,
-    check_step,
-    train_step,
-    wait_for_trainer,
-)
+from sluice.loop.run import TrainerRun
+from sluice.loop.run_directory import RunCheckpoint, checked_run_checkpoint
+from sluice.loop.training import StepReport, train_step
 from sluice.samples.arrow import encode_group
 from sluice.samples.blobs import BlobStore
 from sluice.samples.chat_template import ChatTemplate, ChatTemplateError
@@ -260,37 +246,21 @@ logger = logging.getLogger(__name__)
 LINE = "loss {loss:.4f}  tokens {tokens:.0f}  lr {learning_rate:.1e}"
 
 
-class SftRun:
+class SftRun(TrainerRun[SftConfig]):
     """One supervised run over a running trainer. `start`, `train`, then `close`.
 
     A step's rows are one blob and one entry of the ledger, at the step's number.
     """
 
-    def __init__(
-        self, config: SftConfig, trainer: str, rows: ConversationRows, report: RunReport
-    ) -> None:
+    def __init__(self, config: SftConfig, rows: ConversationRows, report: RunReport) -> None:
         """Raises ConfigError and RunDirectoryError for a run_dir that does not fit."""
-        self.config, self.report, self._rows = config, report, rows
         checked_run_checkpoint(config.run_dir, resume=config.resume, seed=config.seed)
+        super().__init__(config, report)
+        self._rows = rows
         self.steps = step_count(config, rows)
-        self.trainer = TrainerClient(trainer, config.security)
-        self.ledger = Ledger(config.run_dir / LEDGER)
         self._blobs = BlobStore(config.store_dir)
-        self._run_checkpoints = config.run_dir / RUN_CHECKPOINTS
         self._algorithm = AlgorithmConfig(loss=config.loss)
-        self._recovery = TrainerRecovery(self.trainer, self._begin, config.service_timeout_seconds)
-        self._retention: Retention | None = None
         self._published = False
-        self.step = 0  # of the loop
-        self.optimizer_step = 0  # of the trainer
-
-    async def start(self) -> None:
-        """Bring the trainer to its first state, or to that of the last run checkpoint."""
-        config = self.config
-        check_ledger(self.ledger, latest_run_checkpoint(self._run_checkpoints))
-        await wait_for_trainer(self.trainer, config.service_timeout_seconds)
-        self._retention = Retention(config.retention, config.store_dir, config.run_dir, self.ledger)
-        await self._recovery.run(self._begin)
 
     async def train(self) -> None:
         """All steps that are left, a last run checkpoint, and the weights published."""
@@ -300,36 +270,15 @@ class SftRun:
             else:
                 await self._recovery.run(self._publish)
 
-    async def close(self) -> None:
-        """End what runs in the background and close the connection."""
-        if self._retention is not None:
-            await self._retention.close()
-        await self.trainer.close()
-        self.ledger.close()
-
-    async def _begin(self) -> None:
-        """What the trainer holds, or what the last run checkpoint names."""
-        run_checkpoint = latest_run_checkpoint(self._run_checkpoints)
-        if run_checkpoint is not None:
-            await self._restore(run_checkpoint)
-            return
-        if self.config.initial_checkpoint:
-            loaded = await self.trainer.load_checkpoint(self.config.initial_checkpoint)
-            self.optimizer_step = loaded.step
-        else:
-            self.optimizer_step = (await self.trainer.get()).step
+    async def _begin_anew(self) -> None:
         await self._save()
 
     async def _restore(self, run_checkpoint: RunCheckpoint) -> None:
-        """Go back to a run checkpoint; rows trained on since are trained on again, from there."""
-        assert self._retention is not None
-        loaded = await self.trainer.load_checkpoint(run_checkpoint.checkpoint)
-        self.ledger.roll_back(run_checkpoint.step)
+        """Goes back; rows trained on since are trained on again, from there."""
+        await self._load(run_checkpoint)
         await self._check_rows()
-        await self._retention.resume()
-        self.step, self.optimizer_step = run_checkpoint.step, loaded.step
-        self.report.truncate(run_checkpoint.step)
-        logger.info("restored step %d", run_checkpoint.step)
+        self.report.truncate(self.step)
+        logger.info("restored step %d", self.step)
 
     async def _check_rows(self) -> None:
         """Other rows in a step would be trained on twice, or never."""
@@ -364,7 +313,6 @@ class SftRun:
 
     async def _spool(self, rows: StepRows) -> LedgerGroup:
         """Put the rows of this step into the store, as one blob, and into the ledger."""
-        assert self._retention is not None
         if self.ledger.next_position() <= self.step:
             self.ledger.issue([(self.step, f"sft-{self.step:08}")], self.step)
         blob = await asyncio.to_thread(self._blobs.put, rows.data)
@@ -381,30 +329,8 @@ class SftRun:
         self.ledger.generated(group)  # false where the run was here before
         return group
 
-    async def _save(self) -> None:
-        """Save a checkpoint, then the manifest that makes it the place to resume from."""
-        assert self._retention is not None
-        await self._retention.settle()
-        saved = await self.trainer.save_checkpoint(self._retention.new_checkpoint_id(self.step))
-        check_step(saved.step, self.optimizer_step, "checkpoint")
-        run_checkpoint = RunCheckpoint(
-            step=self.step,
-            optimizer_step=saved.step,
-            checkpoint=saved.checkpoint,
-            weight_version=0,
-            weight_digest="",
-            position=self.ledger.next_position(),
-            seed=self.config.seed,
-        )
-        await self._retention.record(run_checkpoint)
-
     async def _publish(self) -> None:
-        assert self._retention is not None
-        published = await self.trainer.publish_weights()
-        check_step(published.step, self.optimizer_step, "published weights")
-        weights = published.weights
-        await self._retention.hold_weights(weights.version)
-        self.ledger.record_version(weights.version, weights.digest, self.step)
+        weights = (await self._publish_weights()).weights
         await self._retention.release_weights(weights.version)
         self._published = True
         self.report.note(f"published weight version {weights.version} ({weights.digest})")

@@ -56,22 +56,17 @@ _SERVICE_CONFIG = json.dumps(
 )
 
 
-class _CallDefaults(
-    grpc.aio.UnaryUnaryClientInterceptor,
-    grpc.aio.UnaryStreamClientInterceptor,
-    grpc.aio.StreamUnaryClientInterceptor,
-    grpc.aio.StreamStreamClientInterceptor,
-):
-    """Sets the deadline, the token and the request id of a call."""
+def _interceptors(token: str | None) -> list[Any]:
+    """Returns what sets the deadline, the token and the request id of a call.
 
-    def __init__(self, token: str | None) -> None:
-        self._token = token
+    grpc.aio files an interceptor under the first kind it matches, so there is one per kind.
+    """
 
-    def _details(self, details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
+    def completed(details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
         method = details.method.decode() if isinstance(details.method, bytes) else details.method
         metadata = grpc.aio.Metadata(*(details.metadata or ()))
-        if self._token is not None:
-            metadata.add("authorization", f"Bearer {self._token}")
+        if token is not None:
+            metadata.add("authorization", f"Bearer {token}")
         if (request_id := logs.request_id.get()) != "-":
             metadata.add("x-request-id", request_id)
         timeout = details.timeout
@@ -81,45 +76,22 @@ class _CallDefaults(
             details.method, timeout, metadata, details.credentials, details.wait_for_ready
         )
 
-    async def intercept_unary_unary(
-        self, continuation: Callable, details: Any, request: Any
-    ) -> Any:
-        return await continuation(self._details(details), request)
+    async def intercept(continuation: Callable, details: Any, request: Any) -> Any:
+        return await continuation(completed(details), request)
 
-    async def intercept_unary_stream(
-        self, continuation: Callable, details: Any, request: Any
-    ) -> Any:
-        return await continuation(self._details(details), request)
-
-    async def intercept_stream_unary(
-        self, continuation: Callable, details: Any, requests: Any
-    ) -> Any:
-        return await continuation(self._details(details), requests)
-
-    async def intercept_stream_stream(
-        self, continuation: Callable, details: Any, requests: Any
-    ) -> Any:
-        return await continuation(self._details(details), requests)
-
-
-def _split(interceptor: _CallDefaults) -> list[Any]:
-    """grpc.aio files an interceptor under the first kind it matches, so hand in one per kind."""
     kinds = (
         ("intercept_unary_unary", grpc.aio.UnaryUnaryClientInterceptor),
         ("intercept_unary_stream", grpc.aio.UnaryStreamClientInterceptor),
         ("intercept_stream_unary", grpc.aio.StreamUnaryClientInterceptor),
         ("intercept_stream_stream", grpc.aio.StreamStreamClientInterceptor),
     )
-    return [
-        type(kind.__name__, (kind,), {name: staticmethod(getattr(interceptor, name))})()
-        for name, kind in kinds
-    ]
+    return [type(kind.__name__, (kind,), {name: staticmethod(intercept)})() for name, kind in kinds]
 
 
 def create_channel(
     address: str, security: SecurityConfig | None = None, *, name: str = ""
 ) -> grpc.aio.Channel:
-    """A channel to host:port; the caller closes it. Raises ConfigError.
+    """Returns a channel to host:port; the caller closes it. Raises ConfigError.
 
     name: host that the server's certificate must be for, where that is not the address's.
     """
@@ -133,7 +105,7 @@ def create_channel(
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
     ]
-    interceptors = _split(_CallDefaults(security.token()))
+    interceptors = _interceptors(security.token())
     if security.tls is None:
         return grpc.aio.insecure_channel(address, options, interceptors=interceptors)
     if name:

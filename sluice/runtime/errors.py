@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import grpc
-from google.protobuf import any_pb2, duration_pb2
+from google.protobuf import duration_pb2
 from google.protobuf import message as pb
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
@@ -33,15 +33,7 @@ class ServiceError(Exception):
         return []
 
     def to_status(self) -> status_pb2.Status:
-        info = error_details_pb2.ErrorInfo(
-            reason=self.reason, domain=DOMAIN, metadata=self.metadata
-        )
-        status = status_pb2.Status(code=self.code.value[0], message=str(self))
-        for detail in (info, *self.details()):
-            packed = any_pb2.Any()
-            packed.Pack(detail)
-            status.details.append(packed)
-        return status
+        return _status(self.code, self.reason, str(self), self.metadata, self.details())
 
 
 class InvalidFieldError(ServiceError):
@@ -170,11 +162,21 @@ def error_from_status(status: status_pb2.Status) -> RemoteError:
 
 
 def status_of(error: RemoteError) -> status_pb2.Status:
-    """What `error_from_status` reads, for one service to pass on what another said."""
-    status = status_pb2.Status(code=error.code.value[0], message=error.message)
-    info = error_details_pb2.ErrorInfo(reason=error.reason, domain="sluice")
-    info.metadata.update(error.metadata)
-    status.details.add().Pack(info)
+    """Returns what `error_from_status` reads, for one service to pass on what another said."""
+    return _status(error.code, error.reason, error.message, error.metadata)
+
+
+def _status(
+    code: grpc.StatusCode,
+    reason: str,
+    message: str,
+    metadata: Mapping[str, str],
+    details: Sequence[pb.Message] = (),
+) -> status_pb2.Status:
+    status = status_pb2.Status(code=code.value[0], message=message)
+    info = error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata)
+    for detail in (info, *details):
+        status.details.add().Pack(detail)
     return status
 
 

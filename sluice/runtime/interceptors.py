@@ -95,6 +95,31 @@ async def _hear_out(requests: AsyncIterator[Any]) -> None:
                 pass
 
 
+_FACTORIES = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+
+
+def _behavior(handler: grpc.RpcMethodHandler) -> Callable[..., Any]:
+    """Returns the function of a handler, of whichever of the four kinds it is."""
+    kinds = (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
+    return next(behavior for behavior in kinds if behavior is not None)
+
+
+def _with_behavior(
+    handler: grpc.RpcMethodHandler, unary: Callable[..., Any], stream: Callable[..., Any]
+) -> grpc.RpcMethodHandler:
+    """Returns a handler of the same kind that answers by `stream`, or by `unary`."""
+    return _FACTORIES[handler.request_streaming, handler.response_streaming](
+        stream if handler.response_streaming else unary,
+        request_deserializer=handler.request_deserializer,
+        response_serializer=handler.response_serializer,
+    )
+
+
 class ServiceInterceptor(grpc.aio.ServerInterceptor):
     """Checks token and requests, turns errors into statuses and measures.
 
@@ -110,25 +135,15 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        known = self._handlers.get(details.method)
-        if known is not None:
-            return known
+        if details.method in self._handlers:
+            return self._handlers[details.method]
         handler = await continuation(details)
         if handler is None:
             return handler
         method = _Method(details.method, handler, self._token)
-        factory = {
-            (False, False): grpc.unary_unary_rpc_method_handler,
-            (False, True): grpc.unary_stream_rpc_method_handler,
-            (True, False): grpc.stream_unary_rpc_method_handler,
-            (True, True): grpc.stream_stream_rpc_method_handler,
-        }[handler.request_streaming, handler.response_streaming]
-        self._handlers[details.method] = factory(
-            method.stream if handler.response_streaming else method.unary,
-            request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
-        )
-        return self._handlers[details.method]
+        wrapped = _with_behavior(handler, method.unary, method.stream)
+        self._handlers[details.method] = wrapped
+        return wrapped
 
 
 class _Method:
@@ -137,10 +152,7 @@ class _Method:
     def __init__(self, method: str, handler: grpc.RpcMethodHandler, token: str | None) -> None:
         self._method = method
         self._token = None if method.startswith("/grpc.health.") else token
-        kind = ("stream" if handler.request_streaming else "unary") + (
-            "_stream" if handler.response_streaming else "_unary"
-        )
-        self._behavior = getattr(handler, kind)
+        self._behavior = _behavior(handler)
         self._streams_in = handler.request_streaming
         self._running = RPCS_RUNNING.labels(method)
         self._answered = RPC_SECONDS.labels(method, grpc.StatusCode.OK.name)
@@ -247,15 +259,7 @@ class LostReplies(grpc.aio.ServerInterceptor):
         if handler is None:
             return handler
         method = details.method.rpartition("/")[2]
-        streams_in, streams_out = handler.request_streaming, handler.response_streaming
-        factory = {
-            (False, False): grpc.unary_unary_rpc_method_handler,
-            (False, True): grpc.unary_stream_rpc_method_handler,
-            (True, False): grpc.stream_unary_rpc_method_handler,
-            (True, True): grpc.stream_stream_rpc_method_handler,
-        }[streams_in, streams_out]
-        kind = ("stream" if streams_in else "unary") + ("_stream" if streams_out else "_unary")
-        behavior = getattr(handler, kind)
+        behavior = _behavior(handler)
 
         async def unary(request: Any, context: grpc.aio.ServicerContext) -> Any:
             response = await behavior(request, context)
@@ -267,11 +271,7 @@ class LostReplies(grpc.aio.ServerInterceptor):
                 _lose(method)
                 yield response
 
-        return factory(
-            stream if streams_out else unary,
-            request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
-        )
+        return _with_behavior(handler, unary, stream)
 
 
 def _lose(method: str) -> None:

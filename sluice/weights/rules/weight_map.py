@@ -7,11 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from sluice.weights.errors import (
-    InvalidCheckpointError,
-    MissingTensorError,
-    UnexpectedTensorError,
-)
+from sluice.weights.errors import InvalidCheckpointError, MissingTensorError, UnexpectedTensorError
 from sluice.weights.rules.deepseek_v3 import DEEPSEEK_V3
 from sluice.weights.rules.glm4 import GLM4
 from sluice.weights.rules.llama import LLAMA

@@ -25,7 +25,8 @@ counts as prepared. Who cannot check first, since its engine loads into the serv
 paused until it has checked, and goes back to a version of the store if they differ.
 
 Every wait has the deadline of the request. A member that dies or stalls breaks its groups for
-all; the controller then makes new ones without it, and the engine left out catches up from the store.
+all; the controller then makes new ones without it, and the engine left out catches up from the
+store.
 """
 
 from __future__ import annotations
