@@ -6,7 +6,7 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast, get_args
 
@@ -103,48 +103,50 @@ def load_config(cls: type[C], argv: Sequence[str] | None = None, usage: str = ""
     values = read_yaml(_take_config_path(arguments))
     _check_environment(cls, os.environ)
 
-    class Loaded(cls):  # type: ignore[misc,valid-type]
-        @classmethod
-        def settings_customise_sources(
-            cls,
-            settings_cls: type[BaseSettings],
-            env_settings: PydanticBaseSettingsSource,
-            **_: Any,
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            flags: CliSettingsSource[Any] = CliSettingsSource(
-                settings_cls,
-                cli_parse_args=arguments,
-                cli_implicit_flags=True,
-                cli_hide_none_type=True,
-                root_parser=_flag_parser(cls, usage),
-            )
-            return flags, env_settings, _YamlSource(settings_cls, values)
+    def sources(settings: type[BaseSettings], _: Any, environment: Any) -> tuple[Any, ...]:
+        flags: CliSettingsSource[Any] = CliSettingsSource(
+            settings,
+            cli_parse_args=arguments,
+            cli_implicit_flags=True,
+            cli_hide_none_type=True,
+            root_parser=_flag_parser(cls, usage),
+        )
+        return flags, environment, _YamlSource(settings, values)
 
-    Loaded.__name__, Loaded.__doc__ = cls.__name__, cls.__doc__
-    try:
-        loaded = Loaded()
-    except ValidationError as error:
-        raise ConfigError(describe(error, cls)) from None
-    except SettingsError as error:
-        raise ConfigError(str(error)) from None
-    return cast(C, cls.model_construct(**{n: getattr(loaded, n) for n in cls.model_fields}))
+    return _build(cls, sources)
 
 
 def parse_config(cls: type[C], values: Mapping[str, Any]) -> C:
     """Build `cls` from values alone, neither environment nor flags."""
+    return _build(cls, lambda settings, initial, environment: (initial,), values)
 
-    class Parsed(cls):  # type: ignore[misc,valid-type]
+
+def _build(
+    cls: type[C],
+    sources: Callable[[type[BaseSettings], Any, Any], tuple[Any, ...]],
+    values: Mapping[str, Any] | None = None,
+) -> C:
+    """Build `cls` from its sources: functions of the class, of `values` and of the environment."""
+
+    class Built(cls):  # type: ignore[misc,valid-type]
         @classmethod
         def settings_customise_sources(
-            cls, settings_cls: type[BaseSettings], init_settings: Any, **_: Any
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            **_: Any,
         ) -> tuple[PydanticBaseSettingsSource, ...]:
-            return (init_settings,)
+            return sources(settings_cls, init_settings, env_settings)
 
+    Built.__name__, Built.__doc__ = cls.__name__, cls.__doc__
     try:
-        parsed = Parsed(**values)
+        built = Built(**(values or {}))
     except ValidationError as error:
         raise ConfigError(describe(error, cls)) from None
-    return cast(C, cls.model_construct(**{n: getattr(parsed, n) for n in cls.model_fields}))
+    except SettingsError as error:
+        raise ConfigError(str(error)) from None
+    return cast(C, cls.model_construct(**{n: getattr(built, n) for n in cls.model_fields}))
 
 
 def describe(error: ValidationError, cls: type[BaseModel]) -> str:

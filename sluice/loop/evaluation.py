@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 
@@ -21,6 +21,7 @@ from sluice.config import ConfigError
 from sluice.loop.config import EvaluationConfig, EvaluationSetConfig, RunConfig
 from sluice.loop.fleet import NoEngineError
 from sluice.loop.prompts import PromptSource, Task, load_prompts
+from sluice.loop.report import RunReport
 from sluice.loop.workers import (
     EpisodeWorkers,
     NoWorkerError,
@@ -32,6 +33,7 @@ from sluice.runtime.wire import evaluation_report
 
 logger = logging.getLogger(__name__)
 
+POOL = "policy"  # whose engines are scored
 ATTEMPTS = 5  # of a task that fails
 
 
@@ -78,16 +80,20 @@ class _Outcomes:
                 self.hopeless(group, str(error))
 
 
-class EvaluationReport(Protocol):
-    """Where results go."""
+class PrintedScores:
+    """Prints rows as JSON lines on stdout, notes on stderr; nothing is written to the run."""
 
-    def note(self, text: str) -> None: ...
+    def note(self, text: str) -> None:
+        Console(stderr=True).print(text, highlight=False)
 
-    def evaluation(self, row: dict[str, Any]) -> None: ...
+    def evaluation(self, row: dict[str, Any]) -> None:
+        print(json.dumps(row), flush=True)
 
-    def has_evaluation(self, when: str, dataset: str, step: int) -> bool: ...
+    def has_evaluation(self, when: str, dataset: str, step: int) -> bool:
+        return False
 
-    def last_score(self, dataset: str) -> float | None: ...
+    def last_score(self, dataset: str) -> float | None:
+        return None
 
 
 class EvaluationLane:
@@ -97,7 +103,7 @@ class EvaluationLane:
     """
 
     def __init__(
-        self, config: RunConfig, workers: EpisodeWorkers, report: EvaluationReport
+        self, config: RunConfig, workers: EpisodeWorkers, report: RunReport | PrintedScores
     ) -> None:
         """Raises ConfigError for prompts that cannot be read."""
         self._config, self._workers, self._report = config, workers, report
@@ -242,25 +248,6 @@ def _row(scored: pb.EvaluationReport) -> dict[str, Any]:
         "version_min": scored.min_version,
         "version_max": scored.max_version,
     }
-
-
-POOL = "policy"
-
-
-class PrintedScores:
-    """Rows as JSON lines on stdout, notes on stderr; nothing is written to the run."""
-
-    def note(self, text: str) -> None:
-        Console(stderr=True).print(text, highlight=False)
-
-    def evaluation(self, row: dict[str, Any]) -> None:
-        print(json.dumps(row), flush=True)
-
-    def has_evaluation(self, when: str, dataset: str, step: int) -> bool:
-        return False
-
-    def last_score(self, dataset: str) -> float | None:
-        return None
 
 
 async def score_now(config: RunConfig, router: str) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import sqlite3
 import sys
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,11 +140,6 @@ class Ledger:
             (group_id,),
         )
 
-    def drop_counts(self) -> dict[str, int]:
-        """Dropped groups by reason."""
-        query = "SELECT reason, COUNT(*) FROM groups WHERE state = 'dropped' GROUP BY reason"
-        return {reason: int(count) for reason, count in self._db.execute(query)}
-
     def drop(self, group_id: str, reason: str) -> None:
         self._db.execute(
             "UPDATE groups SET state = 'dropped', reason = ?"
@@ -162,13 +158,10 @@ class Ledger:
 
     def groups(self, state: str) -> list[LedgerGroup]:
         """Groups in a state, by position."""
-        rows = self._db.execute(
-            "SELECT position, group_id, state, issue_step, attempts, blob_digest, blob_size,"
-            " sample_count, reward_mean, response_tokens, oldest_step, newest_step, consumed_step"
-            " FROM groups WHERE state = ? ORDER BY position",
-            (state,),
-        )
-        return [_group_from_row(row) for row in rows]
+        cursor = self._db.cursor()
+        cursor.row_factory = sqlite3.Row
+        query = "SELECT * FROM groups WHERE state = ? ORDER BY position"
+        return [_group_from_row(row) for row in cursor.execute(query, (state,))]
 
     def needed_blobs(self, step: int) -> set[str]:
         """Digests that a run which goes back to `step` would train on."""
@@ -229,39 +222,21 @@ class Ledger:
                 self._db.execute("INSERT INTO run (id) VALUES (?)", row)
         return str(row[0])
 
-    def _transaction(self) -> _Transaction:
-        return _Transaction(self._db)
-
-
-class _Transaction:
-    """BEGIN IMMEDIATE ... COMMIT, or ROLLBACK when the block raises."""
-
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
-
-    def __enter__(self) -> None:
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """BEGIN IMMEDIATE ... COMMIT, or ROLLBACK when the block raises."""
         self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            if self._db.in_transaction:  # a full disk has rolled back already
+                self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if not kind:
-            self._db.execute("COMMIT")
-        elif self._db.in_transaction:  # a full disk has rolled back already
-            self._db.execute("ROLLBACK")
 
-
-def _group_from_row(row: tuple) -> LedgerGroup:
-    digest, size = row[5], row[6]
-    return LedgerGroup(
-        position=row[0],
-        group_id=row[1],
-        state=row[2],
-        issue_step=row[3],
-        attempts=row[4],
-        blob=None if digest is None else BlobReference(digest, size),
-        sample_count=row[7] or 0,
-        reward_mean=row[8] or 0.0,
-        response_tokens=row[9] or 0,
-        oldest_step=row[10] or 0,
-        newest_step=row[11] or 0,
-        consumed_step=row[12],
-    )
+def _group_from_row(row: sqlite3.Row) -> LedgerGroup:
+    values = {name: row[name] for name in row.keys() if row[name] is not None}  # noqa: SIM118
+    values.pop("reason", None)
+    digest, size = values.pop("blob_digest", None), values.pop("blob_size", 0)
+    return LedgerGroup(**values, blob=None if digest is None else BlobReference(digest, size))

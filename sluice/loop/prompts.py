@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,52 +21,35 @@ class PromptFileError(ConfigError):
     """A line of a prompt file is malformed; the message names file and line."""
 
 
-class PromptSource(ABC):
+@lru_cache(maxsize=4)
+def epoch_order(count: int, shuffle: bool, seed: int, epoch: int) -> Sequence[int]:
+    """Returns the indices of an epoch, each once; the same in every run with this seed."""
+    order = list(range(count))
+    if shuffle:
+        random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order
+
+
+class PromptSource:
     """An endless sequence of tasks, reshuffled every epoch from the seed."""
 
-    def __init__(self, count: int, shuffle: bool, seed: int, content: str = "") -> None:
-        """`content` is a digest of what the indices stand for."""
-        self.count, self._shuffle, self._seed = count, shuffle, seed
-        self.digest = xxhash.xxh3_64_hexdigest(f"{count}/{shuffle}/{seed}/{content}".encode())
-        self._order = lru_cache(maxsize=2)(self._epoch_order)
+    def __init__(self, tasks: Sequence[Task], shuffle: bool, seed: int, content: str = "") -> None:
+        """`content` is a digest of what the tasks stand for."""
+        self._tasks, self._shuffle, self._seed = tasks, shuffle, seed
+        self.count = len(tasks)
+        text = f"{self.count}/{shuffle}/{seed}/{content}"
+        self.digest = xxhash.xxh3_64_hexdigest(text.encode())
 
     def task(self, position: int) -> Task:
-        """The task of group number `position`, from 0."""
+        """Returns the task of group number `position`, from 0."""
         epoch, offset = divmod(position, self.count)
-        return self._row(self._order(epoch)[offset])
-
-    def _epoch_order(self, epoch: int) -> list[int]:
-        order = list(range(self.count))
-        if self._shuffle:
-            random.Random(f"{self._seed}/{epoch}").shuffle(order)
-        return order
-
-    @abstractmethod
-    def _row(self, index: int) -> Task: ...
-
-
-class IndexSource(PromptSource):
-    """Indices of a data set that the environment generates."""
-
-    def _row(self, index: int) -> Task:
-        return index
-
-
-class FileSource(PromptSource):
-    """Rows of a JSONL or Parquet file."""
-
-    def __init__(self, rows: list[dict[str, Any]], shuffle: bool, seed: int, content: str) -> None:
-        super().__init__(len(rows), shuffle, seed, content)
-        self._rows = rows
-
-    def _row(self, index: int) -> Task:
-        return self._rows[index]
+        return self._tasks[epoch_order(self.count, self._shuffle, self._seed, epoch)[offset]]
 
 
 def load_prompts(config: PromptsConfig, seed: int) -> PromptSource:
     """Open the source. Raises ConfigError for a missing, PromptFileError for a malformed file."""
     if config.index_count is not None:
-        return IndexSource(config.index_count, config.shuffle, seed)
+        return PromptSource(range(config.index_count), config.shuffle, seed)
     assert config.file is not None
     rows = []
     for where, row in read_rows(config.file, "prompts.file"):
@@ -75,7 +57,7 @@ def load_prompts(config: PromptsConfig, seed: int) -> PromptSource:
             raise PromptFileError(f"{where}: a row needs `prompt` or `messages`")
         rows.append(row)
     content = xxhash.xxh3_128_hexdigest(config.file.read_bytes())
-    return FileSource(rows, config.shuffle, seed, content)
+    return PromptSource(rows, config.shuffle, seed, content)
 
 
 def read_rows(path: Path, key: str) -> list[tuple[str, dict[str, Any]]]:

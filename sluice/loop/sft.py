@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,7 @@ from sluice import faults
 from sluice.config import ConfigError
 from sluice.loop.config import AlgorithmConfig, RowsConfig, SftConfig
 from sluice.loop.ledger import LedgerGroup
-from sluice.loop.prompts import PromptFileError, read_rows
+from sluice.loop.prompts import PromptFileError, epoch_order, read_rows
 from sluice.loop.report import RunReport
 from sluice.loop.run import TrainerRun
 from sluice.loop.run_directory import RunCheckpoint, checked_run_checkpoint
@@ -170,17 +168,17 @@ class ConversationRows:
             _check(where, row)
         self._tokenizer, self._rows_per_step = tokenizer, rows_per_step
         self._shuffle, self._seed = config.shuffle, seed
-        self._order = lru_cache(maxsize=2)(self._epoch_order)
 
     @property
     def steps_per_epoch(self) -> int:
         return -(-len(self._rows) // self._rows_per_step)
 
     def step(self, step: int) -> StepRows:
-        """Tokenised rows of a step, from 0. Raises PromptFileError for a row without a lesson."""
+        """Tokenises the rows of a step, from 0. Raises PromptFileError."""
         epoch, part = divmod(step, self.steps_per_epoch)
         first = part * self._rows_per_step
-        indices = self._order(epoch)[first : first + self._rows_per_step]
+        order = epoch_order(len(self._rows), self._shuffle, self._seed, epoch)
+        indices = order[first : first + self._rows_per_step]
         samples = [sample for index in indices for sample in self._samples(epoch, index)]
         return StepRows(
             data=encode_group(samples),
@@ -211,12 +209,6 @@ class ConversationRows:
         if row.get("messages"):
             return mask_conversation(self._tokenizer, row["messages"], row.get("tools"))
         return [mask_answer(self._tokenizer, row["prompt"], row["answer"])]
-
-    def _epoch_order(self, epoch: int) -> list[int]:
-        order = list(range(len(self._rows)))
-        if self._shuffle:
-            random.Random(f"{self._seed}/{epoch}").shuffle(order)
-        return order
 
 
 def _check(where: str, row: Mapping[str, Any]) -> None:

@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -46,15 +45,7 @@ SCHEMA = pa.schema(
 _current: ContextVar[RunTrace | None] = ContextVar("trace", default=None)
 
 
-@dataclass
-class _Rows:
-    """Spans of no sample."""
-
-    lanes: list[str] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    starts: list[float] = field(default_factory=list)
-    durations: list[float] = field(default_factory=list)
-    details: list[str] = field(default_factory=list)
+Row = tuple[str, str, float, float, str]  # lane, name, start, duration, detail; of no sample
 
 
 class RunTrace:
@@ -62,17 +53,12 @@ class RunTrace:
 
     def __init__(self, run_dir: Path, config: TraceConfig) -> None:
         self._root, self._config = run_dir / "traces", config
-        self._rows, self._groups = _Rows(), list[pb.FinishedGroup]()
+        self._rows, self._groups = list[Row](), list[pb.FinishedGroup]()
         self._sample_spans = self._left_out = 0
 
     def add(self, lane: str, name: str, start: float, end: float, detail: str = "") -> None:
         """A span in seconds since 1970."""
-        rows = self._rows
-        rows.lanes.append(lane)
-        rows.names.append(name)
-        rows.starts.append(start)
-        rows.durations.append(end - start)
-        rows.details.append(detail)
+        self._rows.append((lane, name, start, end - start, detail))
 
     def add_group(self, group: pb.FinishedGroup) -> None:
         """The spans of a group's samples; groups beyond the limit of a step are only counted."""
@@ -89,9 +75,9 @@ class RunTrace:
     def flush(self, step: int) -> None:
         """Write what was gathered as the spans of a step."""
         rows, groups, left_out = self._rows, self._groups, self._left_out
-        self._rows, self._groups = _Rows(), []
+        self._rows, self._groups = [], []
         self._sample_spans = self._left_out = 0
-        if not self._config.steps or not (rows.lanes or groups):
+        if not self._config.steps or not (rows or groups):
             return
         metadata = {b"step": str(step).encode(), b"left_out": str(left_out).encode()}
         table = _table(rows, groups).replace_schema_metadata(metadata)
@@ -154,26 +140,26 @@ class _Names:
         return pa.DictionaryArray.from_arrays(indices, pa.array(self._numbers, pa.string()))
 
 
-def _table(rows: _Rows, groups: Sequence[pb.FinishedGroup]) -> pa.Table:
+def _table(rows: Sequence[Row], groups: Sequence[pb.FinishedGroup]) -> pa.Table:
     """All spans; those of no group come first."""
     lanes, names, ids, details = _Names(), _Names(), _Names(), _Names()
     kinds = names.numbers(KINDS.get(number, "other") for number in range(max(KINDS) + 2))
-    count = len(rows.lanes)
+    nobody = np.full(len(rows), -1, dtype=np.int32)
     columns: list[list[np.ndarray]] = [
-        [lanes.numbers(rows.lanes)],
-        [names.numbers(rows.names)],
-        [np.array(rows.starts, dtype=np.float64)],
-        [np.array(rows.durations, dtype=np.float32)],
-        [np.full(count, -1, dtype=np.int32)],
-        [np.full(count, -1, dtype=np.int32)],
-        [details.numbers(rows.details)],
+        [lanes.numbers(row[0] for row in rows)],
+        [names.numbers(row[1] for row in rows)],
+        [np.array([row[2] for row in rows], dtype=np.float64)],
+        [np.array([row[3] for row in rows], dtype=np.float32)],
+        [nobody],
+        [nobody],
+        [details.numbers(row[4] for row in rows)],
     ]
     for group in groups:
         trace = group.trace
         episodes = np.array(trace.episodes, dtype=np.int32)
         begin = seconds_of(trace.start_time)
         texts = details.numbers([*_details(group), ""])
-        known = (episodes >= 0) & (episodes < len(texts) - 1)
+        has_text = (episodes >= 0) & (episodes < len(texts) - 1)
         found: tuple[np.ndarray, ...] = (
             lanes.numbers(trace.place_names)[np.array(trace.places, dtype=np.int32)],
             kinds[np.minimum(np.array(trace.kinds, dtype=np.int32), len(kinds) - 1)],
@@ -181,7 +167,7 @@ def _table(rows: _Rows, groups: Sequence[pb.FinishedGroup]) -> pa.Table:
             np.array(trace.durations, dtype=np.float32),
             np.full(len(episodes), ids.number(group.group_id), dtype=np.int32),
             episodes,
-            texts[np.where(known, episodes, -1)],
+            texts[np.where(has_text, episodes, -1)],
         )
         for column, values in zip(columns, found, strict=True):
             column.append(values)
