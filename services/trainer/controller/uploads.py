@@ -14,6 +14,7 @@ import numpy as np
 from services.trainer import metrics
 from services.trainer.config import TrainerConfig
 from services.trainer.controller.batches import Batch, StoredRows
+from services.trainer.controller.passes import ROWS_PER_COMMAND
 from services.trainer.controller.planning import Planner
 from services.trainer.controller.rank_group import Build, RankGroup, RankIncarnation
 from services.trainer.controller.state import TrainerState
@@ -29,7 +30,6 @@ from sluice.samples.sample import COLUMNS, Sample, find_column
 
 SPOOL_TOKENS = 1 << 20  # tokens of one spooled blob
 SPOOL_ROWS = 4096  # rows of one spooled blob
-ROWS_PER_COMMAND = 50_000  # a row takes at most 16 bytes of a command, which has 1 MiB
 BLOBS_PER_COMMAND = 2_000  # a blob's name takes about 50
 
 
