@@ -189,8 +189,20 @@ def typed_errors() -> Iterator[None]:
         status = rpc_status.from_call(error)  # type: ignore[arg-type]
         if status is not None:
             raise error_from_status(status) from None
-        details = error.details() or ""
-        raise RemoteError(error.code(), _reason_of(error.code(), details), details, {}) from None
+        code, details = error.code(), error.details() or ""
+        if has_lost_status(error):
+            code, details = grpc.StatusCode.UNKNOWN, "the answer of the server was lost"
+        raise RemoteError(code, _reason_of(code, details), details, {}) from None
+
+
+def has_lost_status(error: grpc.aio.AioRpcError) -> bool:
+    """Whether grpc's client cannot tell how the call ended.
+
+    Where a server ends a stream at its very beginning, the client may miss the status (grpcio
+    1.76, `_AioCall.initiate_stream_stream`) and says this in its place.
+    """
+    lost = "Internal error from Core"
+    return error.code() is grpc.StatusCode.INTERNAL and error.details() == lost
 
 
 def _reason_of(code: grpc.StatusCode, details: str) -> str:

@@ -29,7 +29,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory):
     stop_stack(stack)
 
 
-def test_a_run_with_a_critic_survives_the_death_of_each(stack):
+@pytest.fixture(scope="module")
+def training(stack):
+    """A run that ended well, though a rank of its critic and then the loop were killed."""
     training = stack.train("ppo", **PPO)
     training.wait_for_step(3)
     (rank,) = psutil.Process(stack.pid("critic")).children()
@@ -38,6 +40,10 @@ def test_a_run_with_a_critic_survives_the_death_of_each(stack):
     training.die_at("consumed")  # never while a run checkpoint replaces the one before
     training.process.wait(timeout=PATIENCE)
     stack.train("ppo", resume=True, **PPO).finish()
+    return training
+
+
+def test_a_run_with_a_critic_survives_the_death_of_each(training):
     rows = training.rows()
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     # the actor waits for the critic, which learns from the first step on
@@ -49,9 +55,8 @@ def test_a_run_with_a_critic_survives_the_death_of_each(stack):
     assert consumed == {f"g{i:07}": i // 4 + 1 for i in range(24)}
 
 
-def test_checkpoints_of_both_are_those_of_the_run_checkpoint(stack):
-    """Follows the run above."""
-    run_checkpoint = latest_run_checkpoint(stack.run_dir / "runs" / "ppo" / "cuts")
+def test_checkpoints_of_both_are_those_of_the_run_checkpoint(training, stack):
+    run_checkpoint = latest_run_checkpoint(training.run_dir / "cuts")
     assert run_checkpoint.step == 6
     store = stack.run_dir / "store"
     kept = [
@@ -62,16 +67,16 @@ def test_checkpoints_of_both_are_those_of_the_run_checkpoint(stack):
     assert [len(list(path.parent.iterdir())) for path in kept] == [1, 1]
 
 
-def test_a_critic_that_is_missing_or_idle_is_refused(stack):
+def test_a_critic_that_is_missing_or_idle_is_refused(training, stack):
     for changes, message in (
         ({"algorithm": PPO["algorithm"]}, "the advantage gae needs one"),
         ({"critic": {}}, "has no effect for the advantage grpo"),
         ({**PPO, "critic": {"service": "judge"}}, "no service is called judge"),
         ({**PPO, "critic": {"service": "trainer"}}, "has no head: value"),
     ):
-        training = stack.train(f"refused-{abs(hash(message))}", **changes)
-        output, _ = training.process.communicate(timeout=PATIENCE)
-        assert training.process.returncode == 2, output
+        refused = stack.train(f"refused-{abs(hash(message))}", **changes)
+        output, _ = refused.process.communicate(timeout=PATIENCE)
+        assert refused.process.returncode == 2, output
         assert message in output
     output, _ = stack.train("ppo", resume=True).process.communicate(timeout=PATIENCE)
     assert "critic: the run to resume had one" in output

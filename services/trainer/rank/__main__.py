@@ -27,12 +27,13 @@ from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.api.trainer.v1 import worker_service_pb2_grpc as pb_grpc
 from sluice.config import parse_config, read_yaml
 from sluice.runtime.channel import create_channel
-from sluice.runtime.errors import LoadingError
+from sluice.runtime.errors import LoadingError, has_lost_status
 from sluice.runtime.server import die_with
 
 logger = logging.getLogger(__name__)
 
 STREAM_SECONDS = 365 * 86400.0  # heartbeats, not the deadline, bound the stream
+CONNECT_TRIES = 5  # where it is lost how a stream ended before its first command
 EXIT_SECONDS = 5.0  # the device thread has so long to end once the controller is gone
 
 
@@ -163,21 +164,29 @@ class ControllerStream:
 
     async def _follow(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._outgoing.put_nowait(pb.FollowRequest(hello=self._hello))
         self._started.set()
         config = self._config
         channel = create_channel(self._front, config.server.security, name=config.front_name)
         heart = asyncio.create_task(self._beat())
         try:
-            stub = pb_grpc.WorkerServiceStub(channel)
-            async for command in stub.Follow(self._events(), timeout=STREAM_SECONDS):
-                self._commands.put(command)
+            stub, tries = pb_grpc.WorkerServiceStub(channel), CONNECT_TRIES
+            while tries:
+                tries -= 1
+                try:
+                    async for command in stub.Follow(self._events(), timeout=STREAM_SECONDS):
+                        self._commands.put(command)
+                        tries = 0
+                    return
+                except grpc.aio.AioRpcError as error:
+                    if not (tries and has_lost_status(error)):
+                        raise
         finally:
             heart.cancel()
             await asyncio.gather(heart, return_exceptions=True)
             await channel.close()
 
     async def _events(self) -> AsyncIterator[pb.FollowRequest]:
+        yield pb.FollowRequest(hello=self._hello)
         while (event := await self._outgoing.get()) is not None:
             yield event
 

@@ -45,6 +45,13 @@ class RunningEngine:
         """It dies (-9) at a kill point of `sluice.faults`."""
         faults.arm(self.directory / "faults", point, passing)
 
+    def revive(self) -> None:
+        """Starts it again where it has died; it has another port then."""
+        if self.process.poll() is not None:
+            (self.directory / "address.json").unlink()
+            self.process = _launch(self.directory)
+            self.address = await_address(self.process, self.directory / "address.json")
+
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
         """It holds all its connections, and does nothing."""
@@ -60,26 +67,26 @@ def running_engines(
     root: Path, model: Path, store: Path, security: SecurityConfig, count: int, **settings: Any
 ) -> Iterator[list[RunningEngine]]:
     """Engines that serve `model` as version 0."""
-    processes = []
+    engines: list[RunningEngine] = []
     try:
         for index in range(count):
-            processes.append(_launch(root / f"engine-{index}", model, store, security, settings))
-        engines = []
-        for index, process in enumerate(processes):
             directory = root / f"engine-{index}"
-            address = await_address(process, directory / "address.json")
-            engines.append(RunningEngine(directory.name, directory, process, address, security))
+            _configure(directory, model, store, security, settings)
+            process = _launch(directory)
+            engines.append(RunningEngine(directory.name, directory, process, "", security))
+        for engine in engines:
+            engine.address = await_address(engine.process, engine.directory / "address.json")
         yield engines
     finally:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.wait()
+        for engine in engines:
+            engine.process.kill()
+        for engine in engines:
+            engine.process.wait()
 
 
-def _launch(
+def _configure(
     directory: Path, model: Path, store: Path, security: SecurityConfig, settings: dict[str, Any]
-) -> subprocess.Popen[bytes]:
+) -> None:
     directory.mkdir(parents=True)
     values = {
         "roles": ["engine"],
@@ -94,12 +101,14 @@ def _launch(
         },
         **settings,
     }
-    file = directory / "rollout.yaml"
-    file.write_text(yaml.safe_dump(values))
+    (directory / "rollout.yaml").write_text(yaml.safe_dump(values))
+
+
+def _launch(directory: Path) -> subprocess.Popen[bytes]:
     environment = {key: value for key, value in os.environ.items() if "SLUICE_" not in key}
     environment[faults.VARIABLE] = str(directory / "faults")
     return subprocess.Popen(
-        [sys.executable, "-m", "services.rollout", "--config", str(file)],
+        [sys.executable, "-m", "services.rollout", "--config", str(directory / "rollout.yaml")],
         env={**environment, "SLUICE_DEVICE": "cpu", "OMP_NUM_THREADS": "1"},
     )
 

@@ -69,10 +69,11 @@ async def client(sending: RunningTrainer) -> AsyncIterator[TrainerClient]:
 
 @pytest.fixture
 async def clients(engines: list[RunningEngine]) -> AsyncIterator[list[EngineClient]]:
+    for engine in engines:
+        engine.revive()
     opened = [engine.client() for engine in engines]
-    for engine, client in zip(engines, opened, strict=True):
-        if engine.process.poll() is None:
-            await poll(lambda client=client: serves(client))
+    for client in opened:
+        await poll(lambda client=client: serves(client))
     yield opened
     for client in opened:
         await client.close()

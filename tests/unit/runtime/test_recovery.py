@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import random
 
-from sluice.runtime.recovery import Backoff
+import grpc
+import pytest
+
+from sluice.runtime.errors import RemoteError, typed_errors
+from sluice.runtime.recovery import Backoff, is_passing
 
 
 def test_pauses_double_up_to_the_longest():
@@ -20,3 +24,24 @@ def test_scattered_pauses_are_longer_by_a_share():
     drawn = [backoff.seconds(3, rng) for _ in range(200)]
     assert all(4.0 <= pause <= 5.0 for pause in drawn)
     assert len(set(drawn)) > 100
+
+
+def call_error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
+    empty = grpc.aio.Metadata()
+    return grpc.aio.AioRpcError(code, empty, empty, details)
+
+
+@pytest.mark.parametrize(
+    ("details", "code", "passing"),
+    [
+        ("Internal error from Core", grpc.StatusCode.UNKNOWN, True),
+        ("a bug of the server", grpc.StatusCode.INTERNAL, False),
+    ],
+)
+def test_a_call_whose_status_the_client_lost_may_be_tried_again(
+    details: str, code: grpc.StatusCode, passing: bool
+) -> None:
+    with pytest.raises(RemoteError) as caught, typed_errors():
+        raise call_error(grpc.StatusCode.INTERNAL, details)
+    assert caught.value.code is code
+    assert is_passing(caught.value) is passing
