@@ -101,7 +101,7 @@ async def test_all_engines_receive_what_the_store_has(client, clients, engines) 
     assert len(published.engines) == 3
     weights = published.weights
     states = [await c.get() for c in clients]
-    assert [list(state.prepared_versions) for state in states] == [[weights.version]] * 3
+    assert all(weights.version in state.prepared_versions for state in states)
     assert len({state.transfer_group for state in states}) == 1
     assert [await c.prepare_weights(weights) for c in clients] == [0.0] * 3  # it is there already
     for c in clients[:2]:
@@ -114,6 +114,8 @@ async def test_all_engines_receive_what_the_store_has(client, clients, engines) 
 async def test_what_came_over_a_transfer_is_what_the_store_gives(client, clients, engines) -> None:
     """The third engine reads from the store what the others received: a version of deltas."""
     published = await client.publish_weights([engine.target for engine in engines[:2]])
+    if published.byte_count == published.full_byte_count:  # the first version of a chain is whole
+        published = await client.publish_weights([engine.target for engine in engines[:2]])
     assert failures(published) == {}
     assert published.byte_count < 0.2 * published.full_byte_count  # nothing has changed
     assert await clients[2].prepare_weights(published.weights) > 0
@@ -216,6 +218,7 @@ async def test_weights_of_a_group_that_was_not_joined_are_refused(client, client
 async def test_one_engine_of_three_killed_in_mid_transfer(client, clients, engines) -> None:
     victim = engines[1]
     targets = [engine.target for engine in engines]
+    restarts = (await client.get()).restart_count
     await client.publish_weights(targets)  # all are in one group again
     victim.kill_at("transfer.received", passing=3)
     async with asyncio.timeout(SECONDS):  # nobody waits for the deadline
@@ -227,7 +230,7 @@ async def test_one_engine_of_three_killed_in_mid_transfer(client, clients, engin
         await c.commit_weights(published.weights)
     assert await score(clients[0]) == await score(clients[2])
     trainer = await client.get()
-    assert (trainer.state, trainer.restart_count) == (ACTIVE, 0)
+    assert (trainer.state, trainer.restart_count) == (ACTIVE, restarts)
 
 
 async def test_a_rank_killed_in_mid_transfer_leaves_the_engines_serving(
@@ -235,13 +238,14 @@ async def test_a_rank_killed_in_mid_transfer_leaves_the_engines_serving(
 ) -> None:
     left = [engines[0], engines[2]]
     before = [(await c.get()).weights for c in (clients[0], clients[2])]
+    restarts = (await client.get()).restart_count
     # Both ranks pass there at once: at the first passing one takes the fault, nobody counts on.
     faults.arm(sending.store.parent / "faults", "transfer.sent")
     with pytest.raises(RemoteError) as lost:
         await client.publish_weights([engine.target for engine in left])
     assert lost.value.reason == "RANK_LOST"
     assert [(await c.get()).weights for c in (clients[0], clients[2])] == before
-    await until(client, lambda now: now.state == ACTIVE and now.restart_count == 1)
+    await until(client, lambda now: now.state == ACTIVE and now.restart_count == restarts + 1)
     published = await client.publish_weights([engine.target for engine in left])
     assert failures(published) == {}
     for c in (clients[0], clients[2]):
