@@ -27,6 +27,7 @@ from tests.service.trainer.harness import (
 from tests.service.weights.harness import RunningEngine, running_engines, serves
 
 ROOM = 10_000  # bytes of a file on a disk that is nearly full
+SMALL_ROOM = 1_000  # too little for what changes in a step
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +86,10 @@ async def score(client: EngineClient) -> list[float]:
 
 
 @contextlib.contextmanager
-def full_disk(process_id: int) -> Iterator[None]:
-    """Files that the process writes end at ROOM bytes."""
+def full_disk(process_id: int, room: int = ROOM) -> Iterator[None]:
+    """Files that the process writes end at `room` bytes."""
     soft, hard = resource.prlimit(process_id, resource.RLIMIT_FSIZE)
-    resource.prlimit(process_id, resource.RLIMIT_FSIZE, (ROOM, hard))
+    resource.prlimit(process_id, resource.RLIMIT_FSIZE, (room, hard))
     try:
         yield
     finally:
@@ -102,7 +103,7 @@ async def test_a_writer_whose_disk_is_full_publishes_nothing(client, trainer) ->
     before = list(store.versions())
     trainer_before = await client.get()
     rank = trainer_before.ranks[0]
-    with full_disk(rank.process_id), pytest.raises(RemoteError, match="too large"):
+    with full_disk(rank.process_id, SMALL_ROOM), pytest.raises(RemoteError, match="too large"):
         await client.publish_weights()
     assert list(store.versions()) == before
     assert not [path for path in (trainer.store / "weights" / "staging").iterdir() if path.is_dir()]
