@@ -174,5 +174,5 @@ accelerator-check: $(VENV)/.dev  ## the whole system on the device at hand: righ
 clean:  ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help accelerator-wheels accelerator-check setup sglang-cpu test-sglang proto docs lint test stress-tests test-megatron test-openai demo demo-smollm2 fault-matrix compose-smoke \
+.PHONY: help accelerator-wheels accelerator-check setup sglang-cpu test-sglang proto docs lint test house stress-tests test-megatron test-openai demo demo-smollm2 fault-matrix compose-smoke \
 	verify bench bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-router bench-router-simulation clean

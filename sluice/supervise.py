@@ -341,9 +341,15 @@ class Supervisor:
 
 
 def _port(service: _Service, name: str, server: Mapping[str, Any]) -> int:
-    """A free port of the service's host, the same for each of its restarts."""
+    """A free port of the service's host, the same for each of its restarts. Raises ConfigError."""
     if name not in service.ports:
-        service.ports[name] = reserve_port(str(server.get("host", LOOPBACK)))
+        host = str(server.get("host", LOOPBACK))
+        try:
+            service.ports[name] = reserve_port(host)
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(
+                f"{service.name}: server.host: cannot listen at {host!r}: {error}"
+            ) from None
     return int(service.ports[name].getsockname()[1])
 
 
@@ -352,9 +358,10 @@ def reserve_port(host: str) -> socket.socket:
 
     Until the socket is closed, only a server that names the port and sets SO_REUSEADDR, as ours
     do, can have it: no process that asks for any port, or connects from one, is given it while
-    the server is down. Raises OSError.
+    the server is down. Raises OSError, and UnicodeError for text that is no name of a host.
     """
-    found = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)
+    name = host.strip("[]") or None  # none is all interfaces
+    found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, address = found[0][0], found[0][4]
     holder = socket.socket(family)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -16,7 +16,7 @@ import yaml
 from openai import APIError, AsyncOpenAI
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
-from sluice.config import parse_config
+from sluice.config import ConfigError, parse_config
 from sluice.durable import DirectoryError
 from sluice.supervise import ServiceDiedError, Supervisor, UpConfig
 from tests.e2e.conftest import ENVIRONMENT, wait_until
@@ -69,6 +69,14 @@ async def test_nobody_is_given_the_ports_of_a_service_that_is_down(tmp_path):
     await asyncio.gather(watching, return_exceptions=True)
     await supervisor.stop()
     assert [may_be_given(port) for port in ports] == [True, True]
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1", "a" * 5000, "x\0y"])
+async def test_a_host_where_nothing_can_listen_is_named(tmp_path, host):
+    router = {"kind": "router", "config": {"server": {"host": host, "allow_insecure": True}}}
+    supervisor = Supervisor(config(tmp_path, services={"router": router}))
+    with pytest.raises(ConfigError, match=r"router: server\.host"):
+        await supervisor.start()
 
 
 def may_be_given(port: int) -> bool:

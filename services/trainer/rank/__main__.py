@@ -15,7 +15,7 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -33,7 +33,7 @@ from sluice.runtime.server import die_with
 logger = logging.getLogger(__name__)
 
 STREAM_SECONDS = 365 * 86400.0  # heartbeats, not the deadline, bound the stream
-CONNECT_TRIES = 5  # where it is lost how a stream ended before its first command
+CONNECT_TRIES = 5  # while it is lost how the stream of a rank that loads has ended
 EXIT_SECONDS = 5.0  # the device thread has so long to end once the controller is gone
 
 
@@ -117,6 +117,7 @@ class ControllerStream:
         self._front, self._hello, self._config = front, hello, config
         self._commands: queue.SimpleQueue[pb.FollowResponse | None] = queue.SimpleQueue()
         self._activity = "loading"
+        self._has_spoken = False  # the device thread has
         self._loop: asyncio.AbstractEventLoop | None = None
         self._outgoing: asyncio.Queue[pb.FollowRequest | None] = asyncio.Queue()
         self._started = threading.Event()
@@ -137,6 +138,7 @@ class ControllerStream:
 
     def send(self, event: pb.FollowRequest) -> None:
         """Queue an event; from the device thread."""
+        self._has_spoken = True
         if self._loop is not None and not self._loop.is_closed():
             with contextlib.suppress(RuntimeError):  # closed in between: the controller is gone
                 self._loop.call_soon_threadsafe(self._outgoing.put_nowait, event)
@@ -169,26 +171,37 @@ class ControllerStream:
         channel = create_channel(self._front, config.server.security, name=config.front_name)
         heart = asyncio.create_task(self._beat())
         try:
-            stub, tries = pb_grpc.WorkerServiceStub(channel), CONNECT_TRIES
-            while tries:
-                tries -= 1
+            stub = pb_grpc.WorkerServiceStub(channel)
+            for tries_left in reversed(range(CONNECT_TRIES)):
                 try:
-                    async for command in stub.Follow(self._events(), timeout=STREAM_SECONDS):
-                        self._commands.put(command)
-                        tries = 0
-                    return
+                    return await self._take_commands(stub.Follow(timeout=STREAM_SECONDS))
                 except grpc.aio.AioRpcError as error:
-                    if not (tries and has_lost_status(error)):
+                    # One that has said more than hello is known there, and must not join anew.
+                    if not tries_left or self._has_spoken or not has_lost_status(error):
                         raise
         finally:
             heart.cancel()
             await asyncio.gather(heart, return_exceptions=True)
             await channel.close()
 
-    async def _events(self) -> AsyncIterator[pb.FollowRequest]:
-        yield pb.FollowRequest(hello=self._hello)
-        while (event := await self._outgoing.get()) is not None:
-            yield event
+    async def _take_commands(self, call: grpc.aio.StreamStreamCall) -> None:
+        sending = asyncio.create_task(self._send_events(call))
+        try:
+            async for command in call:
+                self._commands.put(command)
+        finally:  # the next call sends what this one did not take
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+
+    async def _send_events(self, call: grpc.aio.StreamStreamCall) -> None:
+        try:
+            await call.write(pb.FollowRequest(hello=self._hello))
+            while (event := await self._outgoing.get()) is not None:
+                await call.write(event)
+            await call.done_writing()
+        except Exception:
+            call.cancel()  # whoever reads must not wait for a rank that is mute
+            raise
 
     async def _beat(self) -> None:
         while True:
