@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import ipaddress
 import json
 import logging
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from sluice.durable import replace_file
 from sluice.runtime.interceptors import ServiceInterceptor
 from sluice.runtime.metrics import MetricsServer
 from sluice.runtime.operations import Operations
+from sluice.runtime.processes import end_with_parent
 from sluice.runtime.security import SecurityConfig, server_credentials
 from sluice.runtime.waits import Waits
 
@@ -149,7 +148,7 @@ class Server:
     async def start(self) -> None:
         """Open the ports. Raises ConfigError when one is taken."""
         if self.config.parent:
-            die_with(self.config.parent)
+            end_with_parent(self.config.parent)
         names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.grpc_server)
         listen, security = f"{self.config.host}:{self.config.port}", self.config.security
@@ -228,15 +227,3 @@ class Server:
         await self._stop.wait()
         logger.info("draining")
         await self.stop()
-
-
-PR_SET_PDEATHSIG = 1
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when `parent` dies; exits if it is dead already."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        sys.exit(1)

@@ -28,7 +28,7 @@ from sluice.api.trainer.v1 import worker_service_pb2_grpc as pb_grpc
 from sluice.config import parse_config, read_yaml
 from sluice.runtime.channel import create_channel
 from sluice.runtime.errors import LoadingError, has_lost_status
-from sluice.runtime.server import die_with
+from sluice.runtime.processes import end_with_parent
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ EXIT_SECONDS = 5.0  # the device thread has so long to end once the controller i
 def main() -> int:
     flags = _parse_flags()
     if flags.parent:
-        die_with(flags.parent)
+        end_with_parent(flags.parent)
     # A Ctrl-C is for the controller, which ends its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = parse_config(TrainerConfig, read_yaml(flags.config))
