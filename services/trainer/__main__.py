@@ -8,6 +8,7 @@ import sys
 
 from services.trainer.config import TrainerConfig
 from services.trainer.controller.launch import WorkerServer
+from services.trainer.controller.rank_group import RankGroup
 from services.trainer.controller.trainer import Trainer
 from services.trainer.servicer import TrainerServicer
 from sluice import logs, platform
@@ -57,12 +58,32 @@ async def serve(config: TrainerConfig) -> int:
 
 
 async def _keep_ranks(server: Server, trainer: Trainer, front: str) -> None:
-    """For as long as the trainer has ranks or may get some."""
+    """For as long as the trainer has ranks or may get some.
+
+    After too many losses in a row the process ends with an error: whoever keeps it alive starts it
+    again, with a pause. One whose model cannot be loaded stays, and says why.
+    """
     await trainer.start(front)
-    if trainer.ranks.state == pb.Trainer.STATE_ACTIVE:
+    telling = asyncio.create_task(_tell_readiness(server, trainer.ranks), name="readiness")
+    try:
+        await trainer.ranks.wait_given_up()
+    finally:
+        telling.cancel()
+        await asyncio.gather(telling, return_exceptions=True)
+    await server.set_serving(False)
+    if trainer.ranks.state != pb.Trainer.STATE_FAILED:
+        logger.error("the process ends: ranks were lost too often: %s", trainer.ranks.failure)
+        server.failed = True
+        server.request_stop()
+
+
+async def _tell_readiness(server: Server, ranks: RankGroup) -> None:
+    while True:
+        await ranks.wait_active(True)
         await server.set_serving()
         logger.info("trainer is active")
-    await trainer.ranks.wait_given_up()
+        await ranks.wait_active(False)
+        await server.set_serving(False)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 Work = Callable[[], Awaitable[None]]
 
-TRAINER_LOSSES = 5  # in a row, without a step in between
+TRAINER_LOSSES = 12  # in a row without a step in between: of ranks in three lives of its process
 
 # What a trainer answers whose ranks or controller went away and came back at an earlier state.
 _LOST = {

@@ -300,6 +300,7 @@ class RankGroup:
         self._supervisor: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()
         self._launched = asyncio.Event()  # set while there are ranks, loading or active
+        self._active, self._inactive = asyncio.Event(), asyncio.Event()
 
     @property
     def incarnation(self) -> RankIncarnation:
@@ -329,8 +330,16 @@ class RankGroup:
         """Wait until the first ranks are active or the group has failed."""
         await self._settled.wait()
 
+    async def wait_active(self, active: bool) -> None:
+        """Wait until the ranks take commands, or do not."""
+        await (self._active if active else self._inactive).wait()
+
     async def wait_given_up(self) -> None:
-        """Wait until no more ranks are launched. Raises what nobody expected to end that."""
+        """Wait until no more ranks are launched. Raises what nobody expected to end that.
+
+        `state` is FAILED then for a model that no rank can load, which another process could not
+        either; after too many losses it is not, and another process may do better.
+        """
         assert self._supervisor is not None, "it has been started"
         await asyncio.shield(self._supervisor)
 
@@ -416,6 +425,8 @@ class RankGroup:
             loss = error
         else:
             self.state = trainer_pb.Trainer.STATE_ACTIVE
+            self._inactive.clear()
+            self._active.set()
             self._settled.set()
             return await incarnation.lost
         incarnation.fail(loss)
@@ -447,16 +458,16 @@ class RankGroup:
         self._last_error = error
         self.failure = str(error)
         self.state = trainer_pb.Trainer.STATE_LOADING
+        self._active.clear()
+        self._inactive.set()
 
     def _is_final(self, error: ServiceError) -> bool:
         """Too many restarts, or a model that no rank can load."""
         never_ran = self.restart_count == 0 and not self._settled.is_set()
-        if self._restarts_in_a_row >= self._config.max_restarts or (
-            never_ran and isinstance(error, RankError)
-        ):
+        if never_ran and isinstance(error, RankError):
             self.state = trainer_pb.Trainer.STATE_FAILED
             return True
-        return False
+        return self._restarts_in_a_row >= self._config.max_restarts
 
 
 def _unready(incarnation: RankIncarnation) -> list[str]:
