@@ -19,7 +19,7 @@ from sluice.algo.correction import (
     sum_sequences,
 )
 from sluice.algo.inputs import LossInputs, LossTerms, check_columns
-from sluice.algo.kl import bounded_exp, estimate_kl
+from sluice.algo.kl import bounded_exp, estimate_kl, exp_remainder
 from sluice.algo.spec import LossSpec, required_columns
 
 Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -215,7 +215,7 @@ def _record_ratio(tokens: _Tokens, log_ratio_T: torch.Tensor) -> None:
     ratio_T = bounded_exp(log_ratio_T)
     tokens.record("ratio", ratio_T)
     tokens.record("kl_old_k1", -log_ratio_T)
-    tokens.record("kl_old_k3", ratio_T - 1 - log_ratio_T)
+    tokens.record("kl_old_k3", exp_remainder(log_ratio_T))
 
 
 @torch.no_grad()
@@ -233,5 +233,4 @@ def _record_mismatch(tokens: _Tokens) -> None:
     difference_T = trainer_T - rollout_T
     present_T = ~rollout_T.isnan()
     tokens.record("rollout_mismatch", difference_T.abs(), present_T)
-    k3_T = bounded_exp(difference_T) - 1 - difference_T
-    tokens.record("rollout_mismatch_k3", k3_T, present_T)
+    tokens.record("rollout_mismatch_k3", exp_remainder(difference_T), present_T)

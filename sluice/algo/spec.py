@@ -7,6 +7,7 @@ effect for the chosen algorithm is an error that names it.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -112,14 +113,13 @@ class LossSpec(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        _refuse(self, _LOSS_WITHOUT_EFFECT[self.name], f"loss {self.name}")
+        _refuse_unread(self, LOSS_READS[self.name], f"loss {self.name}")
         if self.aggregation != "constant":
             _refuse(self, ("constant_length",), f"aggregation {self.aggregation}")
         elif self.constant_length is None:
             raise ValueError("constant_length is required by aggregation constant")
-        if not self.has_kl:
-            _refuse(self, ("kl_estimator", "kl_unbiased"), "a loss without kl_coefficient")
         _check_needed(self)
+        _check_kl(self)
         _check_ratio(self)
         return self
 
@@ -176,11 +176,13 @@ class AdvantageSpec(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        _refuse(self, _ADVANTAGE_WITHOUT_EFFECT[self.name], f"advantage {self.name}")
+        _refuse_unread(self, ADVANTAGE_READS[self.name], f"advantage {self.name}")
         if not self.has_kl:
             _refuse(self, ("kl_estimator",), "an advantage without kl_coefficient")
         if self.student_column is None:
             _refuse(self, ("old_logprobs",), "an advantage that compares no log-probs")
+        if self.name == "distillation" and self.teacher_coefficient == 0:
+            raise ValueError("teacher_coefficient 0 leaves nothing of advantage distillation")
         return self
 
 
@@ -202,53 +204,46 @@ def required_columns(spec: LossSpec | AdvantageSpec) -> frozenset[str]:
 
 
 _WITHOUT_RATIO = ("reinforce", "sft", "value")
-_CLIPS = ("clip_low", "clip_high", "dual_clip")
-_RATIO = ("old_logprobs", "opsm_delta")
-_LOSS_WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
-    "ppo_clip": ("value_clip", "dro_beta"),
-    "gspo": ("value_clip", "dro_beta"),
-    "cispo": ("dual_clip", "value_clip", "dro_beta"),
-    "importance_sampling": (*_CLIPS, "value_clip", "dro_beta"),
-    "reinforce": (*_CLIPS, "value_clip", "dro_beta", *_RATIO),
-    "dro": (*_CLIPS, "value_clip"),
-    "sft": (*_CLIPS, "value_clip", "dro_beta", "kl_unbiased", "importance", *_RATIO),
-    "value": (
-        *_CLIPS,
-        "dro_beta",
-        "kl_coefficient",
-        "kl_estimator",
-        "kl_unbiased",
-        "entropy_coefficient",
-        "importance",
-        "temperature",
-        *_RATIO,
-    ),
+
+# What each loss and each estimator reads; all else is refused. A new setting is named here first.
+_OF_ALL = ("name", "aggregation", "constant_length")
+_OF_LOGPROBS = (*_OF_ALL, "temperature", "kl_coefficient", "kl_estimator", "entropy_coefficient")
+_OF_SAMPLES = (*_OF_LOGPROBS, "kl_unbiased", "importance")
+_OF_RATIOS = (*_OF_SAMPLES, "old_logprobs", "opsm_delta")
+LOSS_READS: dict[LossName, frozenset[str]] = {
+    "ppo_clip": frozenset((*_OF_RATIOS, "clip_low", "clip_high", "dual_clip")),
+    "gspo": frozenset((*_OF_RATIOS, "clip_low", "clip_high", "dual_clip")),
+    "cispo": frozenset((*_OF_RATIOS, "clip_low", "clip_high")),
+    "importance_sampling": frozenset(_OF_RATIOS),
+    "reinforce": frozenset(_OF_SAMPLES),
+    "dro": frozenset((*_OF_RATIOS, "dro_beta")),
+    "sft": frozenset(_OF_LOGPROBS),
+    "value": frozenset((*_OF_ALL, "value_clip")),
 }
-_LOSS_NEEDS: dict[str, tuple[str, ...]] = {
+_LOSS_NEEDS: dict[LossName, tuple[str, ...]] = {
     "ppo_clip": ("clip_low",),
     "gspo": ("clip_low",),
     "cispo": ("clip_high",),
     "dro": ("dro_beta",),
 }
-_ADVANTAGE_WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
-    "grpo": ("gamma", "gae_lambda"),
-    "rloo": ("scale_by_std", "gamma", "gae_lambda"),
-    "reinforce_plus_plus": ("scale_by_std", "gae_lambda"),
-    "reinforce_plus_plus_baseline": ("scale_by_std", "gae_lambda"),
-    "gae": ("scale_by_std",),
-    "distillation": (
-        "reward",
-        "scale_by_std",
-        "gamma",
-        "gae_lambda",
-        "kl_coefficient",
-        "kl_estimator",
-    ),
-    "provided": ("reward", "scale_by_std", "gamma", "gae_lambda", "kl_coefficient", "kl_estimator"),
+_OF_TEACHER = ("name", "whiten", "teacher_coefficient", "old_logprobs")
+_OF_REWARDS = (*_OF_TEACHER, "reward", "kl_coefficient", "kl_estimator")
+ADVANTAGE_READS: dict[AdvantageName, frozenset[str]] = {
+    "grpo": frozenset((*_OF_REWARDS, "scale_by_std")),
+    "rloo": frozenset(_OF_REWARDS),
+    "reinforce_plus_plus": frozenset((*_OF_REWARDS, "gamma")),
+    "reinforce_plus_plus_baseline": frozenset((*_OF_REWARDS, "gamma")),
+    "gae": frozenset((*_OF_REWARDS, "gamma", "gae_lambda")),
+    "distillation": frozenset(_OF_TEACHER),
+    "provided": frozenset(_OF_TEACHER),
 }
 
 
-def _refuse(spec: BaseModel, names: tuple[str, ...], where: str) -> None:
+def _refuse_unread(spec: BaseModel, reads: Collection[str], where: str) -> None:
+    _refuse(spec, [name for name in type(spec).model_fields if name not in reads], where)
+
+
+def _refuse(spec: BaseModel, names: Iterable[str], where: str) -> None:
     for name in names:
         if getattr(spec, name) is not None:
             raise ValueError(f"{name} has no effect for {where}; leave it out")
@@ -260,6 +255,25 @@ def _check_needed(spec: LossSpec) -> None:
             raise ValueError(f"{name} is required by loss {spec.name}")
     if spec.clip_low is not None and spec.clip_low >= 1:
         raise ValueError("clip_low must be below 1: ratios are clipped to at least 1 - clip_low")
+
+
+def _check_kl(spec: LossSpec) -> None:
+    """The weight makes the gradient of an unbiased estimate that of the KL; k1 has none without."""
+    if not spec.has_kl:
+        _refuse(spec, ("kl_estimator", "kl_unbiased"), "a loss without kl_coefficient")
+        return
+    estimator = spec.kl_estimator or "k3"
+    if spec.kl_unbiased and estimator in ("k2", "low_variance"):
+        raise ValueError(
+            f"kl_unbiased has no such effect with kl_estimator {estimator}, which is biased "
+            "itself: take k1 or k3"
+        )
+    if estimator == "k1" and not spec.kl_unbiased:
+        without = "; loss sft has no ratio to weigh it by" if spec.name == "sft" else ""
+        raise ValueError(
+            "kl_estimator k1 has no effect in a loss without kl_unbiased, since its expected "
+            f"gradient is 0{without}: take k2, k3 or low_variance"
+        )
 
 
 def _check_ratio(spec: LossSpec) -> None:

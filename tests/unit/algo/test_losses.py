@@ -144,9 +144,12 @@ FORMULAS = {
         {"name": "sft", "entropy_coefficient": 0.01},
         lambda x, i, t: -x.outputs[t] - 0.01 * x.entropy[t],
     ),
-    "kl_k1": (
-        {"name": "sft", "kl_coefficient": 0.1, "kl_estimator": "k1"},
-        lambda x, i, t: -x.outputs[t] + 0.1 * (x.outputs[t] - column(x, "reference_logprobs", t)),
+    "kl_k1_unbiased": (
+        {**CLIP, "kl_coefficient": 0.1, "kl_estimator": "k1", "kl_unbiased": True},
+        lambda x, i, t: (
+            ppo(old_ratio(x, t), advantage(x, t), 0.2, 0.2)
+            + 0.1 * old_ratio(x, t) * (x.outputs[t] - column(x, "reference_logprobs", t))
+        ),
     ),
     "kl_k2": (
         {"name": "sft", "kl_coefficient": 0.1, "kl_estimator": "k2"},

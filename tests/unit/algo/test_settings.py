@@ -1,0 +1,242 @@
+"""Every setting of every loss and estimator changes a number, or is refused by name."""
+
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+
+from sluice.algo.advantages import AdvantageRow, compute_advantages
+from sluice.algo.aggregation import weigh_samples
+from sluice.algo.inputs import LossInputs
+from sluice.algo.logprobs import token_logprobs
+from sluice.algo.losses import compute_loss
+from sluice.algo.spec import (
+    AdvantageName,
+    AdvantageSpec,
+    Aggregation,
+    ImportanceSpec,
+    KlEstimator,
+    LossName,
+    LossSpec,
+)
+
+NEEDED = {
+    "ppo_clip": {"clip_low": 0.2},
+    "gspo": {"clip_low": 0.05},
+    "cispo": {"clip_high": 0.2},
+    "dro": {"dro_beta": 0.3},
+}
+KL = {"kl_coefficient": 0.1}
+CONSTANT = {"aggregation": "constant", "constant_length": 9.0}
+# field -> (settings it only makes sense beside, values other than what leaving it out means)
+LOSS_VALUES = {
+    "aggregation": [({}, "sample_mean"), ({}, "group_mean")],
+    "constant_length": [(CONSTANT, 5.0)],
+    "temperature": [({}, 0.7)],
+    "old_logprobs": [({}, "old")],
+    "clip_low": [({}, 0.1)],
+    "clip_high": [({}, 0.4)],
+    "dual_clip": [({}, 1.1)],
+    "value_clip": [({}, 0.1)],
+    "dro_beta": [({}, 0.5)],
+    "kl_coefficient": [({}, 0.1)],
+    "kl_estimator": [
+        *((KL, name) for name in get_args(KlEstimator) if name != "k3"),
+        ({**KL, "kl_unbiased": True}, "k1"),
+        ({**KL, "kl_unbiased": True}, "k2"),
+        ({**KL, "kl_unbiased": True}, "low_variance"),
+    ],
+    "kl_unbiased": [(KL, True)],
+    "entropy_coefficient": [({}, 0.1), ({}, -0.1)],
+    "importance": [({"old_logprobs": "old"}, {"high": 1.2}), ({}, {"high": 1.2})],
+    "opsm_delta": [({}, 0.05)],
+}
+MASK = {"mode": "mask", "low": 0.7, "high": 1.3}
+IMPORTANCE_VALUES = {
+    "level": [({"high": 1.2}, "sequence"), ({"high": 1.2}, "geometric"), (MASK, "geometric")],
+    "mode": [(MASK, "clip"), (MASK, "reject"), (MASK, "truncate")],
+    "low": [(MASK, 0.9), ({"high": 1.2}, 0.9), ({**MASK, "mode": "clip"}, 0.9)],
+    "high": [(MASK, 1.1), ({"high": 1.2}, 1.1)],
+    "veto": [({"high": 1.2}, 0.7), (MASK, 0.75)],
+}
+OLD_KL = {"kl_coefficient": 0.1}
+TEACHER = {"teacher_coefficient": 0.5}
+ADVANTAGE_VALUES = {
+    "reward": [({}, "raw_reward")],
+    "scale_by_std": [({}, False)],
+    "whiten": [({}, True), ({}, False)],
+    "gamma": [({}, 0.5), ({}, 0.0)],
+    "gae_lambda": [({}, 0.5), ({}, 0.0)],
+    "kl_coefficient": [({}, 0.1)],
+    "kl_estimator": [(KL, "k2"), (KL, "k3"), (KL, "low_variance"), ({}, "k3")],
+    "teacher_coefficient": [({}, 0.5), ({}, 0.0)],
+    "old_logprobs": [(KL, "old"), (TEACHER, "old"), ({}, "old")],
+}
+WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+LENGTHS = (5, 2, 7, 3)
+
+
+def test_no_setting_is_left_out_here():
+    assert LOSS_VALUES.keys() | {"name"} == LossSpec.model_fields.keys()
+    assert IMPORTANCE_VALUES.keys() == ImportanceSpec.model_fields.keys()
+    assert ADVANTAGE_VALUES.keys() | {"name"} == AdvantageSpec.model_fields.keys()
+    assert {"sample_mean", "group_mean", "token_mean", "constant"} == {*get_args(Aggregation)}
+
+
+def loss_numbers(spec):
+    """Loss of a step, and its gradient by the logits (by the values of a critic)."""
+    rng = np.random.default_rng(3)
+    tokens, vocabulary = sum(LENGTHS), 6
+    index = np.repeat(np.arange(len(LENGTHS)), LENGTHS)
+    leaf = torch.from_numpy(rng.normal(size=(tokens, vocabulary))).requires_grad_()
+    outputs, entropy = token_logprobs(
+        leaf, torch.zeros(tokens, dtype=torch.int64), entropy="gradient"
+    )
+    spread = {name: rng.normal(scale=0.5, size=tokens) for name in COLUMNS}
+    spread["reference_logprobs"] *= 6  # far enough for low_variance to be cut
+    columns = {name: outputs.detach() + torch.from_numpy(each) for name, each in spread.items()}
+    columns["advantages"] = torch.from_numpy(rng.normal(size=tokens))
+    if spec.name == "value":
+        outputs, entropy = leaf[:, 0], None
+    elif spec.temperature is not None:
+        outputs, entropy = token_logprobs(
+            leaf,
+            torch.zeros(tokens, dtype=torch.int64),
+            temperature=spec.temperature,
+            entropy="gradient",
+        )
+    weighed = weigh_samples(spec, LENGTHS, ["a", "a", "a", "b"])
+    inputs = LossInputs(
+        outputs=outputs,
+        mask=torch.ones(tokens, dtype=torch.bool),
+        sample_index=torch.from_numpy(index),
+        sample_weights=torch.tensor(weighed.weights, dtype=torch.float64) / weighed.normalizer,
+        columns=columns,
+        entropy=entropy,
+    )
+    loss = compute_loss(inputs, spec).loss
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    return torch.cat([loss[None], gradient.flatten()]).detach().numpy()
+
+
+COLUMNS = (
+    "old_logprobs",
+    "rollout_logprobs",
+    "reference_logprobs",
+    "advantages",
+    "returns",
+    "values",
+)
+
+
+def advantage_numbers(spec):
+    """Advantages and returns of two groups."""
+    rng = np.random.default_rng(4)
+    rows = [
+        AdvantageRow(
+            sample_id=str(i),
+            group_id="ab"[i // 2],
+            loss_mask=torch.ones(length, dtype=torch.bool),
+            rewards={"reward": rng.normal(), "raw_reward": rng.normal()},
+            columns={
+                name: torch.from_numpy(rng.normal(scale=2.0, size=length))
+                for name in (*COLUMNS, "teacher_logprobs")
+            },
+        )
+        for i, length in enumerate(LENGTHS)
+    ]
+    found = compute_advantages(rows, spec)
+    return torch.cat([*found.advantages, *(found.returns or [])]).numpy()
+
+
+def assert_effect(build, numbers, context, name, value, means_default=False):
+    """The setting is refused by its name, or some number is another one than without it."""
+    try:
+        spec = build({**context, name: value})
+    except ValidationError as error:
+        assert any(each in str(error) for each in (name, *context))
+        return False
+    others = {key: each for key, each in context.items() if key != name}
+    try:
+        without = numbers(build(others))
+    except ValidationError:  # what it stands beside, or it itself, is required
+        without = numbers(build(context))
+    changed = not np.allclose(numbers(spec), without, rtol=1e-9, atol=1e-12)
+    assert changed != means_default, f"{name}={value!r} beside {context} changes nothing"
+    return True
+
+
+@pytest.mark.parametrize("field", LOSS_VALUES)
+@pytest.mark.parametrize("loss", get_args(LossName))
+def test_a_setting_of_a_loss_changes_a_number_or_is_refused(loss, field):
+    def build(settings):
+        return LossSpec(name=loss, **settings)
+
+    for context, value in LOSS_VALUES[field]:
+        assert_effect(build, loss_numbers, {**NEEDED.get(loss, {}), **context}, field, value)
+
+
+@pytest.mark.parametrize("field", IMPORTANCE_VALUES)
+@pytest.mark.parametrize("loss", [n for n in get_args(LossName) if n not in ("sft", "value")])
+def test_a_setting_of_the_correction_changes_a_number_or_is_refused(loss, field):
+    old = {} if loss == "reinforce" else {"old_logprobs": "old"}
+
+    def build(settings):
+        return LossSpec(
+            name=loss, **NEEDED.get(loss, {}), **old, importance=ImportanceSpec(**settings)
+        )
+
+    kept = [
+        assert_effect(build, loss_numbers, context, field, value)
+        for context, value in IMPORTANCE_VALUES[field]
+    ]
+    assert any(kept)
+
+
+@pytest.mark.parametrize("field", ADVANTAGE_VALUES)
+@pytest.mark.parametrize("estimator", get_args(AdvantageName))
+def test_a_setting_of_an_estimator_changes_a_number_or_is_refused(estimator, field):
+    def build(settings):
+        return AdvantageSpec(name=estimator, **settings)
+
+    for context, value in ADVANTAGE_VALUES[field]:
+        default = (field, value) in (
+            ("whiten", estimator in WHITENED),
+            ("teacher_coefficient", 0.0),  # says off, as leaving it out does
+        )
+        assert_effect(build, advantage_numbers, context, field, value, default)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kl_unbiased": True, "kl_estimator": "k2"}, "kl_unbiased .* k2, which is biased"),
+        ({"kl_unbiased": True, "kl_estimator": "low_variance"}, "kl_unbiased .* low_variance"),
+        ({"kl_estimator": "k1"}, "k1 has no effect in a loss without kl_unbiased"),
+        ({"kl_estimator": "k1", "kl_unbiased": False}, "k1 has no effect"),
+    ],
+)
+def test_a_kl_whose_gradient_is_not_of_a_kl_is_refused(settings, message):
+    with pytest.raises(ValidationError, match=message):
+        LossSpec(name="ppo_clip", clip_low=0.2, kl_coefficient=0.1, **settings)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("spec", [LossSpec, ImportanceSpec, AdvantageSpec])
+def test_a_number_that_is_none_is_refused_by_name(spec, number):
+    for name, field in spec.model_fields.items():
+        if "float" in str(field.annotation):
+            with pytest.raises(ValidationError, match=name):
+                spec(**{"name": "grpo" if spec is AdvantageSpec else "ppo_clip", name: number})
+
+
+def test_distillation_without_its_teacher_is_refused():
+    with pytest.raises(ValidationError, match="teacher_coefficient 0"):
+        AdvantageSpec(name="distillation", teacher_coefficient=0.0)
+
+
+def test_a_discount_of_nothing_is_refused():
+    with pytest.raises(ValidationError, match="gamma"):
+        AdvantageSpec(name="gae", gamma=0.0)
