@@ -1,9 +1,10 @@
-"""`sluice up`: the services as local processes on free ports, restarted when they die."""
+"""`sluice up`: the services as local processes on free ports, restarted when they die or hang."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import math
@@ -13,18 +14,20 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import grpc
 import psutil
 import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import Field, model_validator
 
 from sluice import faults, platform
-from sluice.client import RouterClient, TrainerClient
+from sluice.client import Client, RouterClient, TrainerClient
 from sluice.config import RESERVED_ENV, Config, ConfigError, ProcessConfig
 from sluice.durable import owned, replace_file
 from sluice.loop.training import active_trainer
@@ -38,6 +41,9 @@ Kind = Literal["router", "converter", "trainer", "rollout"]
 START_ORDER: tuple[Kind, ...] = ("router", "converter", "trainer", "rollout")
 LOOPBACK = "127.0.0.1"  # where services listen that name no host
 RESTART_PAUSES = Backoff(first=0.2, longest=5.0)
+LINGERING_SECONDS = 10.0  # for which processes of a killed supervisor may keep their ports
+PORT_POLL_SECONDS = 0.05
+NO_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 LASTING_SECONDS = 30.0  # a process that served for so long is not failing in a row
 
 
@@ -67,6 +73,18 @@ class ServiceEntry(Config):
         return platform.declared().visible_devices(self.devices[replica * share :][:share])
 
 
+class LivenessConfig(Config):
+    """Health checks of running services; one that answers none is killed and started again.
+
+    failures: in a row, each without an answer for `timeout_seconds`; 0 never ends a service. The
+    defaults leave it minutes, for a machine under load.
+    """
+
+    interval_seconds: float = Field(10, gt=0)
+    timeout_seconds: float = Field(30, gt=0)
+    failures: int = Field(5, ge=0)
+
+
 class UpConfig(ProcessConfig):
     """Services to run on this machine."""
 
@@ -78,6 +96,7 @@ class UpConfig(ProcessConfig):
     start_timeout_seconds: float = Field(180, gt=0)
     stop_timeout_seconds: float = Field(40, gt=0)
     restarts: int = Field(20, ge=0, description="Of one process in a row, before it is given up.")
+    liveness: LivenessConfig = LivenessConfig()
 
 
 class ServiceDiedError(Exception):
@@ -96,6 +115,13 @@ class _Service:
     addresses: dict[str, Any] = field(default_factory=dict)
     ports: dict[str, socket.socket] = field(default_factory=dict)
     restarts: int = 0
+    answered: bool = False  # a health check, once at least
+
+    def kill(self) -> None:
+        """The process and its children; those in other sessions die with it."""
+        assert self.process is not None
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.killpg(self.process.pid, signal.SIGKILL)
 
 
 class Supervisor:
@@ -112,11 +138,16 @@ class Supervisor:
             for replica in range(entry.replicas)
         ]
         self._claim = ExitStack()  # of the directory, from start to stop
+        self._remembered: dict[str, dict[str, int]] = {}  # ports of the supervisor before
         self._ended_before = _ended_children_seconds()
 
     @property
     def services_file(self) -> Path:
         return self.run_dir / "services.json"
+
+    @property
+    def _ports_file(self) -> Path:
+        return self.run_dir / "services" / "ports.json"
 
     def _service(self, name: str, entry: ServiceEntry, replica: int) -> _Service:
         name = name if entry.replicas == 1 else f"{name}-{replica}"
@@ -138,6 +169,7 @@ class Supervisor:
         (self.run_dir / "logs").mkdir(exist_ok=True)
         (self.run_dir / "services").mkdir(exist_ok=True)
         self.services_file.unlink(missing_ok=True)  # of a supervisor that was killed
+        self._remembered = _read_ports(self._ports_file)
         try:
             for kind in START_ORDER:
                 starting = [service for service in self._services if service.kind == kind]
@@ -151,7 +183,7 @@ class Supervisor:
         self._write_services()
 
     async def watch(self) -> None:
-        """Restart what dies, on its old ports; until cancelled."""
+        """Restart what dies, or answers no health check, on its old ports; until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for service in self._services:
                 tasks.create_task(self._keep_alive(service))
@@ -182,6 +214,7 @@ class Supervisor:
 
     async def _spawn(self, service: _Service) -> None:
         service.address_file.unlink(missing_ok=True)
+        await self._reserve_ports(service)
         path = self.run_dir / "services" / f"{service.name}.yaml"
         path.write_text(yaml.safe_dump(self._filled_in(service)))
         environment = {
@@ -203,18 +236,43 @@ class Supervisor:
                 start_new_session=True,  # Ctrl-C is for the supervisor, which stops in order
             )
 
+    async def _reserve_ports(self, service: _Service) -> None:
+        """Take free ports for those that its configuration leaves open, once for all restarts.
+
+        They are those that the supervisor before this one had, for clients that run on. Raises
+        ConfigError.
+        """
+        server = service.config.get("server", {})
+        openai = service.config.get("openai")
+        given = {name: server.get(name) for name in ("port", "metrics_port")}
+        given |= {} if openai is None else {"openai": openai.get("port")}
+        host = str(server.get("host", LOOPBACK))
+        for name in [
+            name for name, port in given.items() if not port and name not in service.ports
+        ]:
+            old = self._remembered.get(service.name, {}).get(name, 0)
+            try:
+                service.ports[name] = await _take_port(host, old)
+            except (OSError, UnicodeError) as error:
+                raise ConfigError(
+                    f"{service.name}: server.host: cannot listen at {host!r}: {error}"
+                ) from None
+            port = int(service.ports[name].getsockname()[1])
+            if old and port != old:
+                logger.warning("%s: port %d is taken; %d instead", service.name, old, port)
+            self._remembered.setdefault(service.name, {})[name] = port
+            ports = json.dumps(self._remembered).encode()
+            replace_file(self._ports_file, ports, temporary=self._ports_file.parent, sync=False)
+
     def _filled_in(self, service: _Service) -> dict[str, Any]:
         config = dict(service.config)
         server = {**config.get("server", {}), "address_file": str(service.address_file)}
         server["parent"] = os.getpid()  # a killed supervisor leaves nobody behind
         server.setdefault("security", self.config.security.model_dump(mode="json"))
-        for name in ("port", "metrics_port"):
-            server[name] = server.get(name) or _port(service, name, server)
-        if (openai := config.get("openai")) is not None:
-            config["openai"] = {
-                **openai,
-                "port": openai.get("port") or _port(service, "openai", server),
-            }
+        ports = {name: int(held.getsockname()[1]) for name, held in service.ports.items()}
+        server |= {name: ports[name] for name in ("port", "metrics_port") if name in ports}
+        if "openai" in ports:
+            config["openai"] = {**config["openai"], "port": ports["openai"]}
         config["server"] = server
         if service.kind in ("trainer", "rollout"):
             config.setdefault("store", str(self.run_dir / "store"))
@@ -288,11 +346,59 @@ class Supervisor:
     async def _keep_alive(self, service: _Service) -> None:
         while True:
             opened = time.monotonic()
-            assert service.process is not None
-            code = await service.process.wait()
+            why = await self._until_down(service)
             if time.monotonic() - opened > LASTING_SECONDS:
                 service.restarts = 0
-            await self._restart(service, f"ended with {code}")
+            await self._restart(service, why)
+
+    async def _until_down(self, service: _Service) -> str:
+        """Waits for the end of a process, or ends one that hangs; why it ended."""
+        assert service.process is not None
+        ending = asyncio.create_task(service.process.wait(), name=f"end of {service.name}")
+        probing = asyncio.create_task(self._until_silent(service), name=f"probe {service.name}")
+        try:
+            await asyncio.wait((ending, probing), return_when=asyncio.FIRST_COMPLETED)
+            if ending.done():
+                return f"ended with {ending.result()}"
+            why = probing.result()
+            logger.error("%s %s; killing it", service.name, why)
+            service.kill()
+            await ending
+            return why
+        finally:
+            for task in (ending, probing):
+                task.cancel()
+            await asyncio.gather(ending, probing, return_exceptions=True)
+
+    async def _until_silent(self, service: _Service) -> str:
+        """Returns once enough health checks in a row got no answer: what to say of it.
+
+        Checks that were made count, not time that went by: this process may have been stopped
+        itself. Nor do those of an address that has never answered from here.
+        """
+        config, failures = self.config.liveness, 0
+        own = service.config.get("server", {}).get("security", self.config.security)
+        security = SecurityConfig.model_validate(own)
+        async with Client(service.addresses["address"], security) as client:
+            health = health_pb2_grpc.HealthStub(client.channel)
+            while True:
+                await asyncio.sleep(config.interval_seconds)
+                try:
+                    await health.Check(
+                        health_pb2.HealthCheckRequest(), timeout=config.timeout_seconds
+                    )
+                except grpc.aio.AioRpcError as error:
+                    if error.code() not in NO_ANSWER:  # whatever it says, it is alive
+                        failures, service.answered = 0, True
+                        continue
+                    failures += service.answered
+                    logger.warning(
+                        "%s: no answer to a health check: %s", service.name, error.code()
+                    )
+                    if config.failures and failures >= config.failures:
+                        return f"answered no health check, {failures} in a row"
+                else:
+                    failures, service.answered = 0, True
 
     async def _restart(self, service: _Service, why: str) -> None:
         """Until it has opened its ports again. Raises ServiceDiedError after too many tries."""
@@ -317,13 +423,13 @@ class Supervisor:
         if process is None or process.returncode is not None:
             return
         process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGCONT)  # one that is stopped hears nothing before
         try:
             async with asyncio.timeout(self.config.stop_timeout_seconds):
                 await process.wait()
         except TimeoutError:
             logger.warning("%s does not stop; killing it", service.name)
-            with contextlib.suppress(ProcessLookupError):  # it has stopped after all
-                os.killpg(process.pid, signal.SIGKILL)
+            service.kill()
             await process.wait()
 
     def _write_services(self) -> None:
@@ -340,32 +446,53 @@ class Supervisor:
         replace_file(self.services_file, data, temporary=self.run_dir, sync=False)
 
 
-def _port(service: _Service, name: str, server: Mapping[str, Any]) -> int:
-    """A free port of the service's host, the same for each of its restarts. Raises ConfigError."""
-    if name not in service.ports:
-        host = str(server.get("host", LOOPBACK))
+def _read_ports(path: Path) -> dict[str, dict[str, int]]:
+    """By service and name; none where the file is missing or damaged."""
+    try:
+        found = json.loads(path.read_text())
+        return {
+            str(service): {str(name): int(port) for name, port in ports.items()}
+            for service, ports in found.items()
+        }
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError) as error:
+        logger.warning("%s: %s; services get new ports", path, error)
+        return {}
+
+
+async def _take_port(host: str, wanted: int) -> socket.socket:
+    """A port of the host: the wanted one, unless somebody else keeps it. Raises as reserve_port."""
+    deadline = time.monotonic() + LINGERING_SECONDS
+    while wanted:
         try:
-            service.ports[name] = reserve_port(host)
-        except (OSError, UnicodeError) as error:
-            raise ConfigError(
-                f"{service.name}: server.host: cannot listen at {host!r}: {error}"
-            ) from None
-    return int(service.ports[name].getsockname()[1])
+            return reserve_port(host, wanted)
+        except OverflowError:
+            break
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                break
+            await asyncio.sleep(PORT_POLL_SECONDS)
+    return reserve_port(host)
 
 
-def reserve_port(host: str) -> socket.socket:
-    """Binds a free port of `host` and does not listen there.
+def reserve_port(host: str, port: int = 0) -> socket.socket:
+    """Binds a port of `host`, a free one by default, and does not listen there.
 
     Until the socket is closed, only a server that names the port and sets SO_REUSEADDR, as ours
     do, can have it: no process that asks for any port, or connects from one, is given it while
     the server is down. Raises OSError, and UnicodeError for text that is no name of a host.
     """
     name = host.strip("[]") or None  # none is all interfaces
-    found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, address = found[0][0], found[0][4]
     holder = socket.socket(family)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind(address)
+    try:
+        holder.bind(address)
+    except BaseException:
+        holder.close()
+        raise
     return holder
 
 

@@ -16,6 +16,7 @@ import yaml
 from openai import APIError, AsyncOpenAI
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
+from sluice import supervise
 from sluice.config import ConfigError, parse_config
 from sluice.durable import DirectoryError
 from sluice.supervise import ServiceDiedError, Supervisor, UpConfig
@@ -52,6 +53,26 @@ async def test_a_killed_service_comes_back_at_its_address(tmp_path):
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
     await supervisor.stop()
+
+
+async def test_a_stopped_service_is_found_and_replaced_at_its_address(tmp_path):
+    liveness = {"interval_seconds": 0.1, "timeout_seconds": 0.5, "failures": 2}
+    supervisor = Supervisor(config(tmp_path, liveness=liveness))
+    await supervisor.start()
+    (service,) = supervisor._services
+    watching = asyncio.create_task(supervisor.watch())
+    async with asyncio.timeout(PATIENCE):
+        while not service.answered:
+            await asyncio.sleep(0.02)
+    before = known(tmp_path)
+    os.kill(before["pid"], signal.SIGSTOP)
+    assert await pid_after(tmp_path, before["pid"]) != before["pid"]
+    assert not psutil.pid_exists(before["pid"])
+    assert known(tmp_path)["address"] == before["address"]
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    os.kill(known(tmp_path)["pid"], signal.SIGSTOP)
+    await supervisor.stop()  # which does not wait for one that cannot hear it
 
 
 async def test_nobody_is_given_the_ports_of_a_service_that_is_down(tmp_path):
@@ -147,15 +168,42 @@ async def test_a_service_that_dies_while_it_restarts_is_tried_again_and_given_up
     await supervisor.stop()
 
 
-def test_a_killed_supervisor_leaves_no_service_behind(tmp_path):
-    path = tmp_path / "services.yaml"
-    services = {"router": {"kind": "router"}}
+def test_a_killed_supervisor_leaves_no_service_behind_and_the_next_one_has_its_ports(tmp_path):
+    path, ready = tmp_path / "services.yaml", tmp_path / "services.json"
+    services = {"router": {"kind": "router", "replicas": 2}}
     path.write_text(yaml.safe_dump({"run_dir": str(tmp_path), "services": services}))
     command = [sys.executable, "-m", "sluice.cli", "up", str(path)]
     process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
-    wait_until(lambda: (tmp_path / "services.json").exists(), what="sluice up")
-    router = psutil.Process(known(tmp_path)["pid"])
+    wait_until(ready.exists, what="sluice up")
+    before = [known(tmp_path, f"router-{index}") for index in range(2)]
     process.kill()
     process.wait(timeout=PATIENCE)
-    gone, alive = psutil.wait_procs([router], timeout=PATIENCE)
-    assert gone and not alive
+    ready.unlink()
+    process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
+    wait_until(ready.exists, what="sluice up again")
+    routers = [psutil.Process(each["pid"]) for each in before if psutil.pid_exists(each["pid"])]
+    _, alive = psutil.wait_procs(routers, timeout=PATIENCE)
+    assert not alive
+    after = [known(tmp_path, f"router-{index}") for index in range(2)]
+    ports = [[each[name] for name in ADDRESSES] for each in (*before, *after)]
+    assert ports[:2] == ports[2:]
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=PATIENCE) == 0
+
+
+async def test_a_port_that_a_stranger_took_meanwhile_is_replaced(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(supervise, "LINGERING_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        taken = stranger.getsockname()[1]
+        (tmp_path / "services").mkdir()
+        ports = {"router": {"port": taken, "metrics_port": "?"}}
+        (tmp_path / "services" / "ports.json").write_text(json.dumps(ports))
+        await (supervisor := Supervisor(config(tmp_path))).start()
+        assert "services get new ports" in caplog.text  # for what is no port
+        await supervisor.stop()
+        del ports["router"]["metrics_port"]
+        (tmp_path / "services" / "ports.json").write_text(json.dumps(ports))
+        await (supervisor := Supervisor(config(tmp_path))).start()
+        assert f"router: port {taken} is taken" in caplog.text
+        assert not known(tmp_path)["address"].endswith(f":{taken}")
+        await supervisor.stop()
