@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast, get_args
+from typing import Any, ClassVar, NoReturn, TypeVar, cast, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -33,8 +33,10 @@ class ProcessConfig(BaseSettings):
     """Base of a process's whole configuration.
 
     Defaults < `--config file.yaml` < `SLUICE_OPTIM__LR=x` < `--optim.lr x`. An empty variable
-    is as none.
+    is as none. `former_keys`: keys of the release before and their new names, which are told.
     """
+
+    former_keys: ClassVar[Mapping[str, str]] = {}
 
     model_config = SettingsConfigDict(
         frozen=True,
@@ -62,6 +64,8 @@ class _YamlSource(PydanticBaseSettingsSource):
 class _FlagParser(argparse.ArgumentParser):
     """Says in one line what is wrong with a flag; the list of all is for `--help`."""
 
+    former_keys: Mapping[str, str] = {}
+
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown == message:
@@ -69,6 +73,8 @@ class _FlagParser(argparse.ArgumentParser):
         flag = unknown.split()[0].partition("=")[0]
         if not flag.startswith("-"):
             raise ConfigError(f"unknown argument {flag}; settings are given as --key value")
+        if new := self.former_keys.get(flag.removeprefix("--")):
+            raise ConfigError(f"{flag} is now --{new}")
         known = [name for name in self._option_string_actions if not name.startswith("--no-")]
         raise ConfigError(f"unknown flag {flag}{hint(flag, known)} (--help lists the flags)")
 
@@ -143,19 +149,23 @@ def _build(
     try:
         built = Built(**(values or {}))
     except ValidationError as error:
-        raise ConfigError(describe(error, cls)) from None
+        raise ConfigError(describe(error, cls, cls.former_keys)) from None
     except SettingsError as error:
         raise ConfigError(str(error)) from None
     return cast(C, cls.model_construct(**{n: getattr(built, n) for n in cls.model_fields}))
 
 
-def describe(error: ValidationError, cls: type[BaseModel]) -> str:
+def describe(
+    error: ValidationError, cls: type[BaseModel], former_keys: Mapping[str, str] | None = None
+) -> str:
     """What is wrong with each setting of a `cls`, by its dotted path."""
     lines = []
     for item in error.errors():
         path = ".".join(str(part) for part in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
-        if item["type"] == "extra_forbidden":
+        if new := (former_keys or {}).get(path):
+            message = f"is now {new}"
+        elif item["type"] == "extra_forbidden":
             *above, name = item["loc"]
             message = f"unknown key{hint(str(name), keys_at(cls, above))}"
         elif item["type"] != "missing" and not isinstance(item["input"], Mapping | BaseModel):
@@ -164,15 +174,17 @@ def describe(error: ValidationError, cls: type[BaseModel]) -> str:
     return "; ".join(lines)
 
 
-def _flag_parser(cls: type[BaseModel], usage: str) -> _FlagParser:
+def _flag_parser(cls: type[ProcessConfig], usage: str) -> _FlagParser:
     module = sys.modules["__main__"].__spec__  # of `python -m services.router`
     command = f"python -m {module.parent}" if module and module.parent else Path(sys.argv[0]).name
-    return _FlagParser(
+    parser = _FlagParser(
         usage=usage or f"{command} [--config FILE.yaml] [--key value ...]",
         description=cls.__doc__,
         epilog="Also from the environment: --a.b is SLUICE_A__B. Flags win over it, it over YAML.",
         allow_abbrev=False,
     )
+    parser.former_keys = cls.former_keys
+    return parser
 
 
 def _take_config_path(arguments: list[str]) -> str | Path:
@@ -195,6 +207,9 @@ def _check_environment(cls: type[ProcessConfig], environment: Mapping[str, str])
         if not name.startswith(ENV_PREFIX) or name in RESERVED_ENV:
             continue
         path = name.removeprefix(ENV_PREFIX).lower().split("__")
+        if new := cls.former_keys.get(".".join(path)):
+            variable = ENV_PREFIX + new.upper().replace(".", "__")
+            raise ConfigError(f"environment variable {name} is now {variable}")
         model: Any = cls
         for part in path:
             fields = getattr(model, "model_fields", {})

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -83,6 +84,8 @@ class EpisodesConfig(Config):
 
 class RolloutConfig(ProcessConfig):
     """Rollout service: one engine replica, one episode worker, or both."""
+
+    former_keys: ClassVar[Mapping[str, str]] = {"engine.sglang.staging": "weights_cache"}
 
     roles: tuple[Literal["episodes", "engine"], ...] = ("episodes", "engine")
     engine_id: str = Field("rollout-0", min_length=1, description="The same after a restart.")

@@ -12,13 +12,12 @@ import grpc
 import numpy as np
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from services.router import metrics
 from services.router.config import RouterConfig
 from sluice.balance.routing import Grant, LeaseRefusedError, LeaseRequest, Pool, Refusal
 from sluice.runtime.errors import QueueFullError, ServiceError
-from sluice.runtime.metrics import Family, Reading
+from sluice.runtime.metrics import Family, Reading, StateCollector
 
 logger = logging.getLogger(__name__)
 
@@ -169,19 +168,12 @@ class Pools:
             metrics.EXPIRED_LEASES.labels(room.name).inc(expired.lease_count)
 
 
-class PoolCollector(Collector):
+class PoolCollector(StateCollector):
     """Reads the state of the pools when it is scraped."""
 
     def __init__(self, pools: Pools, registry: CollectorRegistry = REGISTRY) -> None:
-        self._pools, self._registry = pools, registry
-        registry.register(self)
-
-    def close(self) -> None:
-        self._registry.unregister(self)
-
-    def describe(self) -> list[Metric]:
-        """The pools are not asked at registration."""
-        return []
+        super().__init__(registry)
+        self._pools = pools
 
     def collect(self) -> Iterator[Metric]:
         engines = {

@@ -57,13 +57,13 @@ async def serve(config: TrainerConfig) -> int:
     return 1 if server.failed else 0
 
 
-async def _keep_ranks(server: Server, trainer: Trainer, front: str) -> None:
+async def _keep_ranks(server: Server, trainer: Trainer, controller: str) -> None:
     """For as long as the trainer has ranks or may get some.
 
     After too many losses in a row the process ends with an error: whoever keeps it alive starts it
     again, with a pause. One whose model cannot be loaded stays, and says why.
     """
-    await trainer.start(front)
+    await trainer.start(controller)
     telling = asyncio.create_task(_tell_readiness(server, trainer.ranks), name="readiness")
     try:
         await trainer.ranks.wait_given_up()

@@ -50,8 +50,8 @@ class OptimConfig(Config):
 class RanksConfig(Config):
     """The processes that hold the model. `external`: started by torchrun or a cluster.
 
-    An external rank runs `python -m services.trainer.rank --config FILE --front HOST:PORT` with
-    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set; `listen_port` is that port.
+    An external rank runs `python -m services.trainer.rank --config FILE --controller HOST:PORT`
+    with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set; `listen_port` is that port.
     """
 
     count: int = Field(1, ge=1)
@@ -157,7 +157,7 @@ class TrainerConfig(ProcessConfig):
     server: ServerConfig = ServerConfig()
 
     @property
-    def front_name(self) -> str:
+    def controller_name(self) -> str:
         """Return whom the controller's certificate names, for ranks that reach it over loopback."""
         host, _, _ = self.server.advertise.rpartition(":")
         return host if is_loopback(self.ranks.listen_host) else ""

@@ -20,6 +20,9 @@ from torch.autograd.function import once_differentiable
 
 GatherGradient = Literal["sum", "own", "none"]
 
+# before torch 2.13 it has its deprecated name alone
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 DIGEST_BYTES = 16
 NAME_BYTES = 96
 
@@ -116,7 +119,7 @@ class Collectives:
         """Returns this rank's [length, ...] of the sum of every rank's [size x length, ...]."""
         self._announce(f"reduce_scatter {tuple(tensor.shape)} {tensor.dtype}")
         local = tensor.new_empty((len(tensor) // self.size, *tensor.shape[1:]))
-        dist.reduce_scatter_tensor(local, tensor.contiguous(), group=self.group)
+        _reduce_scatter(local, tensor.contiguous(), group=self.group)
         return local
 
     def end_step(self) -> None:

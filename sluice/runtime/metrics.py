@@ -18,6 +18,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.registry import Collector
 
 from sluice.runtime.security import SecurityConfig, http_context
 
@@ -78,6 +79,22 @@ def closed_sets(metric: MetricWrapperBase) -> dict[str, tuple[str, ...]]:
     """The labels of `metric` whose values are known to the code."""
     sets = zip(metric._labelnames, _closed.get(metric, ()), strict=False)
     return {label: names for label, names in sets if names is not None}
+
+
+class StateCollector(Collector):
+    """Reads the state of a process whenever metrics are scraped, until `close`."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        self._registry = registry
+        registry.register(self)
+
+    def close(self) -> None:
+        """Show nothing from now on."""
+        self._registry.unregister(self)
+
+    def describe(self) -> list[Metric]:
+        """Returns nothing, so that registration does not read the state."""
+        return []
 
 
 logger = logging.getLogger(__name__)

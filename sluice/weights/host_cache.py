@@ -78,6 +78,7 @@ logger = logging.getLogger(__name__)
 FETCH_SECONDS = 600.0  # for another process of this host to make a version
 POLL_SECONDS = 0.01
 LOCK_SUFFIX = ".lock"
+FORMER_FOLDER = "engines"  # `<version>-<digest>`, each with a `.use` that is locked while served
 
 
 class CachedVersion:
@@ -201,6 +202,21 @@ class HostCache:
             directory = lock_path.with_suffix("")
             if not directory.is_dir():  # it was never finished
                 self._remove(directory)
+        self._remove_former()
+
+    def _remove_former(self) -> None:
+        """Remove what SGLang engines of the release before kept below the root, but for what one
+        of them serves or fetches now: it holds a lock."""
+        former = self._root / FORMER_FOLDER
+        with ExitStack() as holding:
+            locks = [holding.enter_context(path.open("ab")) for path in former.glob("*.[lu]*")]
+            idle = [Path(lock.name) for lock in locks if try_lock(lock.fileno())]
+            for path in idle:
+                if path.suffix == ".use":
+                    shutil.rmtree(path.with_suffix(""), ignore_errors=True)
+                    path.unlink()
+            if len(idle) == len(locks):
+                shutil.rmtree(former, ignore_errors=True)
 
     def _remove(self, directory: Path) -> None:
         """Remove a version that nobody holds."""

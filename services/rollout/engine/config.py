@@ -56,13 +56,6 @@ class SglangConfig(Config):
         """Pauses before restarts of a server."""
         return Backoff(self.backoff_seconds, max(self.backoff_seconds, LONGEST_BACKOFF_SECONDS))
 
-    @model_validator(mode="before")
-    @classmethod
-    def _weights_have_one_cache(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "staging" in values:
-            raise ValueError("staging: there is one folder for weights, weights_cache")
-        return values
-
     @model_validator(mode="after")
     def _arguments_are_for_the_server_alone(self) -> SglangConfig:
         for name in self.server_args:

@@ -9,7 +9,6 @@ from typing import Any
 from google.protobuf import duration_pb2
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from services.rollout import metrics
 from services.rollout.engine.generations import Generations, count_generation, score
@@ -31,6 +30,7 @@ from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as pb
 from sluice.api.rollout.v1 import engine_service_pb2_grpc as pb_grpc
 from sluice.runtime.errors import InvalidFieldError
+from sluice.runtime.metrics import StateCollector
 from sluice.runtime.waits import Waits
 from sluice.runtime.wire import duration_of, seconds_of
 from sluice.weights.transfer.plan import DEFAULT_BUCKET_BYTES, Membership
@@ -246,19 +246,12 @@ def _weights_from_proto(message: sample_pb2.WeightVersion) -> tuple[int, str]:
     return message.version, message.digest
 
 
-class EngineCollector(Collector):
+class EngineCollector(StateCollector):
     """Reads the state of one engine whenever metrics are scraped."""
 
     def __init__(self, engine: Engine, registry: CollectorRegistry = REGISTRY) -> None:
-        self._engine, self._registry = engine, registry
-        registry.register(self)
-
-    def close(self) -> None:
-        self._registry.unregister(self)
-
-    def describe(self) -> list[Metric]:
-        """Returns nothing, so that registration does not ask the engine."""
-        return []
+        super().__init__(registry)
+        self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
         status = self._engine.status()

@@ -47,7 +47,7 @@ class LocalLauncher(Launcher):
         self._processes: list[asyncio.subprocess.Process] = []
         self._watchers: list[asyncio.Task[None]] = []
 
-    async def launch(self, generation: int, front: str, on_exit: OnExit) -> None:
+    async def launch(self, generation: int, controller: str, on_exit: OnExit) -> None:
         file = Path(self._folder.name) / "config.json"
         file.write_text(json.dumps(self._config.model_dump(mode="json")))
         # Rank 0 is handed the socket, not a port that somebody else may have taken by then.
@@ -56,8 +56,8 @@ class LocalLauncher(Launcher):
                 process = await asyncio.create_subprocess_exec(
                     sys.executable,
                     *("-m", "services.trainer.rank"),
-                    *("--config", str(file), "--front", front),
-                    *("--generation", str(generation), "--parent", str(os.getpid())),
+                    *("--config", str(file), "--controller", controller),
+                    *("--incarnation", str(generation), "--parent", str(os.getpid())),
                     env=self._environment(rank, meeting),
                     pass_fds=[meeting.fileno()] if rank == 0 else [],
                     stdin=asyncio.subprocess.DEVNULL,

@@ -260,7 +260,7 @@ OnExit = Callable[[int, str], None]  # rank, how it ended
 class Launcher:
     """Leaves the ranks to torchrun or a cluster, which start them again when streams close."""
 
-    async def launch(self, generation: int, front: str, on_exit: OnExit) -> None:
+    async def launch(self, generation: int, controller: str, on_exit: OnExit) -> None:
         """Start all ranks; `on_exit` hears of each one that ends before `end` is called."""
 
     async def end(self) -> None:
@@ -322,9 +322,9 @@ class RankGroup:
         layouts = [link.layout for link in self.links if link.layout is not None]
         return layouts[0] if layouts else trainer_pb.ParallelLayout()
 
-    def start(self, front: str) -> None:
-        """Launch the ranks, which connect to `front` (host:port), and keep them running."""
-        self._supervisor = asyncio.create_task(self._supervise(front))
+    def start(self, controller: str) -> None:
+        """Launch the ranks, which connect to `controller` (host:port), and keep them running."""
+        self._supervisor = asyncio.create_task(self._supervise(controller))
 
     async def wait_settled(self) -> None:
         """Wait until the first ranks are active or the group has failed."""
@@ -388,10 +388,10 @@ class RankGroup:
         incarnation.join(link)
         return incarnation, link
 
-    async def _supervise(self, front: str) -> None:
+    async def _supervise(self, controller: str) -> None:
         try:
             while True:
-                error = await self._live(front)
+                error = await self._live(controller)
                 self._note_loss(error)
                 if self._incarnation is not None:
                     self._incarnation.close()
@@ -406,7 +406,7 @@ class RankGroup:
         finally:
             self._settled.set()
 
-    async def _live(self, front: str) -> ServiceError:
+    async def _live(self, controller: str) -> ServiceError:
         """Run one incarnation from launch to loss; returns the error that ended it."""
         number = self.restart_count + 1
         incarnation = RankIncarnation(number, self._config.count, self._config, self._waits)
@@ -417,7 +417,7 @@ class RankGroup:
             incarnation.fail(RankLostError(rank, how))
 
         try:
-            await self._launcher.launch(number, front, on_exit)
+            await self._launcher.launch(number, controller, on_exit)
             await self._load(incarnation)
         except OSError as error:  # the host may lack processes or disk for a while
             loss: ServiceError = LoadingError(f"the ranks cannot be launched: {error}")

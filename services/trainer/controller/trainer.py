@@ -55,10 +55,10 @@ class Trainer:
         weights = WeightStore(config.weights_location, durable=config.durable)
         self.publisher = Publisher(config, weights, state, ranks, turns, waits)
 
-    async def start(self, front: str) -> None:
+    async def start(self, controller: str) -> None:
         """Launch the ranks and wait until they are active or have failed."""
         await asyncio.to_thread(self.batches.unpin_all)
-        self.ranks.start(front)
+        self.ranks.start(controller)
         await self.ranks.wait_settled()
 
     async def close(self) -> None:

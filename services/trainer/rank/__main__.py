@@ -1,4 +1,4 @@
-"""`python -m services.trainer.rank --config FILE --front HOST:PORT`: one rank of a trainer.
+"""`python -m services.trainer.rank --config FILE --controller HOST:PORT`: one rank of a trainer.
 
 The main thread owns the device and executes commands in order; another one holds the stream.
 Torch is imported only after the controller has been told that this rank exists.
@@ -15,7 +15,7 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import grpc
@@ -38,7 +38,7 @@ EXIT_SECONDS = 5.0  # the device thread has so long to end once the controller i
 
 
 def main() -> int:
-    flags = _parse_flags()
+    flags = parse_flags(sys.argv[1:])
     if flags.parent:
         end_with_parent(flags.parent)
     # A Ctrl-C is for the controller, which ends its ranks.
@@ -49,11 +49,11 @@ def main() -> int:
     hello = pb.RankHello(
         rank=rank,
         world_size=int(os.environ["WORLD_SIZE"]),
-        generation=flags.generation,
+        generation=flags.incarnation,
         process_id=os.getpid(),
         host=os.uname().nodename,
     )
-    stream = ControllerStream(flags.front, hello, config)
+    stream = ControllerStream(flags.controller, hello, config)
     stream.start()
     try:
         return _follow(config, stream)
@@ -96,15 +96,20 @@ def _refuse(stream: ControllerStream, error: Exception) -> None:
     stream.send(pb.FollowRequest(ready=pb.RankReady(error=failure)))
 
 
-def _parse_flags() -> argparse.Namespace:
+def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the flags; `--front` and `--generation` are the names of the release before."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--config", type=Path, required=True, help="the controller's configuration, YAML or JSON"
     )
-    parser.add_argument("--front", required=True, help="host:port of the controller's rank server")
-    parser.add_argument("--generation", type=int, default=0)
+    parser.add_argument(
+        *("--controller", "--front"), required=True, help="host:port of its server for ranks"
+    )
+    parser.add_argument(
+        *("--incarnation", "--generation"), type=int, default=0, help="counts starts of all ranks"
+    )
     parser.add_argument("--parent", type=int, default=0, help="process to die with")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 class ControllerStream:
@@ -113,8 +118,8 @@ class ControllerStream:
     The process ends itself when the controller goes away, even if the device thread hangs.
     """
 
-    def __init__(self, front: str, hello: pb.RankHello, config: TrainerConfig) -> None:
-        self._front, self._hello, self._config = front, hello, config
+    def __init__(self, address: str, hello: pb.RankHello, config: TrainerConfig) -> None:
+        self._address, self._hello, self._config = address, hello, config
         self._commands: queue.SimpleQueue[pb.FollowResponse | None] = queue.SimpleQueue()
         self._activity = "loading"
         self._has_spoken = False  # the device thread has
@@ -168,7 +173,7 @@ class ControllerStream:
         self._loop = asyncio.get_running_loop()
         self._started.set()
         config = self._config
-        channel = create_channel(self._front, config.server.security, name=config.front_name)
+        channel = create_channel(self._address, config.server.security, name=config.controller_name)
         heart = asyncio.create_task(self._beat())
         try:
             stub = pb_grpc.WorkerServiceStub(channel)

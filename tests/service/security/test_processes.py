@@ -140,7 +140,7 @@ async def eventually(check: Callable[[], bool], seconds: float = PATIENCE) -> No
 async def test_a_certificate_for_another_host_is_refused_unless_that_name_is_expected(
     trust: Trust,
 ) -> None:
-    """Ranks reach a front over loopback whose certificate is for the name it advertises."""
+    """Ranks reach a controller over loopback whose certificate is for the name it advertises."""
     security = trust.issue("trainer", ("trainer",))
     assert security.tls is not None
     engine = grpc.aio.server()
@@ -166,7 +166,7 @@ def test_ranks_expect_the_advertised_name_on_loopback(
     server = ServerConfig(advertise="trainer:50051", security=trust.right)
     ranks = {"listen_host": host, "launch": "external"}
     values = {"model": str(tmp_path), "store": str(tmp_path), "ranks": ranks, "server": server}
-    assert parse_config(TrainerConfig, values).front_name == name
+    assert parse_config(TrainerConfig, values).controller_name == name
 
 
 async def test_tls_without_client_certificates_still_needs_the_token(trust: Trust) -> None:

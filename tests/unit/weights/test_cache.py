@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import resource
@@ -249,3 +250,27 @@ def test_a_full_disk_leaves_no_half_version(policy, store, tmp_path) -> None:
     assert process.exitcode == 3
     assert not [path for path in cache.iterdir() if path.is_dir()]
     check(HostCache(cache, store).take(version).directory, policy.history[version])
+
+
+def test_folders_of_the_former_release_go_unless_an_engine_of_it_still_serves_them(
+    policy, counting, tmp_path
+) -> None:
+    first, second, third = policy.publish_chain(3)
+    former = tmp_path / "cache" / "engines"
+    for name in ("7-ab", "8-cd"):
+        (former / name).mkdir(parents=True)
+        (former / name / "model.safetensors").write_bytes(b"tensors")
+        (former / f"{name}.use").touch()
+    (former / "b.lock").touch()
+    cache = HostCache(tmp_path / "cache", counting)
+    with (former / "8-cd.use").open("ab") as serving:
+        fcntl.flock(serving, fcntl.LOCK_SH)
+        cache.take(first)
+        assert sorted(path.name for path in former.iterdir()) == ["8-cd", "8-cd.use", "b.lock"]
+        assert (former / "8-cd" / "model.safetensors").exists()
+    with (former / "b.lock").open("ab") as fetching:
+        fcntl.flock(fetching, fcntl.LOCK_EX)
+        cache.take(second)
+        assert sorted(path.name for path in former.iterdir()) == ["b.lock"]
+    cache.take(third)
+    assert not former.exists()

@@ -1,4 +1,4 @@
-"""How a policy is laid out over ranks. Imports no torch: the trainer's front reads it too."""
+"""How a policy is laid out over ranks. Imports no torch: the trainer's controller reads it too."""
 
 from __future__ import annotations
 
