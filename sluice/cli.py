@@ -27,7 +27,7 @@ from sluice.loop.fleet import NoEngineError
 from sluice.loop.report import RunReport
 from sluice.loop.run import TrainingRun
 from sluice.loop.run_directory import RunDirectoryError, owned
-from sluice.loop.training import Critic, TrainerBrokenError, TrainerLostError
+from sluice.loop.training import Critic, MismatchError, TrainerBrokenError, TrainerLostError
 from sluice.loop.workers import NoWorkerError, RolloutFailedError
 from sluice.platform import PlatformError
 from sluice.runtime.security import SecurityConfig
@@ -78,6 +78,7 @@ _EXPECTED = (
     ConfigError,
     DirectoryError,
     EvaluationError,
+    MismatchError,
     NoEngineError,
     NoWorkerError,
     PlatformError,

@@ -35,13 +35,27 @@ class EnvironmentConfig(Config):
 
 
 class SamplingConfig(Config):
-    """How tokens are drawn."""
+    """How tokens are drawn. The temperature is the one of every log-prob of a run."""
 
     max_new_tokens: int = Field(gt=0)
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
     stop_token_ids: tuple[int, ...] = ()
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn from a part of the distribution that log-probs are of."""
+        return self.top_p < 1 or self.top_k > 0
+
+
+TRUNCATED = (
+    "sampling.top_p or top_k cuts tokens off, but log-probs are of the whole distribution: ratios "
+    "and gradients are biased by what is cut (docs/rollout.md, Log-probs)"
+)
+
+# What `sluice train` has no service for: such an estimator takes a loop of one's own.
+_NOT_OF_A_RUN = ("advantages", "teacher_logprobs")
 
 
 class AlgorithmConfig(Config):
@@ -55,6 +69,19 @@ class AlgorithmConfig(Config):
     def columns(self) -> frozenset[str]:
         """What the rows must carry before advantages and losses are computed."""
         return required_columns(self.advantage) | required_columns(self.loss)
+
+    def at_temperature(self, temperature: float) -> AlgorithmConfig:
+        """Return the algorithm with the loss of tokens that were sampled at this temperature."""
+        loss = self.loss.model_copy(update={"temperature": temperature})
+        return self.model_copy(update={"loss": loss})
+
+    @model_validator(mode="after")
+    def _loss_is_of_a_policy(self) -> AlgorithmConfig:
+        if self.loss.name == "value":
+            raise ValueError("loss.name: value is what a critic learns; give it as critic.loss")
+        if self.loss.name == "sft" and "advantage" in self.model_fields_set:
+            raise ValueError("advantage: has no effect with loss sft; leave it out")
+        return self
 
 
 class FilterConfig(Config):
@@ -127,6 +154,8 @@ class CriticConfig(Config):
     def _learns_returns(self) -> CriticConfig:
         if self.loss.name != "value":
             raise ValueError(f"loss.name: must be value, is {self.loss.name}")
+        if self.address and "service" in self.model_fields_set:
+            raise ValueError("service: has no effect with address; leave one of them out")
         return self
 
 
@@ -206,6 +235,13 @@ class RunConfig(CommonRunConfig):
         False, description="The same weights to the bit, however often it was resumed."
     )
     max_staleness: int = Field(0, ge=0, description="Steps; 0 is synchronous.")
+    max_mismatch: float = Field(
+        0.2,
+        ge=0,
+        allow_inf_nan=False,
+        description="Nats a token, between trainer and engines at the first on-policy step; more "
+        "ends the run. 0 is no limit.",
+    )
     pause_mode: Literal["wait", "abort", "in_place"] = "in_place"
     # collective: the trainer's ranks also broadcast each version to the engines at hand, which
     # its transfer.enabled allows; who does not receive it reads it from the store, as all else do
@@ -230,6 +266,60 @@ class RunConfig(CommonRunConfig):
             raise ValueError(
                 f"critic: has no effect for the advantage {self.algorithm.advantage.name}"
             )
+        return self
+
+    @property
+    def tempered_algorithm(self) -> AlgorithmConfig:
+        """The algorithm at the temperature of the sampling."""
+        return self.algorithm.at_temperature(self.sampling.temperature)
+
+    @model_validator(mode="after")
+    def _has_one_temperature(self) -> RunConfig:
+        sampled, trained = self.sampling.temperature, self.algorithm.loss.temperature
+        if sampled == 0:
+            raise ValueError(
+                "sampling.temperature: must be above 0 to train, since the greedy answers to a "
+                "prompt are all the same"
+            )
+        if trained is not None and trained != sampled:
+            raise ValueError(
+                f"algorithm.loss.temperature {trained:g} contradicts sampling.temperature "
+                f"{sampled:g}: the loss is of the distribution that was sampled from; leave the "
+                "former out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _estimator_finds_its_columns(self) -> RunConfig:
+        advantage = self.algorithm.advantage
+        for column in _NOT_OF_A_RUN:
+            if column in required_columns(advantage):
+                key = (
+                    "name"
+                    if advantage.name in ("provided", "distillation")
+                    else "teacher_coefficient"
+                )
+                raise ValueError(
+                    f"algorithm.advantage.{key}: advantage {advantage.name} reads the column "
+                    f"{column} here, which no service of a run computes; it takes a loop of "
+                    "one's own over the trainer (PutColumns)"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _counts_have_an_effect(self) -> RunConfig:
+        if self.algorithm.mini_batches > self.groups_per_step:
+            raise ValueError(
+                f"algorithm.mini_batches: {self.algorithm.mini_batches} cannot be made of "
+                f"groups_per_step {self.groups_per_step}"
+            )
+        if self.critic is not None and self.critic.warmup_steps >= self.steps:
+            raise ValueError(
+                f"critic.warmup_steps: {self.critic.warmup_steps} leave none of the {self.steps} "
+                "steps to the policy"
+            )
+        if self.stop_at_reward is None and "stop_window" in self.model_fields_set:
+            raise ValueError("stop_window: has no effect without stop_at_reward")
         return self
 
     @model_validator(mode="after")

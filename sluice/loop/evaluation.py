@@ -110,7 +110,8 @@ class EvaluationLane:
         self._evaluation = config.evaluation
         datasets = {} if self._evaluation is None else self._evaluation.datasets
         self._sources: Mapping[str, PromptSource] = {
-            name: load_prompts(data.prompts, config.seed) for name, data in datasets.items()
+            name: load_prompts(data.prompts, config.seed, data.environment or config.environment)
+            for name, data in datasets.items()
         }
         self._running: asyncio.Task[None] | None = None
 

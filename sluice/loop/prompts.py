@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 
 from sluice.config import ConfigError
-from sluice.loop.config import PromptsConfig
+from sluice.loop.config import EnvironmentConfig, PromptsConfig
 
 Task = int | Mapping[str, Any]  # index into a generated data set, or a row of a file
 
@@ -46,15 +46,22 @@ class PromptSource:
         return self._tasks[epoch_order(self.count, self._shuffle, self._seed, epoch)[offset]]
 
 
-def load_prompts(config: PromptsConfig, seed: int) -> PromptSource:
-    """Open the source. Raises ConfigError for a missing, PromptFileError for a malformed file."""
+def load_prompts(
+    config: PromptsConfig, seed: int, environment: EnvironmentConfig | None = None
+) -> PromptSource:
+    """Open the source of the tasks of an environment, whose settings name the keys of its rows.
+
+    Raises ConfigError for a missing, PromptFileError for a malformed file.
+    """
     if config.index_count is not None:
         return PromptSource(range(config.index_count), config.shuffle, seed)
     assert config.file is not None
+    settings = environment.settings if environment else {}
+    keys = [str(settings.get(f"{name}_key", name)) for name in ("prompt", "messages")]
     rows = []
     for where, row in read_rows(config.file, "prompts.file"):
-        if not row.get("prompt") and not row.get("messages"):
-            raise PromptFileError(f"{where}: a row needs `prompt` or `messages`")
+        if not any(row.get(key) for key in keys):
+            raise PromptFileError(f"{where}: a row needs {' or '.join(f'`{key}`' for key in keys)}")
         rows.append(row)
     content = xxhash.xxh3_128_hexdigest(config.file.read_bytes())
     return PromptSource(rows, config.shuffle, seed, content)

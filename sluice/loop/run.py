@@ -18,7 +18,7 @@ from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.client import RemoteError, RouterClient, TrainerClient
 from sluice.config import ConfigError
 from sluice.loop import trace
-from sluice.loop.config import CommonRunConfig, RunConfig
+from sluice.loop.config import TRUNCATED, CommonRunConfig, RunConfig
 from sluice.loop.dispatcher import DispatcherConfig, RolloutDispatcher
 from sluice.loop.evaluation import EvaluationLane
 from sluice.loop.filters import GroupFilters
@@ -172,7 +172,7 @@ class TrainingRun(TrainerRun[RunConfig]):
     """One training run over running services. `start`, `train`, then `close`."""
 
     def __init__(self, config: RunConfig, report: RunReport, critic: Critic | None = None) -> None:
-        self._prompts = load_prompts(config.prompts, config.seed)
+        self._prompts = load_prompts(config.prompts, config.seed, config.environment)
         self._filters = GroupFilters(config.filters)
         settings = settings_digests(config, self._prompts.digest)
         check_resumed(config, settings, report.note)
@@ -191,6 +191,9 @@ class TrainingRun(TrainerRun[RunConfig]):
         self._dispatcher: RolloutDispatcher | None = None
         self._keeping_up: asyncio.Task[None] | None = None
         self._rewards: list[float] = []
+        self._mismatch_checked = False  # since the services were last brought to a state
+        if config.sampling.truncates:
+            report.note(TRUNCATED)
 
     async def start(self) -> None:
         trace.use(self._trace)
@@ -303,16 +306,20 @@ class TrainingRun(TrainerRun[RunConfig]):
         self, dispatcher: RolloutDispatcher, groups: Sequence[LedgerGroup]
     ) -> StepReport | None:
         """One step over these groups; None if a blob is lost, whose group is generated again."""
+        limit = self._mismatch_limit(groups)
         try:
-            return await train_step(
+            trained = await train_step(
                 self.trainer,
-                self.config.algorithm,
+                self.config.tempered_algorithm,
                 groups,
                 optimizer_step=self.optimizer_step,
                 name=f"step-{self.step}",
                 critic=self.critic,
                 critic_alone=self.step < self._warmup_steps,
+                max_mismatch=limit,
             )
+            self._mismatch_checked |= limit > 0 and "rollout_mismatch" in trained.metrics
+            return trained
         except RemoteError as error:
             dispatcher.put_back(groups)
             digest = lost_blob(error)
@@ -322,6 +329,11 @@ class TrainingRun(TrainerRun[RunConfig]):
         except BaseException:
             dispatcher.put_back(groups)
             raise
+
+    def _mismatch_limit(self, groups: Sequence[LedgerGroup]) -> float:
+        """Of a step whose groups are all of the weights it begins with, until one was checked."""
+        on_policy = all(group.oldest_step == self.step for group in groups)
+        return self.config.max_mismatch if on_policy and not self._mismatch_checked else 0.0
 
     def _open_dispatcher(self) -> RolloutDispatcher:
         if self._dispatcher is None:
@@ -397,6 +409,7 @@ class TrainingRun(TrainerRun[RunConfig]):
         if self.critic is not None:
             await self.critic.load(run_checkpoint.critic_checkpoint)
         group_count = await self._load(run_checkpoint)
+        self._mismatch_checked = False
         self._rewards = self.report.truncate(self.step)
         logger.info("restored step %d; %d groups are trained on again", self.step, group_count)
         await self._publish()

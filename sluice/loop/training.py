@@ -47,6 +47,10 @@ class TrainerBrokenError(Exception):
     """The trainer cannot go on; the message carries its reason."""
 
 
+class MismatchError(Exception):
+    """Trainer and engines give the same tokens log-probs too far apart for rounding."""
+
+
 class TrainerLostError(Exception):
     """The trainer is not where this run left it."""
 
@@ -222,11 +226,14 @@ async def train_step(
     name: str,
     critic: Critic | None = None,
     critic_alone: bool = False,
+    max_mismatch: float = 0.0,
 ) -> StepReport:
     """Trains on finished groups: `mini_batches` optimizer steps over references alone.
 
     With critic_alone the actor learns nothing. Raises RemoteError; then gradients may or
-    may not have been added, and the caller goes back to a run checkpoint.
+    may not have been added, and the caller goes back to a run checkpoint. Raises MismatchError,
+    with no step made, for groups of the trainer's own weights whose log-probs are further from
+    the engines' than `max_mismatch` (0: any are near enough).
     """
     batch_id = f"{name}-{new_request_id()[:8]}"  # a step tried again is another batch
     batch = await _upload(trainer, critic, groups, batch_id)
@@ -251,6 +258,9 @@ async def train_step(
                         sample_ids=sample_ids,
                     )
                 faults.point("gradients")
+                if part == 0 and _is_beyond(gradients, max_mismatch):
+                    await trainer.discard_gradients()
+                    raise MismatchError(_explain(gradients, max_mismatch, algorithm))
                 with trace.span(trace.TRAINER, "optimizer"):
                     step = await trainer.step_optimizer(optimizer_step, [part_id])
                 faults.point("stepped")
@@ -302,6 +312,25 @@ async def _add_columns(
         "advantage_abs_mean": advantages.advantage_abs_mean,
         "silent_groups": float(advantages.silent_group_count),
     }
+
+
+def _is_beyond(gradients: pb.ForwardBackwardResponse, max_mismatch: float) -> bool:
+    """Whether the first pass over groups tells of more than rounding; a NaN does."""
+    found = gradients.metrics.get("rollout_mismatch", 0.0)
+    return max_mismatch > 0 and not found <= max_mismatch
+
+
+def _explain(
+    gradients: pb.ForwardBackwardResponse, max_mismatch: float, algorithm: AlgorithmConfig
+) -> str:
+    found = gradients.metrics["rollout_mismatch"]
+    return (
+        f"log-probs of trainer and engines are {found:.3g} nats a token apart at the first "
+        f"on-policy step (max_mismatch {max_mismatch:g}), which no rounding explains. Likeliest "
+        f"causes: the engines sample at another temperature than the loss "
+        f"({algorithm.loss.temperature or 1:g}); they serve other weights than the trainer's, or "
+        "stale ones; tokenizer or model family are not the same. No step was made"
+    )
 
 
 def _mini_batches(groups: Sequence[LedgerGroup], count: int) -> list[Sequence[LedgerGroup]]:

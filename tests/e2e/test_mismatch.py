@@ -6,6 +6,7 @@ from examples.grpo_loop import ADVANTAGE, LOSS, rollout_request, update_engine
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.client import EngineClient, RolloutClient, RouterClient, TrainerClient
 from sluice.runtime import wire
+from tests.patience import PATIENCE
 
 
 async def roll_out(stack, rollout: RolloutClient, step: int):
@@ -47,3 +48,41 @@ async def test_a_stale_engine_raises_the_mismatch(stack):
         again = await train(trainer, await roll_out(stack, rollout, 5), "mismatch-again")
     assert max(fresh, again) <= 1e-4
     assert stale > 100 * max(fresh, again)
+
+
+def test_a_run_ends_at_a_gap_beyond_its_limit_and_before_its_first_step(stack):
+    """No two kernels agree to the last bit: that is beyond this limit."""
+    training = stack.train("gap", max_mismatch=1e-12, sampling={"max_new_tokens": 5, "top_p": 0.9})
+    output, _ = training.process.communicate(timeout=PATIENCE)
+    assert training.process.returncode == 2
+    assert training.rows() == []
+    last = output.strip().splitlines()[-1]
+    for named in ("max_mismatch 1e-12", "temperature", "weights", "tokenizer or model family"):
+        assert named in last
+    assert "top_p or top_k cuts tokens off" in output
+
+
+def test_one_temperature_leaves_nothing_clipped_at_the_first_step(stack):
+    sampling = {"max_new_tokens": 5, "temperature": 0.7}
+    training = stack.train("tempered", sampling=sampling, steps=1)
+    training.finish()
+    (row,) = training.rows()
+    assert row["rollout_mismatch"] < 1e-4
+    assert row["clipped_low"] == row["clipped_high"] == 0
+
+
+def test_prompts_may_stand_under_another_key(stack):
+    rows = [json.loads(line) for line in (stack.run_dir / "prompts.jsonl").open()]
+    renamed = stack.run_dir / "questions.jsonl"
+    renamed.write_text(
+        "\n".join(json.dumps({"question": r["prompt"], "answer": r["answer"]}) for r in rows)
+    )
+    settings = {"reward": "position_match", "prompt_key": "question"}
+    training = stack.train(
+        "questions",
+        prompts={"file": str(renamed)},
+        environment={"name": "prompts", "settings": settings},
+        steps=1,
+    )
+    training.finish()
+    assert len(training.rows()) == 1

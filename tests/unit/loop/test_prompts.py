@@ -5,7 +5,7 @@ import pyarrow.parquet
 import pytest
 
 from sluice.config import ConfigError
-from sluice.loop.config import PromptsConfig
+from sluice.loop.config import EnvironmentConfig, PromptsConfig
 from sluice.loop.prompts import PromptFileError, load_prompts
 
 ROWS = [{"prompt": f"p{i}", "answer": str(i)} for i in range(10)]
@@ -73,3 +73,15 @@ def test_a_file_that_is_no_parquet_is_named(tmp_path):
     path.write_text("no")
     with pytest.raises(PromptFileError, match="not Parquet"):
         load_prompts(PromptsConfig(file=path), 0)
+
+
+@pytest.mark.parametrize("key", ["prompt_key", "messages_key"])
+def test_rows_have_the_keys_that_the_environment_reads(tmp_path, key):
+    path = tmp_path / "questions.jsonl"
+    path.write_text(json.dumps({"question": "1 + 1", "answer": "2"}) + "\n")
+    config = PromptsConfig(file=path)
+    environment = EnvironmentConfig(name="prompts", settings={key: "question"})
+    assert load_prompts(config, 0, environment).task(0)["question"] == "1 + 1"
+    mistyped = EnvironmentConfig(name="prompts", settings={key: "qestion"})
+    with pytest.raises(PromptFileError, match=r"questions\.jsonl:1: a row needs .*`qestion`"):
+        load_prompts(config, 0, mistyped)

@@ -1,0 +1,118 @@
+"""What a run's settings must be before any service is asked for anything."""
+
+from typing import Any
+
+import pytest
+
+from sluice.config import ConfigError, parse_config
+from sluice.loop.config import RunConfig
+
+GAE = {"advantage": {"name": "gae"}}
+
+
+def configured(**changes: Any) -> RunConfig:
+    values = {
+        "run_dir": "run",
+        "trainer": "a:1",
+        "router": "a:2",
+        "prompts": {"index_count": 5},
+        "environment": {"name": "prompts"},
+        "sampling": {"max_new_tokens": 5},
+        **changes,
+    }
+    return parse_config(RunConfig, values)
+
+
+def loss(**settings: Any) -> dict[str, Any]:
+    return {"algorithm": {"loss": {"name": "ppo_clip", "clip_low": 0.2, **settings}}}
+
+
+def sampling(**settings: Any) -> dict[str, Any]:
+    return {"sampling": {"max_new_tokens": 5, **settings}}
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1e-3, 2.5])
+def test_the_loss_has_the_temperature_of_the_sampling(temperature):
+    for extra in ({}, loss(temperature=temperature)):
+        config = configured(**sampling(temperature=temperature), **extra)
+        assert config.tempered_algorithm.loss.temperature == temperature
+    assert configured().tempered_algorithm.loss.temperature == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {**sampling(temperature=0.7), **loss(temperature=1.0)},
+            r"algorithm\.loss\.temperature 1 contradicts sampling\.temperature 0\.7",
+        ),
+        (loss(temperature=0.7), r"algorithm\.loss\.temperature 0\.7 .* sampling\.temperature 1"),
+        (sampling(temperature=0), r"sampling\.temperature: must be above 0"),
+        (sampling(temperature=-1), r"sampling\.temperature"),
+        (sampling(temperature=float("inf")), r"sampling\.temperature"),
+        (sampling(temperature=float("nan")), r"sampling\.temperature"),
+        (
+            {"algorithm": {"advantage": {"name": "provided"}}},
+            r"algorithm\.advantage\.name: .* column advantages .* no service",
+        ),
+        (
+            {"algorithm": {"advantage": {"name": "distillation"}}},
+            r"algorithm\.advantage\.name: .* column teacher_logprobs .* no service",
+        ),
+        (
+            {"algorithm": {"advantage": {"name": "grpo", "teacher_coefficient": 0.1}}},
+            r"algorithm\.advantage\.teacher_coefficient: .* column teacher_logprobs",
+        ),
+        (
+            {"algorithm": {"advantage": {"name": "grpo", "gamma": 0.9}}},
+            r"algorithm\.advantage: gamma has no effect for advantage grpo",
+        ),
+        ({"algorithm": {"advantage": {"name": "gae", "gamma": 0}}}, r"advantage\.gamma"),
+        (
+            {"algorithm": {"loss": {"name": "value"}}},
+            r"algorithm: loss\.name: value .* critic\.loss",
+        ),
+        (
+            {"algorithm": {"loss": {"name": "sft"}, "advantage": {"name": "rloo"}}},
+            r"algorithm: advantage: has no effect with loss sft",
+        ),
+        (loss(kl_coefficient=0.1, kl_estimator="k1"), r"algorithm\.loss: kl_estimator k1"),
+        (loss(dro_beta=0.1), r"algorithm\.loss: dro_beta has no effect for loss ppo_clip"),
+        (
+            {"algorithm": {"mini_batches": 9}, "groups_per_step": 8},
+            r"algorithm\.mini_batches: 9 .* groups_per_step 8",
+        ),
+        (
+            {"algorithm": GAE, "critic": {"warmup_steps": 7}, "steps": 7},
+            r"critic\.warmup_steps: 7 leave none of the 7 steps",
+        ),
+        (
+            {"algorithm": GAE, "critic": {"service": "critic", "address": "a:3"}},
+            r"critic: service: has no effect with address",
+        ),
+        ({"algorithm": GAE}, r"critic: the advantage gae needs one"),
+        ({"critic": {}}, r"critic: has no effect for the advantage grpo"),
+        ({"stop_window": 3}, r"stop_window: has no effect without stop_at_reward"),
+        ({"max_mismatch": -0.1}, r"max_mismatch"),
+        ({"max_mismatch": float("nan")}, r"max_mismatch"),
+    ],
+)
+def test_what_cannot_work_or_has_no_effect_is_refused_by_its_key(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        configured(**changes)
+
+
+def test_what_only_just_works_is_taken():
+    assert configured(algorithm={"mini_batches": 8}, groups_per_step=8)
+    assert configured(algorithm=GAE, critic={"warmup_steps": 6}, steps=7)
+    assert configured(algorithm={"loss": {"name": "sft"}})
+    assert configured(stop_window=3, stop_at_reward=0.5)
+    assert configured(max_mismatch=0).max_mismatch == 0
+    assert configured().max_mismatch > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "truncates"), [({"top_p": 0.9}, True), ({"top_k": 5}, True), ({}, False)]
+)
+def test_sampling_that_cuts_off_says_so(settings, truncates):
+    assert configured(**sampling(**settings)).sampling.truncates is truncates
