@@ -44,6 +44,10 @@ DROPPED_LEASES = with_values(
     Counter("sluice_router_dropped_leases_total", "Leases their client never received.", ["pool"]),
     None,
 )
+STOPS = Counter(
+    "sluice_router_stops_total",
+    "Times the router could not be heard for seconds (stopped, held up), and settled after it.",
+)
 HOLD_SECONDS = Histogram(
     "sluice_router_hold_duration_seconds", "Calls that waited for a free rank.", buckets=WAITS
 )

@@ -56,6 +56,33 @@ class RouterDrainingError(ServiceError):
     reason = "DRAINING"
 
 
+class RouterClock:
+    """Seconds in which this process could be heard: time stops while the process is stopped.
+
+    Else a router that is stopped and continued would find all clients silent and all engines lost,
+    and give away what they hold. To be asked several times a second; after a gap of `GAP_SECONDS`
+    `on_resume` is called with the seconds that are left out, before anything is decided by the
+    new time.
+    """
+
+    GAP_SECONDS = 4.0  # clients give a call 5 s, and then pick engines without the router
+
+    def __init__(
+        self, on_resume: Callable[[float], None], source: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._source, self._on_resume = source, on_resume
+        self._last = source()
+        self._left_out = 0.0
+
+    def __call__(self) -> float:
+        now = self._source()
+        gap, self._last = now - self._last, now
+        if gap >= self.GAP_SECONDS:
+            self._left_out += gap
+            self._on_resume(gap)
+        return now - self._left_out
+
+
 class PoolRoom:
     """Joins a pool with the calls that wait for it. Every change ends in `notify_waiters`."""
 
@@ -63,6 +90,7 @@ class PoolRoom:
         self.name, self.pool, self.clock = name, pool, clock
         self._bound: dict[str, set[Callable[[], None]]] = {}  # to call, by client
         self.changed = asyncio.Event()  # set, and replaced, at the next change of the epoch
+        self.watches = 0  # rises when all that watch the pool should begin anew
         self.closed = False
         self._epoch = pool.epoch
         metrics.open_pool(name)
@@ -79,6 +107,12 @@ class PoolRoom:
             self._epoch = self.pool.epoch
             self.changed.set()
             self.changed = asyncio.Event()
+
+    def resume(self) -> None:
+        """Learn anew what clients hold, after nothing was heard for a while."""
+        self.pool.resume(self.clock())
+        self.watches += 1  # who begins a watch renews what it holds
+        self.notify_waiters()
 
     def close(self) -> None:
         """End the wait of all calls."""
@@ -116,7 +150,9 @@ class PoolRoom:
 class Pools:
     """Keeps pools by name; one is made when it is first named."""
 
-    def __init__(self, config: RouterConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, config: RouterConfig, clock: Callable[[], float] | None = None) -> None:
+        if clock is None:
+            clock = RouterClock(on_resume=self.resume)
         self.clock = clock
         self._config = config
         self._rooms: dict[str, PoolRoom] = {}
@@ -147,6 +183,13 @@ class Pools:
         """End all waits, as the server stops."""
         for room in self._rooms.values():
             room.close()
+
+    def resume(self, gap: float) -> None:
+        """Settle all pools, after this process could not be heard for `gap` seconds."""
+        logger.warning("stopped, or held up, for %.1f s: clients are asked what they hold", gap)
+        metrics.STOPS.inc()
+        for room in self._rooms.values():
+            room.resume()
 
     def _create(self, name: str) -> PoolRoom:
         settings = self._config.pools.get(name, self._config.default_pool)

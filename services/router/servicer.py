@@ -130,7 +130,8 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
         if request.client_id:
             room.pool.greet(request.client_id, request.known_epoch, self._pools.clock())
             room.notify_waiters()
-        while not room.closed:
+        watches = room.watches
+        while not room.closed and room.watches == watches:
             changed = room.changed
             yield pb.WatchEnginesResponse(engines=self._engines_of(room), epoch=room.pool.epoch)
             await changed.wait()  # for as long as the caller listens

@@ -284,6 +284,13 @@ class Pool:
             session_count=ended,
         )
 
+    def resume(self, now: float) -> None:
+        """Settle as after a restart: nobody could reach this pool for a while, and clients may have
+        picked places without it."""
+        self._settling.resume([view.spec.name for view in self.engines()], now)
+        self.tables.targets.tell_again()
+        self._open_settled(now)
+
     def _open_settled(self, now: float) -> None:
         self.tables.targets.close(self._settling.closed(now))
 

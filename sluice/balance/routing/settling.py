@@ -1,5 +1,8 @@
 """Which engines a restarted router leaves alone until it knows what is held on them.
 
+A router that was stopped and goes on is in the same place: meanwhile its clients have picked
+engines without it.
+
 Only clients know the leases of an earlier router. Until they have named them, a place of an
 engine that looks free may be taken. Such an engine is *closed*: what is held there is charged as
 it becomes known, and nothing is granted. It opens as soon as all of these hold:
@@ -43,7 +46,8 @@ class Settling:
         self._heartbeat = client_ttl / HEARTBEATS_PER_TTL
         self._first_epoch = first_epoch
         self._engines: dict[str, _Engine] = {}
-        self._owing: dict[str, float] = {}  # clients that have to renew, since when
+        self._clients: set[str] = set()  # that have told what they know
+        self._owing: dict[str, float] = {}  # those that have to renew, since when
         self._awaited: dict[str, frozenset[str]] = {}  # by client: engines it named in vain
         self._restart_until = -math.inf  # engines that register until then were leased before
 
@@ -62,6 +66,7 @@ class Settling:
 
     def add_client(self, name: str, known_epoch: int, epoch: int, now: float) -> None:
         """Take a client that is new here, and knew `known_epoch`, 0 for none."""
+        self._clients.add(name)
         if self._is_foreign(known_epoch, epoch):
             self._owing[name] = now
             self._saw_restart(now)
@@ -78,7 +83,17 @@ class Settling:
         if held_before:
             self._saw_restart(now)
 
+    def resume(self, engines: Iterable[str], now: float) -> None:
+        """Take it that nothing was heard for a while: all clients have to renew, and `engines` are
+        closed as after a restart."""
+        self._owing = dict.fromkeys(self._clients, now)
+        self._engines = {
+            name: _Engine(now, leased_before=True, unexplained=True) for name in engines
+        }
+        self._restart_until = now + self._heartbeat
+
     def remove_client(self, name: str) -> None:
+        self._clients.discard(name)
         self._owing.pop(name, None)
         self._awaited.pop(name, None)
 

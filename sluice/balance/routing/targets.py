@@ -163,6 +163,10 @@ class TargetTable:
             self.closed = names
             self._forget_fleets()
 
+    def tell_again(self) -> None:
+        """Have clients look at the engines again, though nothing has changed."""
+        self.epoch += 1
+
     def lose(self, engine: EngineRow) -> None:
         """Give an engine no leases: its heartbeat is overdue."""
         engine.lost = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import signal
 from collections.abc import Callable
 
 import grpc
@@ -12,10 +13,12 @@ import pytest
 
 from sluice import faults
 from sluice.api.common.v1 import sample_pb2
+from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
 from sluice.router_client import LeaseClient, LeaseDemand
 from sluice.router_client import client as client_module
+from sluice.runtime.channel import create_channel
 from tests.patience import PATIENCE
 from tests.service.router.processes import processes
 
@@ -210,3 +213,41 @@ async def test_a_killed_engine_that_returns_voids_what_ran_before(router, connec
     client.release(before)  # they are void: nothing else is given back with them
     await asyncio.sleep(0.1)
     assert router.leases_out() == 2
+
+
+async def test_a_router_stopped_and_continued_gives_away_nothing_that_is_held(tmp_path, connect):
+    """Its clock has jumped, and clients have picked places while it could not answer."""
+    async with processes(tmp_path) as started:
+        router = await started.router(ttl=60.0)
+        stub = pb_grpc.RouterServiceStub(create_channel(started.address))
+        engine = pb.Engine(
+            engine_id="a",
+            address="localhost:1",
+            role=pb.ROLE_ENGINE,
+            max_running_count=2,
+            incarnation="one",
+            weights=sample_pb2.WeightVersion(version=1),
+        )
+        register = pb.RegisterEngineRequest(engine=engine)
+        await stub.RegisterEngine(register, timeout=PATIENCE)
+        one, two, three = [await connect(started.address) for _ in range(3)]
+        (held,) = await one.acquire(LeaseDemand(count=1), timeout=PATIENCE)
+        for client in (two, three):  # they know the engines, and hold nothing
+            client.release(await client.acquire(LeaseDemand(count=1), timeout=PATIENCE))
+        await until(started.address, lambda _, charged: charged == 1)
+
+        router.send_signal(signal.SIGSTOP)
+        (picked,) = await two.acquire(LeaseDemand(count=1), timeout=PATIENCE)
+        assert picked.lease_id < 0  # without the router
+        router.send_signal(signal.SIGCONT)
+
+        wanted = await three.request(LeaseDemand(count=1))
+        await until(started.address, lambda _, charged: charged >= 2)
+        assert not wanted[0].done()
+        load = pb.ReportLoadRequest(engine_id="a", rank_loads=[engine_pb.RankLoad(running_count=2)])
+        await stub.ReportLoad(load, timeout=PATIENCE)
+        await until(started.address, lambda states, charged: charged == 2)
+        one.release([held])
+        async with asyncio.timeout(PATIENCE):
+            await wanted[0]
+        await until(started.address, lambda _, charged: charged == 2)

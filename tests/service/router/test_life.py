@@ -10,6 +10,7 @@ import sys
 import grpc
 import pytest
 
+from services.router.pools import RouterClock
 from sluice.api.router.v1 import router_service_pb2 as pb
 from tests.patience import PATIENCE
 from tests.service.router.conftest import Clock, eventually, released
@@ -241,3 +242,16 @@ def test_the_router_imports_neither_torch_nor_transformers():
         env={**os.environ, "PYTHONPATH": os.getcwd()},
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_the_clock_of_a_router_leaves_out_what_it_could_not_hear():
+    source, gaps = Clock(), []
+    clock = RouterClock(gaps.append, source)
+    start = clock()
+    source.now += 3.0  # slow, and still there
+    assert clock() == start + 3.0
+    source.now += 3600.0
+    assert clock() == start + 3.0
+    source.now += 1.0
+    assert clock() == start + 4.0
+    assert gaps == [3600.0]

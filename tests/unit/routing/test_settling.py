@@ -315,3 +315,42 @@ def test_leases_picked_locally_are_counted_apart():
     assert pool.tables.leases.local_count == 1
     pool.expire(100.0)
     assert pool.tables.leases.local_count == 0
+
+
+def test_a_router_that_was_stopped_grants_nothing_until_it_knows_what_was_picked_meanwhile() -> (
+    None
+):
+    pool = Pool(CONFIG, np.random.default_rng(0), first_lease_id=SPAN)
+    spec = EngineSpec(name="e0", max_running=2)
+    pool.register(spec, 0.0)
+    for name in ("one", "two", "three"):
+        pool.greet(name, 0, 0.0)
+    pool.acquire("one", LeaseRequest(count=1), 0.0)
+    epoch = pool.epoch
+
+    pool.resume(1.0)
+    assert pool.epoch > epoch  # all who watch look again
+    with pytest.raises(LeaseRefusedError) as refused:
+        pool.acquire("one", LeaseRequest(count=1), 1.0)
+    assert refused.value.reason is Refusal.RENEW_FIRST
+    first = LeaseClaims(
+        ids=np.array([SPAN]), names=["e0"], engines=np.array([0]), ranks=np.array([0])
+    )
+    pool.renew("one", first, 1.5, known_epoch=epoch)
+    pool.renew("three", LeaseClaims(ids=np.empty(0, np.int64)), 1.5, known_epoch=epoch)
+    with pytest.raises(LeaseRefusedError) as refused:
+        pool.acquire("three", LeaseRequest(count=1), 1.6)  # "two" has not been heard of
+    assert refused.value.reason is Refusal.SETTLING
+    local = LeaseClaims(
+        ids=np.array([-7]), names=["e0"], engines=np.array([0]), ranks=np.array([0])
+    )
+    assert pool.renew("two", local, 2.0, known_epoch=epoch).adopted_count == 1
+    pool.report_load(
+        "e0", [RankReport(running_count=2, waiting_count=0, used_tokens=0, max_tokens=0)], 2.0
+    )
+    pool.expire(1.0 + RECONNECT_SECONDS + 0.1)
+    with pytest.raises(LeaseRefusedError) as refused:
+        pool.acquire("three", LeaseRequest(count=1), 1.0 + RECONNECT_SECONDS + 0.2)
+    assert refused.value.reason is Refusal.NO_CREDIT  # open, and full
+    pool.release("two", np.array([-7]), 6.0)
+    assert pool.acquire("three", LeaseRequest(count=1), 6.0).targets.tolist() == [0]
