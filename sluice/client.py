@@ -314,6 +314,11 @@ class EngineClient(Client):
         response = await self._call(self.stub.Generate, request)
         return list(response.completions)
 
+    async def check_transfer(self, weights: sample_pb2.WeightVersion) -> None:
+        """Raises RemoteError with what keeps the engine from receiving a version."""
+        request = engine_pb.CheckTransferRequest(weights=weights)
+        await self._call(self.stub.CheckTransfer, request)
+
     async def join_transfer_group(self, request: engine_pb.JoinTransferGroupRequest) -> None:
         """Returns when all members have met."""
         await self._call(self.stub.JoinTransferGroup, request)

@@ -2,7 +2,8 @@
 
 Off unless SLUICE_FAULT names a directory when the process starts; then nothing is looked at. A
 fault is armed by a file of its name in that directory, which holds the number of the passing at
-which it fires. It fires once: the process that takes the file away is the one that fails.
+which it fires, and of the signal. It fires once: the process that takes the file away is the one
+that fails.
 """
 
 from __future__ import annotations
@@ -24,33 +25,43 @@ def enabled() -> bool:
 
 
 def point(name: str) -> None:
-    """A kill point, named after what is durable now; kills this process (-9) if it is due."""
-    if _directory and due(name):
-        os.kill(os.getpid(), signal.SIGKILL)
+    """A kill point, named after what is durable now; kills this process (-9) if it is due.
+
+    Or stops it, until it is continued, where that was armed.
+    """
+    if _directory and (number := _fired(name)):
+        os.kill(os.getpid(), number)
 
 
 def due(name: str) -> bool:
     """Count a passing of the fault `name`; whether it has to fire now."""
+    return _fired(name) != 0
+
+
+def _fired(name: str) -> int:
+    """Count a passing; the signal that was armed if it has to fire now, else 0."""
     path = Path(_directory, name)
     if not path.exists():
-        return False
+        return 0
     with locked(_lock_of(path.parent)):
         try:
-            left = int(path.read_text()) - 1
+            passing, number = map(int, path.read_text().split())
         except FileNotFoundError:  # taken back, or another process was first
-            return False
-        if left > 0:
-            path.write_text(str(left))
-        else:
-            path.unlink()
-        return left <= 0
+            return 0
+        if passing > 1:
+            path.write_text(f"{passing - 1} {number}")
+            return 0
+        path.unlink()
+        return number
 
 
-def arm(directory: Path, name: str, passing: int = 1) -> None:
+def arm(
+    directory: Path, name: str, passing: int = 1, number: signal.Signals = signal.SIGKILL
+) -> None:
     """Have the fault `name` fire at its `passing`-th passing in processes of this directory."""
     directory.mkdir(parents=True, exist_ok=True)
     partial = directory / f".{name}"
-    partial.write_text(str(passing))
+    partial.write_text(f"{passing} {number.value}")
     partial.rename(directory / name)
 
 

@@ -48,8 +48,20 @@ TRANSFERRED_BYTES = Counter(
 TRANSFER_RATE = Gauge(
     "sluice_trainer_transfer_rate_bytes", "Bytes broadcast a second in the last transfer."
 )
-TRANSFER_FAILURES = Counter(
-    "sluice_trainer_transfer_failures_total", "Engines that a transfer left out."
+TRANSFER_CAUSES = (
+    "TRANSFER_BROKEN",
+    "NO_TRANSFER",
+    "UNFIT_WEIGHTS",
+    "DIGEST_MISMATCH",
+    "UNAVAILABLE",
+    "DEADLINE_EXCEEDED",
+    "OTHER",
+)
+TRANSFER_FAILURES = with_values(
+    Counter(
+        "sluice_trainer_transfer_failures_total", "Engines that a transfer left out.", ["cause"]
+    ),
+    TRANSFER_CAUSES,
 )
 CHECKPOINT_SECONDS = with_values(
     Histogram(

@@ -232,6 +232,10 @@ class Engine(ABC):
         the manifest from `digest`; UnfitWeightsError for weights of another architecture.
         """
 
+    def check_incoming(self, manifest: Manifest) -> None:
+        """Raises UnfitWeightsError for a version that `receive` could not take."""
+        raise NotImplementedError
+
     async def join_transfer(self, groups: Sequence[Membership], seconds: float) -> None:
         """Joins these groups, one for each sender, and leaves those joined before.
 
@@ -240,6 +244,10 @@ class Engine(ABC):
         `sluice.weights.transfer.plan`.
         Raises TransferBrokenError when the others do not come in time.
         """
+        raise NotImplementedError
+
+    async def leave_transfer(self) -> None:
+        """Leaves the groups joined last, so that no member waits for this one."""
         raise NotImplementedError
 
     async def receive(self, incoming: IncomingWeights) -> None:

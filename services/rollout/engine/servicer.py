@@ -154,6 +154,12 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
         await self._engine.resume()
         return pb.ResumeResponse()
 
+    async def CheckTransfer(
+        self, request: pb.CheckTransferRequest, context: Any
+    ) -> pb.CheckTransferResponse:
+        await self._weights.check_transfer(*_weights_from_proto(request.weights))
+        return pb.CheckTransferResponse()
+
     async def JoinTransferGroup(
         self, request: pb.JoinTransferGroupRequest, context: Any
     ) -> pb.JoinTransferGroupResponse:

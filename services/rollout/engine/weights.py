@@ -91,10 +91,10 @@ class EngineTransfers:
                     )
                 )
         except (WeightStoreError, TimeoutError) as error:
-            self._leave(group)
+            await self.leave(group)
             raise typed_error(version, error) from error
         except ServiceError:
-            self._leave(group)
+            await self.leave(group)
             raise
         metrics.TRANSFER_SECONDS.observe(time.monotonic() - began)
         metrics.TRANSFERRED_BYTES.inc(sum(bucket.size for sent in buckets for bucket in sent))
@@ -110,9 +110,11 @@ class EngineTransfers:
                 f"{len(transfer.files)} senders for the {self._senders} that were joined"
             )
 
-    def _leave(self, group: str) -> None:
-        if self.group == group:
+    async def leave(self, group: str) -> None:
+        """Leaves `group`, if that is the one it is in: its members wait for this one no longer."""
+        if group and self.group == group:
             self.group = ""
+            await self._engine.leave_transfer()
 
 
 def typed_error(version: int, error: WeightStoreError | OSError) -> ServiceError:
@@ -190,6 +192,21 @@ class EngineWeights:
             task.add_done_callback(partial(self._forget, key))
         return await asyncio.shield(task)
 
+    async def check_transfer(self, version: int, digest: str) -> None:
+        """Raises what keeps this engine from receiving a version over a group.
+
+        That is NoTransferError, NotFoundError, DigestMismatchError, UnfitWeightsError or
+        StoreUnreachableError.
+        """
+        if not self._engine.status().transfer_ranks:
+            raise NoTransferError("this engine reads weights from the store only")
+        await self._check_digest(version, digest)
+        try:
+            manifest = await asyncio.to_thread(self._store.manifest, version)
+        except WeightStoreError as error:
+            raise typed_error(version, error) from error
+        self._engine.check_incoming(manifest)
+
     def _forget(self, key: tuple[int, str], task: asyncio.Task[float]) -> None:
         if self._preparations.get(key) is task:
             del self._preparations[key], self._groups[key]
@@ -236,7 +253,12 @@ class EngineWeights:
     async def _prepare(self, version: int, digest: str, transfer: Transfer | None) -> float:
         start = time.monotonic()
         try:
-            record = await self._check_digest(version, digest, pin=True)
+            try:
+                record = await self._check_digest(version, digest, pin=True)
+            except ServiceError:
+                if transfer is not None:  # before a byte has come: nobody should wait for this one
+                    await self.transfers.leave(transfer.group)
+                raise
             if transfer is not None:
                 await self.transfers.receive(version, transfer)
                 if self._engine.status().version == version:  # it cannot hold two

@@ -89,10 +89,15 @@ class WeightSender:
         outcomes: dict[str, RemoteError | None] = {}
         pending = {target.engine_id for target in targets}
         left = list(targets)
+
+        def explain() -> str:
+            return "; ".join(f"without {name}: {why}" for name, why in outcomes.items() if why)
+
         with self._waits.waiting(
             f"transfer of weight version {shipment.weights.version}",
             on=lambda: sorted(pending),
             timeout=self._config.timeout_seconds * self._config.attempts,
+            explain=explain,
         ):
             for _ in range(self._config.attempts):
                 ready = await self._look(shipment.weights, left, outcomes)
@@ -107,7 +112,7 @@ class WeightSender:
                 self._group = None
         for engine_id, error in outcomes.items():
             if error is not None:
-                metrics.TRANSFER_FAILURES.inc()
+                metrics.TRANSFER_FAILURES.labels(_cause(error)).inc()
                 logger.warning(
                     "engine %s is left out of version %d: %s",
                     engine_id,
@@ -128,23 +133,22 @@ class WeightSender:
         try that failed elsewhere. They would join, and then receive nothing from stuck senders.
         """
 
-        async def look(target: Target) -> engine_pb.GetEngineResponse | RemoteError:
-            try:
-                return await self._clients[target.address].get()
-            except RemoteError as error:
-                return error
-
         ready = {}
-        for target, found in zip(targets, await asyncio.gather(*map(look, targets)), strict=True):
-            if isinstance(found, RemoteError):
-                outcomes[target.engine_id] = found
-            elif found.weights == weights or weights.version in found.prepared_versions:
-                outcomes[target.engine_id] = None
-            elif not found.transfer_rank_count:
-                outcomes[target.engine_id] = _refusal(found.backend)
-            else:
-                ready[target] = found
-        return ready
+
+        async def look(target: Target) -> None:
+            client = self._clients[target.address]
+            try:
+                found = await client.get()
+                if found.weights == weights or weights.version in found.prepared_versions:
+                    outcomes[target.engine_id] = None
+                else:
+                    await client.check_transfer(weights)
+                    ready[target] = found
+            except RemoteError as error:
+                outcomes[target.engine_id] = error if error.reason else _mute(error)
+
+        await asyncio.gather(*map(look, targets))
+        return {target: ready[target] for target in targets if target in ready}
 
     async def _attempt(
         self,
@@ -186,14 +190,18 @@ class WeightSender:
         finally:
             for task in (sending, *receiving):
                 task.cancel()
-            ended = await asyncio.gather(*receiving, return_exceptions=True)
+            await asyncio.gather(*receiving, return_exceptions=True)
         sent = sum(result.sent_bytes for result in results)
         metrics.TRANSFERRED_BYTES.inc(sent)
         metrics.TRANSFER_RATE.set(sent / (time.monotonic() - began))
-        errors = [_given_up() if isinstance(end, BaseException) else end for end in ended]
-        if not any([*errors, *(result.transfer_failure for result in results)]):
+        found = {
+            target.engine_id: _silent() if task.cancelled() else task.result()
+            for target, task in zip(group.members, receiving, strict=True)
+        }
+        broken = {f"rank {i}": r.transfer_failure for i, r in enumerate(results)}
+        if not any([*found.values(), *broken.values()]):
             self._group = group
-        return {t.engine_id: error for t, error in zip(group.members, errors, strict=True)}
+        return _with_causes(found, broken)
 
     async def _group_of(self, ready: Mapping[Target, engine_pb.GetEngineResponse]) -> _Group:
         """Return the group there is, if these are its members and still in it; else a new one."""
@@ -295,13 +303,47 @@ def _has_failed(task: asyncio.Task[Any], sending: asyncio.Task[Any]) -> bool:
     return task.result() is not None
 
 
-def _given_up() -> RemoteError:
-    return RemoteError(grpc.StatusCode.ABORTED, BROKEN, "another member has failed", {})
+def _with_causes(
+    found: Mapping[str, RemoteError | None], broken: Mapping[str, str]
+) -> dict[str, RemoteError | None]:
+    """Tell those whose group broke who may have broken it: `broken` is what senders say."""
+    causes = [f"{name}: {error}" for name, error in found.items() if error and not _is_torn(error)]
+    causes += [f"{name}: {failure}" for name, failure in broken.items() if failure]
+    if not causes:
+        return dict(found)
+    return {
+        name: RemoteError(
+            error.code, error.reason, f"{error.message} ({'; '.join(causes)})", error.metadata
+        )
+        if error and _is_torn(error)
+        else error
+        for name, error in found.items()
+    }
+
+
+def _mute(error: RemoteError) -> RemoteError:
+    """Say what it is that grpc alone has a word for."""
+    return RemoteError(error.code, "", f"the engine does not answer: {error.message}", {})
+
+
+def _silent() -> RemoteError:
+    what = "it still waited when the group had broken"
+    return RemoteError(grpc.StatusCode.ABORTED, BROKEN, what, {})
+
+
+def _cause(error: RemoteError) -> str:
+    """Return the label of an error in metrics."""
+    name = error.reason or error.code.name
+    return name if name in metrics.TRANSFER_CAUSES else "OTHER"
+
+
+def _is_torn(error: RemoteError) -> bool:
+    return error.reason in (BROKEN, NOT_JOINED)
 
 
 def _may_be_innocent(error: RemoteError | None) -> bool:
     """Tell whether the fault may be another member's, which a new group would leave out."""
-    return error is not None and error.reason in (BROKEN, NOT_JOINED)
+    return error is not None and _is_torn(error)
 
 
 def _late(seconds: float) -> RemoteError:

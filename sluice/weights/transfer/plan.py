@@ -2,6 +2,8 @@
 
 The trainer's controller publishes a version to the store, then sends it to the engines at hand:
 
+0. `CheckTransfer` on every engine, which reads the manifest and compares it with its model: one
+   that could not receive the version is left out of the group.
 1. `OpenTransferCommand`: every rank that owns tensors (a *sender*) listens with a torch
    `TCPStore` and says at which host:port.
 2. `JoinTransferGroup` on every engine: one process group for each sender, in the order of the

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,14 @@ class RunningEngine:
     def client(self) -> EngineClient:
         return EngineClient(self.address, self.security)
 
+    def kill_at(
+        self, point: str, passing: int = 1, number: signal.Signals = signal.SIGKILL
+    ) -> None:
+        """It dies (-9), or gets another signal, at a kill point of `sluice.faults`."""
+        faults.arm(self.directory / "faults", point, passing, number)
+
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
-
-    def kill_at(self, point: str, passing: int = 1) -> None:
-        """It dies (-9) at a kill point of `sluice.faults`."""
-        faults.arm(self.directory / "faults", point, passing)
 
     def revive(self) -> None:
         """Starts it again where it has died; it has another port then."""
@@ -64,16 +66,23 @@ class RunningEngine:
 
 @contextlib.contextmanager
 def running_engines(
-    root: Path, model: Path, store: Path, security: SecurityConfig, count: int, **settings: Any
+    root: Path,
+    model: Path,
+    store: Path,
+    security: SecurityConfig,
+    count: int,
+    each: Sequence[dict[str, Any]] = (),
+    **settings: Any,
 ) -> Iterator[list[RunningEngine]]:
-    """Engines that serve `model` as version 0."""
+    """Engines that serve `model` as version 0; `each` is what only one of them is set to."""
     engines: list[RunningEngine] = []
     try:
         for index in range(count):
             directory = root / f"engine-{index}"
-            _configure(directory, model, store, security, settings)
+            values = {"engine_id": directory.name, **settings, **(each[index] if each else {})}
+            _configure(directory, model, store, security, values)
             process = _launch(directory)
-            engines.append(RunningEngine(directory.name, directory, process, "", security))
+            engines.append(RunningEngine(values["engine_id"], directory, process, "", security))
         for engine in engines:
             engine.address = await_address(engine.process, engine.directory / "address.json")
         yield engines
@@ -90,7 +99,6 @@ def _configure(
     directory.mkdir(parents=True)
     values = {
         "roles": ["engine"],
-        "engine_id": directory.name,
         "store": str(store),
         "store_sync": False,
         "engine": {"model": str(model), "threads": 1, "max_running": 8, "max_model_length": 64},

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
+from services.trainer import metrics
 from services.trainer.config import TransferConfig
 from services.trainer.controller.transfer import BROKEN, Shipment, Target, WeightSender
 from sluice.api.common.v1 import sample_pb2
@@ -31,7 +32,10 @@ class Engine:
         *,
         loses_answer: bool = False,
         dies: bool = False,
+        unfit: str = "",
+        fails: str = "",
     ) -> None:
+        self.unfit, self._fails = unfit, fails
         self.groups: list[str] = []  # over which it was sent something
         self._loses_answer, self._dies = loses_answer, dies
         self._state = engine_pb.GetEngineResponse(transfer_rank_count=1)
@@ -42,6 +46,10 @@ class Engine:
             raise RemoteError(grpc.StatusCode.UNAVAILABLE, "", "it is gone", {})
         return self._state
 
+    async def check_transfer(self, weights: sample_pb2.WeightVersion) -> None:
+        if self.unfit:
+            raise RemoteError(grpc.StatusCode.FAILED_PRECONDITION, self.unfit, "it is not", {})
+
     async def join_transfer_group(self, request: engine_pb.JoinTransferGroupRequest) -> None:
         self._state.transfer_group = request.transfer_group
 
@@ -49,6 +57,8 @@ class Engine:
         self, weights: sample_pb2.WeightVersion, transfer: engine_pb.WeightTransfer
     ) -> None:
         self.groups.append(transfer.transfer_group)
+        if self._fails:
+            raise RemoteError(grpc.StatusCode.DATA_LOSS, self._fails, "it came damaged", {})
         self._state.MergeFrom(self._has)
         if self._loses_answer or self._dies:
             raise RemoteError(grpc.StatusCode.ABORTED, BROKEN, "another member is gone", {})
@@ -109,3 +119,43 @@ async def test_a_group_that_its_sender_has_left_is_not_used_again(failure: str) 
     following = sample_pb2.WeightVersion(version=8, digest="e" * 32)
     assert await sender.send(replace(SHIPMENT, weights=following), targets) == {"engine": None}
     assert len(set(engine.groups)) == (2 if failure else 1)
+
+
+def failures(cause: str) -> float:
+    return metrics.TRANSFER_FAILURES.labels(cause)._value.get()
+
+
+async def test_what_an_engine_says_of_its_failure_is_what_is_told(caplog) -> None:
+    """It alone lacks the version, and is not sent it again."""
+    before = failures("DIGEST_MISMATCH")
+    damaged, well = Engine(fails="DIGEST_MISMATCH"), Engine()
+    sender, ranks, targets = stage(damaged=damaged, well=well)
+    outcomes = await sender.send(SHIPMENT, targets)
+    assert outcomes["well"] is None
+    assert outcomes["damaged"] is not None
+    assert outcomes["damaged"].reason == "DIGEST_MISMATCH"
+    assert "it came damaged" in str(outcomes["damaged"])
+    assert ranks.commands == ["open_transfer", "send_weights"]
+    assert failures("DIGEST_MISMATCH") == before + 1
+
+
+async def test_who_cannot_take_part_is_not_in_the_group() -> None:
+    unfit, well = Engine(unfit="UNFIT_WEIGHTS"), Engine()
+    sender, _, targets = stage(unfit=unfit, well=well)
+    outcomes = await sender.send(SHIPMENT, targets)
+    assert outcomes["well"] is None
+    assert outcomes["unfit"] is not None
+    assert outcomes["unfit"].reason == "UNFIT_WEIGHTS"
+    assert unfit.groups == []
+
+
+async def test_who_goes_without_for_another_hears_of_whom() -> None:
+    torn, damaged = (
+        Engine(has=engine_pb.GetEngineResponse(), loses_answer=True),
+        Engine(fails="DIGEST_MISMATCH"),
+    )
+    sender, ranks, targets = stage(torn=torn, damaged=damaged)
+    ranks.failure = "no route to engine"
+    outcomes = await sender.send(SHIPMENT, targets)
+    assert "no route to engine" in str(outcomes["torn"])
+    assert len(torn.groups) == 2  # the second time without the other

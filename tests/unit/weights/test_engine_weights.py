@@ -49,6 +49,9 @@ class BareEngine:
     async def join_transfer(self, members: Sequence[Membership], seconds: float) -> None:
         self._group = members[0].group
 
+    async def leave_transfer(self) -> None:
+        self._group = ""
+
     async def prepare(self, version: int, digest: str, directory: Path) -> None:
         self.directories[version] = directory
         self._prepared.append(version)

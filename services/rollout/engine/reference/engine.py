@@ -46,6 +46,7 @@ from services.rollout.errors import (
 )
 from sluice import platform
 from sluice.runtime.errors import ServiceError
+from sluice.weights.manifest import Manifest
 from sluice.weights.transfer.group import Receiver
 from sluice.weights.transfer.plan import Membership
 
@@ -309,6 +310,17 @@ class ReferenceEngine(Engine):
             model.watch_routers()
         return model
 
+    def _known_model(self) -> ServingModel:
+        if self._model is None:
+            raise UnfitWeightsError("the engine has no model yet: it needs the store")
+        return self._model
+
+    def check_incoming(self, manifest: Manifest) -> None:
+        self._known_model().check_named(manifest.version, manifest.tensors)
+
+    async def leave_transfer(self) -> None:
+        self._leave_transfer()
+
     async def join_transfer(self, groups: Sequence[Membership], seconds: float) -> None:
         self._leave_transfer()
         receiver = self._receiver = Receiver(yield_to_others)
@@ -316,12 +328,10 @@ class ReferenceEngine(Engine):
 
     async def receive(self, incoming: IncomingWeights) -> None:
         began = time.monotonic()
-        receiver, model = self._receiver, self._model
+        receiver = self._receiver
         assert receiver is not None, "no group was joined"
         try:
-            if model is None:
-                raise UnfitWeightsError("the engine has no model yet: it needs the store")
-            fit = partial(fit_received, model, incoming.manifest)
+            fit = partial(fit_received, self._known_model(), incoming.manifest)
             weights = await receiver.receive(incoming.buckets, incoming.seconds, fit)
         except BaseException:
             if self._receiver is receiver:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
@@ -61,6 +61,13 @@ def _names_choice(router: torch.nn.Module) -> bool:
 
 # Attention that keys, values and a window do not describe.
 FOREIGN_ATTENTION = ("attn_logit_softcapping", "kv_lora_rank", "num_kv_shared_layers")
+
+
+class Shaped(Protocol):
+    """A tensor, or what a manifest says of one."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
 
 
 class ServingModel:
@@ -115,23 +122,37 @@ class ServingModel:
         ).logits
         return logits[0].float()
 
-    def names_match(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+    def names_match(self, tensors: Mapping[str, Shaped]) -> bool:
         """Whether `fit` finds every parameter by name; further tensors do not matter."""
         return all(any(name in tensors for name in names) for names in self._places)
+
+    def check_named(self, version: int, tensors: Mapping[str, Shaped]) -> None:
+        """Raises UnfitWeightsError for tensors that `fit` could not take as they are named."""
+        if not self.names_match(tensors):
+            raise UnfitWeightsError(
+                "the checkpoint names tensors in another way than the model: it needs the store",
+                version=version,
+            )
+        self._check_shapes(tensors)
+
+    def _check_shapes(self, tensors: Mapping[str, Shaped]) -> None:
+        for names, expected in self._shapes.items():
+            found = next((tensors[name] for name in names if name in tensors), None)
+            if found is None:
+                raise UnfitWeightsError(f"tensor {names[0]!r} is missing", tensor=names[0])
+            if tuple(found.shape) != tuple(expected):
+                message = f"tensor {names[0]!r} has shape {[*found.shape]}, not {[*expected]}"
+                raise UnfitWeightsError(message, tensor=names[0])
 
     def fit(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.nn.Parameter]:
         """Returns parameters for `swap`. A tied one may stand under any of its names.
 
         Raises UnfitWeightsError for a tensor that is missing or has another shape.
         """
+        self._check_shapes(tensors)
         fitted: dict[str, torch.nn.Parameter] = {}
-        for names, expected in self._shapes.items():
-            found = next((tensors[name] for name in names if name in tensors), None)
-            if found is None:
-                raise UnfitWeightsError(f"tensor {names[0]!r} is missing", tensor=names[0])
-            if found.shape != expected:
-                message = f"tensor {names[0]!r} has shape {[*found.shape]}, not {[*expected]}"
-                raise UnfitWeightsError(message, tensor=names[0])
+        for names in self._shapes:
+            found = next(tensors[name] for name in names if name in tensors)
             # A copy always: aligned memory of its own, whatever becomes of the file.
             value = found.to(self._device, self._dtype, copy=True)
             fitted[names[0]] = torch.nn.Parameter(value, requires_grad=False)
@@ -250,11 +271,7 @@ def fit_received(
     Raises UnfitWeightsError and what the iterator raises.
     """
     received = dict(tensors)
-    if not model.names_match(received):
-        raise UnfitWeightsError(
-            "the checkpoint names tensors in another way than the model: it needs the store",
-            version=manifest.version,
-        )
+    model.check_named(manifest.version, received)
     return PreparedWeights(manifest.version, manifest.digest, model.fit(received))
 
 

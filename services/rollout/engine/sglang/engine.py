@@ -44,6 +44,7 @@ from services.rollout.errors import (
     UnfitWeightsError,
 )
 from sluice.runtime.errors import QueueFullError, ServiceError
+from sluice.weights.manifest import Manifest
 from sluice.weights.transfer.plan import Membership
 
 logger = logging.getLogger(__name__)
@@ -187,14 +188,23 @@ class SglangEngine(Engine):
             self._restorable = new
             return self._pause_seconds
 
+    def check_incoming(self, manifest: Manifest) -> None:
+        if self._serving is None:
+            raise UnfitWeightsError("the engine has no weights yet: it needs the store")
+        check_fit(self._serving, self._serving.renamed(manifest))
+
+    async def leave_transfer(self) -> None:
+        async with self._changing:
+            await self._replica.leave()
+
     async def join_transfer(self, groups: Sequence[Membership], seconds: float) -> None:
         async with self._changing:
             await self._replica.join(groups, seconds)
 
     async def receive(self, incoming: IncomingWeights) -> None:
         end = time.monotonic() + incoming.seconds
-        if self._serving is None:
-            raise UnfitWeightsError("the engine has no weights yet: it needs the store")
+        self.check_incoming(incoming.manifest)
+        assert self._serving is not None
         async with self._changing, self._still(incoming.mode):
             try:
                 await self._replica.receive(incoming, end)

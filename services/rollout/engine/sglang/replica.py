@@ -174,6 +174,11 @@ class Replica:
     async def join(self, groups: Sequence[Membership], seconds: float) -> None:
         await self._server_weights.join(groups, seconds)
 
+    async def leave(self) -> None:
+        """Leaves the groups, where there still is a server that is in any."""
+        if self.is_up:
+            await self._server_weights.leave()
+
     async def receive(self, incoming: IncomingWeights, end: float) -> None:
         """Takes a version over the groups. After EngineFailedError, which it raises, the server is
         ended, for it may wait for ever."""

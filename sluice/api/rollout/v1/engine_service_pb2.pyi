@@ -196,6 +196,16 @@ class TransferSender(_message.Message):
     group: str
     def __init__(self, address: _Optional[str] = ..., group: _Optional[str] = ...) -> None: ...
 
+class CheckTransferRequest(_message.Message):
+    __slots__ = ("weights",)
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    weights: _sample_pb2.WeightVersion
+    def __init__(self, weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ...) -> None: ...
+
+class CheckTransferResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class JoinTransferGroupRequest(_message.Message):
     __slots__ = ("transfer_group", "senders", "first_rank", "world_size", "backend", "timeout")
     TRANSFER_GROUP_FIELD_NUMBER: _ClassVar[int]

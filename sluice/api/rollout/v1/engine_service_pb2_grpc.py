@@ -66,6 +66,11 @@ class EngineServiceStub(object):
                 request_serializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.ResumeRequest.SerializeToString,
                 response_deserializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.ResumeResponse.FromString,
                 _registered_method=True)
+        self.CheckTransfer = channel.unary_unary(
+                '/sluice.api.rollout.v1.EngineService/CheckTransfer',
+                request_serializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.CheckTransferRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.CheckTransferResponse.FromString,
+                _registered_method=True)
         self.JoinTransferGroup = channel.unary_unary(
                 '/sluice.api.rollout.v1.EngineService/JoinTransferGroup',
                 request_serializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.JoinTransferGroupRequest.SerializeToString,
@@ -140,6 +145,15 @@ class EngineServiceServicer(object):
 
     def Resume(self, request, context):
         """Decodes again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CheckTransfer(self, request, context):
+        """Says whether this engine could receive a version over a transfer group. Asked before the
+        members of one meet: who leaves it takes it from all. FAILED_PRECONDITION / NO_TRANSFER or
+        UNFIT_WEIGHTS, NOT_FOUND, or DATA_LOSS.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -222,6 +236,11 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.Resume,
                     request_deserializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.ResumeRequest.FromString,
                     response_serializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.ResumeResponse.SerializeToString,
+            ),
+            'CheckTransfer': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckTransfer,
+                    request_deserializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.CheckTransferRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.CheckTransferResponse.SerializeToString,
             ),
             'JoinTransferGroup': grpc.unary_unary_rpc_method_handler(
                     servicer.JoinTransferGroup,
@@ -418,6 +437,33 @@ class EngineService(object):
             '/sluice.api.rollout.v1.EngineService/Resume',
             sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.ResumeRequest.SerializeToString,
             sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.ResumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckTransfer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.api.rollout.v1.EngineService/CheckTransfer',
+            sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.CheckTransferRequest.SerializeToString,
+            sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.CheckTransferResponse.FromString,
             options,
             channel_credentials,
             insecure,
