@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +23,7 @@ from sluice.client import Client, RemoteError
 from sluice.config import ConfigError, ProcessConfig, hint, load_config
 from sluice.convert_command import CheckpointError, convert, verify
 from sluice.durable import DirectoryError
-from sluice.loop.config import RunConfig, SftConfig
+from sluice.loop.config import CommonRunConfig, RunConfig, SftConfig
 from sluice.loop.evaluation import EvaluationError
 from sluice.loop.fleet import NoEngineError
 from sluice.loop.report import RunReport
@@ -31,6 +33,8 @@ from sluice.loop.training import Critic, MismatchError, TrainerBrokenError, Trai
 from sluice.loop.workers import NoWorkerError, RolloutFailedError
 from sluice.platform import PlatformError
 from sluice.runtime.security import SecurityConfig
+from sluice.runtime.server import Server
+from sluice.runtime.waits import listed_in
 from sluice.runtime.wire import seconds_of
 from sluice.supervise import (
     ServiceDiedError,
@@ -50,7 +54,7 @@ USAGE = {
     "convert": "sluice convert SRC DST [--to hf|torch_dist] [--origin DIR] [--key value ...]",
     "verify": "sluice verify FIRST SECOND [--model DIR] [--key value ...]",
     "trace": "sluice trace RUN_DIR [-o FILE.html] [--steps FIRST-LAST]",
-    "waits": "sluice waits ADDRESS [--security.token_file FILE] [--security.tls.ca FILE] ...",
+    "waits": "sluice waits ADDRESS|RUN_DIR [--security.token_file FILE] [--security.tls.ca X] ...",
 }
 SUMMARY = {
     "up": "start services, keep them alive until Ctrl-C",
@@ -60,7 +64,7 @@ SUMMARY = {
     "convert": "a checkpoint from Hugging Face to torch_dist, back, or to another type",
     "verify": "are two checkpoints equal, tensor by tensor?",
     "trace": "where the time of a run went, as one HTML page",
-    "waits": "what a server is waiting for, and on whom",
+    "waits": "what a server, or the loop of a run, is waiting for, and on whom",
 }
 HELP = ("-h", "--help")
 
@@ -153,13 +157,46 @@ async def run_sft(config: SftConfig) -> None:
         )
     rows = load_rows(config)
     steps = step_count(config, rows)
-    with owned(config.run_dir), RunReport(config.run_dir, steps, line=LINE) as report:
+    async with AsyncExitStack() as stack:
+        stack.enter_context(owned(config.run_dir))
+        await stack.enter_async_context(_own_port(config))
+        report = stack.enter_context(RunReport(config.run_dir, steps, line=LINE))
         run = SftRun(config, rows, report)
         try:
             await run.start()
             await run.train()
         finally:
             await run.close()
+
+
+LOOP_ADDRESS = "loop.address.json"  # in a run directory
+
+
+@contextlib.asynccontextmanager
+async def _own_port(config: CommonRunConfig) -> AsyncIterator[None]:
+    """The port of a loop: the calls that the block makes are listed there while they wait.
+
+    Raises ConfigError where it cannot be opened.
+    """
+    if config.server is None:
+        yield
+        return
+    file, security = config.run_dir / LOOP_ADDRESS, config.server.security
+    if security == SecurityConfig():
+        tls = config.security.tls
+        has_own = tls is not None and tls.cert is not None  # or it is only a client's
+        security = config.security.model_copy(update={"tls": tls if has_own else None})
+    file = config.server.address_file or file
+    update = {"address_file": file, "security": security}
+    server = Server(config.server.model_copy(update=update))
+    await server.start()
+    await server.set_serving()
+    try:
+        with listed_in(server.waits):
+            yield
+    finally:
+        file.unlink(missing_ok=True)
+        await server.stop()
 
 
 async def run_training(
@@ -178,7 +215,10 @@ async def run_training(
             }
         )
     critic = _critic(config, addresses)
-    with owned(config.run_dir), RunReport(config.run_dir, config.steps) as report:
+    async with AsyncExitStack() as stack:
+        stack.enter_context(owned(config.run_dir))
+        await stack.enter_async_context(_own_port(config))
+        report = stack.enter_context(RunReport(config.run_dir, config.steps))
         run = TrainingRun(config, report, critic)
         try:
             await run.start()
@@ -203,11 +243,12 @@ def _critic(config: RunConfig, addresses: Mapping[str, str]) -> Critic | None:
 
 
 async def waits(arguments: Sequence[str]) -> None:
-    """Print what a server waits for."""
+    """Print what a server waits for, or the loop of a run directory."""
     if arguments[0].startswith("-") and arguments[0] not in HELP:
         raise ConfigError(f"ADDRESS comes first: {USAGE['waits']}")
     address, *flags = arguments if arguments[0] not in HELP else ("", "--help")
     config = load_config(WaitsConfig, flags, USAGE["waits"])
+    address = _address_to_ask(address)
     async with Client(address, config.security) as client:
         waits = await client.list_waits()
         if not waits:
@@ -218,6 +259,17 @@ async def waits(arguments: Sequence[str]) -> None:
             age = time.time() - seconds_of(wait.start_time)
             table.add_row(wait.what, ", ".join(wait.on), f"{age:.1f} s", wait.explanation)
     Console().print(table)
+
+
+def _address_to_ask(given: str) -> str:
+    """The address, or that of the loop of a run directory. Raises ConfigError if none is there."""
+    run_dir = Path(given)
+    if not run_dir.is_dir():
+        return given
+    try:
+        return str(json.loads((run_dir / LOOP_ADDRESS).read_text())["address"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(f"waits: no loop is at work in {run_dir}, or it has no port") from None
 
 
 async def trace(arguments: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.api.router.v1 import router_service_pb2_grpc
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import trainer_service_pb2_grpc
-from sluice.runtime import wire
+from sluice.runtime import waits, wire
 from sluice.runtime.channel import create_channel
 from sluice.runtime.errors import RemoteError as RemoteError
 from sluice.runtime.errors import error_from_status as error_from_status
@@ -80,9 +80,10 @@ class Client:
     ) -> M:
         """Start an operation and wait for its response."""
         operation = await self._call(method, request)
-        while not operation.done:
-            wait = operations_pb2.WaitOperationRequest(name=operation.name)
-            operation = await self._call(self._operations.WaitOperation, wait)
+        with waits.waiting(type(request).__name__.removesuffix("Request"), on=[self.address]):
+            while not operation.done:
+                wait = operations_pb2.WaitOperationRequest(name=operation.name)
+                operation = await self._call(self._operations.WaitOperation, wait)
         if operation.HasField("error"):
             raise error_from_status(operation.error)
         response = kind()

@@ -20,13 +20,15 @@ MODULES = {  # by the service that exposes them; "" is every service
         path.parent.name: (f"services.{path.parent.name}.metrics",)
         for path in sorted(ROOT.glob("services/*/metrics.py"))
     },
+    "loop": ("sluice.loop.training",),
 }
 HEAD = """# Metrics
 
-Each service exposes these at `/metrics` of its metrics port, behind the same TLS and token as its
-gRPC port. Base units; counters end in `_total`; labels come from closed sets, of which `method` and
-`code` are given by gRPC, and `pool`, `engine` and `rank` by the fleet. `process_*` and `python_*`
-of the Prometheus client come on top. Generated from the code by `make docs`.
+Each service, and the loop of a run, exposes these at `/metrics` of its metrics port, behind the
+same TLS and token as its gRPC port. Base units; counters end in `_total`; labels come from closed
+sets, of which `method` and `code` are given by gRPC, and `pool`, `engine` and `rank` by the fleet.
+`process_*` and `python_*` of the Prometheus client come on top. Generated from the code by
+`make docs`.
 
 How far engines are behind the trainer, in weight versions:
 `scalar(max(sluice_trainer_weight_version)) - sluice_rollout_weight_version`.

@@ -27,6 +27,7 @@ from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
 from sluice.client import RemoteError, typed_errors
 from sluice.runtime.channel import create_channel
 from sluice.runtime.server import Server
+from sluice.runtime.waits import Waits
 from sluice.runtime.wire import seconds_of
 from sluice.samples.blobs import BlobStore
 from sluice.weights.host_cache import HostCache
@@ -50,10 +51,11 @@ class Registration:
         self,
         channel: grpc.aio.Channel,
         describe: Callable[[], pb.Engine],
+        waits: Waits,
         measure: Callable[[], list[engine_pb.RankLoad]] | None = None,
     ) -> None:
         self._stub = pb_grpc.RouterServiceStub(channel)
-        self._describe, self._measure = describe, measure
+        self._describe, self._measure, self._waits = describe, measure, waits
         self._task: asyncio.Task[None] | None = None
         self._is_registered = False
         self._epoch = 0  # of the router that answered last
@@ -104,11 +106,24 @@ class Registration:
             try:
                 delay = await self._register()
             except RemoteError as error:
+                self._is_registered, self._last_error = False, str(error)
+                logger.warning("router: %s", error)
+                with self._waits.waiting(
+                    "registration", on=["router"], explain=lambda: self._last_error
+                ):
+                    delay = await self._register_again()
+            await asyncio.sleep(delay)
+
+    async def _register_again(self) -> float:
+        """Tries until the router answers; returns the seconds until the next heartbeat."""
+        while True:
+            await asyncio.sleep(RETRY_SECONDS)
+            try:
+                return await self._register()
+            except RemoteError as error:
                 if self._last_error != str(error):  # once each, not twice a second
                     self._last_error = str(error)
                     logger.warning("router: %s", error)
-                self._is_registered, delay = False, RETRY_SECONDS
-            await asyncio.sleep(delay)
 
 
 def engine_description(
@@ -332,14 +347,19 @@ class RolloutProcess:
                 engine, engine_id=config.engine_id, address=address, pool=config.pool
             )
             self._registrations.append(
-                Registration(self._router, describe, lambda: loads_to_proto(engine.status()))
+                Registration(
+                    self._router,
+                    describe,
+                    self.server.waits,
+                    lambda: loads_to_proto(engine.status()),
+                )
             )
         if "episodes" in config.roles:
             suffix = "" if engine is None else "-episodes"
             describe = episodes_description(
                 engine_id=config.engine_id + suffix, address=address, pool=config.pool
             )
-            self._registrations.append(Registration(self._router, describe))
+            self._registrations.append(Registration(self._router, describe, self.server.waits))
         for registration in self._registrations:
             registration.start()
 

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from sluice.algo.spec import AdvantageSpec, LossSpec, required_columns
 from sluice.config import Config, ProcessConfig
 from sluice.runtime.security import SecurityConfig
+from sluice.runtime.server import ServerConfig
 
 
 class PromptsConfig(Config):
@@ -189,6 +190,10 @@ class CommonRunConfig(ProcessConfig):
         None, description="Shared store; None is that of `services`, or run_dir/store."
     )
     security: SecurityConfig = SecurityConfig()
+    server: ServerConfig | None = Field(
+        ServerConfig(drain_seconds=1),
+        description="The loop's own port, with what it waits for, and its metrics; null is none.",
+    )
     seed: int = 0
     initial_checkpoint: str = Field(
         "", description="checkpoints/<id> to begin with; empty is what the trainer holds."

@@ -37,6 +37,7 @@ from sluice.loop.run_directory import (
     settings_digests,
 )
 from sluice.loop.training import (
+    STEP,
     Critic,
     StepReport,
     TrainerRecovery,
@@ -210,6 +211,7 @@ class TrainingRun(TrainerRun[RunConfig]):
             before = self.step
             with trace.span(trace.LOOP, trace.STEP, f"step {before + 1}"):
                 await self._recovery.run(self._save if self._is_done() else self._one_step)
+            STEP.set(self.step)
             if self.step > before:
                 self._trace.flush(self.step)
         await self._evaluations.measure("after", self.step, self.fleet.version)

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 import grpc
+from prometheus_client import Counter, Gauge
 
 from sluice import faults
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
@@ -23,6 +24,11 @@ from sluice.runtime.security import SecurityConfig
 from sluice.samples.blobs import BlobReference
 
 logger = logging.getLogger(__name__)
+
+STEP = Gauge("sluice_loop_step", "Steps of the run that are done.")
+TRAINER_LOST = Counter(
+    "sluice_loop_trainer_lost_total", "Times the trainer was lost and the run went back."
+)
 
 Work = Callable[[], Awaitable[None]]
 
@@ -105,6 +111,7 @@ class TrainerRecovery:
                 if isinstance(error, RemoteError) and not _is_lost(error):
                     raise
                 self._losses += 1
+                TRAINER_LOST.inc()
                 if self._losses > TRAINER_LOSSES:
                     raise
                 logger.warning("trainer: %s; going back to the last run checkpoint", error)

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 
 from sluice import logs
+from sluice.runtime import waits
 from sluice.runtime.security import SecurityConfig, channel_credentials
 
 RETRY_BUFFER_BYTES = 64 * 1024 * 1024  # of a call; one that has sent more is not sent again
@@ -56,14 +57,30 @@ _SERVICE_CONFIG = json.dumps(
 )
 
 
-def _interceptors(token: str | None) -> list[Any]:
-    """Returns what sets the deadline, the token and the request id of a call.
+NOT_LISTED = {"WaitOperation"}  # asked again and again; the operation is listed
+
+
+def _method_of(details: grpc.aio.ClientCallDetails) -> str:
+    return details.method.decode() if isinstance(details.method, bytes) else details.method
+
+
+def _list_until_done(call: Any, details: grpc.aio.ClientCallDetails, address: str) -> Any:
+    """List the call among the waits of the context, if it has any."""
+    service, _, method = _method_of(details).rpartition("/")
+    if (listed := waits.of_context()) is not None and method not in NOT_LISTED:
+        what = f"{service.rpartition('.')[2]}.{method}"
+        wait = listed.begin(what, on=(address,), timeout=details.timeout)
+        call.add_done_callback(lambda _: listed.end(wait))
+    return call
+
+
+def _interceptors(token: str | None, address: str) -> list[Any]:
+    """Returns what sets the deadline, the token and the request id of a call, and lists it.
 
     grpc.aio files an interceptor under the first kind it matches, so there is one per kind.
     """
 
     def completed(details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
-        method = details.method.decode() if isinstance(details.method, bytes) else details.method
         metadata = grpc.aio.Metadata(*(details.metadata or ()))
         if token is not None:
             metadata.add("authorization", f"Bearer {token}")
@@ -71,13 +88,14 @@ def _interceptors(token: str | None) -> list[Any]:
             metadata.add("x-request-id", request_id)
         timeout = details.timeout
         if timeout is None:
-            timeout = DEADLINES.get(method.rpartition("/")[2], DEFAULT_DEADLINE)
+            timeout = DEADLINES.get(_method_of(details).rpartition("/")[2], DEFAULT_DEADLINE)
         return grpc.aio.ClientCallDetails(
             details.method, timeout, metadata, details.credentials, details.wait_for_ready
         )
 
     async def intercept(continuation: Callable, details: Any, request: Any) -> Any:
-        return await continuation(completed(details), request)
+        details = completed(details)
+        return _list_until_done(await continuation(details, request), details, address)
 
     kinds = (
         ("intercept_unary_unary", grpc.aio.UnaryUnaryClientInterceptor),
@@ -105,7 +123,7 @@ def create_channel(
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
     ]
-    interceptors = _interceptors(security.token())
+    interceptors = _interceptors(security.token(), address)
     if security.tls is None:
         return grpc.aio.insecure_channel(address, options, interceptors=interceptors)
     if name:

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import grpc
 
+from sluice.runtime import waits
 from sluice.runtime.errors import RemoteError
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,8 @@ class Retries:
         if self._count >= FEWEST_FAILURES and now - self._since > self._seconds:
             raise self._failure(f"nothing went on for {now - self._since:.0f} s: {reason}")
         self._count += 1
-        await asyncio.sleep(max(at_least, self._backoff.seconds(self._count)))
+        with waits.waiting("another try", timeout=self._seconds, explain=lambda: reason):
+            await asyncio.sleep(max(at_least, self._backoff.seconds(self._count)))
 
 
 class NotReadyError(Exception):
@@ -105,18 +107,20 @@ async def wait_until_ready(
     logged once after `usual_seconds`. Raises `failure` after `seconds`, and what else it raises.
     """
     reason, explained_at = "no answer", time.monotonic() + usual_seconds
+    listed = waits.waiting(what, timeout=seconds, explain=lambda: reason)
     try:
-        async with asyncio.timeout(seconds):
-            while True:
-                try:
-                    return await probe()
-                except (NotReadyError, RemoteError) as error:
-                    if isinstance(error, RemoteError) and not is_passing(error):
-                        raise
-                    reason = str(error)
-                if time.monotonic() > explained_at:
-                    explained_at = float("inf")
-                    logger.warning("waiting for %s: %s", what, reason)
-                await asyncio.sleep(every)
+        with listed:
+            async with asyncio.timeout(seconds):
+                while True:
+                    try:
+                        return await probe()
+                    except (NotReadyError, RemoteError) as error:
+                        if isinstance(error, RemoteError) and not is_passing(error):
+                            raise
+                        reason = str(error)
+                    if time.monotonic() > explained_at:
+                        explained_at = float("inf")
+                        logger.warning("waiting for %s: %s", what, reason)
+                    await asyncio.sleep(every)
     except TimeoutError:
         raise failure(f"{what} was not ready in {seconds:g} s: {reason}") from None

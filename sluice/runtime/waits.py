@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from prometheus_client import Gauge
@@ -60,19 +61,65 @@ class Waits(pb_grpc.WaitServiceServicer):
         explain: Callable[[], str] = lambda: "",
     ) -> Iterator[Wait]:
         """Listed while the block runs; `timeout` in seconds only informs, the block keeps it."""
-        deadline = None if timeout is None else time.time() + timeout
-        wait = Wait(what, on, deadline, explain)
-        self._waits.append(wait)
+        wait = self.begin(what, on=on, timeout=timeout, explain=explain)
         try:
             yield wait
         finally:
-            self._waits.remove(wait)
+            self.end(wait)
+
+    def begin(
+        self,
+        what: str,
+        *,
+        on: Names = (),
+        timeout: float | None = None,
+        explain: Callable[[], str] = lambda: "",
+    ) -> Wait:
+        """List a wait until `end`; for what is no block."""
+        deadline = None if timeout is None else time.time() + timeout
+        wait = Wait(what, on, deadline, explain)
+        self._waits.append(wait)
+        return wait
+
+    def end(self, wait: Wait) -> None:
+        self._waits.remove(wait)
 
     async def ListWaits(
         self, request: pb.ListWaitsRequest, context: object
     ) -> pb.ListWaitsResponse:
         waits = sorted(self._waits, key=lambda wait: wait.began)
         return pb.ListWaitsResponse(waits=[wait.to_proto() for wait in waits])
+
+
+_of_context: ContextVar[Waits | None] = ContextVar("waits", default=None)
+
+
+def of_context() -> Waits | None:
+    """Where calls to other services are listed that are made here; None lists them nowhere."""
+    return _of_context.get()
+
+
+@contextmanager
+def listed_in(waits: Waits) -> Iterator[None]:
+    """List the calls that the block makes to other services, and the tasks that it starts."""
+    token = _of_context.set(waits)
+    try:
+        yield
+    finally:
+        _of_context.reset(token)
+
+
+def waiting(
+    what: str,
+    *,
+    on: Names = (),
+    timeout: float | None = None,
+    explain: Callable[[], str] = lambda: "",
+) -> AbstractContextManager[object]:
+    """`Waits.waiting` among those of the context, if it has any."""
+    if (waits := of_context()) is None:
+        return nullcontext()
+    return waits.waiting(what, on=on, timeout=timeout, explain=explain)
 
 
 def _all() -> list[Wait]:

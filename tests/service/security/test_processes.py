@@ -28,6 +28,7 @@ from sluice.config import ConfigError, load_config, parse_config
 from sluice.runtime.channel import create_channel
 from sluice.runtime.security import SecurityConfig, TlsConfig, server_credentials
 from sluice.runtime.server import Server, ServerConfig
+from sluice.runtime.waits import Waits
 from tests.patience import PATIENCE
 from tests.service.security.ports import UNREACHABLE, answer_of, ask_metrics, ask_service
 from tests.service.security.trust import Trust, with_tls
@@ -120,7 +121,7 @@ async def test_a_rollout_the_router_does_not_trust_says_so_once(
                 return router_pb.Engine(engine_id=name, address="localhost:1", role=role)
 
             async with create_channel(router.server.address, security) as channel:
-                registration = Registration(channel, describe)
+                registration = Registration(channel, describe, Waits())
                 registration.start()
                 await eventually(lambda told=told: told in caplog.text)
                 if name == "tokenless":

@@ -1,0 +1,74 @@
+"""A process that is stopped: who waits for it says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import ENVIRONMENT, Stack, wait_until
+from tests.patience import PATIENCE
+
+
+def waits_of(target: str | Path) -> str:
+    """What `sluice waits` prints."""
+    command = [sys.executable, "-m", "sluice.cli", "waits", str(target)]
+    environment = {**ENVIRONMENT, "COLUMNS": "300"}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize(
+    ("service", "call"), [("trainer", "TrainerService."), ("rollout", "Service.")]
+)
+def test_the_loop_names_the_service_that_it_waits_for(stack: Stack, service: str, call: str):
+    training = stack.train(f"waits-for-{service}", steps=6)
+    address = stack.services[service]["address"]
+    training.wait_for_step(1)
+    with stopped(stack.pid(service)):
+        listed = wait_until(
+            lambda: next(
+                (line for line in waits_of(training.run_dir).splitlines() if address in line), ""
+            )
+        )
+        assert call in listed
+    training.finish()
+    assert not (training.run_dir / "loop.address.json").exists()
+
+
+def test_a_rollout_process_names_the_router(stack: Stack):
+    with stopped(stack.pid("router")):
+        wait_until(lambda: "registration" in waits_of(stack.services["rollout"]["address"]))
+    wait_until(lambda: "nothing" in waits_of(stack.services["rollout"]["address"]))
+
+
+def test_a_run_directory_without_a_loop_is_refused_in_a_line(tmp_path: Path):
+    command = [sys.executable, "-m", "sluice.cli", "waits", str(tmp_path)]
+    for content in (None, "", "[]", json.dumps({"pid": 1})):
+        if content is not None:
+            (tmp_path / "loop.address.json").write_text(content)
+        done = subprocess.run(
+            command, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE
+        )
+        assert done.returncode == 2
+        assert len(done.stderr.splitlines()) == 1
+        assert "no loop is at work" in done.stderr
