@@ -1,13 +1,18 @@
-"""Processes end with the one that started them, however that one ends."""
+"""Processes end with the one that started them, and with all that they started themselves."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
+from typing import NoReturn
+
+import psutil
 
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
@@ -21,6 +26,67 @@ def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     _prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it died before the order was given
         sys.exit(1)
+
+
+def keep_processes(parent: int) -> None:
+    """Return in a child, of which the calling process becomes the keeper.
+
+    The keeper kills whatever descends from it, processes in sessions of their own too, when the
+    child ends, when it is sent SIGTERM, and when `parent` dies; it ends as the child did. To be
+    called before there are threads. Elsewhere than on Linux it does nothing.
+    """
+    if sys.platform != "linux":
+        return
+    awaited = {signal.SIGTERM, signal.SIGCHLD}
+    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    end_with_parent(parent, signal.SIGTERM)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans become children of this process
+    keeper = os.getpid()
+    child = os.fork()
+    if not child:
+        end_with_parent(keeper)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
+        return
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1):  # pipes whose other end must see those of the child close
+        os.dup2(nothing, descriptor)
+    ended: dict[int, int] = {}
+    while child not in ended and signal.sigwait(awaited) == signal.SIGCHLD:
+        ended |= _reap()
+    ended |= _kill_children()
+    _end_as(ended[child])
+
+
+def _reap() -> dict[int, int]:
+    """Returns the statuses of children that have ended, by their ids."""
+    statuses: dict[int, int] = {}
+    with contextlib.suppress(ChildProcessError):  # there are none
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            statuses[found[0]] = found[1]
+    return statuses
+
+
+def _kill_children() -> dict[int, int]:
+    """Kills children until none is left, their orphans come here too; returns their statuses."""
+    statuses: dict[int, int] = {}
+    while True:
+        for process in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):  # it has ended, or is another user's
+                process.kill()
+        try:
+            child, status = os.waitpid(-1, 0)
+        except ChildProcessError:
+            return statuses
+        statuses[child] = status
+
+
+def _end_as(status: int) -> NoReturn:
+    """Ends this process with the status of another one."""
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
+        os.kill(os.getpid(), -code)
+    os._exit(abs(code))
 
 
 def _prctl(option: int, value: int) -> None:

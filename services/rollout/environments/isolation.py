@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import sys
 import threading
 import traceback
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -48,45 +50,91 @@ class GraderTimeoutError(DeadlineError):
 
 
 class _Grader:
-    """Owns one process, which takes one call at a time."""
+    """Owns one process, which takes one call at a time and says nothing unasked."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._process: asyncio.subprocess.Process | None = None
+        self._listener: asyncio.Task[None] | None = None
+        self._call_id = ""
+        self._reply: asyncio.Future[dict[str, Any]] | None = None
 
     @property
     def is_alive(self) -> bool:
-        """Whether it was started and has not died since."""
-        return self._process is not None and self._process.returncode is None
+        """Whether it may be asked: it has neither died nor said what makes no sense."""
+        if self._process is None or self._listener is None:
+            return False
+        return self._process.returncode is None and not self._listener.done()
 
     async def ask(self, call: bytes) -> dict[str, Any]:
         """Starts the process if need be. Raises GraderCrashedError; leaves timing to the caller."""
-        if self._process is None:
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", WORKER_MODULE, self._path),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                limit=MAX_LINE_BYTES,
-            )
-        assert self._process.stdin is not None and self._process.stdout is not None
+        process = self._process or await self._start()
+        assert process.stdin is not None
+        self._call_id, self._reply = uuid.uuid4().hex, asyncio.get_running_loop().create_future()
+        with contextlib.suppress(ConnectionError):  # it died: the listener says how
+            process.stdin.write(b'{"id": "%b", "call": %b}\n' % (self._call_id.encode(), call))
+            await process.stdin.drain()
+        if not self.is_alive and not self._reply.done():
+            raise GraderCrashedError(f"grader {self._path} died before it was asked")
+        return await self._reply
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", WORKER_MODULE, self._path, str(os.getpid())),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=MAX_LINE_BYTES,
+            start_new_session=True,  # a Ctrl-C is for the service, which ends it
+        )
+        self._listener = asyncio.create_task(self._listen(self._process), name=f"hear {self._path}")
+        return self._process
+
+    async def _listen(self, process: asyncio.subprocess.Process) -> None:
+        """Takes replies until one is wrong, whether or not a call is open: then none counts."""
+        assert process.stdout is not None
+        wrong = "wrote more than a line may hold"
+        with contextlib.suppress(ValueError):
+            while (line := await process.stdout.readline()).endswith(b"\n"):
+                if not self._take(line):
+                    wrong = f"wrote what answers no call: {line[:100]!r}"
+                    break
+            else:
+                wrong = f"died: {await process.wait()}"
+        if process.returncode is None:
+            logger.error("grader %s %s; its process is ended", self._path, wrong)
+            process.terminate()
+        if self._reply is not None and not self._reply.done():
+            code = {} if process.returncode is None else {"exit_code": process.returncode}
+            self._reply.set_exception(GraderCrashedError(f"grader {self._path} {wrong}", **code))
+
+    def _take(self, line: bytes) -> bool:
+        """Whether it answers the open call."""
         try:
-            self._process.stdin.write(call)
-            await self._process.stdin.drain()
-            line = await self._process.stdout.readline()
-        except (ConnectionError, ValueError) as error:  # ValueError: an answer beyond the limit
-            raise GraderCrashedError(f"grader {self._path}: {error}") from None
-        if not line.endswith(b"\n"):
-            code = await self._process.wait()
-            raise GraderCrashedError(f"grader {self._path} died: {code}", exit_code=code)
-        reply: dict[str, Any] = json.loads(line)
-        return reply
+            reply = json.loads(line)
+        except (ValueError, RecursionError):
+            return False
+        if self._reply is None or self._reply.done():
+            return False
+        if not isinstance(reply, dict) or reply.get("id") != self._call_id:
+            return False
+        self._reply.set_result(reply)
+        return True
 
     async def end(self) -> None:
-        """Kill the process, whatever it does, and reap it."""
-        if self._process is not None:
-            if self._process.returncode is None:
+        """Have the process ended, whatever it does, with all that it started, and reap it."""
+        if self._process is None or self._listener is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()  # its keeper
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await self._process.wait()
+        except TimeoutError:  # the keeper is stopped, say
+            with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
             await self._process.wait()
+        self._listener.cancel()
+        await asyncio.gather(self._listener, return_exceptions=True)
 
 
 class GraderPool:
@@ -111,8 +159,7 @@ class GraderPool:
         Raises SettingError, TaskError, GraderCrashedError, GraderTimeoutError and
         EnvironmentFailedError. Cancelling ends the process that was at it.
         """
-        call = {"method": method, "settings": settings, **arguments}
-        data = json.dumps(call).encode() + b"\n"
+        data = json.dumps({"method": method, "settings": settings, **arguments}).encode()
         for attempt in range(1, self._config.attempts + 1):
             try:
                 return _reply_value(self._name, await self._ask(data))
@@ -132,7 +179,8 @@ class GraderPool:
 
     async def _ask(self, data: bytes) -> dict[str, Any]:
         async with self._slot():
-            self._idle = [grader for grader in self._idle if grader.is_alive]
+            while self._idle and not self._idle[-1].is_alive:
+                self._end(self._idle.pop())
             fresh = not self._idle
             grader = _Grader(self._path) if fresh else self._idle.pop()
             timeout = self._config.timeout_seconds + (self._config.start_seconds if fresh else 0)

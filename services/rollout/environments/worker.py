@@ -1,8 +1,10 @@
-"""Runs one environment: `python -m services.rollout.environments.worker PATH`.
+"""Runs one environment: `python -m services.rollout.environments.worker PATH PARENT`.
 
-It reads a JSON call a line and answers a JSON line: `{"value": ...}`, or `{"error": ...}` with
-what the caller can act on. An exception of the environment is answered as well and then ends
-the process, whose state nobody can vouch for. It ends when its parent is gone.
+It reads a JSON call a line, `{"id": ..., "call": ...}`, and answers a JSON line with that id and
+`value`, or `error` with what the caller can act on. An exception of the environment is answered
+as well and then ends the process, whose state nobody can vouch for. Two processes: one that
+computes, and its keeper, which ends it and all that it started when it is told to or the process
+PARENT is gone. What the environment reads and prints has nothing to do with the calls.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 from services.rollout.environments.environment import (
     Environment,
@@ -27,7 +30,9 @@ from services.rollout.environments.environment import (
     Turn,
     answer_of,
 )
+from services.rollout.environments.graders.grader import InvalidRewardError, rewards_from
 from services.rollout.environments.registry import create_environment
+from sluice.runtime.processes import keep_processes
 
 KEPT = 8  # environments with different settings
 
@@ -46,6 +51,8 @@ class Worker:
             return {"error": "setting", "key": error.key, "message": str(error)}
         except TaskError as error:
             return {"error": "task", "key": error.key, "message": str(error)}
+        except InvalidRewardError as error:
+            return {"error": "reward", "message": str(error)}
 
     def _run(self, call: Mapping[str, Any]) -> Any:
         environment = self._environment(call["settings"])
@@ -60,7 +67,7 @@ class Worker:
         assert call["method"] == "reward", call["method"]
         responses = [_response(values) for values in call["responses"]]
         rewards = answer_of(environment.reward(task, responses))
-        return [asdict(reward) for reward in rewards]
+        return [asdict(reward) for reward in rewards_from(rewards, len(responses))]
 
     def _environment(self, settings: Mapping[str, Any]) -> Environment:
         key = json.dumps(settings, sort_keys=True)
@@ -76,36 +83,56 @@ def _response(values: Mapping[str, Any]) -> Response:
     return Response(**{**values, "turns": turns})
 
 
-def _take_stdout() -> TextIO:
-    """Returns the pipe to the parent; what libraries print goes to stderr from here on."""
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    return replies
+class Line:
+    """Takes calls from the parent and answers them, each once, in the process it was made in."""
 
+    def __init__(self) -> None:
+        """Takes the pipes; the environment's own input is empty, its output goes to stderr."""
+        self._own = os.getpid()
+        self._input = os.fdopen(os.dup(0), "r", encoding="utf-8")
+        self._output = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        with Path(os.devnull).open() as nothing:
+            os.dup2(nothing.fileno(), 0)
+        os.dup2(2, 1)
+        self._id = ""
+        self._calls = queue.SimpleQueue[str]()
+        threading.Thread(target=self._read, daemon=True).start()
 
-def _read(lines: TextIO, calls: queue.SimpleQueue[str]) -> None:
-    """Reads also while a grader computes: a parent that is gone must not leave it running."""
-    for line in lines:
-        calls.put(line)
-    os._exit(0)
+    def _read(self) -> None:
+        """Reads also while a grader computes: a parent that is gone must not leave it running."""
+        for line in self._input:
+            self._calls.put(line)
+        os._exit(0)
 
+    def next_call(self) -> Mapping[str, Any]:
+        """Waits for the next call."""
+        values = json.loads(self._calls.get())
+        self._id = values["id"]
+        call: Mapping[str, Any] = values["call"]
+        return call
 
-def _answer_crashes(replies: TextIO) -> None:
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        print(json.dumps({"error": "crash", "message": f"{kind.__name__}: {error}"}), file=replies)
-        replies.flush()
-        sys.__excepthook__(kind, error, trace)
-
-    sys.excepthook = hook
+    def answer(self, reply: Mapping[str, Any]) -> None:
+        """Answers the call. A child that an environment forked and let return ends here."""
+        if os.getpid() != self._own:
+            print("a forked child returned from a call of its parent: it ends", file=sys.stderr)
+            os._exit(1)
+        print(json.dumps({"id": self._id, **reply}), file=self._output, flush=True)
 
 
 def main() -> None:
-    replies = _take_stdout()
-    _answer_crashes(replies)
-    worker, calls = Worker(sys.argv[1]), queue.SimpleQueue[str]()
-    threading.Thread(target=_read, args=(sys.stdin, calls), daemon=True).start()
+    path, parent = sys.argv[1], int(sys.argv[2])
+    keep_processes(parent)
+    worker, line = Worker(path), Line()
+
+    def answer_crash(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        sys.__excepthook__(kind, error, trace)
+        line.answer({"error": "crash", "message": f"{kind.__name__}: {error}"})
+
+    sys.excepthook = answer_crash
     while True:
-        print(json.dumps(worker.answer(json.loads(calls.get()))), file=replies, flush=True)
+        line.answer(worker.answer(line.next_call()))
 
 
 if __name__ == "__main__":

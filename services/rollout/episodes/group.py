@@ -233,7 +233,10 @@ class GroupRunner:
                 new_rewards = await self._runner.reward(task, [row.response for row in unrewarded])
         try:
             rest = iter(rewards_from(new_rewards, len(unrewarded)))
-            own = [row.trajectory.reward or next(rest) for row in rows]
+            own = [
+                next(rest) if row.trajectory.reward is None else row.trajectory.reward
+                for row in rows
+            ]
             rewards = rewards_from(own, len(rows))
         except InvalidRewardError as error:
             raise EnvironmentFailedError(f"{environment}: {error}") from None

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import re
 import signal
+import stat
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from services.rollout.environments.environment import (
     Environment,
@@ -22,6 +30,7 @@ from services.rollout.environments.environment import (
 )
 from sluice.config import Config
 
+SILLY: dict[str, Any] = {"nan": float("nan"), "text": "1", "long": 10**400, "truth": True}
 PATH = "tests.unit.rollout.grim:GrimEnvironment"
 
 
@@ -63,11 +72,26 @@ class GrimEnvironment(Environment):
             os.kill(os.getpid(), signal.SIGKILL)
         if deed == "raise":
             raise ZeroDivisionError("no mercy")
-        if deed == "stall":
-            threading.Event().wait(600)
         if deed == "chatter":
-            print("a library that prints to stdout")
-        value = float("nan") if deed == "nan" else 1.0
+            _chatter()
+        if deed == "backtrack":
+            re.match(r"(a+)+$", "a" * 64 + "b")  # holds the interpreter lock for ever
+        if deed == "fork":
+            os.fork()  # both return
+        if deed.endswith("litter"):
+            self._litter()
+        if deed.startswith("stall"):
+            threading.Event().wait(600)
+        if deed == "die_with_litter":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if deed == "forge":
+            _forge(task.state["line"])
+        if deed == "forge_later" and not os.fork():
+            while not (Path(self._settings.marks) / "later").exists():
+                time.sleep(0.01)
+            _forge(task.state["line"])
+            os._exit(0)
+        value = SILLY.get(deed, task.state.get("value", 1.0))
         return [Reward(reward=value, raw_reward=value) for _ in responses]
 
     def _mark(self) -> int:
@@ -77,3 +101,32 @@ class GrimEnvironment(Environment):
         marks = Path(self._settings.marks)
         (marks / f"{len(list(marks.iterdir())):04d}-{os.getpid()}").touch()
         return len(list(marks.iterdir()))
+
+    def _litter(self) -> None:
+        """Starts processes that stay behind: a child, an orphaned daemon, one that is stopped."""
+        for line in ("sleep 600", "setsid sleep 600 &", "sleep 600 & kill -STOP $$"):
+            subprocess.Popen(["sh", "-c", line])
+        family = psutil.Process(os.getppid())  # an orphan comes to the keeper
+        while sum(child.name() == "sleep" for child in family.children(recursive=True)) < 3:
+            time.sleep(0.01)
+        for child in family.children(recursive=True):
+            (Path(self._settings.marks) / f"litter-{child.pid}").touch()
+
+
+def _chatter() -> None:
+    """Writes to stdout, and reads stdin, in every way that a library may."""
+    print('{"value": [{"reward": 7.0}]}', flush=True)
+    os.write(1, b'{"value": [{"reward": 7.0}]}\n')
+    libc = ctypes.CDLL(None)
+    libc.puts(b"a library in C")
+    libc.fflush(None)
+    subprocess.run(["sh", "-c", "cat; echo a program"], check=True)
+    assert sys.stdin.read() == ""
+
+
+def _forge(line: str) -> None:
+    """Writes a line to every pipe that may be the one to the parent."""
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if stat.S_ISFIFO(os.stat(entry).st_mode) or stat.S_ISSOCK(os.stat(entry).st_mode):
+                os.write(int(entry.name), line.encode())

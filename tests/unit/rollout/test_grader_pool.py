@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from services.rollout.config import GraderPoolConfig
 from services.rollout.environments.environment import (
     Response,
+    Reward,
     SettingError,
     Task,
     TaskError,
@@ -32,10 +34,14 @@ from tests.unit.rollout import grim
 ANSWERS = [Response(text="a"), Response(text="b")]
 
 
+def create_environments(**values: Any) -> Environments:
+    config = GraderPoolConfig(**{"size": 2, "timeout_seconds": PATIENCE, **values})
+    return Environments({"grim": grim.PATH}, config, tokenizer=None)  # type: ignore[arg-type]
+
+
 @pytest.fixture
 async def environments() -> AsyncIterator[Environments]:
-    config = GraderPoolConfig(size=2, timeout_seconds=PATIENCE)
-    made = Environments({"grim": grim.PATH}, config, tokenizer=None)  # type: ignore[arg-type]
+    made = create_environments()
     yield made
     await made.close()
 
@@ -46,8 +52,12 @@ async def grader(environments: Environments, **values: Any) -> Runner:
     return runner
 
 
-def deed(name: str) -> Task:
-    return Task(prompt="x", state={"deed": name})
+def deed(name: str, **state: Any) -> Task:
+    return Task(prompt="x", state={"deed": name, **state})
+
+
+def values_of(rewards: list[Reward]) -> list[float]:
+    return [reward.reward for reward in rewards]
 
 
 def pids(marks: Path) -> list[int]:
@@ -62,12 +72,139 @@ def is_alive(pid: int) -> bool:
     return True
 
 
+async def until_marks(marks: Path, count: int) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while len(pids(marks)) < count:
+            await asyncio.sleep(0.01)
+
+
 async def test_tasks_and_rewards_cross_the_process_border(environments: Environments) -> None:
     runner = await grader(environments)
     task = await runner.make_task(TaskRequest(row={"prompt": "ü\n", "deed": "chatter"}))
     assert (task.prompt, task.state) == ("ü\n", {"deed": "chatter"})
     rewards = await runner.reward(task, ANSWERS)
     assert [reward.reward for reward in rewards] == [1.0, 1.0]
+
+
+async def test_what_a_grader_prints_or_reads_is_no_part_of_its_calls(
+    environments: Environments, tmp_path: Path
+) -> None:
+    runner = await grader(environments, marks=str(tmp_path))
+    for _ in range(3):
+        assert values_of(await runner.reward(deed("chatter"), ANSWERS)) == [1.0, 1.0]
+    assert len(set(pids(tmp_path))) == 1, "it was ended for what it printed"
+
+
+async def test_a_child_that_returns_from_its_parents_call_answers_nothing(
+    environments: Environments,
+) -> None:
+    runner = await grader(environments)
+    for number in range(5):
+        found = await runner.reward(deed("fork", value=float(number)), ANSWERS)
+        assert values_of(found) == [number, number], "rewards of another group"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"value": [{"reward": 7.0}, {"reward": 7.0}]}',
+        '{"id": "1", "value": [{"reward": 7.0}, {"reward": 7.0}]}',
+        "[" * 50_000,
+    ],
+    ids=["no_id", "wrong_id", "no_json"],
+)
+async def test_a_reply_that_answers_no_call_ends_its_process(tmp_path: Path, line: str) -> None:
+    environments = create_environments(attempts=1)
+    runner = await grader(environments, marks=str(tmp_path))
+    with pytest.raises(GraderCrashedError, match="answers no call"):
+        await runner.reward(deed("forge", line=f"{line}\n"), ANSWERS)
+    assert values_of(await runner.reward(deed("smile"), ANSWERS)) == [1.0, 1.0]
+    forged, good = pids(tmp_path)
+    assert forged != good
+    await environments.close()
+    assert not is_alive(forged)
+
+
+async def test_a_line_between_calls_ends_its_process(
+    environments: Environments, tmp_path: Path
+) -> None:
+    runner = await grader(environments, marks=str(tmp_path))
+    late = deed("forge_later", line='{"value": [{"reward": 7.0}, {"reward": 7.0}]}\n')
+    assert values_of(await runner.reward(late, ANSWERS)) == [1.0, 1.0]
+    (first,) = pids(tmp_path)
+    (tmp_path / "later").touch()
+    async with asyncio.timeout(PATIENCE):
+        while is_alive(first):
+            await asyncio.sleep(0.01)
+    (tmp_path / "later").unlink()
+    assert values_of(await runner.reward(deed("smile"), ANSWERS)) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nan", r"rewards\[0\]\.reward is nan"),
+        ("text", r"rewards\[0\]\.reward is '1' \(str\)"),
+        ("truth", r"rewards\[0\]\.reward is True \(bool\)"),
+        ("long", r"rewards\[0\]\.reward is .* up to 1e\+30"),
+    ],
+)
+async def test_a_reward_of_a_wrong_type_is_named(
+    environments: Environments, tmp_path: Path, name: str, message: str
+) -> None:
+    runner = await grader(environments, marks=str(tmp_path))
+    with pytest.raises(EnvironmentFailedError, match=message):
+        await runner.reward(deed(name), ANSWERS)
+
+
+@pytest.mark.parametrize("name", ["litter", "stall_with_litter", "die_with_litter"])
+async def test_what_a_grader_started_ends_with_it(tmp_path: Path, name: str) -> None:
+    environments = create_environments(attempts=1)
+    runner = await grader(environments, marks=str(tmp_path))
+    call = asyncio.create_task(runner.reward(deed(name), ANSWERS))
+    await until_marks(tmp_path, 6)
+    if name == "litter":
+        await call
+        assert all(is_alive(pid) for pid in pids(tmp_path))
+    else:
+        if name == "stall_with_litter":
+            call.cancel()
+        with pytest.raises((asyncio.CancelledError, GraderCrashedError)):
+            await call
+    await environments.close()
+    assert not any(is_alive(pid) for pid in pids(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["backtrack", "stall_with_litter"])
+async def test_graders_and_what_they_started_die_with_their_parent(
+    tmp_path: Path, name: str
+) -> None:
+    """Of one that is killed, also while a grader holds the interpreter lock."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", CALLER, str(tmp_path), name
+    )
+    await until_marks(tmp_path, 1 if name == "backtrack" else 6)
+    process.kill()
+    async with asyncio.timeout(PATIENCE):
+        await process.wait()
+        while any(is_alive(pid) for pid in pids(tmp_path)):
+            await asyncio.sleep(0.01)
+
+
+CALLER = """
+import asyncio, sys
+from services.rollout.config import GraderPoolConfig
+from services.rollout.environments.environment import Response, Task
+from services.rollout.environments.runner import Environments
+from tests.unit.rollout import grim
+
+async def main(marks, deed):
+    environments = Environments({"grim": grim.PATH}, GraderPoolConfig(), tokenizer=None)
+    runner = await environments.create_runner("grim", {"marks": marks})
+    await runner.reward(Task(prompt="x", state={"deed": deed}), [Response(text="a")])
+
+asyncio.run(main(*sys.argv[1:]))
+"""
 
 
 async def test_a_warm_process_is_used_again(environments: Environments, tmp_path: Path) -> None:
@@ -88,8 +225,7 @@ async def test_a_killed_process_is_replaced_and_the_call_repeated(
 
 
 async def test_processes_that_died_idle_cost_no_attempt(tmp_path: Path) -> None:
-    config = GraderPoolConfig(size=2, timeout_seconds=PATIENCE, attempts=1)
-    environments = Environments({"grim": grim.PATH}, config, tokenizer=None)  # type: ignore[arg-type]
+    environments = create_environments(size=2, timeout_seconds=PATIENCE, attempts=1)
     runner = await grader(environments, marks=str(tmp_path))
     await asyncio.gather(*(runner.reward(deed("smile"), ANSWERS) for _ in range(2)))
     (pool,) = environments._pools.values()
@@ -138,8 +274,9 @@ async def test_slow_graders_leave_the_others_alone(
 
 
 async def test_slow_graders_end_at_their_deadline(tmp_path: Path) -> None:
-    config = GraderPoolConfig(size=1, timeout_seconds=0.5, start_seconds=PATIENCE, attempts=1)
-    environments = Environments({"grim": grim.PATH}, config, tokenizer=None)  # type: ignore[arg-type]
+    environments = create_environments(
+        size=1, timeout_seconds=0.5, start_seconds=PATIENCE, attempts=1
+    )
     runner = await grader(environments, marks=str(tmp_path))
     await runner.reward(deed("smile"), ANSWERS)  # which starts the process
     with pytest.raises(GraderTimeoutError) as caught:
@@ -152,8 +289,7 @@ async def test_slow_graders_end_at_their_deadline(tmp_path: Path) -> None:
 
 
 async def test_more_slow_graders_than_places_hold_up_no_quick_one(tmp_path: Path) -> None:
-    config = GraderPoolConfig(size=1, timeout_seconds=60, slow_seconds=0.1, max_slow=2)
-    environments = Environments({"grim": grim.PATH}, config, tokenizer=None)  # type: ignore[arg-type]
+    environments = create_environments(size=1, timeout_seconds=60, slow_seconds=0.1, max_slow=2)
     runner = await grader(environments, marks=str(tmp_path))
     slow = [asyncio.create_task(runner.reward(deed("stall"), ANSWERS)) for _ in range(2)]
     async with asyncio.timeout(PATIENCE):
@@ -176,8 +312,7 @@ async def test_more_slow_graders_than_places_hold_up_no_quick_one(tmp_path: Path
 
 
 async def test_a_slow_call_gives_its_place_away_as_soon_as_it_may(tmp_path: Path) -> None:
-    config = GraderPoolConfig(size=1, timeout_seconds=60, slow_seconds=0.1, max_slow=1)
-    environments = Environments({"grim": grim.PATH}, config, tokenizer=None)  # type: ignore[arg-type]
+    environments = create_environments(size=1, timeout_seconds=60, slow_seconds=0.1, max_slow=1)
     runner = await grader(environments, marks=str(tmp_path))
     slow = [asyncio.create_task(runner.reward(deed("stall"), ANSWERS)) for _ in range(2)]
     async with asyncio.timeout(PATIENCE):
@@ -211,8 +346,7 @@ async def test_a_cancelled_call_ends_its_process_at_once(
 
 
 async def test_idle_processes_are_ended(tmp_path: Path) -> None:
-    config = GraderPoolConfig(size=1, idle_seconds=0.1)
-    environments = Environments({"grim": grim.PATH}, config, tokenizer=None)  # type: ignore[arg-type]
+    environments = create_environments(size=1, idle_seconds=0.1)
     runner = await grader(environments, marks=str(tmp_path))
     await runner.reward(deed("smile"), ANSWERS)
     async with asyncio.timeout(PATIENCE):
@@ -240,7 +374,7 @@ async def test_reasoning_gym_runs_in_its_pool_only(environments: Environments) -
         f"load_environment({ENVIRONMENTS['reasoning_gym']!r});"
         "sys.exit(any(name.partition('.')[0] == 'reasoning_gym' for name in sys.modules))"
     )
-    process = await asyncio.create_subprocess_exec(os.sys.executable, "-c", code)  # type: ignore[attr-defined]
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
     assert await process.wait() == 0
     runner = await environments.create_runner("reasoning_gym", {"dataset": "chain_sum", "size": 3})
     await runner.open()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -177,13 +180,35 @@ def test_rewards_come_as_numbers_objects_or_rewards_each_with_what_it_has() -> N
         ([1, float("nan")], "finite"),
         ([1, {"raw_reward": 1}], "has no reward"),
         ([1, {"reward": 1, "socre": 2}], "unknown keys: socre"),
-        ([1, {"reward": 1, "scores": [2]}], "scores must be an object"),
+        ([1, {"reward": 1, "scores": [2]}], r"rewards\[1\]\.scores is \[2\] \(list\)"),
+        ([1, {"reward": 1, "scores": {"a": True}}], r"rewards\[1\]\.scores\.a is True \(bool\)"),
+        ([1, {"reward": 1, "scores": {3: 1}}], r"rewards\[1\]\.scores has 3 \(int\)"),
+        ([1, {"reward": 1, "trained": "no"}], r"rewards\[1\]\.trained is 'no' \(str\)"),
+        ([1, {"reward": 1, "raw_reward": "1"}], r"rewards\[1\]\.raw_reward is '1' \(str\)"),
+        ([1, {"reward": 1, 7: 2, "b": 3}], "unknown keys: 7, b"),
+        ([1, Reward(reward="1")], r"rewards\[1\]\.reward is '1' \(str\)"),  # type: ignore[arg-type]
+        ([1, True], r"rewards\[1\] is True \(bool\)"),
+        ([1, np.bool_(True)], r"rewards\[1\] is True \(bool\)"),
+        ([1, [1]], r"rewards\[1\] is \[1\] \(list\)"),
+        ([1, np.ones(1)], r"rewards\[1\] is .* \(ndarray\)"),
+        ([1, 1j], r"rewards\[1\] is 1j \(complex\)"),
+        ([1, 10**400], r"rewards\[1\] is .* up to 1e\+30"),
+        ([1, -(10**5000)], r"rewards\[1\] is a long int, .* up to 1e\+30"),
+        ([1, np.float64("inf")], r"rewards\[1\] is inf"),
+        ([1, 1e300], "up to 1e"),
         ([1, {"reward": 1, "scores": {"a": None}}], r"scores\.a is None"),
     ],
 )
 def test_what_is_no_reward_is_refused(values: Any, message: str) -> None:
     with pytest.raises(InvalidRewardError, match=message):
         rewards_from(values, 2)
+
+
+def test_scalars_of_libraries_are_numbers() -> None:
+    scalars = [np.float32(0.5), np.int64(2), np.array(3.0), torch.tensor(4.0), Fraction(1, 4)]
+    found = rewards_from(scalars, 5)
+    assert [reward.reward for reward in found] == [0.5, 2.0, 3.0, 4.0, 0.25]
+    assert {type(reward.reward) for reward in found} == {float}
 
 
 def test_every_grader_named_is_there() -> None:

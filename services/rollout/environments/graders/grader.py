@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import inspect
 import math
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any, ClassVar
 
 from pydantic import model_validator
@@ -34,6 +36,7 @@ GRADERS = {  # nothing heavy is imported until chosen
     "remote": f"{_HERE}.remote:Remote",
 }
 _FIELDS = {"reward", "raw_reward", "scores", "trained"}
+LARGEST_REWARD = 1e30  # float32, which advantages are, holds the sum over any group
 
 
 class NoSettings(Config):
@@ -133,13 +136,18 @@ def _reward_from(value: Any, index: int) -> Reward:
         number = _number(value, where)
         return Reward(reward=number, raw_reward=number)
     if unknown := value.keys() - _FIELDS:
-        raise InvalidRewardError(f"{where} has unknown keys: {', '.join(sorted(unknown))}")
+        names = ", ".join(sorted(map(str, unknown)))
+        raise InvalidRewardError(f"{where} has unknown keys: {names}")
     if "reward" not in value:
         raise InvalidRewardError(f"{where} has no reward")
     raw, scores = value.get("raw_reward"), value.get("scores") or {}
     trained = value.get("trained", True)
-    if not isinstance(scores, Mapping) or not isinstance(trained, bool):
-        raise InvalidRewardError(f"{where}: scores must be an object, trained true or false")
+    if not isinstance(scores, Mapping):
+        raise InvalidRewardError(f"{where}.scores is {_shown(scores)}, not an object")
+    if not isinstance(trained, bool):
+        raise InvalidRewardError(f"{where}.trained is {_shown(trained)}, not true or false")
+    if nameless := [name for name in scores if not isinstance(name, str)]:
+        raise InvalidRewardError(f"{where}.scores has {_shown(nameless[0])} as a name")
     return Reward(
         reward=_number(value["reward"], f"{where}.reward"),
         raw_reward=None if raw is None else _number(raw, f"{where}.raw_reward"),
@@ -149,13 +157,29 @@ def _reward_from(value: Any, index: int) -> Reward:
 
 
 def _number(value: Any, where: str) -> float:
+    """Returns a number, or the one that a numpy or torch scalar holds. True is none."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise InvalidRewardError(f"{where} is {_shown(value)}, not a number")
     try:
         number = float(value)
-    except (TypeError, ValueError):
-        raise InvalidRewardError(f"{where} is {value!r}, not a number") from None
-    if isinstance(value, str) or not math.isfinite(number):
-        raise InvalidRewardError(f"{where} is {value!r}, not a finite number")
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= LARGEST_REWARD:  # NaN neither
+        raise InvalidRewardError(
+            f"{where} is {_shown(value)}, not a finite number up to {LARGEST_REWARD:g}"
+        )
     return number
+
+
+def _shown(value: Any) -> str:
+    """A value in short, and its type; a number of too many digits has no text at all."""
+    kind = type(value).__name__
+    try:
+        return f"{reprlib.repr(value)} ({kind})"
+    except ValueError:
+        return f"a long {kind}"
 
 
 class UserFunction(Grader):
