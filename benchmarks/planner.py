@@ -18,8 +18,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sluice.balance.cost import TransformerShape, row_costs
-from sluice.balance.planner import PlanLimits, PlanRows, plan_micro_batches
+from sluice.balance.planner import (
+    PlanLimits,
+    PlanRows,
+    TransformerShape,
+    plan_micro_batches,
+    row_costs,
+)
 from sluice.balance.planner_packing import RowCosts, first_fit, min_bin_count
 
 # Qwen2.5-7B

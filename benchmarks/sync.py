@@ -28,8 +28,8 @@ from services.rollout.engine.interface import Generation, PauseMode, Sampling
 from services.rollout.engine.reference.engine import ReferenceEngine
 from sluice.weights.checkpoint import companion_files
 from sluice.weights.host_cache import HostCache
+from sluice.weights.shards import PublishedShards
 from sluice.weights.store import WeightStore
-from sluice.weights.writer import PublishedShards
 
 STEPS = 3
 RATE = 1e-6

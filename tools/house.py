@@ -44,11 +44,10 @@ APART = {
     ),
     "algorithms": (
         "sluice.algo.advantages",
-        "sluice.algo.aggregation",
         "sluice.algo.correction",
         "sluice.algo.evaluation",
         "sluice.algo.layout",
-        "sluice.balance.planner_spread",
+        "sluice.balance.planner_packing",
         "sluice.balance.routing.settling",
         "sluice.weights.rules.packing",
     ),

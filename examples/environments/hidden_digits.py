@@ -26,8 +26,8 @@ from services.rollout.environments.environment import (
     Task,
     TaskRequest,
     TextTokenizer,
+    required_index,
 )
-from services.rollout.environments.registry import required_index
 from sluice.config import Config
 
 PROMPT = "="

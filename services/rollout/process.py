@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 import grpc
 
 from services.rollout.config import RolloutConfig
-from services.rollout.engine.generations import Generations
 from services.rollout.engine.interface import Engine, create_engine
-from services.rollout.engine.servicer import EngineCollector, EngineServicer
+from services.rollout.engine.servicer import EngineCollector, EngineServicer, Generations
 from services.rollout.engine.weights import EngineWeights
 from services.rollout.engine.wire import MediaReader, loads_to_proto
 from sluice.api.common.v1 import sample_pb2

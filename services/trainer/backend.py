@@ -13,7 +13,7 @@ import torch
 
 from sluice.algo.spec import LossSpec
 from sluice.weights.manifest import ShardFile
-from sluice.weights.writer import ShardWrite
+from sluice.weights.shards import ShardWrite
 
 if TYPE_CHECKING:
     from services.trainer.config import TrainerConfig

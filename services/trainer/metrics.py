@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
 from prometheus_client import Counter, Gauge, Histogram
 
 from sluice.runtime.metrics import with_values
-from sluice.weights.manifest import ShardFile
 
 MINUTES = (0.1, 0.5, 1, 5, 10, 30, 60, 300, 600, 1800)
 LAGS = (0, 1, 2, 4, 8, 16, 32)
@@ -92,20 +89,3 @@ MISMATCH = Gauge(
 BATCHES = Gauge("sluice_trainer_batches_held", "Batches held.")
 WAITING_CALLS = Gauge("sluice_trainer_waiting_calls", "Calls that run or wait for their turn.")
 RESTARTS = Counter("sluice_trainer_rank_restarts_total", "Restarts of the ranks.")
-
-
-def note_publication(shards: Sequence[ShardFile], encode_seconds: float) -> None:
-    """Count what a version took in the store, and how much of it changed."""
-    deltas = [shard.delta for shard in shards if shard.delta]
-    FULL_BYTES.inc(sum(shard.size for shard in shards))
-    PUBLISHED_BYTES.inc(sum(shard.delta.size if shard.delta else shard.size for shard in shards))
-    if deltas:
-        ENCODE_SECONDS.observe(encode_seconds)
-        elements = sum(delta.elements for delta in deltas)
-        DELTA_DENSITY.set(sum(delta.changed for delta in deltas) / max(1, elements))
-
-
-def note_lags(oldest_versions: Iterable[int], latest: int) -> None:
-    """Count how far behind the latest version the weights of each sample were."""
-    for version in oldest_versions:
-        SAMPLE_LAG.observe(max(0, latest - version))

@@ -10,15 +10,14 @@ from pathlib import Path
 
 from services.trainer.config import TrainerConfig
 from services.trainer.errors import OversizeSampleError
-from sluice.balance.cost import TransformerShape, shape_from_config
-from sluice.balance.planner import OversizePolicy
+from sluice.balance.planner import OversizePolicy, TransformerShape, shape_from_config
 from sluice.runtime.errors import DataLossError, InvalidFieldError, NotFoundError
 from sluice.samples.arrow import InvalidGroupError, decode_group, read_facts
 from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReference, BlobStore
-from sluice.samples.facts import RowFacts
 from sluice.samples.sample import (
     ColumnLengthError,
     InvalidSampleError,
+    RowFacts,
     Sample,
     truncate_sample,
     validate_sample,

@@ -13,9 +13,9 @@ from functools import lru_cache
 
 import torch
 
-from sluice.algo.inputs import check_columns
+from sluice.algo.aggregation import Moments
 from sluice.algo.kl import estimate_kl
-from sluice.algo.moments import Moments
+from sluice.algo.losses import check_columns
 from sluice.algo.spec import AdvantageSpec, required_columns
 
 CHUNK = 128  # a triangular product inside, one carry between: 128 times fewer Python steps

@@ -301,7 +301,7 @@ class RolloutDispatcher:
             oldest_step=self._ledger.step_of_version(finished.min_version),
             newest_step=self._ledger.step_of_version(finished.max_version),
         )
-        rejected = self._filters.rejected_by(finished)
+        rejected = self._filters.rejected_by(finished) if self._filters else ""
         if self._ledger.generated(group, f"filtered: {rejected}" if rejected else None):
             assert group.blob is not None
             self._count_finished(group, rejected)

@@ -20,14 +20,16 @@ from sluice.client import RemoteError, RouterClient
 from sluice.config import ConfigError
 from sluice.loop.config import EvaluationConfig, EvaluationSetConfig, RunConfig
 from sluice.loop.fleet import NoEngineError
-from sluice.loop.prompts import PromptSource, Task, load_prompts
 from sluice.loop.report import RunReport
 from sluice.loop.workers import (
     EpisodeWorkers,
     NoWorkerError,
+    PromptSource,
     RolloutCall,
     RolloutFailedError,
+    Task,
     build_evaluation,
+    load_prompts,
 )
 from sluice.runtime.wire import evaluation_report
 

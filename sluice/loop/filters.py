@@ -87,7 +87,7 @@ class GroupFilters:
 
         Raises FilterError, and what a filter raises.
         """
-        return self.rejecting(generated_group(finished)) if self._keeps else ""
+        return self.rejecting(generated_group(finished))
 
     def rejecting(self, group: GeneratedGroup) -> str:
         """Returns the name of the first filter that does not keep the group, as `rejected_by`."""

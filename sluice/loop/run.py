@@ -24,7 +24,6 @@ from sluice.loop.evaluation import EvaluationLane
 from sluice.loop.filters import GroupFilters
 from sluice.loop.fleet import PAUSE_MODES, CommitReport, EngineFleet, FleetConfig
 from sluice.loop.ledger import Ledger, LedgerGroup
-from sluice.loop.prompts import load_prompts
 from sluice.loop.report import RunReport
 from sluice.loop.retention import Retention
 from sluice.loop.run_directory import (
@@ -46,7 +45,7 @@ from sluice.loop.training import (
     train_step,
     wait_for_trainer,
 )
-from sluice.loop.workers import EpisodeWorkers, build_request
+from sluice.loop.workers import EpisodeWorkers, build_request, load_prompts
 
 logger = logging.getLogger(__name__)
 

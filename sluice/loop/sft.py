@@ -17,11 +17,11 @@ from sluice import faults
 from sluice.config import ConfigError
 from sluice.loop.config import AlgorithmConfig, RowsConfig, SftConfig
 from sluice.loop.ledger import LedgerGroup
-from sluice.loop.prompts import PromptFileError, epoch_order, read_rows
 from sluice.loop.report import RunReport
 from sluice.loop.run import TrainerRun
 from sluice.loop.run_directory import RunCheckpoint, checked_run_checkpoint
 from sluice.loop.training import StepReport, train_step
+from sluice.loop.workers import PromptFileError, epoch_order, read_rows
 from sluice.samples.arrow import encode_group
 from sluice.samples.blobs import BlobStore
 from sluice.samples.chat_template import ChatTemplate, ChatTemplateError

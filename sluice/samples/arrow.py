@@ -17,13 +17,15 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from sluice.samples.facts import InvalidFactsError, RowFacts, describe_rows
 from sluice.samples.sample import (
     COLUMNS,
     Column,
+    InvalidFactsError,
+    RowFacts,
     Sample,
     UnknownColumnError,
     VersionSpan,
+    describe_rows,
     find_column,
 )
 

@@ -5,17 +5,27 @@ Importing transformers costs seconds of processor time; episode workers and loop
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from sluice.config import ConfigError
 from sluice.samples.chat_template import ChatTemplate, NoChatTemplateError
+
+THREAD_SIZE = 4000  # characters or tokens: a millisecond's work of the tokenizer
+
+T = TypeVar("T")
+
+
+async def off_loop(size: int, work: Callable[[], T]) -> T:
+    """Runs `work` on `size` characters or tokens, in a thread if it holds up the event loop."""
+    return await asyncio.to_thread(work) if size > THREAD_SIZE else work()
 
 
 class TextTokenizer:

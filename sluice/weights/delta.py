@@ -16,26 +16,16 @@ behind its length.
 
 from __future__ import annotations
 
-import mmap
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sluice import faults
-from sluice.durable import write_all
-from sluice.weights.checkpoint import BITS, Extent, ShardCheck, data_start, encode_header, map_shard
-from sluice.weights.errors import (
-    DamagedFileError,
-    FileDigestError,
-    TensorDigestError,
-)
-from sluice.weights.manifest import FileEntry, Manifest, digest_bytes
+from sluice.weights.checkpoint import BITS, encode_header
 
 BLOCK = 1 << 20  # elements that are compared at a time
 LONG_GAP = 255
@@ -210,56 +200,3 @@ def encode_file(payloads: Mapping[str, bytes]) -> list[bytes]:
     """Lay out a delta file of these payloads by tensor name, in pieces."""
     header, order = encode_header({name: ("U8", (len(p),)) for name, p in payloads.items()})
     return [header, *(payloads[name] for name in order)]
-
-
-@dataclass(frozen=True)
-class ShardSource:
-    """Where a shard comes from: a whole file, and deltas on it, oldest first."""
-
-    path: Path
-    deltas: Sequence[tuple[Path, FileEntry]] = ()
-
-
-def build_shard(source: ShardSource, file_name: str, manifest: Manifest, target: Path) -> int:
-    """Write the shard `file_name` of `manifest` to `target`, checking every tensor; its size.
-
-    At most one tensor is held in memory. Raises TensorDigestError naming a tensor that does
-    not come out as the manifest says, FileDigestError, MissingFileError or
-    DamagedFileError; `target` is then to be thrown away.
-    """
-    whole, extents = map_shard(source.path)
-    deltas = [map_shard(path) for path, _ in source.deltas]
-    header = bytes(memoryview(whole)[: data_start(whole)])
-    checking = ShardCheck(manifest, file_name, header, extents)
-    for (path, _), (_, names) in zip(source.deltas, deltas, strict=True):
-        if names.keys() != extents.keys():
-            different = ", ".join(sorted(names.keys() ^ extents.keys())[:8])
-            raise DamagedFileError(path.name, f"and its manifest differ in: {different}")
-    with target.open("xb", buffering=0) as file:
-        write_all(file, header)
-        for name, extent in extents.items():
-            data = np.frombuffer(whole, np.uint8)[extent.begin : extent.end]
-            if deltas:
-                data = data.copy()
-                for delta, found in deltas:
-                    _apply(delta, found[name], data, name, manifest)
-            checking.check(name, data.data)
-            write_all(file, data.data)
-            faults.point("weights.building")
-        size = file.tell()
-    checking.finish()
-    for (path, entry), (delta, _) in zip(source.deltas, deltas, strict=True):
-        if (actual := digest_bytes(delta)) != entry.digest:  # though it did no harm
-            raise FileDigestError(path.name, entry.digest, actual)
-    return size
-
-
-def _apply(
-    delta: mmap.mmap, extent: Extent, data: np.ndarray, name: str, manifest: Manifest
-) -> None:
-    payload = memoryview(delta)[extent.begin : extent.end]
-    try:
-        apply(payload, data, element_width(manifest.tensors[name].dtype))
-    except DeltaError as error:
-        expected = manifest.tensors[name].digest
-        raise TensorDigestError(name, expected, f"none: its delta {error}") from error

@@ -3,27 +3,100 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import secrets
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from sluice.durable import LockTimeoutError, try_lock, write_new
-from sluice.weights.checkpoint import check_file
-from sluice.weights.delta import ShardSource, build_shard
-from sluice.weights.errors import ManifestError, MissingFileError, WeightStoreError
+import numpy as np
+
+from sluice import faults
+from sluice.durable import LockTimeoutError, try_lock, write_all, write_new
+from sluice.weights.checkpoint import (
+    Extent,
+    ShardCheck,
+    check_file,
+    data_start,
+    map_shard,
+)
+from sluice.weights.delta import DeltaError, apply, element_width
+from sluice.weights.errors import (
+    DamagedFileError,
+    FileDigestError,
+    ManifestError,
+    MissingFileError,
+    TensorDigestError,
+    WeightStoreError,
+)
 from sluice.weights.manifest import (
     MANIFEST_NAME,
+    FileEntry,
     Manifest,
     delta_name,
+    digest_bytes,
     encode_manifest,
 )
 from sluice.weights.store import WeightStore
+
+
+@dataclass(frozen=True)
+class ShardSource:
+    """Where a shard comes from: a whole file, and deltas on it, oldest first."""
+
+    path: Path
+    deltas: Sequence[tuple[Path, FileEntry]] = ()
+
+
+def build_shard(source: ShardSource, file_name: str, manifest: Manifest, target: Path) -> int:
+    """Write the shard `file_name` of `manifest` to `target`, checking every tensor; its size.
+
+    At most one tensor is held in memory. Raises TensorDigestError naming a tensor that does
+    not come out as the manifest says, FileDigestError, MissingFileError or
+    DamagedFileError; `target` is then to be thrown away.
+    """
+    whole, extents = map_shard(source.path)
+    deltas = [map_shard(path) for path, _ in source.deltas]
+    header = bytes(memoryview(whole)[: data_start(whole)])
+    checking = ShardCheck(manifest, file_name, header, extents)
+    for (path, _), (_, names) in zip(source.deltas, deltas, strict=True):
+        if names.keys() != extents.keys():
+            different = ", ".join(sorted(names.keys() ^ extents.keys())[:8])
+            raise DamagedFileError(path.name, f"and its manifest differ in: {different}")
+    with target.open("xb", buffering=0) as file:
+        write_all(file, header)
+        for name, extent in extents.items():
+            data = np.frombuffer(whole, np.uint8)[extent.begin : extent.end]
+            if deltas:
+                data = data.copy()
+                for delta, found in deltas:
+                    _apply(delta, found[name], data, name, manifest)
+            checking.check(name, data.data)
+            write_all(file, data.data)
+            faults.point("weights.building")
+        size = file.tell()
+    checking.finish()
+    for (path, entry), (delta, _) in zip(source.deltas, deltas, strict=True):
+        if (actual := digest_bytes(delta)) != entry.digest:  # though it did no harm
+            raise FileDigestError(path.name, entry.digest, actual)
+    return size
+
+
+def _apply(
+    delta: mmap.mmap, extent: Extent, data: np.ndarray, name: str, manifest: Manifest
+) -> None:
+    payload = memoryview(delta)[extent.begin : extent.end]
+    try:
+        apply(payload, data, element_width(manifest.tensors[name].dtype))
+    except DeltaError as error:
+        expected = manifest.tensors[name].digest
+        raise TensorDigestError(name, expected, f"none: its delta {error}") from error
 
 
 def check_out(

@@ -12,9 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from services.trainer.backend import Row
-from sluice.algo.inputs import pack_rows
 from sluice.algo.logprobs import token_logprobs
-from sluice.algo.losses import compute_loss
+from sluice.algo.losses import compute_loss, pack_rows
 from sluice.client import RemoteError, TrainerClient
 from sluice.samples.sample import Sample
 from tests.megatron.comparison import (

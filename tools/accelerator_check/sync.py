@@ -21,8 +21,8 @@ from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.interface import Engine, Generation, PauseMode, Sampling, create_engine
 from sluice import platform
 from sluice.weights.checkpoint import companion_files
+from sluice.weights.shards import PublishedShards
 from sluice.weights.store import StoredVersion, WeightStore
-from sluice.weights.writer import PublishedShards
 from tools.accelerator_check.collective import broadcast
 from tools.accelerator_check.models import random_model
 from tools.accelerator_check.peaks import copy_peaks

@@ -29,6 +29,20 @@ from sluice.weights.manifest import (
     read_manifest,
 )
 
+Version = tuple[int, str]
+
+
+def tag(version: int, digest: str) -> str:
+    return f"{version}:{digest}"
+
+
+def parse_tag(text: object) -> Version | None:
+    """Reads a version; None for a name that we did not give."""
+    number, separator, digest = str(text).partition(":")
+    if not (separator and number.isdigit() and digest):
+        return None
+    return int(number), digest
+
 
 def mismatch_of(error: WeightStoreError) -> DigestMismatchError | None:
     """Returns the engine's error for bytes that are not as published; None for other errors."""

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from numbers import Real
 from types import TracebackType
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -68,6 +71,11 @@ class TaskRequest:
     row: Mapping[str, Any] | None = None
 
 
+def content_of(message: Mapping[str, Any]) -> str:
+    """Returns the text of a chat message."""
+    return str(message.get("content", ""))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """A prompt, as text or as chat messages, and what the reward needs, in JSON values.
@@ -80,6 +88,11 @@ class Task:
     tools: tuple[Mapping[str, Any], ...] = ()
     answer: str = ""
     state: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def text_length(self) -> int:
+        """Characters of the prompt."""
+        return len(self.prompt) + sum(len(content_of(message)) for message in self.messages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +213,100 @@ class Environment(ABC):
         It runs in a thread of the episode worker, wherever the environment does.
         """
         return None
+
+
+def required_row(request: TaskRequest) -> Mapping[str, Any]:
+    """Returns the row of a request. Raises TaskError where it has none."""
+    if request.row is None:
+        raise TaskError("row", "this environment reads rows of a prompt file")
+    return request.row
+
+
+def required_index(request: TaskRequest, size: int) -> int:
+    """Returns the index of a request. Raises TaskError unless it is within 0..size-1."""
+    if request.index is None:
+        raise TaskError("index", "this environment generates tasks by index")
+    if not 0 <= request.index < size:
+        raise TaskError("index", f"{request.index} is not within 0..{size - 1}")
+    return request.index
+
+
+_FIELDS = {"reward", "raw_reward", "scores", "trained"}
+
+
+LARGEST_REWARD = 1e30  # float32, which advantages are, holds the sum over any group
+
+
+class InvalidRewardError(ValueError):
+    """Something that is no list of rewards; the message says what is wrong with it."""
+
+
+def rewards_from(values: Any, count: int) -> list[Reward]:
+    """Checks rewards, one per response, and returns them. Raises InvalidRewardError."""
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise InvalidRewardError(f"rewards must be a list, not {type(values).__name__}")
+    if len(values) != count:
+        raise InvalidRewardError(f"{len(values)} rewards for {count} responses")
+    return [_reward_from(value, index) for index, value in enumerate(values)]
+
+
+def _reward_from(value: Any, index: int) -> Reward:
+    where = f"rewards[{index}]"
+    if isinstance(value, Reward):
+        value = {
+            "reward": value.reward,
+            "raw_reward": value.raw_reward,
+            "scores": value.scores,
+            "trained": value.trained,
+        }
+    if not isinstance(value, Mapping):
+        number = _number(value, where)
+        return Reward(reward=number, raw_reward=number)
+    if unknown := value.keys() - _FIELDS:
+        names = ", ".join(sorted(map(str, unknown)))
+        raise InvalidRewardError(f"{where} has unknown keys: {names}")
+    if "reward" not in value:
+        raise InvalidRewardError(f"{where} has no reward")
+    raw, scores = value.get("raw_reward"), value.get("scores") or {}
+    trained = value.get("trained", True)
+    if not isinstance(scores, Mapping):
+        raise InvalidRewardError(f"{where}.scores is {_shown(scores)}, not an object")
+    if not isinstance(trained, bool):
+        raise InvalidRewardError(f"{where}.trained is {_shown(trained)}, not true or false")
+    if nameless := [name for name in scores if not isinstance(name, str)]:
+        raise InvalidRewardError(f"{where}.scores has {_shown(nameless[0])} as a name")
+    return Reward(
+        reward=_number(value["reward"], f"{where}.reward"),
+        raw_reward=None if raw is None else _number(raw, f"{where}.raw_reward"),
+        scores={name: _number(score, f"{where}.scores.{name}") for name, score in scores.items()},
+        trained=trained,
+    )
+
+
+def _number(value: Any, where: str) -> float:
+    """Returns a number, or the one that a numpy or torch scalar holds. True is none."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise InvalidRewardError(f"{where} is {_shown(value)}, not a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= LARGEST_REWARD:  # NaN neither
+        raise InvalidRewardError(
+            f"{where} is {_shown(value)}, not a finite number up to {LARGEST_REWARD:g}"
+        )
+    return number
+
+
+def _shown(value: Any) -> str:
+    """A value in short, and its type; a number of too many digits has no text at all."""
+    kind = type(value).__name__
+    try:
+        return f"{reprlib.repr(value)} ({kind})"
+    except ValueError:
+        return f"a long {kind}"
 
 
 def answer_of(found: T | Awaitable[T]) -> T:

@@ -19,6 +19,7 @@ from services.rollout.environments.environment import (
     TaskError,
     TaskRequest,
     TextTokenizer,
+    required_row,
 )
 from services.rollout.environments.graders.grader import (
     create_grader,
@@ -26,7 +27,7 @@ from services.rollout.environments.graders.grader import (
     needs_text,
     place_grader,
 )
-from services.rollout.environments.registry import load_function, required_row
+from services.rollout.environments.registry import load_function
 from sluice.config import Config
 
 

@@ -21,9 +21,9 @@ from services.rollout.environments.environment import (
     Task,
     TaskRequest,
     TextTokenizer,
+    required_index,
 )
 from services.rollout.environments.graders.grader import last_tagged
-from services.rollout.environments.registry import required_index
 from sluice.config import Config
 
 

@@ -13,8 +13,6 @@ from pydantic import ValidationError
 from services.rollout.environments.environment import (
     Environment,
     SettingError,
-    TaskError,
-    TaskRequest,
     TextTokenizer,
 )
 from sluice.config import Config
@@ -129,19 +127,3 @@ def create_environment(
     """Builds an environment. Raises SettingError for a wrong setting."""
     found = load_environment(path)
     return found(parse_settings(found, values), tokenizer)
-
-
-def required_row(request: TaskRequest) -> Mapping[str, Any]:
-    """Returns the row of a request. Raises TaskError where it has none."""
-    if request.row is None:
-        raise TaskError("row", "this environment reads rows of a prompt file")
-    return request.row
-
-
-def required_index(request: TaskRequest, size: int) -> int:
-    """Returns the index of a request. Raises TaskError unless it is within 0..size-1."""
-    if request.index is None:
-        raise TaskError("index", "this environment generates tasks by index")
-    if not 0 <= request.index < size:
-        raise TaskError("index", f"{request.index} is not within 0..{size - 1}")
-    return request.index

@@ -22,6 +22,7 @@ from typing import Any
 
 from services.rollout.environments.environment import (
     Environment,
+    InvalidRewardError,
     Response,
     SettingError,
     Task,
@@ -29,8 +30,8 @@ from services.rollout.environments.environment import (
     TaskRequest,
     Turn,
     answer_of,
+    rewards_from,
 )
-from services.rollout.environments.graders.grader import InvalidRewardError, rewards_from
 from services.rollout.environments.registry import create_environment
 from sluice.runtime.processes import keep_processes
 

@@ -7,33 +7,32 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import xxhash
 
 from services.rollout.engine.interface import Delta
-from services.rollout.environments.environment import Response, Step, Task, TaskError, Turn
+from services.rollout.environments.environment import (
+    Response,
+    Step,
+    Task,
+    TaskError,
+    Turn,
+    content_of,
+)
 from services.rollout.environments.isolation import on_loop
 from services.rollout.environments.runner import Runner
 from services.rollout.episodes.sampler import EngineError, Sampler, SamplingPrompt
-from services.rollout.episodes.trajectory import Trajectory
+from services.rollout.episodes.trajectory import Trajectory, response_of
 from sluice.api.rollout.v1 import trace_pb2
 from sluice.runtime.waits import Waits
 from sluice.samples.chat_template import ChatTemplateError
-from sluice.samples.tokenizer import TextTokenizer
+from sluice.samples.tokenizer import TextTokenizer, off_loop
 
-THREAD_SIZE = 4000  # characters or tokens: a millisecond's work of the tokenizer
 _ANSWER = uuid.uuid4().hex  # stands where the answer is, so that what follows it is found
-
-T = TypeVar("T")
-
-
-async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """Runs `work` on `size` characters or tokens, in a thread if it holds up the event loop."""
-    return await asyncio.to_thread(work) if size > THREAD_SIZE else work()
 
 
 class Conversation:
@@ -71,7 +70,7 @@ class Conversation:
         """Counts the characters that `encode` has to read."""
         if not self._is_chat:
             return len(step.text)
-        return sum(len(_content(message)) for message in (*self._messages, *step.messages))
+        return sum(len(content_of(message)) for message in (*self._messages, *step.messages))
 
     def _suffix(self, tokenizer: TextTokenizer, step: Step) -> str:
         """Returns what the template writes after an answer. Former ones it may shorten."""
@@ -88,16 +87,7 @@ class Conversation:
 
 def observation_text(step: Step) -> str:
     """Returns an observation as text, for the reward and for readers."""
-    return step.text or "\n".join(_content(message) for message in step.messages)
-
-
-def _content(message: Mapping[str, Any]) -> str:
-    return str(message.get("content", ""))
-
-
-def text_length(task: Task) -> int:
-    """Counts the characters of a prompt."""
-    return len(task.prompt) + sum(len(_content(turn)) for turn in task.messages)
+    return step.text or "\n".join(content_of(message) for message in step.messages)
 
 
 class Episode:
@@ -219,16 +209,3 @@ async def take_steps(
         last, text = trajectory.answers[-1], answer
     reason = trajectory.finish_reason
     return replace(response_of(last, text, turns, state), finish_reason=reason)
-
-
-def response_of(
-    delta: Delta, text: str, turns: Sequence[Turn] = (), state: Mapping[str, Any] | None = None
-) -> Response:
-    """Returns what the reward or the next step sees of an answer."""
-    return Response(
-        token_ids=delta.token_ids,
-        text=text,
-        finish_reason=delta.finish_reason or "",
-        turns=tuple(turns),
-        state=state or {},
-    )

@@ -13,25 +13,20 @@ from services.rollout.engine.interface import Delta, Sampling
 from services.rollout.engine.wire import VersionBounds
 from services.rollout.environments.environment import (
     EnvironmentFailedError,
+    InvalidRewardError,
     Response,
     Reward,
     Task,
     TaskError,
     TaskRequest,
+    rewards_from,
 )
-from services.rollout.environments.graders.grader import InvalidRewardError, rewards_from
 from services.rollout.environments.runner import Runner
-from services.rollout.episodes.episode import (
-    Episode,
-    off_loop,
-    response_of,
-    take_steps,
-    text_length,
-)
-from services.rollout.episodes.leases import NO_HINTS, Hints
+from services.rollout.episodes.engines import NO_HINTS, Hints
+from services.rollout.episodes.episode import Episode, take_steps
 from services.rollout.episodes.sampler import Sampler, SamplingPrompt
 from services.rollout.episodes.spool import Spool
-from services.rollout.episodes.trajectory import Timeline, Trajectory
+from services.rollout.episodes.trajectory import Timeline, Trajectory, response_of
 from services.rollout.errors import MediaUnsupportedError
 from sluice.api.rollout.v1 import trace_pb2
 from sluice.runtime.errors import DeadlineError
@@ -46,7 +41,7 @@ from sluice.samples.sample import (
     find_column,
     validate_sample,
 )
-from sluice.samples.tokenizer import TextTokenizer
+from sluice.samples.tokenizer import TextTokenizer, off_loop
 
 
 class GroupTimeoutError(DeadlineError):
@@ -175,20 +170,18 @@ class GroupRunner:
         self, task: Task, prompt: SamplingPrompt, settings: GroupSettings
     ) -> list[SampleRow]:
         """Plays the episodes; returns what is to be a sample, in order."""
-        episodes = [
-            Episode(index, task, prompt, self._sampler, self._tokenizer, settings.environment)
-            for index in range(prompt.sample_count)
-        ]
+        name = settings.environment
         with metrics.GENERATE_SECONDS.time():
             if self._runner.generate is not None:
-                name = settings.environment
+                episodes = self._episodes(task, prompt, name)
                 parts = await all_of(self._generate(episode, name) for episode in episodes)
                 return [row for part in parts for row in part]
             deltas = await self._sampler.sample(prompt)
             first = [Trajectory.of(prompt.token_ids, delta) for delta in deltas]
             if self._runner.has_steps:
+                episodes = self._episodes(task, prompt, name)
                 responses = await all_of(
-                    take_steps(*pair, self._runner, self._waits, settings.environment)
+                    take_steps(*pair, self._runner, self._waits, name)
                     for pair in zip(episodes, first, strict=True)
                 )
             else:
@@ -196,6 +189,12 @@ class GroupRunner:
         return [
             SampleRow(trajectory, response)
             for trajectory, response in zip(first, responses, strict=True)
+        ]
+
+    def _episodes(self, task: Task, prompt: SamplingPrompt, environment: str) -> list[Episode]:
+        return [
+            Episode(index, task, prompt, self._sampler, self._tokenizer, environment)
+            for index in range(prompt.sample_count)
         ]
 
     async def _generate(self, episode: Episode, environment: str) -> list[SampleRow]:
@@ -253,7 +252,7 @@ class GroupRunner:
                     f"messages[{index}] of the task hold more than text, which this worker and "
                     "its engines cannot read"
                 )
-        return await off_loop(text_length(task), partial(self._encode, task))
+        return await off_loop(task.text_length, partial(self._encode, task))
 
     def _encode(self, task: Task) -> list[int]:
         if task.messages:

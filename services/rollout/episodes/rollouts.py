@@ -1,58 +1,192 @@
-"""Runs the rollouts of an episode worker: begun once, joined by repeats, stopped if orphaned."""
+"""A rollout: the request decoded, its groups run at once, an event for each that is settled."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+import math
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import grpc
+import numpy as np
+import xxhash
+from google.protobuf import struct_pb2
 
 from services.rollout import metrics
-from services.rollout.config import EpisodesConfig
+from services.rollout.engine.wire import bounds_from_proto, sampling_from_proto
 from services.rollout.environments.environment import (
     SettingError,
     TaskError,
-    UnknownEnvironmentError,
+    TaskRequest,
 )
-from services.rollout.environments.runner import Environments, Runner
 from services.rollout.episodes.group import (
     GroupResult,
-    GroupRunner,
     GroupSettings,
     GroupSpec,
-    GroupTools,
-)
-from services.rollout.episodes.spool import StoreFailedError
-from services.rollout.episodes.wire import (
-    EvaluationSettings,
-    failed_event,
-    finished_event,
-    groups_from_proto,
-    settings_from_proto,
-    values_from_proto,
 )
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
-from sluice.runtime.errors import InvalidFieldError, NotFoundError, QueueFullError, ServiceError
-from sluice.runtime.idempotency import (
-    RequestTable,
-    cancel_all,
-    check_same_body,
-    has_failed,
-    request_digest,
-)
+from sluice.api.rollout.v1 import trace_pb2
+from sluice.runtime import wire
+from sluice.runtime.errors import InvalidFieldError, ServiceError
+from sluice.samples.blobs import BlobReference
+from sluice.samples.sample import SCORE_PREFIX, Sample
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_TIMEOUT_SECONDS = 600.0
+LONGEST_ID = 200  # characters; ids name files
 
-@dataclass(frozen=True)
-class _OpeningRollout:
-    opening: asyncio.Task[Rollout]
-    group_count: int
+
+def finished_event(
+    samples: Sequence[Sample], blob: BlobReference, trace: trace_pb2.GroupTrace | None = None
+) -> pb.RolloutResponse:
+    """Returns the event of a finished group: its figures, and where its samples lie."""
+    versions = [span.version for sample in samples for span in sample.spans]
+    first = samples[0]
+    return pb.RolloutResponse(
+        finished=pb.FinishedGroup(
+            group_id=first.group_id,
+            blob=wire.blob_to_proto(blob),
+            rewards=[float(sample.columns["reward"]) for sample in samples],
+            raw_rewards=[_raw_reward(sample) for sample in samples],
+            response_lengths=[sample.response_length for sample in samples],
+            min_version=min(versions, default=0),
+            max_version=max(versions, default=0),
+            prompt_length=first.prompt_length,
+            finish_reasons=[wire.FINISH_REASONS[sample.finish_reason] for sample in samples],
+            details=[_details(index, sample) for index, sample in enumerate(samples)],
+            prompt_digest=digest_of(first.token_ids[: first.prompt_length]),
+            trace=trace,
+        )
+    )
+
+
+def failed_event(group_id: str, error: ServiceError) -> pb.RolloutResponse:
+    """Returns the event of a group that could not be finished."""
+    return pb.RolloutResponse(failed=pb.FailedGroup(group_id=group_id, error=error.to_status()))
+
+
+def digest_of(token_ids: Sequence[int] | np.ndarray) -> str:
+    """Returns the xxh3-128 of ids as int32 little-endian."""
+    return xxhash.xxh3_128_hexdigest(np.asarray(token_ids, dtype="<i4").tobytes())
+
+
+def _raw_reward(sample: Sample) -> float:
+    return float(sample.columns.get("raw_reward", sample.columns["reward"]))
+
+
+def _details(index: int, sample: Sample) -> pb.SampleDetails:
+    raw, mask = sample.columns.get("raw_reward"), sample.columns.get("loss_mask")
+    return pb.SampleDetails(
+        raw_reward=None if raw is None else float(raw),
+        scores={
+            name.removeprefix(SCORE_PREFIX): float(value)
+            for name, value in sample.columns.items()
+            if name.startswith(SCORE_PREFIX)
+        },
+        episode=int(sample.columns.get("episode", index)),
+        turn_count=1 if mask is None else _turns(np.asarray(mask)),
+    )
+
+
+def _turns(mask: np.ndarray) -> int:
+    """Runs of sampled tokens."""
+    return int(np.count_nonzero(np.diff(mask.astype(np.int8), prepend=0) == 1))
+
+
+def settings_from_proto(request: pb.RolloutRequest) -> GroupSettings:
+    """Decodes what all groups have in common. Raises InvalidFieldError."""
+    if len(request.request_id) > LONGEST_ID:
+        raise InvalidFieldError("request_id", f"must not exceed {LONGEST_ID} characters")
+    if request.sample_count < 1:
+        raise InvalidFieldError("sample_count", "must be at least 1")
+    if request.sampling.seeds:
+        raise InvalidFieldError("sampling.seeds", "come from the groups")
+    timeout = DEFAULT_TIMEOUT_SECONDS
+    if request.HasField("group_timeout"):
+        timeout = wire.seconds_of(request.group_timeout)
+        if timeout <= 0:
+            raise InvalidFieldError("group_timeout", "must be positive")
+    return GroupSettings(
+        request_id=request.request_id,
+        environment=request.environment.name,
+        sampling=sampling_from_proto(request.sampling, request.sample_count),
+        sample_count=request.sample_count,
+        bounds=bounds_from_proto(request.versions),
+        pool=request.pool,
+        timeout=timeout,
+    )
+
+
+def groups_from_proto(request: pb.RolloutRequest) -> list[GroupSpec]:
+    """Decodes the groups, in order. Raises InvalidFieldError naming the one that is wrong."""
+    seen: set[str] = set()
+    groups = []
+    for index, group in enumerate(request.groups):
+        field = f"groups[{index}]"
+        if group.group_id in seen:
+            raise InvalidFieldError(f"{field}.group_id", f"{group.group_id!r} comes twice")
+        seen.add(group.group_id)
+        if len(group.seeds) not in (0, request.sample_count):
+            raise InvalidFieldError(f"{field}.seeds", f"must be none or {request.sample_count}")
+        kind = group.WhichOneof("task")
+        if kind is None:
+            raise InvalidFieldError(f"{field}.task", "needs an index or a row")
+        task = (
+            TaskRequest(index=group.index)
+            if kind == "index"
+            else TaskRequest(row=values_from_proto(group.row))
+        )
+        groups.append(GroupSpec(group_id=group.group_id, task=task, seeds=tuple(group.seeds)))
+    return groups
+
+
+def values_from_proto(struct: struct_pb2.Struct) -> Mapping[str, Any]:
+    """Decodes JSON values. A Struct has floats only; whole numbers become integers again."""
+    return {key: _plain(value) for key, value in struct.fields.items()}
+
+
+def _plain(value: struct_pb2.Value) -> Any:
+    kind = value.WhichOneof("kind")
+    if kind == "number_value":
+        number = value.number_value
+        return int(number) if number.is_integer() else number
+    if kind == "struct_value":
+        return values_from_proto(value.struct_value)
+    if kind == "list_value":
+        return [_plain(item) for item in value.list_value.values]
+    return None if kind in (None, "null_value") else getattr(value, kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSettings:
+    """How an evaluation runs and is summed up.
+
+    pass_at: the k of pass@k. threshold: raw reward that passes. limit: groups of it that run at
+    once, 0 for any number.
+    """
+
+    pass_at: tuple[int, ...]
+    threshold: float
+    limit: int
+
+
+def evaluation_from_proto(request: pb.EvaluateRequest) -> EvaluationSettings:
+    """Decodes how an evaluation runs. Raises InvalidFieldError."""
+    count = request.rollout.sample_count
+    if any(not 1 <= k <= count for k in request.pass_at):
+        raise InvalidFieldError("pass_at", f"must be within 1..{count}, the samples of a task")
+    threshold = request.pass_threshold if request.HasField("pass_threshold") else 1.0
+    if not math.isfinite(threshold):
+        raise InvalidFieldError("pass_threshold", "must be finite")
+    if request.max_running_groups < 0:
+        raise InvalidFieldError("max_running_groups", "must not be negative")
+    return EvaluationSettings(
+        pass_at=tuple(request.pass_at), threshold=threshold, limit=request.max_running_groups
+    )
 
 
 class CancelledGroupError(ServiceError):
@@ -206,225 +340,3 @@ def _typed(group_id: str, error: BaseException) -> ServiceError:
         return InvalidFieldError(f"environment.settings.{error.key}", str(error))
     logger.error("group %s failed", group_id, exc_info=error)
     return InternalGroupError(f"{type(error).__name__} in group {group_id}", group_id=group_id)
-
-
-class Rollouts:
-    """Owns every rollout of the process."""
-
-    def __init__(
-        self,
-        config: EpisodesConfig,
-        environments: Environments,
-        tools: GroupTools,
-    ) -> None:
-        self._config, self._environments = config, environments
-        self._tools, self._spool, self._waits = tools, tools.spool, tools.waits
-        self._running = asyncio.Semaphore(config.max_running_groups)
-        self._evaluating = asyncio.Semaphore(config.max_evaluated_groups)
-        self._entries: RequestTable[_OpeningRollout] = RequestTable(config.kept_rollouts)
-        self._orphans: dict[str, asyncio.TimerHandle] = {}
-        self._chores: set[asyncio.Task[None]] = set()
-
-    async def follow(
-        self, request: pb.RolloutRequest, evaluation: EvaluationSettings | None = None
-    ) -> AsyncIterator[pb.RolloutResponse]:
-        """Yields the events of a rollout, which begins with the first call of its request_id.
-
-        Raises RequestIdReusedError, InvalidFieldError, QueueFullError, StoreFailedError and
-        DrainingError.
-        """
-        rollout = await self._open(request, evaluation)
-        self._unwatch_orphan(rollout)
-        rollout.listener_count += 1
-        try:
-            async for event in rollout.follow():
-                yield event
-        finally:
-            rollout.listener_count -= 1
-            if not rollout.listener_count and rollout.open_count:
-                self._watch_orphan(rollout)
-
-    async def cancel(self, request_id: str, group_ids: Sequence[str]) -> list[str]:
-        """End groups that have not settled; returns which.
-
-        Raises NotFoundError, and what ended the opening of the rollout.
-        """
-        entry = self._entries.get(request_id)
-        if entry is None:
-            raise NotFoundError("rollout", request_id)
-        rollout = await _rollout_of(entry)
-        cancelled = rollout.cancel(group_ids)
-        if cancelled:
-            await self._spool.cancel(request_id, cancelled)
-        return cancelled
-
-    async def drain(self, seconds: float) -> None:
-        """Let rollouts settle for so long, then send their listeners to another worker."""
-        begun = [rollout for rollout in self._begun() if rollout.open_count]
-        waits = [asyncio.ensure_future(rollout.settled.wait()) for rollout in begun]
-        if waits:
-            _, pending = await asyncio.wait(waits, timeout=seconds)
-            for wait in pending:
-                wait.cancel()
-        await self.close()
-
-    async def close(self) -> None:
-        """Stop all rollouts; what is finished stays in the store."""
-        for timer in self._orphans.values():
-            timer.cancel()
-        await cancel_all([entry.opening for entry in self._entries])
-        await asyncio.gather(*(rollout.stop() for rollout in self._begun()))
-        await asyncio.gather(*self._chores, return_exceptions=True)
-
-    async def _open(
-        self, request: pb.RolloutRequest, evaluation: EvaluationSettings | None
-    ) -> Rollout:
-        name = request.request_id
-        body = request_digest(request)
-        entry = self._entries.find(name, body)
-        if entry is None:
-            self._check_room(len(request.groups))
-            begin = self._begin(request, body, evaluation)
-            opening = asyncio.create_task(begin, name=f"open {name}")
-            entry = self._entries.add(name, body, _OpeningRollout(opening, len(request.groups)))
-            opening.add_done_callback(lambda done: self._opened(name, done))
-        return await _rollout_of(entry)
-
-    async def _begin(
-        self, request: pb.RolloutRequest, body: str, evaluation: EvaluationSettings | None
-    ) -> Rollout:
-        settings = settings_from_proto(request)
-        groups = await asyncio.to_thread(groups_from_proto, request)  # there may be thousands
-        runner = await self._create_runner(request.environment, groups)
-        progress = await self._spool.open(request.request_id, body)
-        check_same_body(request.request_id, body, progress.body)
-        rollout = Rollout(request.request_id, self._on_settled)
-        wanted = {group.group_id for group in groups}
-        for group_id in progress.cancelled & wanted:
-            rollout.add_event(failed_event(group_id, CancelledGroupError(group_id)))
-        left = {k: v for k, v in progress.finished.items() if k not in progress.cancelled}
-        finished = await self._spool.read(left) if left else {}
-        for samples, blob in finished.values():
-            rollout.add_event(finished_event(samples, blob))
-        settled = progress.cancelled | finished.keys()
-        group_runner = GroupRunner(runner, self._tools)
-        slots = self._slots(evaluation)
-        rollout.start(
-            (group.group_id, _run(group_runner, group, settings, slots))
-            for group in groups
-            if group.group_id not in settled
-        )
-        return rollout
-
-    async def _create_runner(self, spec: pb.EnvironmentSpec, groups: list[GroupSpec]) -> Runner:
-        try:
-            values = values_from_proto(spec.settings)
-            runner = await self._environments.create_runner(spec.name, values)
-            for index, group in enumerate(groups):
-                try:
-                    runner.check(group.task)
-                except TaskError as error:
-                    raise InvalidFieldError(f"groups[{index}].{error.key}", str(error)) from None
-            with self._waits.waiting("settings of an environment", on=[spec.name]):
-                await runner.open()
-        except UnknownEnvironmentError as error:
-            raise InvalidFieldError("environment.name", str(error)) from None
-        except SettingError as error:
-            raise InvalidFieldError(f"environment.settings.{error.key}", str(error)) from None
-        return runner
-
-    def _slots(self, evaluation: EvaluationSettings | None) -> tuple[asyncio.Semaphore, ...]:
-        """Returns what a group must acquire to run; the request's own limit first."""
-        if evaluation is None:
-            return (self._running,)
-        own = (asyncio.Semaphore(evaluation.limit),) if evaluation.limit else ()
-        return (*own, self._evaluating)
-
-    def _check_room(self, count: int) -> None:
-        config = self._config
-        if count > config.max_open_groups:
-            raise InvalidFieldError("groups", f"must not exceed {config.max_open_groups}")
-        rollouts = self._begun()
-        opening = [e.group_count for e in self._entries if not e.opening.done()]
-        open_rollouts = len(opening) + sum(rollout.open_count > 0 for rollout in rollouts)
-        open_groups = sum(opening) + sum(rollout.open_count for rollout in rollouts)
-        if open_rollouts >= config.max_open_rollouts:
-            raise QueueFullError(
-                f"{open_rollouts} rollouts run", limit=config.max_open_rollouts, kind="rollouts"
-            )
-        if open_groups + count > config.max_open_groups:
-            raise QueueFullError(
-                f"{open_groups} groups are open", limit=config.max_open_groups, kind="groups"
-            )
-
-    def _opened(self, name: str, opening: asyncio.Task[Rollout]) -> None:
-        """Forgets a failure. Whoever asked may have gone away since; else they follow now."""
-        if has_failed(opening):
-            self._entries.discard(name)
-        elif opening.result().open_count:
-            self._watch_orphan(opening.result())
-
-    def _on_settled(self, rollout: Rollout) -> None:
-        self._unwatch_orphan(rollout)
-        self._start_chore(self._settle(rollout))
-        if (entry := self._entries.get(rollout.request_id)) is not None:
-            self._entries.done(rollout.request_id, entry)
-
-    def _begun(self) -> list[Rollout]:
-        """Returns those that are neither opening nor were refused."""
-        tasks = [entry.opening for entry in self._entries]
-        return [task.result() for task in tasks if task.done() and not has_failed(task)]
-
-    async def _settle(self, rollout: Rollout) -> None:
-        try:
-            await self._spool.settle(rollout.request_id, self._config.kept_rollouts)
-        except StoreFailedError as error:
-            logger.warning("rollout %s: %s", rollout.request_id, error)
-
-    def _watch_orphan(self, rollout: Rollout) -> None:
-        def stop() -> None:
-            self._orphans.pop(rollout.request_id, None)
-            self._start_chore(self._stop_orphan(rollout))
-
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(self._config.orphan_seconds, stop)
-        self._orphans[rollout.request_id] = timer
-
-    def _unwatch_orphan(self, rollout: Rollout) -> None:
-        if (timer := self._orphans.pop(rollout.request_id, None)) is not None:
-            timer.cancel()
-
-    async def _stop_orphan(self, rollout: Rollout) -> None:
-        """Stops it; kept until its groups have ended, lest another run of them begins beside."""
-        if rollout.listener_count or rollout.settled.is_set():  # in that very moment
-            return
-        await rollout.stop()
-        self._entries.discard(rollout.request_id)
-        logger.info("rollout %s has no listener; stopped", rollout.request_id)
-
-    def _start_chore(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._chores.add(task)
-        task.add_done_callback(self._chores.discard)
-
-
-async def _run(
-    runner: GroupRunner,
-    group: GroupSpec,
-    settings: GroupSettings,
-    slots: Sequence[asyncio.Semaphore],
-) -> GroupResult:
-    async with contextlib.AsyncExitStack() as stack:
-        for slot in slots:
-            await stack.enter_async_context(slot)
-        return await runner.run(group, settings)
-
-
-async def _rollout_of(entry: _OpeningRollout) -> Rollout:
-    """Returns the rollout once begun. Raises DrainingError when the worker closes before."""
-    try:
-        return await asyncio.shield(entry.opening)
-    except asyncio.CancelledError:
-        if entry.opening.cancelled():  # the caller was not, and waits for an answer
-            raise WorkerDrainingError from None
-        raise

@@ -20,8 +20,7 @@ from services.rollout.engine.interface import (
     TokenScores,
 )
 from services.rollout.engine.wire import VersionBounds, join_deltas, join_experts
-from services.rollout.episodes.engines import EngineAccess
-from services.rollout.episodes.leases import NO_HINTS, Hints, LeaseSource
+from services.rollout.episodes.engines import NO_HINTS, EngineAccess, Hints, LeaseSource
 from services.rollout.episodes.trajectory import Timeline
 from sluice.api.rollout.v1 import trace_pb2
 from sluice.api.router.v1 import router_service_pb2 as router_pb

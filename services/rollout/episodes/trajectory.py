@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from services.rollout.engine.interface import Delta, FinishReason
 from services.rollout.engine.wire import join_experts
-from services.rollout.environments.environment import Reward
+from services.rollout.environments.environment import Response, Reward, Turn
 from sluice.api.rollout.v1 import trace_pb2 as pb
 from sluice.runtime.wire import timestamp_of
 from sluice.samples.sample import SCORE_PREFIX, Sample, VersionSpan
@@ -208,3 +209,16 @@ class Trajectory:
                 spans.extend(span.shifted(offset) for span in delta.spans)
             offset += count
         return tuple(spans)
+
+
+def response_of(
+    delta: Delta, text: str, turns: Sequence[Turn] = (), state: Mapping[str, Any] | None = None
+) -> Response:
+    """Returns what the reward or the next step sees of an answer."""
+    return Response(
+        token_ids=delta.token_ids,
+        text=text,
+        finish_reason=delta.finish_reason or "",
+        turns=tuple(turns),
+        state=state or {},
+    )

@@ -15,11 +15,10 @@ from typing import Any
 from services.rollout.engine.interface import Delta, FinishReason, Sampling, TokenScores
 from services.rollout.engine.wire import VersionBounds, join_deltas
 from services.rollout.environments.tools import OPEN, parse_calls
-from services.rollout.episodes.episode import off_loop
 from services.rollout.episodes.sampler import Sampler, SamplingPrompt
 from sluice.client import new_request_id
 from sluice.runtime.idempotency import all_of
-from sluice.samples.tokenizer import TextTokenizer
+from sluice.samples.tokenizer import TextTokenizer, off_loop
 
 REMEMBERED_CALLS = 10_000
 

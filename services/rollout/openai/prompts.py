@@ -10,7 +10,6 @@ from typing import Any
 
 from aiohttp import web
 
-from services.rollout.episodes.episode import off_loop
 from services.rollout.openai.requests import (
     ApiError,
     ChatRequest,
@@ -19,7 +18,7 @@ from services.rollout.openai.requests import (
     parse,
 )
 from sluice.samples.chat_template import ChatTemplateError, NoChatTemplateError
-from sluice.samples.tokenizer import TextTokenizer
+from sluice.samples.tokenizer import TextTokenizer, off_loop
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from pydantic import TypeAdapter
 from services.rollout import metrics
 from services.rollout.config import RolloutConfig
 from services.rollout.engine.interface import Engine
-from services.rollout.episodes.engines import EngineAccess
-from services.rollout.episodes.leases import LOCAL_ADDRESS, LocalLeases
+from services.rollout.episodes.engines import LOCAL_ADDRESS, EngineAccess, LocalLeases
 from services.rollout.episodes.sampler import Sampler
 from services.rollout.openai.completions import Chat, Chunk, Completions, Responder
 from services.rollout.openai.generation import Generator

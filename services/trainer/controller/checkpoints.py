@@ -14,9 +14,9 @@ from typing import Any
 
 from services.trainer import metrics
 from services.trainer.config import TrainerConfig
-from services.trainer.controller.rank_group import RankGroup, RankIncarnation
-from services.trainer.controller.state import PublishedWeights, TrainerState
-from services.trainer.controller.turns import Turns, in_turn
+from services.trainer.controller.incarnation import RankIncarnation
+from services.trainer.controller.rank_group import RankGroup
+from services.trainer.controller.state import PublishedWeights, TrainerState, Turns, in_turn
 from services.trainer.controller.uploads import TrainerBatches
 from services.trainer.errors import CheckpointMismatchError
 from sluice import faults

@@ -10,23 +10,15 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
 
 from services.trainer.config import TrainerConfig
-from services.trainer.controller.rank_group import (
-    Launcher,
-    OnExit,
-    RankGroup,
-    RankIncarnation,
-    RankLink,
-)
+from services.trainer.controller.incarnation import WorkerServicer
+from services.trainer.controller.rank_group import Launcher, OnExit, RankGroup
 from sluice import platform
-from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.api.trainer.v1 import worker_service_pb2_grpc as pb_grpc
-from sluice.runtime.errors import InvalidFieldError
 from sluice.runtime.interceptors import ServiceInterceptor
 from sluice.runtime.security import server_credentials
 from sluice.runtime.server import opening
@@ -34,7 +26,6 @@ from sluice.runtime.server import opening
 # Where collectives listen on fixed ports: beyond those that kernels hand out. A host with two
 # trainers sets the variables of `Platform.collective_ports` itself.
 FIRST_PORT, PORTS_PER_RANK = 61000, 16
-HELLO_SECONDS = 30.0
 CLOSE_SECONDS = 2.0  # in which ranks hear that they may end
 
 
@@ -108,43 +99,6 @@ async def _watch(rank: int, process: asyncio.subprocess.Process, on_exit: OnExit
     on_exit(rank, ended)
 
 
-class WorkerServicer(pb_grpc.WorkerServiceServicer):
-    """Connects the streams of ranks with the group."""
-
-    def __init__(self, group: RankGroup) -> None:
-        self._group = group
-
-    async def Follow(
-        self,
-        request_iterator: AsyncIterator[pb.FollowRequest],
-        context: grpc.aio.ServicerContext,
-    ) -> AsyncIterator[pb.FollowResponse]:
-        async with asyncio.timeout(HELLO_SECONDS):
-            first = await anext(request_iterator, None)
-        if first is None or first.WhichOneof("event") != "hello":
-            raise InvalidFieldError("hello", "must come first")
-        incarnation, link = await self._group.admit(first.hello)
-        listener = asyncio.create_task(_listen(incarnation, link, request_iterator))
-        try:
-            while (command := await link.outgoing.get()) is not None:
-                yield command
-        finally:
-            listener.cancel()
-            await asyncio.gather(listener, return_exceptions=True)
-            incarnation.leave(link)
-
-
-async def _listen(
-    incarnation: RankIncarnation, link: RankLink, events: AsyncIterator[pb.FollowRequest]
-) -> None:
-    """Take in what the rank says until its stream ends; then end the other direction too."""
-    try:
-        async for event in events:
-            incarnation.hear(link, event)
-    finally:
-        link.outgoing.put_nowait(None)
-
-
 class WorkerServer:
     """The gRPC server of the ranks; its security is that of the public one."""
 
@@ -158,7 +112,7 @@ class WorkerServer:
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
             ],
         )
-        pb_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(group), self._server)
+        pb_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(group.admit), self._server)
         listen = f"{ranks.listen_host}:{ranks.listen_port}"
         with opening("ranks.listen_port", listen):
             if security.tls is None:

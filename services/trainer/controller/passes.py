@@ -12,18 +12,26 @@ import numpy as np
 
 from services.trainer import metrics
 from services.trainer.config import OptimConfig
-from services.trainer.controller.batches import Batch, PassPlan
+from services.trainer.controller.incarnation import Build, RankIncarnation
 from services.trainer.controller.planning import (
     Planner,
     find_missing,
     skips_zero_advantage_rows,
     weigh_pass,
 )
-from services.trainer.controller.rank_group import Build, RankGroup, RankIncarnation
-from services.trainer.controller.state import PassRecord, PassScalars, TrainerState, learning_rate
-from services.trainer.controller.turns import Turns, in_turn
+from services.trainer.controller.rank_group import RankGroup
+from services.trainer.controller.state import (
+    Batch,
+    PassPlan,
+    PassRecord,
+    PassScalars,
+    TrainerState,
+    Turns,
+    in_turn,
+    learning_rate,
+)
 from services.trainer.errors import ColumnMissingError, SkippedTooOftenError
-from sluice.algo.moments import Moments
+from sluice.algo.aggregation import Moments
 from sluice.algo.spec import AdvantageSpec, LossSpec, required_columns
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb

@@ -8,23 +8,24 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from services.trainer.config import TrainerConfig
-from services.trainer.controller.batches import Batch, PassPlan
+from services.trainer.controller.state import Batch, PassPlan
 from services.trainer.errors import OversizeSampleError
 from sluice.algo.aggregation import weigh_samples
 from sluice.algo.spec import LossSpec
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
-from sluice.balance.cost import TransformerShape, row_costs
 from sluice.balance.planner import (
     MicroBatchPlan,
     OversizePolicy,
     OversizeRowError,
     PlanLimits,
     PlanRows,
+    TransformerShape,
     assign_owners,
     plan_micro_batches,
+    row_costs,
 )
 from sluice.runtime.errors import InvalidFieldError
-from sluice.samples.facts import RowFacts
+from sluice.samples.sample import RowFacts
 
 
 @dataclass(frozen=True)

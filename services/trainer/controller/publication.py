@@ -13,9 +13,8 @@ from pathlib import Path
 from services.trainer import metrics
 from services.trainer.config import TrainerConfig
 from services.trainer.controller.rank_group import RankGroup
-from services.trainer.controller.state import PublishedWeights, TrainerState
+from services.trainer.controller.state import PublishedWeights, TrainerState, Turns, in_turn
 from services.trainer.controller.transfer import Shipment, Target, WeightSender
-from services.trainer.controller.turns import Turns, in_turn
 from services.trainer.errors import TransferDisabledError
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
@@ -122,7 +121,7 @@ class Publisher:
         record = await asyncio.shield(asyncio.to_thread(commit))
         self._state.weights = PublishedWeights(record.version, record.digest)
         metrics.WEIGHT_VERSION.set(record.version)
-        metrics.note_publication(shards, max(result.encode_seconds for result in results))
+        _count_bytes(shards, max(result.encode_seconds for result in results))
         self._remove_in_background(record.version)
         return Publication(
             record=record,
@@ -177,3 +176,16 @@ def shard_from_proto(message: pb.WrittenShard) -> ShardFile:
             written.size_bytes, written.digest, written.changed_count, written.element_count
         )
     return ShardFile(message.file_name, message.size_bytes, message.digest, tensors, delta)
+
+
+def _count_bytes(shards: Sequence[ShardFile], encode_seconds: float) -> None:
+    """Count what a version took in the store, and how much of it changed."""
+    deltas = [shard.delta for shard in shards if shard.delta]
+    metrics.FULL_BYTES.inc(sum(shard.size for shard in shards))
+    metrics.PUBLISHED_BYTES.inc(
+        sum(shard.delta.size if shard.delta else shard.size for shard in shards)
+    )
+    if deltas:
+        metrics.ENCODE_SECONDS.observe(encode_seconds)
+        elements = sum(delta.elements for delta in deltas)
+        metrics.DELTA_DENSITY.set(sum(delta.changed for delta in deltas) / max(1, elements))

@@ -1,18 +1,16 @@
-"""The ranks of a trainer: one launch of them after the other, and the commands they work on."""
+"""The ranks of a trainer: one launch of them after the other, within bounds."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from services.trainer import metrics
 from services.trainer.config import RanksConfig
+from services.trainer.controller.incarnation import RankIncarnation, RankLink
 from services.trainer.errors import (
-    CommandTooLargeError,
     RankError,
     RankLostError,
     TrainerFailedError,
@@ -21,237 +19,8 @@ from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.runtime.errors import InvalidFieldError, LoadingError, ServiceError
 from sluice.runtime.waits import Waits
-from sluice.runtime.wire import timestamp_of
 
 logger = logging.getLogger(__name__)
-
-MAX_COMMAND_BYTES = 1 << 20
-EXIT_GRACE = 1.0  # seconds in which a process's end explains the end of its stream
-ERROR_GRACE = 30.0  # seconds that ranks have to answer once another one has failed
-
-Build = Callable[[int], pb.FollowResponse]  # a command for one data-parallel rank
-
-
-@dataclass(eq=False)
-class RankLink:
-    """A rank that said hello. `data_rank`, `layout` and `reports` hold once it is ready.
-
-    `loss` is set once its stream has ended.
-    """
-
-    rank: int
-    process_id: int
-    host: str
-    outgoing: asyncio.Queue[pb.FollowResponse | None] = field(default_factory=asyncio.Queue)
-    layout: trainer_pb.ParallelLayout | None = None
-    data_rank: int = 0
-    reports: bool = False
-    activity: str = "loading"
-    heard: float = field(default_factory=time.monotonic)
-    heard_time: float = field(default_factory=time.time)
-    spoke: asyncio.Event = field(default_factory=asyncio.Event)
-    loss: ServiceError | None = None
-
-    @property
-    def silence(self) -> float:
-        """Return the seconds since the last sign of life."""
-        return time.monotonic() - self.heard
-
-    def hear(self) -> None:
-        self.heard, self.heard_time = time.monotonic(), time.time()
-        self.spoke.set()
-
-    def describe_silence(self) -> str:
-        return (
-            f"rank {self.rank} silent for {self.silence:.1f} s, last in {self.activity or 'idle'}"
-        )
-
-    def to_proto(self) -> trainer_pb.Rank:
-        return trainer_pb.Rank(
-            rank=self.rank,
-            process_id=self.process_id,
-            host=self.host,
-            activity=self.activity,
-            data_rank=self.data_rank,
-            heartbeat_time=timestamp_of(self.heard_time),
-        )
-
-
-@dataclass(eq=False)
-class _Pending:
-    """A command under way."""
-
-    activity: str
-    waiting: set[int]
-    results: dict[int, pb.CommandResult] = field(default_factory=dict)
-    done: asyncio.Future[None] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
-
-
-class RankIncarnation:
-    """The ranks of one launch. `lost` ends with the error that ended it, once and for all."""
-
-    def __init__(self, number: int, world_size: int, config: RanksConfig, waits: Waits) -> None:
-        loop = asyncio.get_running_loop()
-        self.number, self.world_size = number, world_size
-        self.links: dict[int, RankLink] = {}
-        self.ready: asyncio.Future[None] = loop.create_future()
-        self.lost: asyncio.Future[ServiceError] = loop.create_future()
-        self._config, self._waits = config, waits
-        self._pending: dict[int, _Pending] = {}
-        self._sequence = 0
-        self._watchers: list[asyncio.Task[None]] = []
-
-    def join(self, link: RankLink) -> None:
-        """Take a rank in; its heartbeats are watched from now on."""
-        self.links[link.rank] = link
-        self._watchers.append(asyncio.create_task(self._watch(link)))
-
-    def leave(self, link: RankLink) -> None:
-        """Note that a rank's stream ended. Its process may still tell why."""
-        detail = f"closed its stream, last in {link.activity or 'idle'}"
-        link.loss = RankLostError(link.rank, detail)
-        asyncio.get_running_loop().call_later(EXIT_GRACE, self.fail, link.loss)
-
-    def fail(self, error: ServiceError) -> None:
-        """End the incarnation: all commands fail with `error`. The first call counts."""
-        if self.lost.done():
-            return
-        self.lost.set_result(error)
-        for pending in self._pending.values():
-            if not pending.done.done():
-                pending.done.set_exception(error)
-
-    def close(self, *, orderly: bool = False) -> None:
-        """Close all streams and stop watching. Ranks count an end as failure unless `orderly`."""
-        for link in self.links.values():
-            if orderly:
-                link.outgoing.put_nowait(pb.FollowResponse(shutdown=pb.ShutdownCommand()))
-            link.outgoing.put_nowait(None)
-        for watcher in self._watchers:
-            watcher.cancel()
-
-    def hear(self, link: RankLink, event: pb.FollowRequest) -> None:
-        """Take in what a rank says."""
-        link.hear()
-        kind = event.WhichOneof("event")
-        if kind == "heartbeat":
-            link.activity = event.heartbeat.activity
-        elif kind == "ready":
-            self._take_ready(link, event.ready)
-        elif kind == "result":
-            self._take_result(link, event.result)
-
-    async def run(self, command: pb.FollowResponse | Build) -> list[pb.CommandResult]:
-        """Give every rank the command, or its own, and wait for all answers in rank order.
-
-        Raises the error of the lowest rank that answered with one, and RankLostError when a
-        rank dies or is not done in time; the latter ends the incarnation.
-        """
-        if self.lost.done():
-            raise self.lost.result()
-        data_ranks = {link.data_rank for link in self.links.values()}
-        commands = {data: command(data) if callable(command) else command for data in data_ranks}
-        activity = commands[0].WhichOneof("command") or ""
-        if (size := max(each.ByteSize() for each in commands.values())) > MAX_COMMAND_BYTES:
-            raise CommandTooLargeError(f"{activity} would take {size} bytes", size=size)
-        self._sequence += 1
-        sequence = self._sequence
-        pending = self._pending[sequence] = _Pending(activity, set(self.links))
-        for link in self.links.values():
-            commands[link.data_rank].sequence = sequence
-            link.activity = activity
-            link.outgoing.put_nowait(commands[link.data_rank])
-        try:
-            await self._gather(pending, self._config.command_timeout)
-        finally:
-            del self._pending[sequence]
-        for rank, result in sorted(pending.results.items()):
-            if result.HasField("error"):
-                raise RankError(rank, result.error)
-        return [result for _, result in sorted(pending.results.items())]
-
-    def reporting(self, results: Sequence[pb.CommandResult]) -> list[pb.CommandResult]:
-        """Choose of the answers of `run` one for each data-parallel rank, in the order of those."""
-        ranks = sorted(self.links.values(), key=lambda link: link.rank)
-        chosen = {
-            link.data_rank: result
-            for link, result in zip(ranks, results, strict=True)
-            if link.reports
-        }
-        return [result for _, result in sorted(chosen.items())]
-
-    async def _gather(self, pending: _Pending, seconds: float) -> None:
-        with self._waits.waiting(
-            f"{pending.activity} on all ranks",
-            on=lambda: [f"rank {rank}" for rank in sorted(pending.waiting)],
-            timeout=seconds,
-            explain=lambda: self._explain(pending),
-        ):
-            done, _ = await asyncio.wait([pending.done], timeout=seconds)
-        if not done:
-            slowest = min(pending.waiting)
-            self.fail(
-                RankLostError(slowest, f"did not end {pending.activity} within {seconds:g} s")
-            )
-        await pending.done
-
-    def _explain(self, pending: _Pending) -> str:
-        links = [self.links[rank] for rank in sorted(pending.waiting)]
-        silent = [link for link in links if link.silence > self._config.silent_seconds]
-        if silent:
-            return "; ".join(link.describe_silence() for link in silent)
-        return "; ".join(f"rank {link.rank} in {link.activity or 'idle'}" for link in links)
-
-    def _take_ready(self, link: RankLink, ready: pb.RankReady) -> None:
-        if ready.HasField("error"):
-            self.fail(RankError(link.rank, ready.error))
-            return
-        link.layout, link.data_rank = ready.layout, ready.data_rank
-        link.reports, link.activity = ready.reports, ""
-        are_ready = [other.layout is not None for other in self.links.values()]
-        if all(are_ready) and len(are_ready) == self.world_size and not self.ready.done():
-            self.ready.set_result(None)
-
-    def _take_result(self, link: RankLink, result: pb.CommandResult) -> None:
-        pending = self._pending.get(result.sequence)
-        if pending is None or link.rank not in pending.waiting:
-            return
-        pending.waiting.remove(link.rank)
-        link.activity = ""
-        pending.results[link.rank] = result
-        if not pending.waiting:
-            if not pending.done.done():
-                pending.done.set_result(None)
-        elif result.HasField("error"):  # the others may wait for it in a collective
-            asyncio.get_running_loop().call_later(ERROR_GRACE, self._give_up, pending)
-
-    def _give_up(self, pending: _Pending) -> None:
-        if pending.waiting and not pending.done.done():
-            stuck = min(pending.waiting)
-            self.fail(RankLostError(stuck, f"hung in {pending.activity} after another rank failed"))
-
-    async def _watch(self, link: RankLink) -> None:
-        """List a silent rank among the waits, and give it up after `lost_seconds`."""
-        config = self._config
-        while not self.lost.done():
-            if link.silence < config.silent_seconds:
-                await asyncio.sleep(config.silent_seconds - link.silence)
-                continue
-            link.spoke.clear()
-            left = max(0.0, config.lost_seconds - link.silence)
-            with self._waits.waiting(
-                f"heartbeat of rank {link.rank}",
-                on=[f"rank {link.rank}"],
-                timeout=left,
-                explain=link.describe_silence,
-            ):
-                try:
-                    async with asyncio.timeout(left):
-                        await link.spoke.wait()
-                except TimeoutError:
-                    self.fail(RankLostError(link.rank, f"was silent for {link.silence:.1f} s"))
 
 
 OnExit = Callable[[int, str], None]  # rank, how it ended

@@ -10,6 +10,7 @@ import numpy as np
 
 from services.trainer.config import TrainerConfig
 from services.trainer.controller.checkpoints import TrainerCheckpoints
+from services.trainer.controller.incarnation import RankIncarnation
 from services.trainer.controller.launch import LocalLauncher
 from services.trainer.controller.passes import TrainerPasses
 from services.trainer.controller.planning import (
@@ -22,9 +23,8 @@ from services.trainer.controller.planning import (
     packing_of,
 )
 from services.trainer.controller.publication import Publisher
-from services.trainer.controller.rank_group import Launcher, RankGroup, RankIncarnation
-from services.trainer.controller.state import TrainerState
-from services.trainer.controller.turns import Turns
+from services.trainer.controller.rank_group import Launcher, RankGroup
+from services.trainer.controller.state import TrainerState, Turns
 from services.trainer.controller.uploads import TrainerBatches
 from services.trainer.rows import read_shape
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb

@@ -14,7 +14,8 @@ import grpc
 
 from services.trainer import metrics
 from services.trainer.config import TransferConfig
-from services.trainer.controller.rank_group import RankGroup, RankIncarnation
+from services.trainer.controller.incarnation import RankIncarnation
+from services.trainer.controller.rank_group import RankGroup
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb

@@ -13,20 +13,25 @@ import numpy as np
 
 from services.trainer import metrics
 from services.trainer.config import TrainerConfig
-from services.trainer.controller.batches import Batch, StoredRows
+from services.trainer.controller.incarnation import Build, RankIncarnation
 from services.trainer.controller.passes import ROWS_PER_COMMAND
 from services.trainer.controller.planning import Planner
-from services.trainer.controller.rank_group import Build, RankGroup, RankIncarnation
-from services.trainer.controller.state import TrainerState
-from services.trainer.controller.turns import Turns, in_turn
+from services.trainer.controller.rank_group import RankGroup
+from services.trainer.controller.state import Batch, StoredRows, TrainerState, Turns, in_turn
 from services.trainer.rows import RowLimits, blob_errors, check_row, read_rows
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.runtime.errors import InvalidFieldError, NotFoundError, QueueFullError, ServiceError
 from sluice.runtime.wire import blob_from_proto, blob_to_proto
 from sluice.samples.arrow import InvalidGroupError, decode_group, encode_group, read_facts
 from sluice.samples.blobs import BlobNotFoundError, BlobReference, BlobStore
-from sluice.samples.facts import RowFacts, count_trained, describe_rows
-from sluice.samples.sample import COLUMNS, Sample, find_column
+from sluice.samples.sample import (
+    COLUMNS,
+    RowFacts,
+    Sample,
+    count_trained,
+    describe_rows,
+    find_column,
+)
 
 SPOOL_TOKENS = 1 << 20  # tokens of one spooled blob
 SPOOL_ROWS = 4096  # rows of one spooled blob
@@ -303,7 +308,8 @@ class TrainerBatches:
         metrics.BATCHES.set(len(batches.all()))
         if self._state.weights is not None:
             sampled = batch.facts.oldest_versions
-            metrics.note_lags(sampled[sampled >= 0].tolist(), self._state.weights.version)
+            for version in sampled[sampled >= 0].tolist():
+                metrics.SAMPLE_LAG.observe(max(0, self._state.weights.version - version))
         return batch
 
     @in_turn

@@ -33,10 +33,10 @@ from sluice.runtime.wire import advantage_from_proto, blob_to_proto, loss_from_p
 from sluice.samples.blobs import BlobStore
 from sluice.weights.errors import WeightStoreError
 from sluice.weights.manifest import ShardFile, delta_name
+from sluice.weights.shards import PublishedShards
 from sluice.weights.store import WeightStore
 from sluice.weights.transfer.group import Deadline, Meeting, TransferGroup, send
 from sluice.weights.transfer.plan import plan_shards
-from sluice.weights.writer import PublishedShards
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from services.trainer.backend import (
 )
 from services.trainer.rows import RowLimits, blob_errors, read_rows
 from sluice.algo.advantages import AdvantageColumns, AdvantageRow, compute_advantages
-from sluice.algo.moments import Moments
+from sluice.algo.aggregation import Moments
 from sluice.algo.spec import AdvantageSpec
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.runtime.wire import (

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from sluice.weights.shards import PublishedShards
 from sluice.weights.store import StoredVersion, WeightStore
-from sluice.weights.writer import PublishedShards
 
 
 class Policy:

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from sluice import faults, platform
 from sluice.weights.checkpoint import companion_files
 from sluice.weights.errors import WeightStoreError
+from sluice.weights.shards import PublishedShards
 from sluice.weights.store import StoredVersion, WeightStore
 from sluice.weights.transfer.group import Deadline, Meeting, TransferGroup, send
 from sluice.weights.transfer.plan import Bucket, plan_shards
-from sluice.weights.writer import PublishedShards
 from tests.patience import PATIENCE
 
 SPAWN = multiprocessing.get_context("spawn")

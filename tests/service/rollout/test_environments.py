@@ -15,8 +15,8 @@ from aiohttp import web
 from services.rollout.engine.interface import Delta, Generation
 from services.rollout.environments.environment import Response, Reward, Task
 from services.rollout.episodes.episode import Episode
+from services.rollout.episodes.rollouts import digest_of
 from services.rollout.episodes.trajectory import Trajectory
-from services.rollout.episodes.wire import digest_of
 from services.trainer.rank.table import RowTable
 from services.trainer.rows import RowLimits
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.trainer.controller import rank_group
+from services.trainer.controller import incarnation
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from tests.service.runtime.ends import run_service
 from tests.unit.trainer.ranks import until
@@ -75,7 +75,7 @@ async def start(stage: Stage) -> None:
 async def test_ranks_that_cannot_be_launched_for_a_while_are_launched_later(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(rank_group, "EXIT_GRACE", 0.0)
+    monkeypatch.setattr(incarnation, "EXIT_GRACE", 0.0)
     ranks = stage.trainer.ranks
 
     async def launch(generation: int, *_: Any) -> None:
@@ -95,7 +95,7 @@ async def test_a_rank_that_is_back_at_once_is_taken_for_the_next_launch(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As torchrun starts it; how the process before it ended is not waited for."""
-    monkeypatch.setattr(rank_group, "EXIT_GRACE", 600.0)
+    monkeypatch.setattr(incarnation, "EXIT_GRACE", 600.0)
     await start(stage)
     ranks = stage.trainer.ranks
     assert stage.rank is not None

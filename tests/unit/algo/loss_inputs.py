@@ -2,7 +2,7 @@
 
 import torch
 
-from sluice.algo.inputs import LossInputs
+from sluice.algo.losses import LossInputs
 
 LENGTHS = (5, 1, 7, 3)  # the last sample is fully masked
 COLUMNS = (

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.algo.advantages import AdvantageRow, compute_advantages
-from sluice.algo.inputs import MissingColumnError
-from sluice.algo.moments import Moments
+from sluice.algo.aggregation import Moments
+from sluice.algo.losses import MissingColumnError
 from sluice.algo.spec import AdvantageSpec
 
 

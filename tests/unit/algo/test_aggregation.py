@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.algo.aggregation import weigh_samples
-from sluice.algo.inputs import MissingColumnError, pack_rows
-from sluice.algo.losses import compute_loss
+from sluice.algo.losses import MissingColumnError, compute_loss, pack_rows
 from sluice.algo.spec import LossSpec
 
 SPECS = [

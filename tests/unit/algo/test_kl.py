@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from sluice.algo.inputs import LossInputs
 from sluice.algo.kl import estimate_kl
-from sluice.algo.losses import compute_loss
+from sluice.algo.losses import LossInputs, compute_loss
 from sluice.algo.spec import LossSpec
 
 POLICY = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sluice.algo.inputs import LossInputs, MissingColumnError
-from sluice.algo.losses import compute_loss
+from sluice.algo.losses import LossInputs, MissingColumnError, compute_loss
 from sluice.algo.spec import ImportanceSpec, LossSpec
 from tests.unit.algo.loss_inputs import COLUMNS, make_inputs
 

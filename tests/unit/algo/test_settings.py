@@ -9,9 +9,8 @@ from pydantic import ValidationError
 
 from sluice.algo.advantages import AdvantageRow, compute_advantages
 from sluice.algo.aggregation import weigh_samples
-from sluice.algo.inputs import LossInputs
 from sluice.algo.logprobs import token_logprobs
-from sluice.algo.losses import compute_loss
+from sluice.algo.losses import LossInputs, compute_loss
 from sluice.algo.spec import (
     AdvantageName,
     AdvantageSpec,

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.balance.planner import PlanLimits, PlanRows, assign_owners, plan_micro_batches
-from sluice.balance.planner_packing import fill_bins, min_bin_count
-from sluice.balance.planner_spread import Arrangement, fill_empty_bins
+from sluice.balance.planner_packing import Arrangement, fill_bins, fill_empty_bins, min_bin_count
 
 
 @settings(max_examples=50, deadline=None)

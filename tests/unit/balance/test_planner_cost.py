@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.balance.cost import TransformerShape, forward_flops, row_costs, shape_from_config
+from sluice.balance.planner import TransformerShape, forward_flops, row_costs, shape_from_config
 
 SMALL = TransformerShape(
     hidden_size=8,

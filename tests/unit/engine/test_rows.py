@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.rollout.engine.reference.attention import CacheShape, capacity_for
-from services.rollout.engine.reference.batch import CacheRows
+from services.rollout.engine.reference.attention import CacheRows, CacheShape, capacity_for
 
 SHAPE = CacheShape(
     layers=2, kv_heads=3, head_dim=4, dtype=torch.float32, device=torch.device("cpu")

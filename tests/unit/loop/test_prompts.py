@@ -6,7 +6,7 @@ import pytest
 
 from sluice.config import ConfigError
 from sluice.loop.config import EnvironmentConfig, PromptsConfig
-from sluice.loop.prompts import PromptFileError, load_prompts
+from sluice.loop.workers import PromptFileError, load_prompts
 
 ROWS = [{"prompt": f"p{i}", "answer": str(i)} for i in range(10)]
 

@@ -15,7 +15,6 @@ from sluice.config import ConfigError, parse_config
 from sluice.durable import DirectoryError
 from sluice.loop.config import RunConfig
 from sluice.loop.ledger import Ledger, LedgerGroup
-from sluice.loop.prompts import load_prompts
 from sluice.loop.run_directory import (
     RunCheckpoint,
     RunDirectoryError,
@@ -25,6 +24,7 @@ from sluice.loop.run_directory import (
     settings_digests,
     write_run_checkpoint,
 )
+from sluice.loop.workers import load_prompts
 from sluice.samples.blobs import BlobReference
 
 RUN_CHECKPOINT = RunCheckpoint(

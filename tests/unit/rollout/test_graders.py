@@ -13,20 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.rollout.environments.environment import (
+    InvalidRewardError,
     Placement,
     Response,
     Reward,
     SettingError,
     Task,
     TaskError,
+    rewards_from,
 )
 from services.rollout.environments.graders.grader import (
     GRADERS,
-    InvalidRewardError,
     create_grader,
     last_boxed,
     place_grader,
-    rewards_from,
 )
 from services.rollout.environments.graders.texts import overlap, words
 

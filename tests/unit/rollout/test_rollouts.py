@@ -32,8 +32,9 @@ from services.rollout.episodes.group import (
     GroupSpec,
     GroupTools,
 )
-from services.rollout.episodes.rollouts import Rollout, Rollouts, WorkerDrainingError
+from services.rollout.episodes.rollouts import Rollout, WorkerDrainingError
 from services.rollout.episodes.spool import Journals, Spool
+from services.rollout.episodes.worker import Rollouts
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.api.rollout.v1 import trace_pb2
 from sluice.config import Config

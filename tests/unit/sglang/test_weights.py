@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from services.rollout.engine.config import EngineConfig
+from services.rollout.config import RolloutConfig
 from services.rollout.engine.sglang.jobs import is_expansion
-from services.rollout.engine.sglang.samples import of_tokens, parse_tag, tag, versions_of
+from services.rollout.engine.sglang.samples import of_tokens, versions_of
 from services.rollout.engine.sglang.weights import (
     CheckpointChecksums,
     DiskVersion,
@@ -26,7 +26,7 @@ from services.rollout.engine.sglang.weights import (
     wrong_changes,
     wrong_values,
 )
-from services.rollout.engine.versions import PreparedVersions
+from services.rollout.engine.versions import PreparedVersions, parse_tag, tag
 from services.rollout.errors import DigestMismatchError, UnfitWeightsError, VersionNotPreparedError
 from sluice.config import ConfigError, parse_config
 from sluice.weights.store import StoredVersion, WeightStore
@@ -134,7 +134,10 @@ def test_a_version_that_was_not_taken_stays_ready(record: StoredVersion) -> None
 
 def test_weights_have_one_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="weights_cache"):
-        parse_config(EngineConfig, {"sglang": {"staging": tmp_path}})
+        parse_config(
+            RolloutConfig,
+            {"store": tmp_path, "roles": ["engine"], "engine": {"sglang": {"staging": tmp_path}}},
+        )
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])

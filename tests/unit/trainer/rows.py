@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.trainer.controller.batches import Batch, StoredRows
+from services.trainer.controller.state import Batch, StoredRows
 from services.trainer.rows import RowLimits
 from sluice.samples.blobs import BlobReference
-from sluice.samples.facts import describe_rows
-from sluice.samples.sample import Sample
+from sluice.samples.sample import Sample, describe_rows
 
 LIMITS = RowLimits(vocabulary_size=50, max_tokens=1000)
 

@@ -20,8 +20,7 @@ from sluice.runtime.errors import DataLossError, InvalidFieldError
 from sluice.runtime.wire import blob_to_proto
 from sluice.samples import arrow
 from sluice.samples.blobs import BlobReference, BlobStore
-from sluice.samples.facts import InvalidFactsError, RowFacts, describe_rows
-from sluice.samples.sample import Sample, VersionSpan
+from sluice.samples.sample import InvalidFactsError, RowFacts, Sample, VersionSpan, describe_rows
 from tests.unit.trainer.rows import LIMITS, make_sample
 
 

@@ -25,8 +25,7 @@ from sluice.algo.layout import SequenceLayout
 from sluice.algo.spec import LossSpec
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
-from sluice.balance.cost import TransformerShape
-from sluice.balance.planner import OversizePolicy, PlanLimits
+from sluice.balance.planner import OversizePolicy, PlanLimits, TransformerShape
 from tests.unit.trainer.rows import make_batch, make_samples
 
 SHAPE = TransformerShape(

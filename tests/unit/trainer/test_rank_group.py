@@ -12,9 +12,10 @@ import grpc
 import pytest
 
 from services.trainer.config import TrainerConfig
-from services.trainer.controller import rank_group
+from services.trainer.controller import incarnation
+from services.trainer.controller.incarnation import RankIncarnation
 from services.trainer.controller.launch import WorkerServer
-from services.trainer.controller.rank_group import Launcher, RankGroup, RankIncarnation
+from services.trainer.controller.rank_group import Launcher, RankGroup
 from services.trainer.errors import RankError, RankLostError, TrainerFailedError
 from sluice.api.common.v1 import wait_service_pb2
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
@@ -69,7 +70,7 @@ class House:
 
 @pytest.fixture
 async def open_house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
-    monkeypatch.setattr(rank_group, "EXIT_GRACE", 0.05)  # no process explains its end here
+    monkeypatch.setattr(incarnation, "EXIT_GRACE", 0.05)  # no process explains its end here
     houses: list[House] = []
 
     async def start(**settings: Any) -> House:
@@ -239,7 +240,7 @@ async def test_a_rank_that_leaves_ends_the_commands_under_way(open_house: Any) -
 async def test_one_failing_rank_does_not_leave_the_others_in_a_collective(
     open_house: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_group, "ERROR_GRACE", 0.1)
+    monkeypatch.setattr(incarnation, "ERROR_GRACE", 0.1)
     house = await open_house()
 
     async def never(command: pb.FollowResponse) -> None:

@@ -13,8 +13,7 @@ import torch
 
 from services.trainer.config import TrainerConfig
 from services.trainer.controller.publication import Publisher
-from services.trainer.controller.state import TrainerState
-from services.trainer.controller.turns import Turns
+from services.trainer.controller.state import TrainerState, Turns
 from services.trainer.rank.executor import _shard_to_proto
 from sluice import faults
 from sluice.api.trainer.v1 import worker_service_pb2 as pb

@@ -1,4 +1,4 @@
-"""Keys and values of running samples, in rows of a few sizes, and attention over them.
+"""Keys and values of running samples and of prompts, and attention over them.
 
 A running sample owns one row of the smallest size that holds it and moves to the next size
 when it outgrows it. Rows in use are kept dense, so that attention reads a slice without a
@@ -7,7 +7,8 @@ gather and pays for at most twice the sample's own length, whatever its neighbou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -269,3 +270,201 @@ def attend_packed(
 
 
 AttentionInterface.register(IMPLEMENTATION, attend_packed)
+
+
+@dataclass(eq=False)
+class PrefillPrompt:
+    """A prompt on its way through prefill; the cache and logits serve all samples of it."""
+
+    token_ids: torch.Tensor  # int64[length] on the host
+    length: int
+    chain: tuple[int, ...] = ()  # hashes of its blocks, for the prefix cache
+    done: int = 0  # tokens whose keys and values are in `kv`
+    kv: torch.Tensor | None = None  # [layers, 2, kv_heads, length, head_dim]
+    logits: torch.Tensor | None = None  # float32[V] after the last token
+    experts: torch.Tensor | None = None  # int16[done, mixture layers, chosen], if watched
+
+    @staticmethod
+    def of(token_ids: Sequence[int]) -> PrefillPrompt:
+        return PrefillPrompt(torch.tensor(token_ids, dtype=torch.int64), len(token_ids))
+
+    def restart(self) -> None:
+        """Forgets what was made of it."""
+        self.done, self.kv, self.logits, self.experts = 0, None, None, None
+
+    def add_experts(self, chosen: torch.Tensor) -> None:
+        """Adds the experts of a chunk, never in place: samples keep what they began with."""
+        self.experts = chosen if self.experts is None else torch.cat([self.experts, chosen])
+
+
+BLOCK = 16  # tokens; prefixes are shared in whole blocks
+
+
+def block_chain(token_ids: torch.Tensor) -> tuple[int, ...]:
+    """Returns one hash per whole block of int64[length], each of all tokens up to its end."""
+    data, chain, so_far = token_ids.numpy().tobytes(), [], 0
+    for end in range(BLOCK, len(token_ids) + 1, BLOCK):
+        so_far = hash((so_far, data[(end - BLOCK) * 8 : end * 8]))
+        chain.append(so_far)
+    return tuple(chain)
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """kv: [layers, 2, kv_heads, length, head_dim] of token_ids int64[length]; experts too."""
+
+    token_ids: torch.Tensor
+    chain: tuple[int, ...]
+    kv: torch.Tensor
+    experts: torch.Tensor | None
+
+
+class PrefixCache:
+    """Keeps keys and values of recent prompts, for new prompts that begin alike.
+
+    Prompts of one task share their instructions, and the next turn of an episode begins with the
+    last one. At most `limit` tokens, least recently used first out; 0 keeps nothing.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.hit_tokens = 0  # that were not encoded again, ever
+        self._limit, self._used = limit, 0
+        self._entries: OrderedDict[int, Entry] = OrderedDict()  # by last hash of the chain
+        # Hash of any block -> the entry with it that was used last.
+        self._owner: dict[int, int] = {}
+
+    def chain(self, token_ids: torch.Tensor) -> tuple[int, ...]:
+        """Returns the hashes of a prompt's blocks, none when nothing is kept."""
+        return block_chain(token_ids) if self._limit else ()
+
+    def adopt(self, prompt: PrefillPrompt) -> bool:
+        """Begins `prompt` with the longest cached prefix that leaves a token to encode."""
+        for count in range(min(len(prompt.chain), (prompt.length - 1) // BLOCK), 0, -1):
+            owner = self._owner.get(prompt.chain[count - 1])
+            if owner is None:
+                continue
+            entry, length = self._entries[owner], count * BLOCK
+            if not torch.equal(entry.token_ids[:length], prompt.token_ids[:length]):
+                continue  # hashes met by chance
+            self._touch(owner)
+            layers, parts, heads, _, dim = entry.kv.shape
+            prompt.kv = entry.kv.new_empty(layers, parts, heads, prompt.length, dim)
+            prompt.kv[:, :, :, :length] = entry.kv[:, :, :, :length]
+            prompt.done = length
+            prompt.experts = None if entry.experts is None else entry.experts[:length]
+            self.hit_tokens += length
+            return True
+        return False
+
+    def insert(self, prompt: PrefillPrompt) -> None:
+        """Keeps what a prompt that is encoded whole has beyond those already here."""
+        assert prompt.kv is not None
+        chain = prompt.chain
+        if not chain or prompt.length > self._limit or chain[-1] in self._owner:
+            return
+        # A view of prompts encoded together would keep all of them.
+        kv = prompt.kv if prompt.kv.is_contiguous() else prompt.kv.clone()
+        self._entries[chain[-1]] = Entry(prompt.token_ids, chain, kv, prompt.experts)
+        self._touch(chain[-1])
+        self._used += prompt.length
+        while self._used > self._limit:
+            self._evict()
+
+    def clear(self) -> None:
+        """Forgets all: other weights make other keys and values."""
+        self._entries.clear()
+        self._owner.clear()
+        self._used = 0
+
+    def _touch(self, name: int) -> None:
+        self._entries.move_to_end(name)
+        self._owner.update(dict.fromkeys(self._entries[name].chain, name))
+
+    def _evict(self) -> None:
+        name, entry = self._entries.popitem(last=False)
+        self._used -= len(entry.token_ids)
+        for block in entry.chain:
+            if self._owner.get(block) == name:
+                del self._owner[block]
+
+
+class CacheRows:
+    """Keeps stores by row size. A lane has a packed index: by row size, then by row.
+
+    `place`, `free` and `promote` break that order; `order` says how to restore it.
+    """
+
+    def __init__(self, shape: CacheShape, max_length: int) -> None:
+        self._shape, self._max_length = shape, max_length
+        self._stores: dict[int, RowStore] = {}
+        self._members: dict[int, list[int]] = {}  # capacity -> packed index of each row
+
+    def place(self, prompt: torch.Tensor, members: Sequence[int]) -> None:
+        """Adds rows that begin with `prompt` [layers, 2, kv_heads, length, head_dim]."""
+        capacity = self._store(prompt.shape[3] + 1)
+        self._stores[capacity].extend(prompt, len(members))
+        self._members[capacity].extend(members)
+
+    def free(self, gone: Collection[int]) -> None:
+        """Frees the rows of some packed indices."""
+        for capacity, members in self._members.items():
+            kept = [row for row, member in enumerate(members) if member not in gone]
+            if len(kept) < len(members):
+                self._keep(capacity, kept)
+
+    def promote(self, places: Sequence[int]) -> None:
+        """Moves lanes whose next token, at places[packed index], is beyond their row."""
+        for capacity in sorted(self._members):
+            members = self._members[capacity]
+            leaving = [row for row, member in enumerate(members) if places[member] >= capacity]
+            if leaving:
+                larger = self._store(capacity + 1)
+                self._stores[larger].adopt(self._stores[capacity], leaving)
+                self._members[larger].extend(members[row] for row in leaving)
+                gone = set(leaving)
+                self._keep(capacity, [row for row in range(len(members)) if row not in gone])
+
+    def order(self) -> list[int]:
+        """Returns packed indices in the order they should have; they count as renumbered so."""
+        order: list[int] = []
+        for capacity in sorted(self._members):
+            members = self._members[capacity]
+            self._members[capacity] = list(range(len(order), len(order) + len(members)))
+            order += members
+        return order
+
+    def blocks(self, places: Sequence[int], *, whole_rows: bool) -> list[DecodeBlock]:
+        """Makes attention blocks in packed order; the next token of lane i goes to places[i].
+
+        With `whole_rows` a lane attends to all of its row, masked, whatever others need.
+        """
+        device, blocks = self._shape.device, []
+        for capacity in sorted(self._members):
+            if not (members := self._members[capacity]):
+                continue
+            mine = places[members[0] : members[-1] + 1]
+            positions = torch.tensor(mine, device=device)
+            heads = torch.arange(len(mine) * self._shape.kv_heads, device=device)
+            each = positions.repeat_interleave(self._shape.kv_heads)
+            blocks.append(
+                DecodeBlock(
+                    kv=self._stores[capacity].kv,
+                    slots=heads * capacity + each,
+                    positions=positions,
+                    length=max(mine) + 1,
+                    attended=capacity if whole_rows else 0,
+                    uniform=not whole_rows and min(mine) == max(mine),
+                )
+            )
+        return blocks
+
+    def _keep(self, capacity: int, rows: list[int]) -> None:
+        members = self._members[capacity]
+        self._members[capacity] = [members[row] for row in self._stores[capacity].keep(rows)]
+
+    def _store(self, length: int) -> int:
+        capacity = capacity_for(length, self._max_length)
+        if capacity not in self._stores:
+            self._stores[capacity] = RowStore(self._shape, capacity)
+            self._members[capacity] = []
+        return capacity

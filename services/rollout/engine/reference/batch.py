@@ -1,25 +1,159 @@
-"""The running samples as one batch: their columns, rows of the cache and drawn tokens."""
+"""Requests and their running samples, which are one batch: columns, draws and ends."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from services.rollout.engine.interface import Delta, FinishReason
+from services.rollout.engine.interface import Delta, FinishReason, Generation, Sampling, Timing
 from services.rollout.engine.reference.attention import (
     Block,
+    CacheRows,
     CacheShape,
     DecodeBlock,
     PaddingBlock,
-    RowStore,
-    capacity_for,
+    PrefillPrompt,
 )
-from services.rollout.engine.reference.drawing import Drawn, DrawSettings, draw, draw_fixed
-from services.rollout.engine.reference.lanes import Lane, Outputs, Request, Version
+from services.rollout.engine.reference.drawing import (
+    Drawn,
+    DrawSettings,
+    Outputs,
+    Written,
+    draw,
+    draw_fixed,
+)
+from sluice.samples.sample import VersionSpan
+
+Version = tuple[int, str]  # number and digest
+TopTokens = tuple[tuple[int, float], ...]  # likeliest first, with log-probabilities
+
+
+@dataclass(eq=False)
+class Request:
+    """A generation: samples 0..started-1 have begun, `ended` of them have finished."""
+
+    key: int
+    generation: Generation
+    prompt: PrefillPrompt
+    seeds: tuple[int, ...]
+    stops: tuple[int, ...]
+    budget: int  # tokens each sample may have
+    arrived: float = field(default_factory=time.monotonic)
+    admitted: float = 0.0
+    started: int = 0
+    ended: int = 0
+
+    @property
+    def request_id(self) -> str:
+        return self.generation.request_id
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.generation.sampling
+
+    @property
+    def unstarted(self) -> int:
+        return self.generation.sample_count - self.started
+
+    @property
+    def samples_to_start(self) -> int:
+        """Samples that will take a slot."""
+        return self.unstarted
+
+    @property
+    def reserved(self) -> int:
+        """Cache tokens one sample may come to use."""
+        return self.prompt.length + self.budget
+
+
+@dataclass(eq=False)
+class Scoring:
+    """Log-probabilities wanted of the prompt's tokens from `first` on, gathered by chunk."""
+
+    key: int
+    prompt: PrefillPrompt
+    first: int
+    top_count: int = 0
+    logprobs: list[float] = field(default_factory=list)
+    top: list[TopTokens] = field(default_factory=list)
+    unstarted: int = 1  # it counts like a sample while it waits,
+    samples_to_start: int = 0  # but takes no slot
+    reserved: int = 0
+
+
+@dataclass(eq=False)
+class Lane:
+    """A running sample. `versions` says from which of its tokens on each version drew."""
+
+    request: Request
+    index: int
+    slot: int = 0  # in the outputs
+    sent: int = 0  # tokens already handed out
+    began: float = 0.0  # when its first token was drawn; 0: never
+    prompt_experts: torch.Tensor | None = None  # int16[prompt, mixture layers, chosen]
+    versions: list[tuple[int, Version]] = field(default_factory=list)
+
+    @property
+    def tempered(self) -> bool:
+        return self.request.sampling.temperature not in (0, 1)
+
+    def mark(self, count: int, version: Version) -> None:
+        """Notes that tokens from number `count` on come from `version`."""
+        if self.versions and self.versions[-1][0] == count:
+            self.versions.pop()
+        self.versions.append((count, version))
+
+    def delta(self, written: Written, finish_reason: FinishReason | None) -> Delta:
+        """Returns the tokens that follow those already sent."""
+        first, self.sent = self.sent, self.sent + len(written.token_ids)
+        return Delta(
+            index=self.index,
+            token_ids=written.token_ids,
+            logprobs=written.logprobs,
+            logprobs_t1=written.logprobs_t1,
+            spans=self._spans(first, self.sent),
+            finish_reason=finish_reason,
+            timing=self._timing() if finish_reason else None,
+            routed_experts=self._experts(written) if finish_reason else None,
+        )
+
+    def _experts(self, written: Written) -> np.ndarray | None:
+        """Returns the experts of the prompt and of all drawn tokens but the last."""
+        if self.prompt_experts is None:
+            return None
+        parts = [self.prompt_experts]
+        if written.experts is not None:  # None: nothing has been decoded yet
+            parts.append(written.experts)
+        return torch.cat(parts).cpu().numpy()
+
+    def _timing(self) -> Timing:
+        """Returns the timing of a sample that ends now."""
+        now, request = time.monotonic(), self.request
+        admitted = request.admitted or now
+        began = self.began or now
+        return Timing(
+            queue=admitted - request.arrived, prefill=began - admitted, decode=now - began
+        )
+
+    def _spans(self, first: int, end: int) -> tuple[VersionSpan, ...]:
+        if first == end:
+            return ()
+        untils = [*(begin for begin, _ in self.versions[1:]), end]
+        return tuple(
+            VersionSpan(
+                version=version,
+                digest=digest,
+                first_token=max(begin, first),
+                last_token=min(until, end) - 1,
+            )
+            for (begin, (version, digest)), until in zip(self.versions, untils, strict=True)
+            if max(begin, first) < min(until, end)
+        )
 
 
 @dataclass(frozen=True)
@@ -91,88 +225,6 @@ class Columns:
 def _columns(plain: Sequence[torch.Tensor], settings: DrawSettings) -> Columns:
     tokens, positions, counts, budgets, slots, stops = plain
     return Columns(tokens, positions, counts, budgets, slots, stops, settings)
-
-
-class CacheRows:
-    """Keeps stores by row size. A lane has a packed index: by row size, then by row.
-
-    `place`, `free` and `promote` break that order; `order` says how to restore it.
-    """
-
-    def __init__(self, shape: CacheShape, max_length: int) -> None:
-        self._shape, self._max_length = shape, max_length
-        self._stores: dict[int, RowStore] = {}
-        self._members: dict[int, list[int]] = {}  # capacity -> packed index of each row
-
-    def place(self, prompt: torch.Tensor, members: Sequence[int]) -> None:
-        """Adds rows that begin with `prompt` [layers, 2, kv_heads, length, head_dim]."""
-        capacity = self._store(prompt.shape[3] + 1)
-        self._stores[capacity].extend(prompt, len(members))
-        self._members[capacity].extend(members)
-
-    def free(self, gone: Collection[int]) -> None:
-        """Frees the rows of some packed indices."""
-        for capacity, members in self._members.items():
-            kept = [row for row, member in enumerate(members) if member not in gone]
-            if len(kept) < len(members):
-                self._keep(capacity, kept)
-
-    def promote(self, places: Sequence[int]) -> None:
-        """Moves lanes whose next token, at places[packed index], is beyond their row."""
-        for capacity in sorted(self._members):
-            members = self._members[capacity]
-            leaving = [row for row, member in enumerate(members) if places[member] >= capacity]
-            if leaving:
-                larger = self._store(capacity + 1)
-                self._stores[larger].adopt(self._stores[capacity], leaving)
-                self._members[larger].extend(members[row] for row in leaving)
-                gone = set(leaving)
-                self._keep(capacity, [row for row in range(len(members)) if row not in gone])
-
-    def order(self) -> list[int]:
-        """Returns packed indices in the order they should have; they count as renumbered so."""
-        order: list[int] = []
-        for capacity in sorted(self._members):
-            members = self._members[capacity]
-            self._members[capacity] = list(range(len(order), len(order) + len(members)))
-            order += members
-        return order
-
-    def blocks(self, places: Sequence[int], *, whole_rows: bool) -> list[DecodeBlock]:
-        """Makes attention blocks in packed order; the next token of lane i goes to places[i].
-
-        With `whole_rows` a lane attends to all of its row, masked, whatever others need.
-        """
-        device, blocks = self._shape.device, []
-        for capacity in sorted(self._members):
-            if not (members := self._members[capacity]):
-                continue
-            mine = places[members[0] : members[-1] + 1]
-            positions = torch.tensor(mine, device=device)
-            heads = torch.arange(len(mine) * self._shape.kv_heads, device=device)
-            each = positions.repeat_interleave(self._shape.kv_heads)
-            blocks.append(
-                DecodeBlock(
-                    kv=self._stores[capacity].kv,
-                    slots=heads * capacity + each,
-                    positions=positions,
-                    length=max(mine) + 1,
-                    attended=capacity if whole_rows else 0,
-                    uniform=not whole_rows and min(mine) == max(mine),
-                )
-            )
-        return blocks
-
-    def _keep(self, capacity: int, rows: list[int]) -> None:
-        members = self._members[capacity]
-        self._members[capacity] = [members[row] for row in self._stores[capacity].keep(rows)]
-
-    def _store(self, length: int) -> int:
-        capacity = capacity_for(length, self._max_length)
-        if capacity not in self._stores:
-            self._stores[capacity] = RowStore(self._shape, capacity)
-            self._members[capacity] = []
-        return capacity
 
 
 Deltas = list[tuple[Lane, Delta]]

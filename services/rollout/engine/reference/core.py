@@ -20,17 +20,22 @@ from services.rollout.engine.interface import (
     check_generation,
     check_score,
 )
-from services.rollout.engine.reference.attention import Block, ForwardPlan, PromptBlock
-from services.rollout.engine.reference.batch import DecodeBatch, Deltas
-from services.rollout.engine.reference.lanes import (
-    Lane,
+from services.rollout.engine.reference.attention import (
+    Block,
+    ForwardPlan,
     PrefillPrompt,
     PrefixCache,
+    PromptBlock,
+)
+from services.rollout.engine.reference.batch import (
+    DecodeBatch,
+    Deltas,
+    Lane,
     Request,
     Scoring,
     TopTokens,
-    Written,
 )
+from services.rollout.engine.reference.drawing import Written
 from services.rollout.engine.reference.model import PreparedWeights, ServingModel
 from services.rollout.errors import NoWeightsError
 from sluice.runtime.errors import QueueFullError, ServiceError

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import httpx2
 
-from services.rollout.engine.sglang.samples import Version, parse_tag
+from services.rollout.engine.versions import Version, parse_tag
 from services.rollout.errors import EngineFailedError
 from sluice.runtime.errors import InvalidFieldError, ServiceError
 

@@ -28,13 +28,8 @@ from services.rollout.engine.sglang.client import (
     refusal,
 )
 from services.rollout.engine.sglang.load import Load, SlotLimiter
-from services.rollout.engine.sglang.samples import (
-    PendingSample,
-    Routing,
-    Version,
-    sampling_parameters,
-    tag,
-)
+from services.rollout.engine.sglang.samples import PendingSample, Routing, sampling_parameters
+from services.rollout.engine.versions import Version, tag
 from services.rollout.errors import EngineFailedError
 from sluice.runtime.errors import ServiceError
 

@@ -18,9 +18,9 @@ from services.rollout.engine.sglang.client import (
 )
 from services.rollout.engine.sglang.jobs import ServerHandle
 from services.rollout.engine.sglang.load import Load, SlotLimiter
-from services.rollout.engine.sglang.samples import Version
 from services.rollout.engine.sglang.servers import Servers
 from services.rollout.engine.sglang.weights import DiskVersion, ServerWeights
+from services.rollout.engine.versions import Version
 from services.rollout.errors import EngineFailedError, NoSleepError, NoWeightsError
 
 if TYPE_CHECKING:

@@ -16,26 +16,13 @@ from typing import Any
 import numpy as np
 
 from services.rollout.engine.interface import Delta, FinishReason, Generation, Timing
+from services.rollout.engine.versions import Version, parse_tag
 from services.rollout.errors import EngineFailedError, UnfitWeightsError
 from sluice.runtime.errors import InvalidFieldError
 from sluice.samples.sample import VersionSpan
 from sluice.weights.errors import InvalidCheckpointError
 from sluice.weights.rules.shape import ConfigKeys, read_shape
 from sluice.weights.rules.weight_map import family_of
-
-Version = tuple[int, str]
-
-
-def tag(version: int, digest: str) -> str:
-    return f"{version}:{digest}"
-
-
-def parse_tag(text: object) -> Version | None:
-    """Reads a version; None for a name that we did not give."""
-    number, separator, digest = str(text).partition(":")
-    if not (separator and number.isdigit() and digest):
-        return None
-    return int(number), digest
 
 
 def of_tokens(versions: Iterable[Version], first: int) -> tuple[VersionSpan, ...]:

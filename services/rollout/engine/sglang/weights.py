@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from services.rollout.engine.sglang.client import Capabilities, SglangClient, SGLangRefusedError
-from services.rollout.engine.sglang.samples import tag
 from services.rollout.engine.versions import (
     checked_manifest,
     describe_model,
     reading,
+    tag,
 )
 from services.rollout.errors import DigestMismatchError, EngineFailedError, UnfitWeightsError
 from sluice import platform

@@ -6,11 +6,8 @@ They are chosen by name; another name is a user's function `package.module:name`
 from __future__ import annotations
 
 import inspect
-import math
-import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from numbers import Real
 from typing import Any, ClassVar
 
 from pydantic import model_validator
@@ -22,6 +19,7 @@ from services.rollout.environments.environment import (
     SettingError,
     Task,
     TextTokenizer,
+    rewards_from,
 )
 from services.rollout.environments.registry import load, load_function, parse_settings
 from sluice.config import Config
@@ -35,8 +33,6 @@ GRADERS = {  # nothing heavy is imported until chosen
     "math": f"{_HERE}.mathematics:Mathematics",
     "remote": f"{_HERE}.remote:Remote",
 }
-_FIELDS = {"reward", "raw_reward", "scores", "trained"}
-LARGEST_REWARD = 1e30  # float32, which advantages are, holds the sum over any group
 
 
 class NoSettings(Config):
@@ -108,78 +104,6 @@ def last_boxed(text: str) -> str:
                 return text[start + len("\\boxed{") : index]
         end = start
     return ""
-
-
-class InvalidRewardError(ValueError):
-    """Something that is no list of rewards; the message says what is wrong with it."""
-
-
-def rewards_from(values: Any, count: int) -> list[Reward]:
-    """Checks rewards, one per response, and returns them. Raises InvalidRewardError."""
-    if not isinstance(values, Sequence) or isinstance(values, str):
-        raise InvalidRewardError(f"rewards must be a list, not {type(values).__name__}")
-    if len(values) != count:
-        raise InvalidRewardError(f"{len(values)} rewards for {count} responses")
-    return [_reward_from(value, index) for index, value in enumerate(values)]
-
-
-def _reward_from(value: Any, index: int) -> Reward:
-    where = f"rewards[{index}]"
-    if isinstance(value, Reward):
-        value = {
-            "reward": value.reward,
-            "raw_reward": value.raw_reward,
-            "scores": value.scores,
-            "trained": value.trained,
-        }
-    if not isinstance(value, Mapping):
-        number = _number(value, where)
-        return Reward(reward=number, raw_reward=number)
-    if unknown := value.keys() - _FIELDS:
-        names = ", ".join(sorted(map(str, unknown)))
-        raise InvalidRewardError(f"{where} has unknown keys: {names}")
-    if "reward" not in value:
-        raise InvalidRewardError(f"{where} has no reward")
-    raw, scores = value.get("raw_reward"), value.get("scores") or {}
-    trained = value.get("trained", True)
-    if not isinstance(scores, Mapping):
-        raise InvalidRewardError(f"{where}.scores is {_shown(scores)}, not an object")
-    if not isinstance(trained, bool):
-        raise InvalidRewardError(f"{where}.trained is {_shown(trained)}, not true or false")
-    if nameless := [name for name in scores if not isinstance(name, str)]:
-        raise InvalidRewardError(f"{where}.scores has {_shown(nameless[0])} as a name")
-    return Reward(
-        reward=_number(value["reward"], f"{where}.reward"),
-        raw_reward=None if raw is None else _number(raw, f"{where}.raw_reward"),
-        scores={name: _number(score, f"{where}.scores.{name}") for name, score in scores.items()},
-        trained=trained,
-    )
-
-
-def _number(value: Any, where: str) -> float:
-    """Returns a number, or the one that a numpy or torch scalar holds. True is none."""
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()
-    if not isinstance(value, Real) or isinstance(value, bool):
-        raise InvalidRewardError(f"{where} is {_shown(value)}, not a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not abs(number) <= LARGEST_REWARD:  # NaN neither
-        raise InvalidRewardError(
-            f"{where} is {_shown(value)}, not a finite number up to {LARGEST_REWARD:g}"
-        )
-    return number
-
-
-def _shown(value: Any) -> str:
-    """A value in short, and its type; a number of too many digits has no text at all."""
-    kind = type(value).__name__
-    try:
-        return f"{reprlib.repr(value)} ({kind})"
-    except ValueError:
-        return f"a long {kind}"
 
 
 class UserFunction(Grader):

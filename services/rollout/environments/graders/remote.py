@@ -18,8 +18,14 @@ import aiohttp
 import grpc
 from pydantic import Field
 
-from services.rollout.environments.environment import Response, Reward, Task
-from services.rollout.environments.graders.grader import Grader, InvalidRewardError, rewards_from
+from services.rollout.environments.environment import (
+    InvalidRewardError,
+    Response,
+    Reward,
+    Task,
+    rewards_from,
+)
+from services.rollout.environments.graders.grader import Grader
 from sluice.config import Config
 from sluice.runtime.errors import DeadlineError, ServiceError
 from sluice.runtime.recovery import Backoff

@@ -16,12 +16,7 @@ from services.rollout.environments.environment import (
     Task,
     TextTokenizer,
 )
-from services.rollout.environments.graders.grader import (
-    AnswerSettings,
-    Grader,
-    answers_of,
-    exact,
-)
+from services.rollout.environments.graders.grader import AnswerSettings, Grader, answers_of, exact
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)

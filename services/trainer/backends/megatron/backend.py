@@ -40,12 +40,10 @@ from services.trainer.backends.megatron.upstream import current_device
 from services.trainer.backends.megatron.weights import write_shards
 from services.trainer.config import Head, TrainerConfig
 from sluice import platform
-from sluice.algo.inputs import check_columns, pack_rows
-from sluice.algo.losses import compute_loss
+from sluice.algo.losses import check_columns, compute_loss, pack_rows
 from sluice.algo.spec import LossSpec, required_columns
 from sluice.weights.manifest import ShardFile
-from sluice.weights.shards import write_shard
-from sluice.weights.writer import ShardWrite
+from sluice.weights.shards import ShardWrite, write_shard
 
 
 class MegatronBackend(TrainingBackend):

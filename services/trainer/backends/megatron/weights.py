@@ -24,7 +24,7 @@ from sluice.weights.manifest import ShardFile
 from sluice.weights.rules.packing import Slice, pack, source_slices, unpack
 from sluice.weights.rules.rule import ShardAxis
 from sluice.weights.rules.weight_map import Binding, rule_name
-from sluice.weights.writer import ShardWrite
+from sluice.weights.shards import ShardWrite
 
 NEW_HEAD = {"score.weight", "score.bias"}  # zero where a checkpoint is a language model's
 LANGUAGE_HEAD = "lm_head.weight"

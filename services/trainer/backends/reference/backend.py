@@ -31,13 +31,11 @@ from services.trainer.backends.reference.model import ScoredModel
 from services.trainer.config import OptimConfig, TrainerConfig
 from sluice import platform
 from sluice.algo.collectives import create_collectives
-from sluice.algo.inputs import pack_rows
 from sluice.algo.logprobs import EntropyMode
-from sluice.algo.losses import compute_loss
+from sluice.algo.losses import compute_loss, pack_rows
 from sluice.algo.spec import LossSpec
 from sluice.weights.manifest import ShardFile
-from sluice.weights.shards import write_shard
-from sluice.weights.writer import ShardWrite
+from sluice.weights.shards import ShardWrite, write_shard
 
 NON_FINITE = "non-finite gradient norm"
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_

@@ -23,11 +23,10 @@ from sluice.algo.advantages import (
     generalized_advantages,
     place_terminal,
 )
-from sluice.algo.inputs import pack_rows
+from sluice.algo.aggregation import Moments
 from sluice.algo.layout import SequenceLayout
 from sluice.algo.logprobs import VocabShard, linear_logprobs, token_logprobs
-from sluice.algo.losses import compute_loss
-from sluice.algo.moments import Moments
+from sluice.algo.losses import compute_loss, pack_rows
 from sluice.algo.spec import AdvantageSpec
 
 WORLD = 4

@@ -8,10 +8,9 @@ from functools import cache
 import torch
 
 from sluice.algo.collectives import gather_placed, gather_tokens
-from sluice.algo.inputs import pack_rows
 from sluice.algo.layout import ResponseLayout, SequenceLayout
 from sluice.algo.logprobs import linear_logprobs
-from sluice.algo.losses import compute_loss
+from sluice.algo.losses import compute_loss, pack_rows
 from sluice.algo.spec import LossSpec
 
 VOCAB, HIDDEN = 19, 8
