@@ -50,6 +50,8 @@ class Platform:
     device_type: str  # torch device type
     collective: str  # torch.distributed backend
     visible_env: str  # variable that masks devices; empty on cpu
+    # its matrix products of bfloat16 can be answered in float32, as they were summed
+    has_wide_products: bool = False
 
     @property
     def module(self) -> ModuleType:
@@ -155,7 +157,7 @@ class _Npu(Platform):
 
 
 CPU = _Cpu("cpu", "gloo", "")
-CUDA = _Cuda("cuda", "nccl", "CUDA_VISIBLE_DEVICES")
+CUDA = _Cuda("cuda", "nccl", "CUDA_VISIBLE_DEVICES", has_wide_products=True)
 NPU = _Npu("npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES")
 _PLATFORMS = {platform.device_type: platform for platform in (CPU, CUDA, NPU)}
 

@@ -148,6 +148,10 @@ class TrainerConfig(ProcessConfig):
     autocast: bool = Field(
         False, description="bfloat16 in the matrix products of the reference backend."
     )
+    float32_head: bool = Field(
+        True,
+        description="Logits of a bfloat16 model in float32; else rounded, and log-probs with them.",
+    )
     threads: int = Field(1, ge=1, description="Of a rank on a CPU.")
     durable: bool = Field(
         True, description="False: what a crash of the machine leaves in the store is undefined."
@@ -191,6 +195,10 @@ class TrainerConfig(ProcessConfig):
             raise ValueError("autocast has no effect with backend megatron; set megatron.dtype")
         if self.backend == "megatron" and self.publish_dtype != "float32":
             raise ValueError("publish_dtype has no effect with backend megatron; leave it out")
+        narrow = self.autocast if self.backend == "reference" else self.megatron.dtype != "float32"
+        if not self.float32_head and (not narrow or self.head == "value"):
+            what = "head value" if narrow else "a float32 model"
+            raise ValueError(f"float32_head has no effect with {what}; leave it out")
         return self
 
     @model_validator(mode="after")

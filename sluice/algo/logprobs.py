@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from sluice import platform
 from sluice.algo.collectives import Collectives
 
 EntropyMode = Literal["off", "metric", "gradient"]
@@ -62,6 +63,7 @@ class _RowOptions:
     chunk_rows: int
     block_rows: int  # rows of elementwise work at a time: two buffers of them fit in a chunk
     vocab: VocabShard
+    float32: bool = False  # logits of linear_logprobs, whatever they are products of
 
 
 def token_logprobs(
@@ -100,11 +102,14 @@ def linear_logprobs(
     entropy: EntropyMode = "metric",
     chunk_rows: int = DEFAULT_CHUNK_ROWS,
     vocab: VocabShard = WHOLE_VOCAB,
+    float32: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes `token_logprobs(hidden @ weight.T, targets)` within about chunk_rows x V x 4 bytes.
 
     hidden_TH: float[T, H]. weight_VH: float[V, H], same dtype, no bias. The gradient of the weight
     is summed over chunks in float32 or better, as is that of the hidden states over ranks.
+    float32: the logits are not rounded to the dtype of their factors, which in bfloat16 puts the
+    log-probs of a large model off by 1e-2 (arXiv 2506.13585, section 3.2).
     With `vocab.collectives` the weight is one shard of the vocabulary and the hidden states are
     the same on all its ranks: forward runs one MAX and one SUM all-reduce, backward one SUM
     all-reduce of the hidden states' gradient (if they need one).
@@ -114,6 +119,8 @@ def linear_logprobs(
     options = _check_options(
         temperature, entropy, chunk_rows, vocab, targets_T, len(weight_VH), hidden_TH.device
     )
+    if float32:
+        options = replace(options, float32=True)
     apply: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _LinearLogprobs.apply
     return apply(hidden_TH, weight_VH, targets_T, options)
 
@@ -156,7 +163,7 @@ class _RowSums:
     """The running numbers of T rows: local maximum, sum of weights, and what the entropy needs."""
 
     def __init__(self, like_TV: torch.Tensor, rows: int, options: _RowOptions) -> None:
-        dtype = torch.promote_types(like_TV.dtype, torch.float32)
+        dtype = _wide(like_TV.dtype)
         self.max_T = torch.full((rows,), LOWEST_MAX, dtype=dtype, device=like_TV.device)
         self.sums_3T = torch.zeros(3, rows, dtype=dtype, device=like_TV.device)
         self.options = options
@@ -312,12 +319,12 @@ class _LinearLogprobs(torch.autograd.Function):
         targets_T: torch.Tensor,
         options: _RowOptions,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        real_VH = weight_VH[: options.vocab.real_columns(len(weight_VH))]
+        real_VH = _factor(weight_VH[: options.vocab.real_columns(len(weight_VH))], options)
         sums = _RowSums(hidden_TH, len(hidden_TH), options)
         buffer_RV = _chunk_buffer(hidden_TH, real_VH, options)
         for rows in _row_blocks(len(hidden_TH), options.chunk_rows):
             logits_RV = buffer_RV[: rows.stop - rows.start]
-            torch.mm(hidden_TH[rows], real_VH.t(), out=logits_RV)
+            _make_logits(hidden_TH[rows], real_VH, logits_RV)
             for part in _sub_blocks(logits_RV, options):
                 at = rows.start + part.start
                 sums.add_rows(at, logits_RV[part], targets_T[at : rows.start + part.stop])
@@ -336,7 +343,7 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden_TH, weight_VH, targets_T, entropy_T, max_T, log_total_T = ctx.saved_tensors
         options: _RowOptions = ctx.options
         real = options.vocab.real_columns(len(weight_VH))
-        real_VH = weight_VH[:real]
+        real_VH = _factor(weight_VH[:real], options)
         dtype = log_total_T.dtype
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden_TH = hidden_TH.new_empty(hidden_TH.shape) if needs_hidden else None
@@ -345,14 +352,16 @@ class _LinearLogprobs(torch.autograd.Function):
         buffer_RV = _chunk_buffer(hidden_TH, real_VH, options)
         for rows in _row_blocks(len(hidden_TH), options.chunk_rows):
             chunk_RV = buffer_RV[: rows.stop - rows.start]
-            torch.mm(hidden_TH[rows], real_VH.t(), out=chunk_RV)
+            _make_logits(hidden_TH[rows], real_VH, chunk_RV)
             for part in _sub_blocks(chunk_RV, options):
                 whole = slice(rows.start + part.start, rows.start + part.stop)
                 gradients.write(whole, chunk_RV[part], targets_T[whole], chunk_RV[part], options)
+            gradient_RV = chunk_RV.to(real_VH.dtype)
             if grad_hidden_TH is not None:
-                torch.mm(chunk_RV, real_VH, out=grad_hidden_TH[rows])
+                grad_hidden_TH[rows] = gradient_RV @ real_VH
             if grad_weight_VH is not None:
-                _add_product(grad_weight_VH[:real], chunk_RV.t(), hidden_TH[rows])
+                factor_RH = hidden_TH[rows].to(real_VH.dtype)
+                _add_product(grad_weight_VH[:real], gradient_RV.t(), factor_RH)
         if grad_hidden_TH is not None and options.vocab.collectives is not None:
             whole_TH = options.vocab.collectives.all_reduce(grad_hidden_TH.to(dtype), "sum")
             grad_hidden_TH = whole_TH.to(hidden_TH.dtype)
@@ -368,7 +377,27 @@ def _chunk_buffer(
     hidden_TH: torch.Tensor, real_VH: torch.Tensor, options: _RowOptions
 ) -> torch.Tensor:
     rows = min(options.chunk_rows, len(hidden_TH))
-    return hidden_TH.new_empty(rows, len(real_VH))
+    dtype = _wide(real_VH.dtype) if options.float32 else real_VH.dtype
+    return hidden_TH.new_empty(rows, len(real_VH), dtype=dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _factor(weight_VH: torch.Tensor, options: _RowOptions) -> torch.Tensor:
+    """The weight as products are made with it: in float32 where no narrower one will do."""
+    device = platform.current()
+    wide = device.has_wide_products and weight_VH.device.type == device.device_type
+    return weight_VH.to(_wide(weight_VH.dtype)) if options.float32 and not wide else weight_VH
+
+
+def _make_logits(hidden_RH: torch.Tensor, weight_VH: torch.Tensor, out_RV: torch.Tensor) -> None:
+    hidden_RH = hidden_RH.to(weight_VH.dtype)
+    if out_RV.dtype == weight_VH.dtype:
+        torch.mm(hidden_RH, weight_VH.t(), out=out_RV)
+    else:
+        torch.mm(hidden_RH, weight_VH.t(), out_dtype=out_RV.dtype, out=out_RV)
 
 
 def _sub_blocks(chunk_RV: torch.Tensor, options: _RowOptions) -> list[slice]:

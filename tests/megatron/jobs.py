@@ -114,6 +114,36 @@ def logprobs(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]
     return {}
 
 
+def head_gap(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """How far log-probs are from a float64 head over the same hidden states, on average.
+
+    The output weight is scaled up, so that logits are as large as those of a trained model.
+    """
+    backend = open_backend(rank, world, arguments)
+    made = backend._passes.head
+    assert made is not None
+    weight = made._weight().data.mul_(2)
+    shards = [torch.empty_like(weight) for _ in range(world)]
+    dist.all_gather(shards, weight)
+    whole_VH = torch.cat(shards).double()[: made._vocab]
+    gaps: list[torch.Tensor] = []
+    inner = made.responses
+
+    def compare(output: torch.Tensor, batch: Any, **options: Any) -> Any:
+        found = inner(output, batch, **options)
+        hidden_TH = output[0].index_select(0, batch.local_predictors).double()
+        exact_TV = (hidden_TH @ whole_VH.t() / options["temperature"]).log_softmax(-1)
+        exact_T = exact_TV.gather(1, batch.targets[:, None])[:, 0]
+        gaps.append((found.outputs.detach() - exact_T).abs())
+        return found
+
+    with unittest.mock.patch.object(made, "responses", compare):
+        backend.compute_logprobs([make_rows()], model="policy", temperature=0.8)
+        gather_gradients(backend, 0)
+    backend.close()
+    return {"gap": float(torch.cat(gaps).mean())}
+
+
 def main_gradient(tensor: LocalTensor) -> torch.Tensor:
     gradient: torch.Tensor = tensor.parameter.main_grad  # type: ignore[attr-defined]
     return gradient

@@ -181,6 +181,9 @@ def test_optimizer_and_recompute_change_no_number(
     _check_curve(answers, oracle, read_ranks(tmp_path, "weights"))
 
 
+HEADS = [({}, 0.0, 1e-5), ({"float32_head": False}, 1e-3, 0.1)]
+
+
 @pytest.mark.parametrize(
     ("world", "layout"),
     [
@@ -201,6 +204,18 @@ def test_bfloat16_gathers_gradients_in_float32(
         for step, wanted in zip(answer["steps"], oracle.steps, strict=True):
             assert step["loss"] == pytest.approx(wanted.loss, abs=0.05)
             assert step["grad_norm"] == pytest.approx(wanted.grad_norm, rel=0.05)
+
+
+@pytest.mark.parametrize(("settings", "least", "most"), HEADS)
+def test_the_head_of_a_bfloat16_model_is_float32_unless_told_not_to(
+    settings: dict[str, Any], least: float, most: float, pool: Pool, expected: Any, tmp_path: Path
+) -> None:
+    layout = {"dtype": "bfloat16", "tensor": 2, "sequence_parallel": True}
+    model = str(expected("qwen3").directory)
+    for answer in pool.run(
+        "head_gap", 2, model=model, layout=layout, trainer=settings, out=str(tmp_path)
+    ):
+        assert least <= answer["gap"] <= most
 
 
 def _check_curve(answers: list[dict[str, Any]], oracle: Any, weights: dict[str, Any]) -> None:

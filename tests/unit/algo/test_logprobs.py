@@ -1,10 +1,12 @@
 """Log-probs and entropy against log_softmax and autograd in float64."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sluice.algo import logprobs
 from sluice.algo.logprobs import VocabShard, linear_logprobs, token_logprobs
 
 HIDDEN = 6
@@ -182,3 +184,62 @@ def test_a_frozen_output_weight_gets_no_gradient():
     linear_logprobs(hidden, weight.detach(), targets)[0].sum().backward()
     expected = torch.autograd.grad(plain(hidden @ weight.detach().T, targets)[0].sum(), hidden)[0]
     torch.testing.assert_close(hidden.grad, expected)
+
+
+def realistic(rows=64, hidden_size=96, columns=900, seed=0):
+    """(hidden, weight, targets) in bfloat16, with logits of the size that trained models have."""
+    rng = np.random.default_rng(seed)
+    hidden = torch.from_numpy(rng.normal(scale=2.0, size=(rows, hidden_size))).bfloat16()
+    weight = torch.from_numpy(rng.normal(scale=0.4, size=(columns, hidden_size))).bfloat16()
+    return hidden, weight, torch.from_numpy(rng.integers(0, columns, rows))
+
+
+def oracle_logprobs(hidden, weight, targets, temperature=1.0):
+    """In numpy float64, from the very numbers that bfloat16 holds."""
+    logits = hidden.double().numpy() @ weight.double().numpy().T / temperature
+    top = logits.max(-1, keepdims=True)
+    chosen = np.take_along_axis(logits, targets.numpy()[:, None], 1)
+    return (chosen - top - np.log(np.exp(logits - top).sum(-1, keepdims=True)))[:, 0]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+@pytest.mark.parametrize("chunk_rows", [7, 512])
+def test_float32_logits_of_bfloat16_factors_are_exact(temperature, chunk_rows):
+    case = realistic()
+    wanted = oracle_logprobs(*case, temperature)
+    options = {"temperature": temperature, "chunk_rows": chunk_rows, "entropy": "off"}
+    exact, _ = linear_logprobs(*case, float32=True, **options)
+    rounded, _ = linear_logprobs(*case, **options)
+    assert np.abs(exact.numpy() - wanted).mean() < 1e-5
+    assert np.abs(rounded.numpy() - wanted).mean() > 5e-3  # the check above would see it
+
+
+def test_float32_logits_have_the_gradient_of_their_factors():
+    hidden, weight, targets = realistic(seed=1)
+    upstream = torch.randn(len(targets), generator=torch.Generator().manual_seed(0))
+    leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    logprobs, _ = linear_logprobs(*leaves, targets, float32=True, chunk_rows=10)
+    found = torch.autograd.grad((upstream * logprobs).sum(), leaves)
+    exact = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
+    wanted_logprobs, _ = plain(exact[0] @ exact[1].T, targets)
+    wanted = torch.autograd.grad((upstream.double() * wanted_logprobs).sum(), exact)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine.dtype == torch.bfloat16
+        # what is left is the rounding of the gradient itself, half a unit in the last place
+        torch.testing.assert_close(mine.double(), theirs, rtol=2**-8, atol=1e-5)
+
+
+def test_float32_logits_change_nothing_of_wider_factors():
+    leaves = draw(3, 20, 50)
+    for options in ({}, {"float32": True}):
+        found = linear_logprobs(*leaves, **options)[0]
+        torch.testing.assert_close(found, plain(leaves[0] @ leaves[1].T, leaves[2])[0])
+
+
+def test_a_wide_product_is_asked_for_in_words_that_torch_knows():
+    """On a device that has them; the shapes and types are checked without one."""
+    hidden, weight = (torch.empty(4, 3, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    out = torch.empty(4, 4, device="meta")
+    logprobs._make_logits(hidden, weight, out)
+    with pytest.raises(RuntimeError):
+        logprobs._make_logits(hidden, weight, out.double())

@@ -83,6 +83,36 @@ def test_autocast_stays_near_and_keeps_float32_gradients(model: Model, tmp_path:
     assert {gradient.dtype for gradient in gradients(fast).values()} == {torch.float32}
 
 
+@pytest.mark.parametrize(
+    ("settings", "least", "most"), [({}, 0.0, 1e-5), ({"float32_head": False}, 1e-3, 0.1)]
+)
+@pytest.mark.parametrize("max_logits", [0, 1 << 26])
+def test_the_head_is_float32_under_autocast_unless_told_not_to(
+    model: Model,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    least: float,
+    most: float,
+    max_logits: int,
+) -> None:
+    """Against a float64 head over the same hidden states, with logits of a trained model's size."""
+    monkeypatch.setattr(model_module, "MAX_LOGITS", max_logits)
+    rows = ragged_rows()
+    backend = start(model, tmp_path, autocast=True, **settings)
+    policy, layout = backend._policy.model, model_module.pack(rows)
+    weight_VH = policy.get_output_embeddings().weight
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        weight_VH.mul_(2)
+        hidden_TH = policy.base_model(**model_module._inputs(layout)).last_hidden_state[0]
+    hidden_RH = hidden_TH.index_select(0, layout.predictors).double()
+    table_RV = (hidden_RH @ weight_VH.detach().double().T / 0.8).log_softmax(-1)
+    exact = table_RV.gather(1, layout.targets[:, None])[:, 0]
+    found = backend.compute_logprobs([rows], model="policy", temperature=0.8)
+    gap = (torch.cat([found[row.sample_id] for row in rows]) - exact).abs().mean()
+    assert least <= float(gap) <= most
+
+
 def test_a_model_of_another_kind_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(ValueError, match="model_type gpt2 is unknown here; known: llama, qwen2"):

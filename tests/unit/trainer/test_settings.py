@@ -62,6 +62,15 @@ def test_linear_and_cosine_fall_to_the_minimum_and_stay() -> None:
         ({"server": {"host": "0.0.0.0"}}, "server"),
         ({"megatron": {"tensor": 2}}, "megatron has no effect"),
         ({**MEGATRON, "autocast": True}, "autocast"),
+        ({"float32_head": False}, "float32_head has no effect with a float32 model"),
+        (
+            {"float32_head": False, "autocast": True, "head": "value"},
+            "float32_head has no effect with head value",
+        ),
+        (
+            {**MEGATRON, "float32_head": False, "megatron": {"dtype": "float32"}},
+            "float32_head has no effect with a float32 model",
+        ),
         ({**MEGATRON, "publish_dtype": "bfloat16"}, "publish_dtype"),
         ({**MEGATRON, "megatron": {"sequence_parallel": True}}, "sequence_parallel"),
         ({**MEGATRON, "megatron": {"virtual_pipeline": 2}}, "virtual_pipeline"),

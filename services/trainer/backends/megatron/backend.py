@@ -140,6 +140,7 @@ class MegatronBackend(TrainingBackend):
             tensor=self._groups.tensor,
             head=head,
             trained=trained,
+            float32_head=self._config.float32_head,
         )
 
     def _create_replay(self) -> RoutingReplay | None:

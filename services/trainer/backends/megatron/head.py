@@ -94,8 +94,11 @@ class OutputHead:
     [1, T, hidden] (or, with a value head, values [1, T, 1]) instead of logits.
     """
 
-    def __init__(self, model: torch.nn.Module, *, vocab: int, tensor: Collectives) -> None:
-        self._owner = find_output_layer(model)
+    def __init__(
+        self, model: torch.nn.Module, *, vocab: int, tensor: Collectives, float32: bool
+    ) -> None:
+        """`float32`: logits are, also where the model is narrower."""
+        self._owner, self._float32 = find_output_layer(model), float32
         self._vocab, self._tensor = vocab, tensor
         layer = self._owner.output_layer
         self.gives_values = isinstance(layer, ValueHead)
@@ -111,14 +114,17 @@ class OutputHead:
             return ResponseOutputs(_over_context(local[:, None], batch)[:, 0], None)
         hidden_LH, weight_VH = output[0].index_select(0, batch.local_predictors), self._weight()
         options: Any = {"temperature": temperature, "entropy": entropy, "vocab": self._shard()}
-        if len(hidden_LH) * len(weight_VH) <= MAX_LOGITS:
+        wider = self._float32 and weight_VH.dtype != torch.float32
+        if len(hidden_LH) * len(weight_VH) <= MAX_LOGITS and not wider:
             whole_LH = copy_to_tensor_model_parallel_region(hidden_LH)  # its gradient is summed
             logits_LV = torch.nn.functional.linear(whole_LH, weight_VH)
             logprobs, entropies = token_logprobs(
                 logits_LV, batch.targets, reuse_logits=True, **options
             )
         else:
-            logprobs, entropies = linear_logprobs(hidden_LH, weight_VH, batch.targets, **options)
+            logprobs, entropies = linear_logprobs(
+                hidden_LH, weight_VH, batch.targets, float32=wider, **options
+            )
         if entropy == "off":
             return ResponseOutputs(_over_context(logprobs[:, None], batch)[:, 0], None)
         both = _over_context(torch.stack((logprobs, entropies), dim=1), batch)

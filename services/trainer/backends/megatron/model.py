@@ -264,12 +264,14 @@ def create_policy(
     tensor: Collectives,
     head: Head = "policy",
     trained: bool = True,
+    float32_head: bool = True,
 ) -> PolicyModel:
     """Builds this rank's chunks and loads the HF checkpoint in `directory` into them.
 
     `head` value: a critic, also of a language model's checkpoint, whose head then starts at zero.
-    `tensor`: over the tensor-parallel ranks. `trained`: wraps the chunks for gradients. Collective
-    over the model-parallel groups.
+    `tensor`: over the tensor-parallel ranks. `trained`: wraps the chunks for gradients.
+    `float32_head`: logits are float32 whatever the model is. Collective over the model-parallel
+    groups.
     """
     source = read_model(directory, head)
     rotary = PositionRotary(source.hf_config, device)
@@ -280,7 +282,9 @@ def create_policy(
     tensors = tuple(local_tensors(models, source, core))
     bytes_read = load_hf(tensors, source, directory, padded_vocab=padded)
     last = models[-1] if parallel_state.is_pipeline_last_stage() else None
-    output = OutputHead(last, vocab=source.shape.vocab, tensor=tensor) if last is not None else None
+    output = None
+    if last is not None:
+        output = OutputHead(last, vocab=source.shape.vocab, tensor=tensor, float32=float32_head)
     chunks: list[Any] = list(models)
     if core.bf16 or core.fp16:
         chunks = [Float16Module(core, chunk) for chunk in chunks]

@@ -57,7 +57,9 @@ class ReferenceBackend(TrainingBackend):
         self._platform.set_device(local_rank)
         self._device = self._platform.device(local_rank)
         self._platform.seed_all(config.seed)
-        self._policy = ScoredModel.load(config.model, self._device, config.head)
+        self._policy = ScoredModel.load(
+            config.model, self._device, config.head, float32_head=config.float32_head
+        )
         self._reference: ScoredModel | None = None
         self._optimizer = FlatOptimizer(self._policy.model, config.optim)
         world = dist.group.WORLD if mesh.world_size > 1 else None
@@ -144,7 +146,9 @@ class ReferenceBackend(TrainingBackend):
         """The frozen model, loaded on its first use."""
         if self._reference is None:
             path = self._config.reference_model or self._config.model
-            self._reference = ScoredModel.load(path, self._device)
+            self._reference = ScoredModel.load(
+                path, self._device, float32_head=self._config.float32_head
+            )
             self._reference.model.requires_grad_(False)
         return self._reference
 

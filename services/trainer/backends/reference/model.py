@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers import (
     AttentionInterface,
     AutoConfig,
@@ -100,9 +100,12 @@ class ScoredModel:
 
     model: Any  # transformers.PreTrainedModel, whose types mypy does not see
     device: torch.device
+    float32_head: bool = True  # also where autocast makes the products of the model narrower
 
     @classmethod
-    def load(cls, path: str, device: torch.device, head: Head = "policy") -> ScoredModel:
+    def load(
+        cls, path: str, device: torch.device, head: Head = "policy", *, float32_head: bool = True
+    ) -> ScoredModel:
         """Loads a HF checkpoint directory in float32. Raises OSError or ValueError.
 
         head value: transformers' token classifier of one label; its `score` starts at zero
@@ -130,7 +133,7 @@ class ScoredModel:
         # transformers gives this token's embedding no gradient; here nothing is padded, so it is
         # part of a sample, or even the token that ends one
         model.get_input_embeddings().padding_idx = None
-        return cls(model.to(device).eval(), device)
+        return cls(model.to(device).eval(), device, float32_head)
 
     def value(self, rows: MicroBatch) -> torch.Tensor:
         """Returns the values in front of all response tokens, float32[R], rows in order."""
@@ -146,26 +149,19 @@ class ScoredModel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (log-probs, entropy) of all response tokens, float32[R], rows in order."""
         layout = pack(rows).to(self.device)
-        inputs = _inputs(layout)
-        if len(layout.targets) * self.model.config.vocab_size > MAX_LOGITS:
-            hidden_TH = self.model.base_model(**inputs).last_hidden_state[0]
-            weight_VH = self.model.get_output_embeddings().weight
-            picked_RH = hidden_TH.index_select(0, layout.predictors)
-            return linear_logprobs(
-                picked_RH,
-                weight_VH.to(picked_RH.dtype),
-                layout.targets,
-                temperature=temperature,
-                entropy=entropy,
-            )
-        logits_RV = self.model(**inputs, logits_to_keep=layout.predictors).logits[0]
-        return token_logprobs(
-            logits_RV,
-            layout.targets,
-            temperature=temperature,
-            entropy=entropy,
-            reuse_logits=True,
-        )
+        hidden_TH = self.model.base_model(**_inputs(layout)).last_hidden_state[0]
+        weight_VH = self.model.get_output_embeddings().weight
+        picked_RH = hidden_TH.index_select(0, layout.predictors)
+        kind = self.device.type
+        narrow = torch.is_autocast_enabled(kind) and not self.float32_head
+        dtype = torch.get_autocast_dtype(kind) if narrow else torch.float32
+        picked_RH, weight_VH = picked_RH.to(dtype), weight_VH.to(dtype)
+        options: Any = {"temperature": temperature, "entropy": entropy}
+        with torch.autocast(kind, enabled=False):
+            if len(layout.targets) * len(weight_VH) > MAX_LOGITS:
+                return linear_logprobs(picked_RH, weight_VH, layout.targets, **options)
+            logits_RV = linear(picked_RH, weight_VH)
+            return token_logprobs(logits_RV, layout.targets, reuse_logits=True, **options)
 
 
 def _inputs(layout: PackedLayout) -> dict[str, Any]:
