@@ -6,7 +6,8 @@ files, lines of the median and the 90th-percentile file, modules that one other 
 sample, a tensor and a lease pass (the lists in docs/architecture.md), and lines in all.
 
 A list entry is `path.py: function` or `path.py: Class.method`; it must exist, and its module must
-use the function of a neighbour or have its own used there. Exit status 1 where one does not.
+use the function of a neighbour or have its own used there. What carries any of the three, which
+the table above the lists names, must exist too. Exit status 1 where one does not.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 SHORT = 60
 WAYS = {"sample_files": "A sample", "tensor_files": "A tensor", "lease_files": "A lease"}
+CARRIERS = "Three ways through the house"
+CARRIER = re.compile(r"`(?P<path>[\w/]+\.py): (?P<name>[\w.]+)`")
 ENTRY = re.compile(r"^\d+\. `(?P<path>[\w/]+\.py): (?P<name>[\w.]+)`", re.MULTILINE)
 
 # Modules that stand apart though one place imports them: interfaces with several implementations
@@ -211,6 +214,12 @@ def read_ways(page: str) -> dict[str, list[Entry]]:
     return ways
 
 
+def read_carriers(page: str) -> list[Entry]:
+    """The functions that carry whatever passes, of the table above the lists."""
+    section = page.partition(f"\n## {CARRIERS}")[2].partition("\n## ")[0]
+    return [Entry(match["path"], match["name"]) for match in CARRIER.finditer(section)]
+
+
 def broken_entries(way: list[Entry], modules: dict[str, Module]) -> list[str]:
     """What is wrong with a list, one line each."""
     found = []
@@ -223,6 +232,15 @@ def broken_entries(way: list[Entry], modules: dict[str, Module]) -> list[str]:
         if neighbours and not any(_linked(entry, other, modules) for other in neighbours):
             found.append(f"{entry.path}: {entry.name} neither calls its neighbours nor is called")
     return found
+
+
+def missing_carriers(page: str, modules: dict[str, Module]) -> list[str]:
+    """Carriers that do not exist, one line each."""
+    return [
+        f"{entry.path}: {entry.name} does not exist"
+        for entry in read_carriers(page)
+        if (module := entry.module(modules)) is None or entry.name not in module.definitions
+    ]
 
 
 def _linked(one: Entry, other: Entry, modules: dict[str, Module]) -> bool:
@@ -248,7 +266,8 @@ def summary(modules: dict[str, Module], ways: dict[str, list[Entry]]) -> str:
 
 
 def main() -> int:
-    modules, ways = load_modules(), read_ways(PAGE.read_text())
+    modules, page = load_modules(), PAGE.read_text()
+    ways = read_ways(page)
     if "--list" in sys.argv:  # what the figures count
         for name in single_importers(modules):
             print(f"one importer: {name} ({modules[name].line_count} lines)")
@@ -258,6 +277,7 @@ def main() -> int:
         for name, places in names_twice(modules).items():
             print(f"twice: {name} in {', '.join(places)}")
     broken = [problem for way in ways.values() for problem in broken_entries(way, modules)]
+    broken += missing_carriers(page, modules)
     print("\n".join(broken), file=sys.stderr, end="\n" if broken else "")
     print(summary(modules, ways))
     return 1 if broken else 0

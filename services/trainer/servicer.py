@@ -146,9 +146,9 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         self._need_head("value", "values")
 
         async def run() -> pb.ComputeValuesResponse:
-            found = await self._trainer.passes.compute_values(request.batch)
+            scalars = await self._trainer.passes.compute_values(request.batch)
             return pb.ComputeValuesResponse(
-                mean=found.metrics.get("value", 0.0), token_count=found.token_count
+                mean=scalars.metrics.get("value", 0.0), token_count=scalars.token_count
             )
 
         return await self._requests.once(request.request_id, request, run)
@@ -159,13 +159,13 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         spec = advantage_from_proto(request.advantage)
 
         async def run() -> pb.ComputeAdvantagesResponse:
-            found = await self._trainer.passes.compute_advantages(request.batch, spec)
+            totals = await self._trainer.passes.compute_advantages(request.batch, spec)
             return pb.ComputeAdvantagesResponse(
-                reward_mean=found.reward_mean,
-                advantage_abs_mean=found.advantage_abs_mean,
-                silent_group_count=found.silent_group_count,
-                group_count=found.group_count,
-                metrics=found.metrics,
+                reward_mean=totals.reward_mean,
+                advantage_abs_mean=totals.advantage_abs_mean,
+                silent_group_count=totals.silent_group_count,
+                group_count=totals.group_count,
+                metrics=totals.metrics,
             )
 
         return await self._requests.once(request.request_id, request, run)
@@ -346,13 +346,13 @@ def _digest_without_id(request: pb.ForwardBackwardRequest) -> str:
 
 
 def logprobs_to_proto(column: str, scalars: PassScalars) -> pb.ComputeLogprobsResponse:
-    found = scalars.metrics
+    means = scalars.metrics
     response = pb.ComputeLogprobsResponse(
-        column=column, mean=found.get("logprob", 0.0), token_count=scalars.token_count
+        column=column, mean=means.get("logprob", 0.0), token_count=scalars.token_count
     )
-    if "rollout_mismatch" in found:
-        response.rollout_mismatch_mean = found["rollout_mismatch"]
-        response.rollout_mismatch_max = found["rollout_mismatch_max"]
+    if "rollout_mismatch" in means:
+        response.rollout_mismatch_mean = means["rollout_mismatch"]
+        response.rollout_mismatch_max = means["rollout_mismatch_max"]
     return response
 
 

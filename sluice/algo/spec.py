@@ -189,18 +189,18 @@ class AdvantageSpec(BaseModel):
 def required_columns(spec: LossSpec | AdvantageSpec) -> frozenset[str]:
     """Returns the columns every selected row must have; names as in `sluice.samples`."""
     if isinstance(spec, AdvantageSpec):
-        found = {spec.reward_column, spec.student_column}
-        found |= {"reference_logprobs"} if spec.has_kl else set()
-        found |= {"teacher_logprobs"} if spec.has_teacher else set()
-        found |= {"values"} if spec.name == "gae" else set()
-        found |= {"advantages"} if spec.name == "provided" else set()
+        columns = {spec.reward_column, spec.student_column}
+        columns |= {"reference_logprobs"} if spec.has_kl else set()
+        columns |= {"teacher_logprobs"} if spec.has_teacher else set()
+        columns |= {"values"} if spec.name == "gae" else set()
+        columns |= {"advantages"} if spec.name == "provided" else set()
     elif spec.name == "value":
-        found = {"returns", "values"} if spec.value_clip is not None else {"returns"}
+        columns = {"returns", "values"} if spec.value_clip is not None else {"returns"}
     else:
-        found = {spec.old_column} | (set() if spec.name == "sft" else {"advantages"})
-        found |= {"reference_logprobs"} if spec.has_kl else set()
-        found |= {"rollout_logprobs"} if spec.importance is not None else set()
-    return frozenset(name for name in found if name is not None)
+        columns = {spec.old_column} | (set() if spec.name == "sft" else {"advantages"})
+        columns |= {"reference_logprobs"} if spec.has_kl else set()
+        columns |= {"rollout_logprobs"} if spec.importance is not None else set()
+    return frozenset(name for name in columns if name is not None)
 
 
 _WITHOUT_RATIO = ("reinforce", "sft", "value")

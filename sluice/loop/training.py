@@ -323,16 +323,16 @@ async def _add_columns(
 
 def _is_beyond(gradients: pb.ForwardBackwardResponse, max_mismatch: float) -> bool:
     """Whether the first pass over groups tells of more than rounding; a NaN does."""
-    found = gradients.metrics.get("rollout_mismatch", 0.0)
-    return max_mismatch > 0 and not found <= max_mismatch
+    mismatch = gradients.metrics.get("rollout_mismatch", 0.0)
+    return max_mismatch > 0 and not mismatch <= max_mismatch
 
 
 def _explain(
     gradients: pb.ForwardBackwardResponse, max_mismatch: float, algorithm: AlgorithmConfig
 ) -> str:
-    found = gradients.metrics["rollout_mismatch"]
+    mismatch = gradients.metrics["rollout_mismatch"]
     return (
-        f"log-probs of trainer and engines are {found:.3g} nats a token apart at the first "
+        f"log-probs of trainer and engines are {mismatch:.3g} nats a token apart at the first "
         f"on-policy step (max_mismatch {max_mismatch:g}), which no rounding explains. Likeliest "
         f"causes: the engines sample at another temperature than the loss "
         f"({algorithm.loss.temperature or 1:g}); they serve other weights than the trainer's, or "

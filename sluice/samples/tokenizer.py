@@ -95,8 +95,8 @@ class TextTokenizer:
 
     def _id(self, name: str) -> int | None:
         token = self._special.get(name)
-        found: int | None = None if token is None else self._tokenizer.token_to_id(token)
-        return found
+        token_id: int | None = None if token is None else self._tokenizer.token_to_id(token)
+        return token_id
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -110,12 +110,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     """By name, e.g. `eos_token`; written as a text or as a token with its properties."""
-    found = {}
+    tokens = {}
     for name, value in settings.items():
         token = value.get("content") if isinstance(value, Mapping) else value
         if name.endswith("_token") and isinstance(token, str):
-            found[name] = token
-    return found
+            tokens[name] = token
+    return tokens
 
 
 def _chat_template(

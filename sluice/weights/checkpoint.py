@@ -228,9 +228,9 @@ class ShardCheck:
         """Raises DamagedFileError unless the header names the tensors of the manifest."""
         self._manifest, self._file_name = manifest, file_name
         stored = {n: (t.dtype, t.shape) for n, t in manifest.tensors.items() if t.file == file_name}
-        found = {name: (extent.dtype, extent.shape) for name, extent in extents.items()}
-        if found != stored:
-            different = sorted({name for name, _ in found.items() ^ stored.items()})
+        layout = {name: (extent.dtype, extent.shape) for name, extent in extents.items()}
+        if layout != stored:
+            different = sorted({name for name, _ in layout.items() ^ stored.items()})
             raise DamagedFileError(
                 file_name, f"and its manifest differ in: {', '.join(different[:8])}"
             )

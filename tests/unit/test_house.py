@@ -27,6 +27,16 @@ def test_every_entry_of_the_three_ways_is_there_and_touches_its_neighbour() -> N
         assert house.broken_entries(way, MODULES) == []
 
 
+def test_what_carries_any_of_the_three_is_there() -> None:
+    page = house.PAGE.read_text()
+    assert len(house.read_carriers(page)) >= 9
+    assert house.missing_carriers(page, MODULES) == []
+    renamed = page.replace("RequestLog.once`", "RequestLog.twice`")
+    assert house.missing_carriers(renamed, MODULES) == [
+        "sluice/runtime/idempotency.py: RequestLog.twice does not exist"
+    ]
+
+
 def test_two_classes_of_one_name_are_noticed(tmp_path: Path) -> None:
     modules = modules_of(tmp_path, a="class Row:\n    x = 1\n", b="class Row:\n    y = 2\n")
     assert house.names_twice(modules) == {"Row": ["a", "b"]}

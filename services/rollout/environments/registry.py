@@ -28,31 +28,31 @@ def load(path: str) -> Any:
     """Imports the object at `package.module:name`. Raises ValueError where there is none."""
     module, _, name = path.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name, None) if name else None
+        target = getattr(importlib.import_module(module), name, None) if name else None
     except ImportError as error:
         raise ValueError(f"{path}: {error}") from None
-    if found is None:
+    if target is None:
         raise ValueError(f"{path} names nothing")
-    return found
+    return target
 
 
 def load_function(path: str, key: str) -> Any:
     """Imports a function. Raises SettingError with that key where there is none."""
     try:
-        found = load(path)
+        function = load(path)
     except ValueError as error:
         raise SettingError(key, str(error)) from None
-    if not callable(found):
+    if not callable(function):
         raise SettingError(key, f"{path} is no function")
-    return found
+    return function
 
 
 def load_environment(path: str) -> type[Environment]:
     """Imports the class at `package.module:Class`. Raises ValueError where there is none."""
-    found = load(path)
-    if not isinstance(found, type) or not issubclass(found, Environment):
+    environment_type = load(path)
+    if not isinstance(environment_type, type) or not issubclass(environment_type, Environment):
         raise ValueError(f"{path} names no Environment")
-    return found
+    return environment_type
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ class Allowed:
     modules: tuple[str, ...] = ()
     urls: tuple[str, ...] = ()
 
-    def check(self, found: type[Environment], settings: Config) -> None:
+    def check(self, environment_type: type[Environment], settings: Config) -> None:
         """Raises SettingError for what the settings name and must not."""
-        for key, path in found.functions(settings).items():
+        for key, path in environment_type.functions(settings).items():
             self.check_module(path, key)
-        for key, url in found.urls(settings).items():
+        for key, url in environment_type.urls(settings).items():
             self.check_url(url, key)
 
     def check_module(self, path: str, key: str) -> None:
@@ -108,14 +108,14 @@ class Configured(Protocol):
     settings_type: ClassVar[type[Config]]
 
 
-def parse_settings(found: type[Configured], values: Mapping[str, Any]) -> Config:
+def parse_settings(configured: type[Configured], values: Mapping[str, Any]) -> Config:
     """Builds the settings. Raises SettingError naming the first unknown or wrong key."""
     try:
-        return found.settings_type(**values)
+        return configured.settings_type(**values)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        keys = ", ".join(found.settings_type.model_fields)
+        keys = ", ".join(configured.settings_type.model_fields)
         unknown = first["type"] == "extra_forbidden"
         message = f"unknown key; known: {keys}" if unknown else first["msg"]
         raise SettingError(key, message) from None
@@ -125,5 +125,5 @@ def create_environment(
     path: str, values: Mapping[str, Any], tokenizer: TextTokenizer | None = None
 ) -> Environment:
     """Builds an environment. Raises SettingError for a wrong setting."""
-    found = load_environment(path)
-    return found(parse_settings(found, values), tokenizer)
+    environment_type = load_environment(path)
+    return environment_type(parse_settings(environment_type, values), tokenizer)

@@ -101,17 +101,17 @@ class InlineRunner(Runner):
 class PooledRunner(Runner):
     """Runs it in processes of its own."""
 
-    def __init__(self, found: type[Environment], settings: Config, pool: GraderPool) -> None:
-        self._found, self._settings, self._pool = found, settings, pool
+    def __init__(self, kind: type[Environment], settings: Config, pool: GraderPool) -> None:
+        self._kind, self._settings, self._pool = kind, settings, pool
         self._values = settings.model_dump(mode="json")
-        self.has_steps, self.generate = has_steps(found), found.generator(settings)
+        self.has_steps, self.generate = has_steps(kind), kind.generator(settings)
 
     async def open(self) -> None:
         await self._pool.call("open", self._values)
 
     def check(self, request: TaskRequest) -> None:
-        with UserCode(self._found.__name__):
-            self._found.check(self._settings, request)
+        with UserCode(self._kind.__name__):
+            self._kind.check(self._settings, request)
 
     async def make_task(self, request: TaskRequest) -> Task:
         values = await self._pool.call("make_task", self._values, request=asdict(request))
@@ -173,19 +173,19 @@ class Environments:
         return await asyncio.get_running_loop().run_in_executor(self._creator, create)
 
     def _create_runner(self, name: str, values: Mapping[str, Any]) -> Runner:
-        found = load_environment(self._path(name))
-        settings = parse_settings(found, values)
-        self._allowed.check(found, settings)
+        environment_type = load_environment(self._path(name))
+        settings = parse_settings(environment_type, values)
+        self._allowed.check(environment_type, settings)
         runner: Runner
-        if found.place(settings) is Placement.INLINE:
-            runner = InlineRunner(name, found(settings, self._tokenizer), settings)
+        if environment_type.place(settings) is Placement.INLINE:
+            runner = InlineRunner(name, environment_type(settings, self._tokenizer), settings)
         else:
             pool = self._pools.get(name)
             if pool is None:
                 pool = self._pools[name] = GraderPool(name, self._path(name), self._config)
-            runner = PooledRunner(found, settings, pool)
+            runner = PooledRunner(environment_type, settings, pool)
         if runner.generate is not None:
-            function = found.functions(settings).get("generate", name)
+            function = environment_type.functions(settings).get("generate", name)
             runner.generate = self._threaded(function, runner.generate)
         return runner
 
@@ -218,9 +218,9 @@ class Environments:
             await thread.close()
 
 
-def has_steps(found: type[Environment]) -> bool:
+def has_steps(environment_type: type[Environment]) -> bool:
     """Says whether an environment takes its answers in turns."""
-    return found.step is not Environment.step
+    return environment_type.step is not Environment.step
 
 
 def _without_ids(response: Response) -> dict[str, Any]:

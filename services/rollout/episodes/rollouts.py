@@ -274,13 +274,13 @@ class Rollout:
     def cancel(self, group_ids: Sequence[str]) -> list[str]:
         """End open groups (all of them for an empty list); returns which, at once."""
         named = dict.fromkeys(group_ids or self._open)
-        found = [name for name in named if name in self._open]
-        for group_id in found:
+        cancelled = [name for name in named if name in self._open]
+        for group_id in cancelled:
             task = self._open[group_id]
             error = CancelledGroupError(group_id)
             self._close_group(group_id, failed_event(group_id, error), "cancelled")
             task.cancel()
-        return found
+        return cancelled
 
     async def stop(self) -> None:
         """End all groups without an event: a later call of the same request runs them."""

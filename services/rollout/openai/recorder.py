@@ -418,9 +418,9 @@ class Recorder:
 
     def _list(self, ending: str) -> list[str]:
         """Returns names, oldest first."""
-        found = [entry for entry in os.scandir(self._root) if entry.name.endswith(ending)]
-        found.sort(key=lambda entry: (entry.stat().st_mtime, entry.name))
-        return [unquote(entry.name.removesuffix(ending)) for entry in found]
+        entries = [entry for entry in os.scandir(self._root) if entry.name.endswith(ending)]
+        entries.sort(key=lambda entry: (entry.stat().st_mtime, entry.name))
+        return [unquote(entry.name.removesuffix(ending)) for entry in entries]
 
     def _check_room(self) -> None:
         if len(self._list(OPEN)) >= self._config.open_groups:

@@ -121,8 +121,8 @@ class TrainerPasses:
         )
         with metrics.PASS_SECONDS.labels("advantages").time():
             if spec.whitens:
-                found = await self._advantages(ranks, command)
-                merged = merge_moments([result.advantages.moments for result in found])
+                totals = await self._advantages(ranks, command)
+                merged = merge_moments([result.advantages.moments for result in totals])
                 command.moments_only = False
                 command.moments.CopyFrom(merged)
             batch.unmark("advantages", "returns")
@@ -354,13 +354,13 @@ def add_sums(sums: Sequence[pb.PassSums]) -> pb.PassSums:
 
 def find_means(total: pb.PassSums) -> dict[str, float]:
     """Return means and maxima of the metrics that anything was measured for."""
-    found = {}
+    means = {}
     for name, value in total.metrics.items():
         if value.weight:
-            found[name] = value.sum / value.weight
+            means[name] = value.sum / value.weight
         if value.HasField("max"):
-            found[f"{name}_max"] = value.max
-    return found
+            means[f"{name}_max"] = value.max
+    return means
 
 
 def merge_moments(parts: Sequence[pb.TokenMoments]) -> pb.TokenMoments:
@@ -378,6 +378,6 @@ def _count_zero_advantage_groups(batch: Batch) -> int:
     return len(set(batch.facts.group_ids) - speaking)
 
 
-def _note_mismatch(found: dict[str, float]) -> None:
-    if "rollout_mismatch" in found:
-        metrics.MISMATCH.set(found["rollout_mismatch"])
+def _note_mismatch(means: dict[str, float]) -> None:
+    if "rollout_mismatch" in means:
+        metrics.MISMATCH.set(means["rollout_mismatch"])

@@ -118,7 +118,7 @@ class Executor:
     def _compute_logprobs(self, command: pb.LogprobsCommand, result: pb.CommandResult) -> None:
         model, column = MODELS[command.model]
         micro_batches = self._table.micro_batches(command.batch_id, command.micro_batches)
-        found = self._backend.compute_logprobs(
+        logprobs = self._backend.compute_logprobs(
             micro_batches, model=model, temperature=command.temperature
         )
         rows = self._table.rows(command.batch_id)
@@ -126,7 +126,7 @@ class Executor:
         new, rollout, masks = [], [], []
         for position in positions:
             row = rows[position]
-            row.columns[column] = values_T = found[row.sample_id]
+            row.columns[column] = values_T = logprobs[row.sample_id]
             new.append(values_T)
             masks.append(row.loss_mask)
             rollout.append(
@@ -137,12 +137,12 @@ class Executor:
 
     def _compute_values(self, command: pb.ValuesCommand, result: pb.CommandResult) -> None:
         micro_batches = self._table.micro_batches(command.batch_id, command.micro_batches)
-        found = self._backend.compute_values(micro_batches)
+        values = self._backend.compute_values(micro_batches)
         rows = self._table.rows(command.batch_id)
         total = result.sums.metrics["value"]
         for position in (row for part in command.micro_batches for row in part.rows):
             row = rows[position]
-            row.columns["values"] = values_T = found[row.sample_id]
+            row.columns["values"] = values_T = values[row.sample_id]
             total.sum += float(values_T[row.loss_mask].double().sum())
             result.sums.token_count += int(row.loss_mask.sum())
         total.weight = result.sums.token_count

@@ -167,18 +167,18 @@ def add_advantages(
     inputs = [_input(rows[position]) for position in order]
     given = command.moments
     whole = Moments(given.count, given.mean, given.m2) if command.HasField("moments") else None
-    found = compute_advantages(inputs, spec, lambda own: own if whole is None else whole)
-    result.advantages.moments.count = found.moments.count
-    result.advantages.moments.mean = found.moments.mean
-    result.advantages.moments.m2 = found.moments.m2
+    advantages = compute_advantages(inputs, spec, lambda own: own if whole is None else whole)
+    result.advantages.moments.count = advantages.moments.count
+    result.advantages.moments.mean = advantages.moments.mean
+    result.advantages.moments.m2 = advantages.moments.m2
     if command.moments_only:
         return
     for index, position in enumerate(order):
-        rows[position].columns["advantages"] = found.advantages[index]
-        if found.returns is not None:
-            rows[position].columns["returns"] = found.returns[index]
-    result.advantages.has_returns = found.returns is not None
-    _report(rows, order, spec, found, result)
+        rows[position].columns["advantages"] = advantages.advantages[index]
+        if advantages.returns is not None:
+            rows[position].columns["returns"] = advantages.returns[index]
+    result.advantages.has_returns = advantages.returns is not None
+    _report(rows, order, spec, advantages, result)
 
 
 def _input(row: OwnedRow) -> AdvantageRow:
@@ -196,11 +196,11 @@ def _report(
     rows: dict[int, OwnedRow],
     order: list[int],
     spec: AdvantageSpec,
-    found: AdvantageColumns,
+    advantages: AdvantageColumns,
     result: pb.CommandResult,
 ) -> None:
     sums = result.sums
-    for name, (total, weight) in found.metrics.items():
+    for name, (total, weight) in advantages.metrics.items():
         sums.metrics[name].sum, sums.metrics[name].weight = total, weight
     column = spec.reward_column or "reward"
     rewards = [rows[row].scalars[column] for row in order if column in rows[row].scalars]
@@ -208,7 +208,7 @@ def _report(
     if not order:
         return
     masks_T = torch.cat([rows[row].loss_mask for row in order])
-    sizes_T = torch.where(masks_T, torch.cat(found.advantages).abs(), 0.0)
+    sizes_T = torch.where(masks_T, torch.cat(advantages.advantages).abs(), 0.0)
     absolute = sums.metrics["advantage_abs"]
     absolute.sum, absolute.weight = float(sizes_T.double().sum()), int(masks_T.sum())
     lengths = torch.tensor([len(rows[row].loss_mask) for row in order])

@@ -114,13 +114,13 @@ class Binding:
 
     def sections(self) -> tuple[tuple[int, int, int], ...]:
         """(number of its source, first row, rows) of every section, in order."""
-        found = []
+        sections = []
         for index, source in enumerate(self.sources):
             start = 0
             for rows in source.rows or (source.part[0],):
-                found.append((index, start, rows))
+                sections.append((index, start, rows))
                 start += rows
-        return tuple(found)
+        return tuple(sections)
 
 
 class WeightMap:
@@ -167,21 +167,21 @@ class WeightMap:
             if source.name == name
         }
 
-    def check_hf(self, found: Mapping[str, tuple[int, ...]]) -> None:
+    def check_hf(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Check names and shapes of an HF checkpoint against the model.
 
         Raises MissingTensorError, UnexpectedTensorError or TensorShapeError with the names.
         """
         expected = self.hf_tensors()
-        missing = tuple(sorted(set(expected) - set(found)))
+        missing = tuple(sorted(set(expected) - set(shapes)))
         if missing:
             raise MissingTensorError(missing)
         allowed = expected | {copy.name: copy.shape for copy in self._copies.values()}
-        unknown = tuple(sorted(name for name in found if name not in allowed))
+        unknown = tuple(sorted(name for name in shapes if name not in allowed))
         unknown = tuple(n for n in unknown if not (self.is_ignored(n) or self.is_foreign(n)))
         if unknown:
             raise UnexpectedTensorError(unknown)
-        for name, shape in found.items():
+        for name, shape in shapes.items():
             if name in allowed and tuple(shape) != allowed[name]:
                 raise TensorShapeError(
                     f"tensor {name!r} has shape {tuple(shape)}, the model has {allowed[name]}"

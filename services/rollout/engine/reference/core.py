@@ -249,17 +249,17 @@ class Intake:
 
     def startable(self, slots: int, tokens: int) -> list[tuple[Request, int]]:
         """Returns how many samples of which requests may begin: their prompt is encoded."""
-        found = []
+        startable = []
         for item in self.active:
             if not isinstance(item, Request) or item.prompt.logits is None:
                 continue
             count = min(item.unstarted, slots, tokens // item.reserved)
             if count < 1:
                 break
-            found.append((item, count))
+            startable.append((item, count))
             slots -= count
             tokens -= count * item.reserved
-        return found
+        return startable
 
     def start(self, request: Request, count: int) -> None:
         """Notes that `count` more samples of a request have begun."""
@@ -414,9 +414,9 @@ class EngineCore:
         """Ends requests with what they have; returns the ids of those that ran."""
         wanted = set(request_ids)
         requests = [item for item in self._live.values() if isinstance(item, Request)]
-        found = [request for request in requests if request.request_id in wanted]
-        self._drop(found)
-        return [request.request_id for request in found]
+        aborted = [request for request in requests if request.request_id in wanted]
+        self._drop(aborted)
+        return [request.request_id for request in aborted]
 
     def abort_running(self) -> None:
         """Ends all requests that have begun; what waits goes on waiting, scorings go on."""

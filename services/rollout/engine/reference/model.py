@@ -137,11 +137,11 @@ class ServingModel:
 
     def _check_shapes(self, tensors: Mapping[str, Shaped]) -> None:
         for names, expected in self._shapes.items():
-            found = next((tensors[name] for name in names if name in tensors), None)
-            if found is None:
+            tensor = next((tensors[name] for name in names if name in tensors), None)
+            if tensor is None:
                 raise UnfitWeightsError(f"tensor {names[0]!r} is missing", tensor=names[0])
-            if tuple(found.shape) != tuple(expected):
-                message = f"tensor {names[0]!r} has shape {[*found.shape]}, not {[*expected]}"
+            if tuple(tensor.shape) != tuple(expected):
+                message = f"tensor {names[0]!r} has shape {[*tensor.shape]}, not {[*expected]}"
                 raise UnfitWeightsError(message, tensor=names[0])
 
     def fit(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.nn.Parameter]:
@@ -152,9 +152,9 @@ class ServingModel:
         self._check_shapes(tensors)
         fitted: dict[str, torch.nn.Parameter] = {}
         for names in self._shapes:
-            found = next(tensors[name] for name in names if name in tensors)
+            tensor = next(tensors[name] for name in names if name in tensors)
             # A copy always: aligned memory of its own, whatever becomes of the file.
-            value = found.to(self._device, self._dtype, copy=True)
+            value = tensor.to(self._device, self._dtype, copy=True)
             fitted[names[0]] = torch.nn.Parameter(value, requires_grad=False)
         return fitted
 
@@ -205,12 +205,12 @@ def _cache_shape(config: PretrainedConfig, dtype: torch.dtype, device: torch.dev
 
 
 def _stop_tokens(*sources: object) -> frozenset[int]:
-    found: set[int] = set()
+    stop_tokens: set[int] = set()
     for source in sources:
         value = getattr(source, "eos_token_id", None)
         values: Iterable[int] = [value] if isinstance(value, int) else value or []
-        found.update(values)
-    return frozenset(found)
+        stop_tokens.update(values)
+    return frozenset(stop_tokens)
 
 
 def _places(model: torch.nn.Module) -> dict[tuple[str, ...], list[Owner]]:

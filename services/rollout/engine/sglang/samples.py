@@ -41,13 +41,13 @@ def of_tokens(versions: Iterable[Version], first: int) -> tuple[VersionSpan, ...
 
 def versions_of(meta: Mapping[str, Any], count: int) -> list[Version] | None:
     """Returns the version of each of `count` tokens of a finished sample, None where unknown."""
-    found: list[Version] = []
+    versions: list[Version] = []
     for span in meta.get("weight_versions") or ():
         version = parse_tag(span["version"])
-        if version is None or span["start"] != len(found):
+        if version is None or span["start"] != len(versions):
             return None
-        found += [version] * (span["end"] - span["start"])
-    return found[:count] if len(found) >= count else None
+        versions += [version] * (span["end"] - span["start"])
+    return versions[:count] if len(versions) >= count else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,16 +85,16 @@ def parse_experts(text: str, routing: Routing, tokens: int) -> np.ndarray:
     `tokens` rows, all with experts of this model.
     """
     try:
-        found = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
+        experts = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
     except (binascii.Error, ValueError) as error:
         raise EngineFailedError(f"SGLang sent routed experts that are no int32: {error}") from error
     width = routing.layers * routing.chosen
-    if found.size != tokens * width:
+    if experts.size != tokens * width:
         raise EngineFailedError(
-            f"SGLang sent routed experts of {found.size / width:g} tokens, not of {tokens}: "
-            f"{found.size} values for {routing.layers} layers with {routing.chosen} each"
+            f"SGLang sent routed experts of {experts.size / width:g} tokens, not of {tokens}: "
+            f"{experts.size} values for {routing.layers} layers with {routing.chosen} each"
         )
-    table = found.reshape(tokens, routing.layers, routing.chosen)[:, list(routing.mixtures)]
+    table = experts.reshape(tokens, routing.layers, routing.chosen)[:, list(routing.mixtures)]
     if table.size and not 0 <= table.min() <= table.max() < routing.experts:
         raise EngineFailedError(f"SGLang sent an expert that is not among {routing.experts}")
     return np.ascontiguousarray(table, dtype=np.int16)

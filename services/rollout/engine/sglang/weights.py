@@ -170,12 +170,12 @@ class CheckpointChecksums:
 
     def of(self, parameters: Iterable[str]) -> dict[str, str]:
         """Returns the checksums of those parameters whose tensors are all here."""
-        found: dict[str, str] = {}
+        checksums: dict[str, str] = {}
         for parameter in parameters:
             names = tensors_of(parameter)
             if all(name in self._places for name in names):
-                found[parameter] = self._digest(names)
-        return found
+                checksums[parameter] = self._digest(names)
+        return checksums
 
     def _digest(self, names: Iterable[str]) -> str:
         hasher = hashlib.sha256()
@@ -303,13 +303,13 @@ class ServerWeights:
         """Compares what the server holds with a version of the disk; the first one is learnt."""
         if not self._verifies:
             return
-        found = await self._read()
-        before, self._checksums = self._checksums, found
+        checksums = await self._read()
+        before, self._checksums = self._checksums, checksums
         if expected is None:
             expected = await asyncio.to_thread(self.expected, version)
-        wrong = wrong_values(found, expected)
+        wrong = wrong_values(checksums, expected)
         exact = self._is_exact(version.tensors)
-        self._settle(before, found, version.tensors, wrong, is_exact=exact)
+        self._settle(before, checksums, version.tensors, wrong, is_exact=exact)
 
     async def join(self, groups: Sequence[Membership], seconds: float) -> None:
         """Joins these groups in place of those before. Raises EngineFailedError."""

@@ -147,13 +147,13 @@ def create_grader(
     """Builds a grader. Raises SettingError, whose key is `reward` or below `reward_settings`."""
     if is_function(name):
         return UserFunction(name, settings)
-    found = _load_grader(name)
+    grader_type = _load_grader(name)
     try:
-        parsed = parse_settings(found, settings)
+        parsed = parse_settings(grader_type, settings)
     except SettingError as error:
         key = f"reward_settings.{error.key}".rstrip(".")
         raise SettingError(key, str(error)) from None
-    return found(parsed, tokenizer)
+    return grader_type(parsed, tokenizer)
 
 
 def _load_grader(name: str) -> type[Grader]:
@@ -162,5 +162,5 @@ def _load_grader(name: str) -> type[Grader]:
         raise SettingError(
             "reward", f"{name!r} is unknown; known: {known}, package.module:function"
         )
-    found: type[Grader] = load(GRADERS[name])
-    return found
+    grader_type: type[Grader] = load(GRADERS[name])
+    return grader_type

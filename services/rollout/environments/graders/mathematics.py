@@ -64,5 +64,5 @@ class Mathematics(Grader):
         )
 
     def _parse(self, text: str) -> list[Any]:
-        found: list[Any] = self._library.parse(text, parsing_timeout=self._settings.seconds)
-        return found
+        expressions: list[Any] = self._library.parse(text, parsing_timeout=self._settings.seconds)
+        return expressions

@@ -36,8 +36,8 @@ class ExactMatch(Grader):
 
     def grade(self, task: Task, responses: Sequence[Response]) -> list[Reward]:
         right = {self._fold(answer.strip()) for answer in answers_of(task)}
-        found = [self._settings.find(response.text) for response in responses]
-        return [exact(self._fold(text) in right) for text in found]
+        answers = [self._settings.find(response.text) for response in responses]
+        return [exact(self._fold(text) in right) for text in answers]
 
     def _fold(self, text: str) -> str:
         return text.casefold() if self._settings.ignore_case else text

@@ -204,7 +204,7 @@ def uses_transformer_engine(config: MegatronConfig) -> bool:
     """Says whether layers are built on TransformerEngine; LayoutError where it is missing."""
     if config.layer_spec == "local":
         return False
-    found = upstream.has_transformer_engine()
-    if config.layer_spec == "transformer_engine" and not found:
+    available = upstream.has_transformer_engine()
+    if config.layer_spec == "transformer_engine" and not available:
         raise LayoutError("layer_spec transformer_engine: TransformerEngine is not installed")
-    return found
+    return available

@@ -70,27 +70,27 @@ class ReferenceBackend(TrainingBackend):
         self, micro_batches: Sequence[MicroBatch], *, model: ModelName, temperature: float
     ) -> dict[str, torch.Tensor]:
         scored = self._policy if model == "policy" else self._load_reference()
-        found: dict[str, torch.Tensor] = {}
+        logprobs: dict[str, torch.Tensor] = {}
         for rows in micro_batches:
             if not rows:
                 continue
             with self._precision():
                 logprobs_T, _ = scored.score(rows, temperature=temperature, entropy="off")
             parts = logprobs_T.float().cpu().split([row.response_length for row in rows])
-            found.update((row.sample_id, part) for row, part in zip(rows, parts, strict=True))
-        return found
+            logprobs.update((row.sample_id, part) for row, part in zip(rows, parts, strict=True))
+        return logprobs
 
     @torch.no_grad()
     def compute_values(self, micro_batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
+        values: dict[str, torch.Tensor] = {}
         for rows in micro_batches:
             if not rows:
                 continue
             with self._precision():
                 values_T = self._policy.value(rows).cpu()
             parts = values_T.split([row.response_length for row in rows])
-            found.update((row.sample_id, part) for row, part in zip(rows, parts, strict=True))
-        return found
+            values.update((row.sample_id, part) for row, part in zip(rows, parts, strict=True))
+        return values
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: LossSpec) -> PassSums:
         total, tokens = 0.0, 0

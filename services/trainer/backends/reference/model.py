@@ -358,7 +358,7 @@ def _tabulate(rows: Sequence[Row]) -> tuple[_Table, np.ndarray]:
 
 def _clusters(table: _Table, prompt_lengths: np.ndarray) -> list[list[int]]:
     """Siblings in runs of at most CLUSTER_TOKENS tokens, longer ones alone; like sizes together."""
-    found: list[list[int]] = []
+    clusters: list[list[int]] = []
     sizes: list[int] = []
     open_clusters: dict[int, int] = {}
     inner = table.inner.tolist()
@@ -367,18 +367,18 @@ def _clusters(table: _Table, prompt_lengths: np.ndarray) -> list[list[int]]:
             continue
         place = open_clusters.get(prompt)
         if place is None or sizes[place] + inner[row] > CLUSTER_TOKENS:
-            place = open_clusters[prompt] = len(found)
-            found.append([])
+            place = open_clusters[prompt] = len(clusters)
+            clusters.append([])
             sizes.append(0)
-        found[place].append(row)
+        clusters[place].append(row)
         sizes[place] += inner[row]
     spans = _Spans(
         np.empty(0, dtype=np.int64),
         np.array(sizes, dtype=np.int64),
         np.empty(0, dtype=np.int64),
-        np.array([table.prompt_lengths[cluster[0]] for cluster in found], dtype=np.int64),
+        np.array([table.prompt_lengths[cluster[0]] for cluster in clusters], dtype=np.int64),
     )
-    return [found[place] for place in np.argsort(spans.size_classes(), kind="stable")]
+    return [clusters[place] for place in np.argsort(spans.size_classes(), kind="stable")]
 
 
 def _predictors(table: _Table, prompt_starts: np.ndarray, row_starts: np.ndarray) -> np.ndarray:
