@@ -11,7 +11,14 @@ from google.protobuf import message as pb
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from sluice.logs import printable
+
 DOMAIN = "sluice"
+
+# A status travels as a header, and clients refuse more than 8 KiB of those.
+MESSAGE_BYTES = 1000
+METADATA_BYTES = 1500
+DETAIL_BYTES = 300
 
 
 class ServiceError(Exception):
@@ -45,7 +52,7 @@ class InvalidFieldError(ServiceError):
     def __init__(self, field: str, description: str, **metadata: object) -> None:
         super().__init__(f"{field}: {description}", field=field, **metadata)
         self._violation = error_details_pb2.BadRequest.FieldViolation(
-            field=field, description=description
+            field=_clipped(field, DETAIL_BYTES), description=_clipped(description, DETAIL_BYTES)
         )
 
     def details(self) -> list[pb.Message]:
@@ -77,7 +84,8 @@ class NotFoundError(ServiceError):
         self._kind, self._name = kind, name
 
     def details(self) -> list[pb.Message]:
-        return [error_details_pb2.ResourceInfo(resource_type=self._kind, resource_name=self._name)]
+        name = _clipped(self._name, DETAIL_BYTES)
+        return [error_details_pb2.ResourceInfo(resource_type=self._kind, resource_name=name)]
 
 
 class AlreadyExistsError(ServiceError):
@@ -173,11 +181,22 @@ def _status(
     metadata: Mapping[str, str],
     details: Sequence[pb.Message] = (),
 ) -> status_pb2.Status:
-    status = status_pb2.Status(code=code.value[0], message=message)
-    info = error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata)
+    status = status_pb2.Status(code=code.value[0], message=_clipped(message, MESSAGE_BYTES))
+    info, left = error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN), METADATA_BYTES
+    for key, value in metadata.items():
+        info.metadata[key] = _clipped(value, max(left, 1))
+        left -= len(info.metadata[key].encode())
     for detail in (info, *details):
         status.details.add().Pack(detail)
     return status
+
+
+def _clipped(text: str, size: int) -> str:
+    """The text without control characters, cut to so many bytes."""
+    data = printable(text).encode()
+    if len(data) <= size:
+        return data.decode()
+    return data[: max(size - 3, 0)].decode(errors="ignore") + "…"
 
 
 @contextmanager

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import hmac
+import inspect
 import logging
 import time
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any, cast
 
 import grpc
-from google.api import field_behavior_pb2
 from google.protobuf import message as pb
 from google.rpc import status_pb2
 from grpc_status import rpc_status
 from prometheus_client import Gauge, Histogram
 
 from sluice import faults, logs
-from sluice.runtime.errors import InvalidFieldError, ServiceError, UnauthenticatedError
+from sluice.runtime.errors import (
+    DeadlineError,
+    QueueFullError,
+    ServiceError,
+    UnauthenticatedError,
+)
+from sluice.runtime.messages import MalformedMessageError, RequestRules
 
 logger = logging.getLogger(__name__)
 
@@ -31,59 +40,16 @@ RPC_SECONDS = Histogram(
 RPCS_RUNNING = Gauge("sluice_rpc_running", "RPCs under way.", ["method"])
 
 HEAR_OUT_SECONDS = 1.0  # a refused caller has so long to finish what it sends
-
-_required_cache: dict[Any, list[tuple[Any, bool]]] = {}
-
-
-def _fields_to_check(descriptor: Any) -> list[tuple[Any, bool]]:
-    """(field, is required) of required fields and of messages that have some, at any depth."""
-    fields = _required_cache.get(descriptor)
-    if fields is None:
-        fields = []
-        for field in descriptor.fields:
-            behavior = field.GetOptions().Extensions[field_behavior_pb2.field_behavior]
-            required = field_behavior_pb2.REQUIRED in behavior
-            if required or _asks(field.message_type, ()):
-                fields.append((field, required))
-        _required_cache[descriptor] = fields
-    return fields
+REFUSAL_SECONDS = 0.05  # a caller without a token, of whom nothing is read
+RECEIVE_SECONDS = 60.0  # for the message of a call that has one
+LOG_SECONDS = 1.0  # between two lines on malformed messages of one method
+LARGE_BYTES = 8 << 20  # of a request whose memory is given back
+TRIM_SECONDS = 1.0  # after it
+_MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+LONGEST_REQUEST_ID = 100  # characters of it in the log
 
 
-def _asks(descriptor: Any, above: tuple[Any, ...]) -> bool:
-    """Whether a message type has required fields, itself or below."""
-    if descriptor is None or descriptor in above:
-        return False
-    return any(
-        field_behavior_pb2.REQUIRED
-        in field.GetOptions().Extensions[field_behavior_pb2.field_behavior]
-        or _asks(field.message_type, (*above, descriptor))
-        for field in descriptor.fields
-    )
-
-
-def check_required(message: pb.Message, prefix: str = "") -> None:
-    """Raise InvalidFieldError for the first field marked REQUIRED in the proto that is unset."""
-    for field, required in _fields_to_check(message.DESCRIPTOR):
-        value = getattr(message, field.name)
-        is_set = message.HasField(field.name) if field.has_presence else bool(value)
-        if required and not is_set:
-            raise InvalidFieldError(prefix + field.name, "is required")
-        if not is_set or field.message_type is None:
-            continue
-        if isinstance(value, pb.Message):
-            check_required(value, f"{prefix}{field.name}.")
-        elif not field.message_type.GetOptions().map_entry:
-            for index, item in enumerate(value):
-                check_required(item, f"{prefix}{field.name}[{index}].")
-
-
-async def _checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    async for request in requests:
-        check_required(request)
-        yield request
-
-
-async def _hear_out(requests: AsyncIterator[Any]) -> None:
+async def _hear_out(context: grpc.aio.ServicerContext) -> None:
     """Read on to the end of what a caller sends, then refuse it.
 
     A grpc.aio client that is writing while the status arrives reports INTERNAL in its stead
@@ -91,8 +57,54 @@ async def _hear_out(requests: AsyncIterator[Any]) -> None:
     """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(HEAR_OUT_SECONDS):
-            async for _ in requests:
+            while await context.read() is not grpc.aio.EOF:
                 pass
+
+
+class RequestRoom:
+    """Bounds the bytes of requests that are being received or are held at once.
+
+    How large a message is, grpc says once it is there: so only as many calls receive theirs at a
+    time as there is room for the largest of each.
+    """
+
+    def __init__(self, limit: int, largest: int) -> None:
+        self._limit, self._held = limit, 0
+        self._trimming: asyncio.TimerHandle | None = None
+        self._receiving = asyncio.Semaphore(max(1, limit // largest))
+
+    async def receive(self, context: grpc.aio.ServicerContext) -> bytes:
+        """Returns the one message of a call. Raises MalformedMessageError and DeadlineError."""
+        try:
+            async with asyncio.timeout(RECEIVE_SECONDS), self._receiving:
+                raw = await context.read()
+        except TimeoutError:
+            raise DeadlineError(f"no message came in {RECEIVE_SECONDS:g} s") from None
+        if raw is grpc.aio.EOF:
+            raise MalformedMessageError("no message came")
+        return cast(bytes, raw)
+
+    def hold(self, size: int) -> None:
+        """Raises QueueFullError where there is no room."""
+        if self._held and self._held + size > self._limit:
+            raise QueueFullError(
+                f"requests of {self._held:,} bytes are held",
+                limit=self._limit,
+                setting="server.max_held_bytes",
+                kind="bytes",
+            )
+        self._held += size
+
+    def let_go(self, size: int) -> None:
+        self._held -= size
+        if size > LARGE_BYTES and self._trimming is None:
+            self._trimming = asyncio.get_running_loop().call_later(TRIM_SECONDS, self._trim)
+
+    def _trim(self) -> None:
+        """Give back to the system what large messages took: the allocator would keep it."""
+        self._trimming = None
+        if _MALLOC_TRIM is not None:
+            _MALLOC_TRIM(0)
 
 
 _FACTORIES = {
@@ -123,11 +135,16 @@ def _with_behavior(
 class ServiceInterceptor(grpc.aio.ServerInterceptor):
     """Checks token and requests, turns errors into statuses and measures.
 
-    Health and reflection answer without these, save for the token.
+    Every method is handled as one that takes a stream of bytes: so a caller without a token is
+    refused before anything of its message is read, and bytes that are no message are an error
+    like others. Health answers without the token.
     """
 
-    def __init__(self, token: str | None = None) -> None:
-        self._token = token
+    def __init__(
+        self, token: str | None, rules: RequestRules, create_room: Callable[[], RequestRoom]
+    ) -> None:
+        self._token, self._rules = token, rules
+        self._room, self._open_room = create_room(), create_room()
         self._handlers: dict[str, grpc.RpcMethodHandler] = {}  # made once per method
 
     async def intercept_service(
@@ -140,8 +157,13 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None:
             return handler
-        method = _Method(details.method, handler, self._token)
-        wrapped = _with_behavior(handler, method.unary, method.stream)
+        is_open = details.method.startswith("/grpc.health.")
+        token, room = (None, self._open_room) if is_open else (self._token, self._room)
+        method = _Method(details.method, handler, token, self._rules, room)
+        wrapped = _FACTORIES[True, handler.response_streaming](
+            method.stream if handler.response_streaming else method.unary,
+            response_serializer=handler.response_serializer,
+        )
         self._handlers[details.method] = wrapped
         return wrapped
 
@@ -149,80 +171,166 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
 class _Method:
     """What is done around every call of one method."""
 
-    def __init__(self, method: str, handler: grpc.RpcMethodHandler, token: str | None) -> None:
-        self._method = method
-        self._token = None if method.startswith("/grpc.health.") else token
+    def __init__(
+        self,
+        method: str,
+        handler: grpc.RpcMethodHandler,
+        token: str | None,
+        rules: RequestRules,
+        room: RequestRoom,
+    ) -> None:
+        self._method, self._token = method, token
+        self._rules, self._room = rules, room
         self._behavior = _behavior(handler)
+        self._parse = handler.request_deserializer or bytes
         self._streams_in = handler.request_streaming
         self._running = RPCS_RUNNING.labels(method)
         self._answered = RPC_SECONDS.labels(method, grpc.StatusCode.OK.name)
+        self._logged, self._unlogged = -LOG_SECONDS, 0  # lines on malformed messages
 
-    async def unary(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
-        start, failure = self._begin(), None
+    async def unary(self, _: object, context: grpc.aio.ServicerContext) -> Any:
+        call = self._begin()
         try:
-            return await self._behavior(self._check(request, context), context)
+            self._authenticate(context)
+            return await self._behavior(await self._request(context, call), context)
         except BaseException as error:  # noqa: BLE001 - ends in the client's status or is raised
-            failure = error
-            await self._fail(error, request, context)
+            call.code = _code_of(error)
+            status = await self._status_of(error, context)
         finally:
-            self._measure(start, failure)
+            self._end(call)
+        await context.abort_with_status(status)
 
-    async def stream(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        start, failure = self._begin(), None
+    async def stream(self, _: object, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        call, status = self._begin(), None
         try:
-            async for response in self._behavior(self._check(request, context), context):
-                yield response
+            self._authenticate(context)
+            answers = self._behavior(await self._request(context, call), context)
+            if inspect.isawaitable(answers):  # it writes to the context itself
+                await answers
+            else:
+                async for answer in answers:
+                    yield answer
         except GeneratorExit:
             raise
         except BaseException as error:  # noqa: BLE001
-            failure = error
-            await self._fail(error, request, context)
+            call.code = _code_of(error)
+            status = await self._status_of(error, context)
         finally:
-            self._measure(start, failure)
+            self._end(call)
+        if status is not None:
+            await context.abort_with_status(status)
 
-    def _check(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+    def _authenticate(self, context: grpc.aio.ServicerContext) -> None:
+        """Raises UnauthenticatedError; nothing of the message has been read yet."""
         metadata = dict(context.invocation_metadata() or ())
-        logs.request_id.set(str(metadata.get("x-request-id", "-")))
+        logs.request_id.set(str(metadata.get("x-request-id", "-"))[:LONGEST_REQUEST_ID])
         if self._token is not None:
             given = str(metadata.get("authorization", ""))
             if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
                 raise UnauthenticatedError(f"{self._method} needs a valid bearer token")
-        if self._streams_in:
-            return _checked(request)
-        check_required(request)
-        return request
 
-    async def _fail(
-        self, error: BaseException, request: Any, context: grpc.aio.ServicerContext
-    ) -> NoReturn:
+    async def _request(self, context: grpc.aio.ServicerContext, call: _Call) -> Any:
+        """What the servicer gets: the message, or an iterator of messages.
+
+        Read from the context, for grpc's own iterator keeps the last message while it lives.
+        """
+        if self._streams_in:
+            return self._messages(context, call)
+        return self._decode(await self._room.receive(context), call)
+
+    async def _messages(self, context: grpc.aio.ServicerContext, call: _Call) -> AsyncIterator[Any]:
+        while (raw := await context.read()) is not grpc.aio.EOF:
+            self._let_go(call)
+            message = self._decode(cast(bytes, raw), call)
+            del raw  # a stream may wait long for its next message
+            yield message
+            del message
+
+    def _decode(self, raw: bytes, call: _Call) -> Any:
+        self._hold(len(raw), call)
+        self._hold(self._rules.weigh(raw, self._parse), call)
+        message = self._rules.decode(raw, self._parse)
+        if isinstance(message, pb.Message):
+            self._rules.check(message)
+        return message
+
+    async def _status_of(self, error: BaseException, context: grpc.aio.ServicerContext) -> Any:
+        """The status that a call ends with. Raises what is no error of it, such as its end.
+
+        What the failed call held is let go of here: grpc keeps its error for as long as it keeps
+        the call, and the error its frames with the request in them.
+        """
         aborted = isinstance(error, grpc.aio.AbortError)
         if aborted or not isinstance(error, Exception):  # such as asyncio.CancelledError
             raise error
-        if self._streams_in:
-            await _hear_out(request)
-        if isinstance(error, ServiceError):
+        if isinstance(error, MalformedMessageError):
+            self._log_malformed(error)
+        elif isinstance(error, ServiceError):
             logger.info("%s: %s %s", self._method, error.reason, error)
-            await context.abort_with_status(rpc_status.to_status(error.to_status()))
-        if isinstance(error, NotImplementedError):  # what generated servicers raise
-            await context.abort(_code_of(error), f"{self._method} is not implemented")
-        logger.error("%s failed", self._method, exc_info=error)
-        status = status_pb2.Status(
-            code=_code_of(error).value[0], message=f"{type(error).__name__} in {self._method}"
-        )
-        await context.abort_with_status(rpc_status.to_status(status))
-        raise AssertionError("abort returns never")
+        elif not isinstance(error, NotImplementedError):  # what generated servicers raise
+            logger.error("%s failed", self._method, exc_info=error)
+        _forget_frames(error)
+        if isinstance(error, UnauthenticatedError) and self._streams_in:
+            await asyncio.sleep(REFUSAL_SECONDS)
+        elif self._streams_in:
+            await _hear_out(context)
+        return rpc_status.to_status(self._describe(error))
 
-    def _begin(self) -> float:
+    def _describe(self, error: Exception) -> status_pb2.Status:
+        if isinstance(error, ServiceError):
+            return error.to_status()
+        message = f"{type(error).__name__} in {self._method}"
+        if isinstance(error, NotImplementedError):
+            message = f"{self._method} is not implemented"
+        return status_pb2.Status(code=_code_of(error).value[0], message=message)
+
+    def _log_malformed(self, error: MalformedMessageError) -> None:
+        now = time.monotonic()
+        if now - self._logged < LOG_SECONDS:
+            self._unlogged += 1
+            return
+        more = f" ({self._unlogged} more since the last line)" if self._unlogged else ""
+        logger.warning("%s: %s %s%s", self._method, error.reason, error, more)
+        self._logged, self._unlogged = now, 0
+
+    def _begin(self) -> _Call:
         self._running.inc()
-        return time.perf_counter()
+        return _Call(time.perf_counter())
 
-    def _measure(self, start: float, failure: BaseException | None) -> None:
+    def _end(self, call: _Call) -> None:
         self._running.dec()
-        seconds = time.perf_counter() - start
-        if failure is None:
+        self._let_go(call)
+        seconds = time.perf_counter() - call.start
+        if call.code is grpc.StatusCode.OK:
             self._answered.observe(seconds)
         else:
-            RPC_SECONDS.labels(self._method, _code_of(failure).name).observe(seconds)
+            RPC_SECONDS.labels(self._method, call.code.name).observe(seconds)
+
+    def _hold(self, size: int, call: _Call) -> None:
+        self._room.hold(size)
+        call.held += size
+
+    def _let_go(self, call: _Call) -> None:
+        self._room.let_go(call.held)
+        call.held = 0
+
+
+@dataclass
+class _Call:
+    """One call under way; `held` are bytes of its request."""
+
+    start: float
+    held: int = 0
+    code: grpc.StatusCode = grpc.StatusCode.OK
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Clear the variables of the frames that an error and its causes came through."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _code_of(error: BaseException) -> grpc.StatusCode:

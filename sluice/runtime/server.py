@@ -9,12 +9,13 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import grpc
 from google.longrunning import operations_pb2_grpc
+from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from pydantic import Field, model_validator
@@ -23,7 +24,8 @@ from sluice import faults
 from sluice.api.common.v1 import wait_service_pb2_grpc
 from sluice.config import Config, ConfigError
 from sluice.durable import replace_file
-from sluice.runtime.interceptors import ServiceInterceptor
+from sluice.runtime.interceptors import RequestRoom, ServiceInterceptor
+from sluice.runtime.messages import Bound, MessageLimits, RequestRules
 from sluice.runtime.metrics import MetricsServer
 from sluice.runtime.operations import Operations
 from sluice.runtime.processes import end_with_parent
@@ -34,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 WAIT_SERVICE = "sluice.api.common.v1.WaitService"
 OPERATIONS_SERVICE = "google.longrunning.Operations"
 
@@ -62,7 +65,11 @@ class ServerConfig(Config):
     advertise: str = Field(
         "", description="host:port under which others reach it; empty means host:port."
     )
-    max_message_bytes: int = 64 * 1024 * 1024
+    max_message_bytes: int = Field(1 << 26, ge=1024, description="Of one message; then refused.")
+    max_held_bytes: int = Field(
+        1 << 31, ge=1024, description="Of requests received or served at once; then QUEUE_FULL."
+    )
+    limits: MessageLimits = MessageLimits()
     drain_seconds: float = 30.0
     allow_insecure: bool = Field(False, description="Listen beyond loopback without TLS.")
     security: SecurityConfig = SecurityConfig()
@@ -83,14 +90,59 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _interceptors(security: SecurityConfig) -> list[grpc.aio.ServerInterceptor]:
+def service_interceptor(
+    config: ServerConfig, bounds: Mapping[str, Bound] | None = None
+) -> ServiceInterceptor:
+    """What every RPC goes through, with the token and within the limits of a configuration."""
+    return ServiceInterceptor(
+        config.security.token(),
+        RequestRules(config.limits, bounds),
+        lambda: RequestRoom(config.max_held_bytes, config.max_message_bytes),
+    )
+
+
+def _interceptors(outermost: ServiceInterceptor) -> list[grpc.aio.ServerInterceptor]:
     """The outermost first."""
-    found: list[grpc.aio.ServerInterceptor] = [ServiceInterceptor(security.token())]
+    found: list[grpc.aio.ServerInterceptor] = [outermost]
     if faults.enabled():
         from sluice.runtime.interceptors import LostReplies
 
         found.append(LostReplies())
     return found
+
+
+class _Health(health.aio.HealthServicer):
+    """Tells all who watch of every change, and lets them go when the server stops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._changed = asyncio.Event()
+
+    async def Watch(
+        self, request: health_pb2.HealthCheckRequest, context: Any
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        last = None
+        while True:
+            changed = self._changed
+            status = self._server_status.get(request.service, SERVICE_UNKNOWN)
+            if status != last:
+                yield health_pb2.HealthCheckResponse(status=status)
+            if self._gracefully_shutting_down:
+                return
+            last = status
+            await changed.wait()  # for as long as the caller listens
+
+    async def set(self, service: str, status: int) -> None:
+        await super().set(service, status)
+        self._tell()
+
+    async def enter_graceful_shutdown(self) -> None:
+        await super().enter_graceful_shutdown()
+        self._tell()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 class Server:
@@ -104,11 +156,12 @@ class Server:
         self.waits = Waits()
         self.operations = Operations()
         self.port = 0
+        self._bounds: dict[str, Bound] = {}
         tls = config.security.tls
         self._credentials = None if tls is None else server_credentials(tls)
         limit = config.max_message_bytes
         self.grpc_server = grpc.aio.server(
-            interceptors=_interceptors(config.security),
+            interceptors=_interceptors(service_interceptor(config, self._bounds)),
             options=[
                 ("grpc.max_receive_message_length", limit),
                 ("grpc.max_send_message_length", limit),
@@ -116,7 +169,7 @@ class Server:
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
             ],
         )
-        self._health = health.aio.HealthServicer()
+        self._health = _Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
         self._services: list[str] = []
         self._metrics: MetricsServer | None = None
@@ -134,6 +187,10 @@ class Server:
     def add(self, register: Callable[[Any, Any], None], servicer: object, name: str) -> None:
         register(servicer, self.grpc_server)
         self._services.append(name)
+
+    def bound(self, message: type[Message], name: str, limit: int, setting: str) -> None:
+        """Take so many values in a field of requests, or such a number; `setting` says so."""
+        self._bounds[message.DESCRIPTOR.fields_by_name[name].full_name] = Bound(limit, setting)
 
     @property
     def address(self) -> str:

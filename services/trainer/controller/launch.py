@@ -19,9 +19,8 @@ from services.trainer.controller.incarnation import WorkerServicer
 from services.trainer.controller.rank_group import Launcher, OnExit, RankGroup
 from sluice import platform
 from sluice.api.trainer.v1 import worker_service_pb2_grpc as pb_grpc
-from sluice.runtime.interceptors import ServiceInterceptor
 from sluice.runtime.security import server_credentials
-from sluice.runtime.server import opening
+from sluice.runtime.server import opening, service_interceptor
 
 # Where collectives listen on fixed ports: beyond those that kernels hand out. A host with two
 # trainers sets the variables of `Platform.collective_ports` itself.
@@ -105,7 +104,7 @@ class WorkerServer:
     def __init__(self, config: TrainerConfig, group: RankGroup) -> None:
         security, ranks = config.server.security, config.ranks
         self._server = grpc.aio.server(
-            interceptors=[ServiceInterceptor(security.token())],
+            interceptors=[service_interceptor(config.server)],
             options=[
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", config.server.max_message_bytes),

@@ -1,0 +1,353 @@
+"""What a request may hold: its bytes are looked at before they are decoded, its fields after."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import grpc
+import numpy as np
+from google.api import field_behavior_pb2
+from google.protobuf import message as pb
+from google.protobuf.descriptor import FieldDescriptor
+from pydantic import Field
+
+from sluice.config import Config
+from sluice.runtime.errors import InvalidFieldError, ServiceError
+
+Descriptor = Any  # of a message type: protobuf has a class of them per implementation
+
+LONGEST_SECONDS = 365 * 86_400  # of a duration
+SCANNED_BYTES = 1 << 16  # shorter messages cannot hold much, whatever they hold
+DEPTH = 100  # of messages in messages; the decoder takes no more either
+
+# A number of one of these names counts something; others, such as seeds and ranks, may be negative.
+_COUNTS = re.compile(
+    r"(^|_)(counts?|lengths?|bytes|sizes?|multiple|tokens|micro_batches|groups|index)$"
+)
+_PART = 1 << 20  # bytes looked at in one go
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_FREE = {  # messages and fields that hold any text
+    "google.protobuf.Any",
+    "google.protobuf.ListValue",
+    "google.protobuf.Struct",
+    "google.protobuf.Value",
+    "google.rpc.Status",
+    "sluice.api.trainer.v1.CommandResult.transfer_failure",
+}
+_INTEGERS = {
+    FieldDescriptor.CPPTYPE_INT32,
+    FieldDescriptor.CPPTYPE_INT64,
+    FieldDescriptor.CPPTYPE_UINT32,
+    FieldDescriptor.CPPTYPE_UINT64,
+}
+_FIXED_WIDTH = {
+    FieldDescriptor.TYPE_FIXED32: 4,
+    FieldDescriptor.TYPE_SFIXED32: 4,
+    FieldDescriptor.TYPE_FLOAT: 4,
+    FieldDescriptor.TYPE_FIXED64: 8,
+    FieldDescriptor.TYPE_SFIXED64: 8,
+    FieldDescriptor.TYPE_DOUBLE: 8,
+}
+
+
+class MessageLimits(Config):
+    """What one request may hold beside `max_message_bytes`; more is INVALID_ARGUMENT."""
+
+    name_characters: int = Field(1024, ge=1, description="Of an id, a name, a path, an address.")
+    items: int = Field(1_000_000, ge=1, description="Texts and messages in it, at any depth.")
+    numbers: int = Field(1 << 24, ge=1, description="Numbers in lists in it, at any depth.")
+
+
+class Bound(NamedTuple):
+    """How many values a field may have, or how large one may be, and the setting that says so."""
+
+    limit: int
+    setting: str
+
+
+class MalformedMessageError(ServiceError):
+    """The bytes are no message of the type that the method takes."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "MALFORMED_MESSAGE"
+
+
+class _LimitError(InvalidFieldError):
+    def __init__(self, path: str, what: str, found: int, bound: Bound) -> None:
+        super().__init__(
+            path,
+            f"{what} {found:,}, {bound.setting} allows {bound.limit:,}",
+            limit=bound.limit,
+            setting=bound.setting,
+        )
+
+
+@dataclass
+class _Rule:
+    """What is checked of one field of a decoded message."""
+
+    field: Any
+    name: str
+    required: bool = False
+    is_repeated: bool = False
+    is_text: bool = False
+    is_count: bool = False
+    is_map: bool = False
+    bound: Bound | None = None
+    below: Descriptor | None = None  # a message that is looked into
+
+
+@dataclass
+class _Layout:
+    """How the bytes of one message type are walked: by field number and wire type."""
+
+    names: dict[int, str] = field(default_factory=dict)
+    singles: set[int] = field(default_factory=set)  # numbers that stand alone
+    numbers: dict[int, int] = field(default_factory=dict)  # width in bytes, 0 where it varies
+    messages: dict[int, Descriptor] = field(default_factory=dict)
+    bounds: dict[int, Bound] = field(default_factory=dict)
+
+
+class RequestRules:
+    """Decodes requests within limits and checks them.
+
+    `bounds` are of single fields by their full names, e.g.
+    `sluice.api.rollout.v1.GenerateRequest.sample_count`: of how many values a list may have, of
+    how large a number may be. They are read when the first request of a type comes.
+    """
+
+    def __init__(
+        self, limits: MessageLimits | None = None, bounds: Mapping[str, Bound] | None = None
+    ) -> None:
+        self._limits, self._bounds = limits or MessageLimits(), bounds or {}
+        self._name_bound = Bound(self._limits.name_characters, "server.limits.name_characters")
+        self._item_bound = Bound(self._limits.items, "server.limits.items")
+        self._number_bound = Bound(self._limits.numbers, "server.limits.numbers")
+        self._rules: dict[Descriptor, list[_Rule]] = {}
+        self._layouts: dict[Descriptor, _Layout] = {}
+
+    def weigh(self, raw: bytes, parse: Callable[[bytes], Any]) -> int:
+        """About how many bytes a message takes once it is decoded.
+
+        Raises InvalidFieldError naming a list that is too long.
+        """
+        descriptor = getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None)
+        if descriptor is None or len(raw) <= SCANNED_BYTES:
+            return len(raw)
+        return self._scan(raw, descriptor)
+
+    def decode(self, raw: bytes, parse: Callable[[bytes], Any]) -> Any:
+        """Raises MalformedMessageError."""
+        try:
+            return parse(raw)
+        except pb.DecodeError as error:
+            raise MalformedMessageError(str(error)) from None
+
+    def check(self, message: pb.Message, prefix: str = "") -> None:
+        """Raises InvalidFieldError for the first field that breaks a rule.
+
+        A field marked REQUIRED is set, texts are short and without control characters, counts are
+        not negative, durations are sensible and bounds are kept.
+        """
+        for rule in self._rules_of(message.DESCRIPTOR):
+            value = getattr(message, rule.name)
+            if rule.required and not (
+                message.HasField(rule.name) if rule.field.has_presence else bool(value)
+            ):
+                raise InvalidFieldError(prefix + rule.name, "is required")
+            if rule.bound is not None:
+                self._check_bound(rule, value, prefix)
+            if rule.is_text:
+                self._check_texts(value if rule.is_repeated else (value,), prefix + rule.name)
+            elif rule.is_count:
+                if (min(value, default=0) if rule.is_repeated else value) < 0:
+                    raise InvalidFieldError(prefix + rule.name, "must not be negative")
+            elif rule.below is not None:
+                self._check_below(rule, message, value, prefix)
+
+    def _check_bound(self, rule: _Rule, value: Any, prefix: str) -> None:
+        assert rule.bound is not None
+        found = len(value) if rule.is_repeated else value
+        if found > rule.bound.limit:
+            what = "has so many entries:" if rule.is_repeated else "is"
+            raise _LimitError(prefix + rule.name, what, found, rule.bound)
+
+    def _check_texts(self, texts: Iterable[str], path: str) -> None:
+        for text in texts:
+            if len(text) > self._name_bound.limit:
+                raise _LimitError(path, "has so many characters:", len(text), self._name_bound)
+        if _CONTROL.search("".join(texts)):
+            raise InvalidFieldError(path, "must not hold control characters")
+
+    def _check_below(self, rule: _Rule, message: pb.Message, value: Any, prefix: str) -> None:
+        path = prefix + rule.name
+        if rule.is_map:
+            keys = rule.below.fields_by_name["key"]  # type: ignore[union-attr]
+            if keys.type == FieldDescriptor.TYPE_STRING:
+                self._check_texts(list(value), path)
+            if rule.below.fields_by_name["value"].message_type is not None:  # type: ignore[union-attr]
+                for key, item in value.items():
+                    self.check(item, f"{path}[{key}].")
+        elif rule.is_repeated:
+            for index, item in enumerate(value):
+                self.check(item, f"{path}[{index}].")
+        elif message.HasField(rule.name):
+            if value.DESCRIPTOR.full_name == "google.protobuf.Duration":
+                _check_duration(value, path)
+            self.check(value, path + ".")
+
+    def _rules_of(self, descriptor: Descriptor) -> list[_Rule]:
+        rules = self._rules.get(descriptor)
+        if rules is None:
+            found = (self._rule(each, ()) for each in descriptor.fields)
+            rules = self._rules[descriptor] = [rule for rule in found if rule is not None]
+        return rules
+
+    def _rule(self, item: Any, above: tuple[Descriptor, ...]) -> _Rule | None:
+        """The rule of a field; None where there is nothing to check."""
+        behavior = item.GetOptions().Extensions[field_behavior_pb2.field_behavior]
+        below = item.message_type
+        rule = _Rule(
+            field=item,
+            name=item.name,
+            required=field_behavior_pb2.REQUIRED in behavior,
+            is_repeated=item.is_repeated,
+            bound=self._bounds.get(item.full_name),
+        )
+        if below is None:
+            rule.is_text = item.type == FieldDescriptor.TYPE_STRING and item.full_name not in _FREE
+            rule.is_count = item.cpp_type in _INTEGERS and bool(_COUNTS.search(item.name))
+        elif below.full_name not in _FREE and self._asks(below, above):
+            rule.below, rule.is_map = below, below.GetOptions().map_entry
+        checks = rule.required, rule.bound, rule.is_text, rule.is_count, rule.below
+        return rule if any(checks) else None
+
+    def _asks(self, descriptor: Descriptor, above: tuple[Descriptor, ...]) -> bool:
+        """Whether a message type has fields with rules, itself or below."""
+        if descriptor in above:
+            return False
+        if descriptor.full_name == "google.protobuf.Duration":
+            return True
+        above = (*above, descriptor)
+        return any(self._rule(item, above) is not None for item in descriptor.fields)
+
+    def _layout_of(self, descriptor: Descriptor) -> _Layout:
+        layout = self._layouts.get(descriptor)
+        if layout is not None:
+            return layout
+        layout = self._layouts[descriptor] = _Layout()
+        for item in descriptor.fields:
+            layout.names[item.number] = item.name
+            if item.message_type is not None:
+                layout.messages[item.number] = item.message_type
+            elif item.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES):
+                pass
+            elif item.is_repeated:
+                layout.numbers[item.number] = _FIXED_WIDTH.get(item.type, 0)
+            else:
+                layout.singles.add(item.number)
+            if item.is_repeated and item.full_name in self._bounds:
+                layout.bounds[item.number] = self._bounds[item.full_name]
+        return layout
+
+    def _scan(self, raw: bytes, descriptor: Descriptor) -> int:
+        """Returns about how many bytes the decoded values take.
+
+        Bytes that are no message are left for the decoder to refuse. Raises InvalidFieldError.
+        """
+        items = numbers = 0
+        most_items, most_numbers = self._item_bound, self._number_bound
+        pending = [(0, len(raw), descriptor, "", 0)]
+        while pending:
+            start, end, kind, prefix, depth = pending.pop()
+            layout = self._layout_of(kind)
+            counts: dict[int, int] = {}
+            for number, wire_type, first, last in _fields(raw, start, end):
+                count = 1
+                if number in layout.numbers:
+                    if wire_type == 2:
+                        count = _packed_count(raw, first, last, layout.numbers[number])
+                    numbers += count
+                    if numbers > most_numbers.limit:
+                        path = prefix + layout.names[number]
+                        raise _LimitError(
+                            path, "brings the numbers to", numbers, self._number_bound
+                        )
+                elif number in layout.singles:
+                    continue
+                else:
+                    items += 1
+                    if number in layout.messages and depth < DEPTH:
+                        path = f"{prefix}{layout.names[number]}."
+                        pending.append((first, last, layout.messages[number], path, depth + 1))
+                    if items > most_items.limit:
+                        path = prefix + layout.names.get(number, str(number))
+                        raise _LimitError(
+                            path, "brings texts and messages to", items, self._item_bound
+                        )
+                if number in layout.bounds:
+                    counts[number] = counts.get(number, 0) + count
+                    if counts[number] > layout.bounds[number].limit:
+                        path, found = prefix + layout.names[number], counts[number]
+                        raise _LimitError(
+                            path, "has so many entries:", found, layout.bounds[number]
+                        )
+        return len(raw) + 8 * numbers + 64 * items
+
+
+def _check_duration(duration: Any, path: str) -> None:
+    if not (0 <= duration.seconds <= LONGEST_SECONDS and 0 <= duration.nanos < 1_000_000_000):
+        raise InvalidFieldError(path, f"must be a time of 0 to {LONGEST_SECONDS} s")
+
+
+def _packed_count(raw: bytes, first: int, last: int, width: int) -> int:
+    if width:
+        return (last - first) // width
+    values = np.frombuffer(raw, dtype=np.uint8, count=last - first, offset=first)
+    parts = (values[at : at + _PART] for at in range(0, len(values), _PART))
+    return sum(int(np.count_nonzero(part < 0x80)) for part in parts)
+
+
+def _fields(raw: bytes, position: int, end: int) -> Iterable[tuple[int, int, int, int]]:
+    """Yields (number, wire type, start, end of the value); ends early at what is no field."""
+    while position < end:
+        tag = raw[position]
+        position += 1
+        if tag >= 0x80:
+            tag, position = _varint(raw, position - 1, end)
+        wire_type, first = tag & 7, position
+        if wire_type == 2:
+            if position >= end:
+                return
+            size = raw[position]
+            position += 1
+            if size >= 0x80:
+                size, position = _varint(raw, position - 1, end)
+            first, position = position, position + size
+        elif wire_type == 0:
+            while position < end and raw[position] >= 0x80:
+                position += 1
+            position += 1
+        elif wire_type in (1, 5):
+            position += 8 if wire_type == 1 else 4
+        else:
+            return
+        if position > end:
+            return
+        yield tag >> 3, wire_type, first, position
+
+
+def _varint(raw: bytes, position: int, end: int) -> tuple[int, int]:
+    """The number at a place and the place after it; a place beyond `end` where it is cut off."""
+    value = shift = 0
+    while position < end and shift < 70:
+        byte = raw[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
+    return value, end + 1
