@@ -170,12 +170,12 @@ class TrainerConfig(ProcessConfig):
     def weights_location(self) -> str:
         """Directory or URL of the versions of weights."""
         if not self.weights:
-            return str(self.kept / "weights")
+            return str(self.store_root / "weights")
         own = "" if self.head == "policy" else f"/critics/{self.name}"
         return self.weights.rstrip("/") + own
 
     @property
-    def kept(self) -> Path:
+    def store_root(self) -> Path:
         """Return where `weights/` and `checkpoints/` are."""
         return self.store if self.head == "policy" else self.store / "critics" / self.name
 

@@ -55,8 +55,8 @@ class Retention:
         self._blobs = BlobStore(store)
         self._weights = WeightStore(weights or store / "weights")
         self._version: int | None = None
-        self._held: set[str] = set()
-        self._unheld: list[str] = []
+        self._pinned: set[str] = set()
+        self._unpinned: list[str] = []
         self._holding: asyncio.Task[None] | None = None
         self._removing: asyncio.Task[None] | None = None
 
@@ -89,7 +89,7 @@ class Retention:
 
     def hold(self, blob: BlobReference) -> None:
         """Pin a blob soon; its producer holds it until then. Those that come together share."""
-        self._unheld.append(blob.digest)
+        self._unpinned.append(blob.digest)
         if self._holding is None or self._holding.done():
             self._holding = asyncio.create_task(self._hold_all(), name="hold blobs")
 
@@ -125,8 +125,8 @@ class Retention:
             remove_run_checkpoint(self._run_checkpoints, superseded)
         kept = every[-self._config.cuts :]
         needed = self._ledger.needed_blobs(kept[0].step)
-        spare = self._held - needed
-        self._held -= spare
+        spare = self._pinned - needed
+        self._pinned -= spare
         checkpoints = {Path(name).name for each in kept for name in each.checkpoints}
         versions = {each.weight_version for each in kept}
         if self._version is not None:
@@ -168,15 +168,15 @@ class Retention:
                 self._weights.unpin(version, self._owner)
 
     async def _hold_all(self) -> None:
-        while self._unheld:
-            digests, self._unheld = self._unheld, []
+        while self._unpinned:
+            digests, self._unpinned = self._unpinned, []
             await asyncio.to_thread(self._pin, digests)
 
     def _hold_again(self, needed: set[str]) -> set[str]:
         """Pin what is needed; the digests of blobs that are gone."""
-        self._held = self._blobs.pinned(self._owner)
+        self._pinned = self._blobs.pinned(self._owner)
         gone = {digest for digest in needed if not self._blobs.exists(BlobReference(digest, 0))}
-        self._pin(needed - self._held - gone)
+        self._pin(needed - self._pinned - gone)
         return gone
 
     def _pin(self, digests: Iterable[str]) -> None:
@@ -184,7 +184,7 @@ class Retention:
         while wanted:
             try:
                 self._blobs.pin(self._owner, wanted)
-                self._held |= wanted
+                self._pinned |= wanted
                 return
             except BlobNotFoundError as error:  # the trainer will say so
                 logger.warning("blob %s is gone before it was pinned", error.digest)

@@ -134,7 +134,7 @@ ShardWrite = Callable[[Path, str, Mapping[str, torch.Tensor]], ShardFile]
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
-class _Kept:
+class _PublishedShard:
     """A shard as it was published last: header, and the bytes of all tensors in their order."""
 
     def __init__(self, file_name: str, layout: Layout, header: bytes) -> None:
@@ -174,15 +174,15 @@ class PublishedShards:
 
     def __init__(self, *, keep: bool, sync: bool) -> None:
         self._keep, self._sync = keep, sync
-        self._kept: dict[str, _Kept] = {}
-        self._version: int | None = None  # that `_kept` is of
-        self._unfinished: dict[str, _Kept] = {}
+        self._published: dict[str, _PublishedShard] = {}
+        self._version: int | None = None  # that `_published` is of
+        self._unfinished: dict[str, _PublishedShard] = {}
         self.encode_seconds = 0.0  # of the last version
 
     def begin(self, base: int | None) -> None:
         """Start a version, of deltas against `base` if that is the one kept."""
         if base is None or base != self._version:
-            self._kept = {}
+            self._published = {}
         self._version = None  # until `finish`: what is kept becomes a mix of two versions
         self._unfinished = {}
         self.encode_seconds = 0.0
@@ -195,69 +195,69 @@ class PublishedShards:
             return write_shard(directory, file_name, tensors, sync=self._sync)
         layout = {name: (DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
         header, _ = encode_header(layout)
-        kept = self._kept.get(file_name)
-        if kept is not None and kept.header == header:
-            report = self._write_delta(directory, kept, tensors)
+        last = self._published.get(file_name)
+        if last is not None and last.header == header:
+            report = self._write_delta(directory, last, tensors)
         else:
-            kept, report = _Kept(file_name, layout, header), None
+            last, report = _PublishedShard(file_name, layout, header), None
             for name in layout:
-                kept.part(name)[:] = _bytes(tensors[name])
-            kept.describe()
+                last.part(name)[:] = _bytes(tensors[name])
+            last.describe()
         if report is None:
-            report = kept.report
-            write_file(directory / file_name, [kept.header, kept.data.data], sync=self._sync)
-        self._unfinished[file_name] = kept
+            report = last.report
+            write_file(directory / file_name, [last.header, last.data.data], sync=self._sync)
+        self._unfinished[file_name] = last
         return report
 
     def finish(self, version: int) -> None:
         """End a version, of which all shards are written."""
         if self._keep:
-            self._kept, self._version = self._unfinished, version
+            self._published, self._version = self._unfinished, version
         self._unfinished = {}
 
     @property
     def empty(self) -> bool:
         """Nothing is kept, so that nothing can be sent."""
-        return not self._kept
+        return not self._published
 
     def report(self, version: int) -> list[ShardFile]:
         """Return the shards of `version` as written. Raises StagingLostError if not kept."""
         if version != self._version:
             raise StagingLostError(version)
-        return [kept.report for kept in self._kept.values()]
+        return [shard.report for shard in self._published.values()]
 
     def read(self, bucket: Bucket) -> torch.Tensor:
         """Return the bytes of a bucket of the version kept, uint8[size]; a read-only view."""
-        data = self._kept[bucket.file_name].data
+        data = self._published[bucket.file_name].data
         return torch.from_numpy(data[bucket.offset : bucket.offset + bucket.size])
 
     def _write_delta(
-        self, directory: Path, kept: _Kept, tensors: Mapping[str, torch.Tensor]
+        self, directory: Path, last: _PublishedShard, tensors: Mapping[str, torch.Tensor]
     ) -> ShardFile | None:
-        """Bring `kept` up to date and write the difference; None where it is not worth it."""
+        """Bring `last` up to date and write the difference; None where it is not worth it."""
         began = time.monotonic()
         payloads: dict[str, bytes] = {}
         changed = elements = 0
-        for name, (dtype, _) in kept.layout.items():
-            new, old, width = _bytes(tensors[name]), kept.part(name), element_width(dtype)
+        for name, (dtype, _) in last.layout.items():
+            new, old, width = _bytes(tensors[name]), last.part(name), element_width(dtype)
             encoded = delta_module.encode(old, new, width)
             payloads[name] = encoded.payload
             changed += encoded.changed
             elements += len(new) // width
             old[:] = new
-        kept.describe()
+        last.describe()
         pieces = encode_file(payloads)
         self.encode_seconds += time.monotonic() - began
         size = sum(len(piece) for piece in pieces)
-        if size >= WHOLE_SHARE * kept.report.size:
+        if size >= WHOLE_SHARE * last.report.size:
             return None
         hasher = xxhash.xxh3_128()
         for piece in pieces:
             hasher.update(piece)
-        path = directory / delta_name(kept.report.file_name)
+        path = directory / delta_name(last.report.file_name)
         write_file(path, pieces, sync=self._sync)
         delta = DeltaFile(size, hasher.hexdigest(), changed, elements)
-        return replace(kept.report, delta=delta)
+        return replace(last.report, delta=delta)
 
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray:

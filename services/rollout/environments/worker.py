@@ -35,7 +35,7 @@ from services.rollout.environments.environment import (
 from services.rollout.environments.registry import create_environment
 from sluice.runtime.processes import keep_processes
 
-KEPT = 8  # environments with different settings
+MAX_ENVIRONMENTS = 8  # with different settings
 
 
 class Worker:
@@ -73,7 +73,7 @@ class Worker:
     def _environment(self, settings: Mapping[str, Any]) -> Environment:
         key = json.dumps(settings, sort_keys=True)
         if key not in self._environments:
-            while len(self._environments) >= KEPT:
+            while len(self._environments) >= MAX_ENVIRONMENTS:
                 del self._environments[next(iter(self._environments))]
             self._environments[key] = create_environment(self._path, settings)
         return self._environments[key]

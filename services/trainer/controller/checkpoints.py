@@ -155,7 +155,7 @@ class TrainerCheckpoints:
         batches: TrainerBatches,
         turns: Turns,
     ) -> None:
-        self.store = CheckpointStore(config.kept / "checkpoints", durable=config.durable)
+        self.store = CheckpointStore(config.store_root / "checkpoints", durable=config.durable)
         self.turns = turns
         self._backend, self._state = config.backend, state
         self._ranks, self._batches = ranks, batches

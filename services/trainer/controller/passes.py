@@ -326,14 +326,14 @@ def split_pass(
 def _stretches(plan: PassPlan) -> Iterable[tuple[int, int]]:
     """Yield ranges of micro-batches whose rows fit a command on every rank."""
     start = 0
-    held = [0] * len(plan.ranks)
+    counts = [0] * len(plan.ranks)
     for index in range(plan.micro_batch_count):
         rows = [len(rank[index]) for rank in plan.ranks]
-        full = any(h + r > ROWS_PER_COMMAND for h, r in zip(held, rows, strict=True))
+        full = any(h + r > ROWS_PER_COMMAND for h, r in zip(counts, rows, strict=True))
         if full and index > start:
             yield start, index
-            start, held = index, [0] * len(plan.ranks)
-        held = [h + r for h, r in zip(held, rows, strict=True)]
+            start, counts = index, [0] * len(plan.ranks)
+        counts = [h + r for h, r in zip(counts, rows, strict=True)]
     yield start, plan.micro_batch_count
 
 
@@ -344,11 +344,11 @@ def add_sums(sums: Sequence[pb.PassSums]) -> pb.PassSums:
         total.loss += part.loss
         total.token_count += part.token_count
         for name, value in part.metrics.items():
-            held = total.metrics[name]
-            held.sum += value.sum
-            held.weight += value.weight
+            metric = total.metrics[name]
+            metric.sum += value.sum
+            metric.weight += value.weight
             if value.HasField("max"):
-                held.max = max(held.max, value.max) if held.HasField("max") else value.max
+                metric.max = max(metric.max, value.max) if metric.HasField("max") else value.max
     return total
 
 

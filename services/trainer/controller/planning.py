@@ -178,13 +178,13 @@ def find_missing(
 ) -> tuple[int, list[str]] | None:
     """Find the first selected row that lacks any of `columns`, and which ones."""
     absent = np.zeros(len(selection), dtype=np.bool_)
-    held = {name: batch.present.get(name) for name in columns}
-    for rows in held.values():
+    present = {name: batch.present.get(name) for name in columns}
+    for rows in present.values():
         absent |= True if rows is None else ~rows[selection]
     if not absent.any():
         return None
     row = int(selection[np.argmax(absent)])
-    lacking = [name for name, rows in held.items() if rows is None or not rows[row]]
+    lacking = [name for name, rows in present.items() if rows is None or not rows[row]]
     return row, sorted(lacking)
 
 

@@ -97,8 +97,8 @@ class Batch:
 
     def mark(self, column: str, rows: Sequence[int] | np.ndarray | None = None) -> None:
         """Note that `rows` (default: all) have `column` now."""
-        held = self.present.setdefault(column, np.zeros(self.row_count, dtype=np.bool_))
-        held[slice(None) if rows is None else np.asarray(rows, dtype=np.int64)] = True
+        present = self.present.setdefault(column, np.zeros(self.row_count, dtype=np.bool_))
+        present[slice(None) if rows is None else np.asarray(rows, dtype=np.int64)] = True
 
     def unmark(self, *columns: str) -> None:
         """No row counts as having them: a pass about to write them may end with a part of it."""

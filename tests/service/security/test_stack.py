@@ -47,7 +47,7 @@ def listening(process: psutil.Process) -> dict[int, str]:
 
 
 def known_ports(stack: Stack) -> list[Port]:
-    """Ports of every service; that of the ranks is what else the trainer's front listens on."""
+    """Ports of every service; the trainer's controller listens on that of the ranks too."""
     ports: list[Port] = []
     for name, service in stack.services.items():
         ports.append(Port(f"{name} gRPC", service["address"], ask_service))

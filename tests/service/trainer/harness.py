@@ -33,7 +33,7 @@ ACTIVE, FAILED = pb.Trainer.STATE_ACTIVE, pb.Trainer.STATE_FAILED
 
 @dataclass
 class RunningTrainer:
-    """A front process; ranks are its children."""
+    """A controller process; ranks are its children."""
 
     process: subprocess.Popen[bytes]
     address: str
@@ -101,7 +101,7 @@ def await_address(process: subprocess.Popen[bytes], file: Path) -> str:
 async def until(
     client: TrainerClient, condition: Callable[[pb.Trainer], bool], seconds: float = PATIENCE
 ) -> pb.Trainer:
-    """The trainer once `condition` holds of it; a front that starves may be slower to answer
+    """The trainer once `condition` holds of it; a controller that starves may be slower to answer
     than the deadline of the client's own `get`."""
     async with asyncio.timeout(seconds):
         while True:

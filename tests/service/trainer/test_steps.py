@@ -281,9 +281,9 @@ async def test_no_trained_token_skips_the_step(client: TrainerClient) -> None:
 
 
 def test_the_front_imports_no_torch(client: TrainerClient, trainer: RunningTrainer) -> None:
-    """The running front has no torch library mapped; its rank, which is active, has."""
-    front = Path(f"/proc/{trainer.process.pid}/maps").read_text()
+    """The running controller has no torch library mapped; its rank, which is active, has."""
+    controller = Path(f"/proc/{trainer.process.pid}/maps").read_text()
     children = Path(f"/proc/{trainer.process.pid}/task/{trainer.process.pid}/children").read_text()
-    assert "libtorch" not in front
+    assert "libtorch" not in controller
     maps = [Path(f"/proc/{child}/maps").read_text() for child in children.split()]
     assert any("libtorch" in each for each in maps), "negative control"

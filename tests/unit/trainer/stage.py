@@ -1,4 +1,4 @@
-"""The front's trainer with one rank that answers as a test tells it to."""
+"""The controller's trainer with one rank that answers as a test tells it to."""
 
 from __future__ import annotations
 

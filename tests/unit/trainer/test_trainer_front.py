@@ -1,4 +1,4 @@
-"""The front's trainer with ranks that answer as told: poison, alarms, cancelled callers."""
+"""The controller's trainer with ranks that answer as told: poison, alarms, cancelled callers."""
 
 from __future__ import annotations
 

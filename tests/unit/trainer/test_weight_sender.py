@@ -1,4 +1,4 @@
-"""Whom the front sends weights to, and over which group."""
+"""Whom the controller sends weights to, and over which group."""
 
 from __future__ import annotations
 
