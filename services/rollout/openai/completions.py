@@ -20,7 +20,7 @@ from services.rollout.openai.generation import (
     no_tokens,
 )
 from services.rollout.openai.prompts import Prompt, chat_prompt, plain_prompt
-from services.rollout.openai.recorder import Recorder
+from services.rollout.openai.recorder import NOTHING_EARLIER, Recorder
 from services.rollout.openai.requests import (
     ApiError,
     ChatRequest,
@@ -266,13 +266,14 @@ class Responder:
             if piece.answer is not None:
                 ended[piece.index] = piece.answer
         answers = [ended[index] for index in sorted(ended)]
+        endings = [form.ending(index) for index in range(len(answers))]
         if record:
-            await self.recorder.add(record, prompt, answers)
-        for index, answer in enumerate(answers):
+            calls = [_call_ids(ending.get("delta", {})) for ending in endings]
+            await self.recorder.add(record, prompt, answers, calls)
+        for index, (answer, ending) in enumerate(zip(answers, endings, strict=True)):
             fields = _choice_fields(request, answer.delta) | {"index": index}
             fields.pop("token_ids", None)  # sent already
-            last = {**head, "choices": [{**fields, **form.ending(index)}]}
-            yield last | _weights([answer])
+            yield {**head, "choices": [{**fields, **ending}]} | _weights([answer])
         if request.stream_options.include_usage:
             total = _usage(len(prompt.token_ids), answers)
             yield {**head, "choices": [], "usage": total}
@@ -287,6 +288,11 @@ class Responder:
             "usage": _usage(prompt_tokens, answers),
             **_weights(answers),
         }
+
+
+def _call_ids(message: Mapping[str, Any]) -> list[str]:
+    """Returns the ids of the calls in a message, or in the delta of one."""
+    return [call["id"] for call in message.get("tool_calls", [])]
 
 
 def _streamed_logprobs(delta: Delta) -> Scored:
@@ -338,7 +344,8 @@ class Chat:
             self._choice(request, prompt, index, answer) for index, answer in enumerate(answers)
         )
         if record:
-            await responder.recorder.add(record, prompt, answers)
+            calls = [_call_ids(choice["message"]) for choice in choices]
+            await responder.recorder.add(record, prompt, answers, calls)
         body = responder.body("chat.completion", _ChatForm.prefix, [prompt], answers)
         if request.return_token_ids:
             body["prompt_token_ids"] = list(prompt.token_ids)
@@ -360,9 +367,11 @@ class Chat:
     ) -> tuple[Prompt, AnswerRequest]:
         responder = self._responder
         responder.check(request, 1, request.token_limit)
-        earlier = await responder.recorder.earlier(record) if record else ()
-        messages = [self._calls.restore(message) for message in request.messages]
-        prompt = await chat_prompt(responder.generator.tokenizer, request, messages, earlier)
+        earlier = await responder.recorder.earlier(record) if record else NOTHING_EARLIER
+        messages = [self._calls.restore(message, earlier.calls) for message in request.messages]
+        prompt = await chat_prompt(
+            responder.generator.tokenizer, request, messages, earlier.prompts
+        )
         return prompt, responder.answer_request(
             request, prompt, request.token_limit or responder.config.max_tokens
         )
@@ -428,7 +437,7 @@ class Completions:
         )
         if record and request.max_tokens:
             for prompt, part in zip(prompts, parts, strict=True):
-                await responder.recorder.add(record, prompt, part)
+                await responder.recorder.add(record, prompt, part, [()] * len(part))
         every = [answer for _, answer in pairs]
         return responder.body(_CompletionForm.kind, _CompletionForm.prefix, prompts, every) | {
             "choices": choices
@@ -450,9 +459,9 @@ class Completions:
     async def _prepare(self, request: CompletionRequest, record: Record | None) -> list[Prompt]:
         responder = self._responder
         responder.check(request, len(request.prompts), request.max_tokens)
-        earlier = await responder.recorder.earlier(record) if record else ()
+        earlier = await responder.recorder.earlier(record) if record else NOTHING_EARLIER
         return [
-            await plain_prompt(responder.generator.tokenizer, each, earlier)
+            await plain_prompt(responder.generator.tokenizer, each, earlier.prompts)
             for each in request.prompts
         ]
 

@@ -84,7 +84,8 @@ class ToolCalls:
     """Finds calls in answers, and remembers the text of each.
 
     A caller sends calls back as JSON, which a template would write in its own way. The text as it
-    was sampled takes their place, so that the conversation goes on from the very tokens.
+    was sampled takes their place, so that the conversation goes on from the very tokens. What is
+    recorded has the texts too, for the process that follows this one.
     """
 
     def __init__(self) -> None:
@@ -106,12 +107,16 @@ class ToolCalls:
             self._texts.popitem(last=False)
         return said.rstrip(), found
 
-    def restore(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns a message whose calls were found here as it was sampled; any other as it is."""
+    def restore(self, message: Mapping[str, Any], recorded: Mapping[str, str]) -> Mapping[str, Any]:
+        """Returns a message whose calls were found here as it was sampled; any other as it is.
+
+        recorded: further texts, by the id of a call.
+        """
         calls = message.get("tool_calls")
         if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
             return message
-        texts = {self._texts.get(str(call.get("id"))) for call in calls}
+        ids = [str(call.get("id")) for call in calls]
+        texts = {recorded.get(call_id) or self._texts.get(call_id) for call_id in ids}
         if len(texts) != 1 or None in texts:
             return message
         (text,) = texts

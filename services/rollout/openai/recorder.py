@@ -60,7 +60,19 @@ class _Thread:
 @dataclass
 class _Session:
     threads: list[_Thread] = field(default_factory=list)
+    calls: dict[str, str] = field(default_factory=dict)
     reward: float | None = None
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What a prompt of a session may go on from, and sampled texts by the ids of their calls."""
+
+    prompts: Sequence[Prompt] = ()
+    calls: Mapping[str, str] = field(default_factory=dict)
+
+
+NOTHING_EARLIER = Earlier()
 
 
 class GroupRecord:
@@ -80,13 +92,15 @@ class GroupRecord:
         """Sessions without a reward."""
         return [name for name, session in self._sessions.items() if session.reward is None]
 
-    def earlier(self, session: str) -> list[Prompt]:
+    def earlier(self, name: str) -> Earlier:
         """Returns what a prompt of this session may go on from."""
-        return [
+        session = self._sessions.get(name, _Session())
+        prompts = [
             Prompt(text, thread.trajectory.token_ids)
-            for thread in self._sessions.get(session, _Session()).threads
+            for thread in session.threads
             for text in thread.texts
         ]
+        return Earlier(prompts, dict(session.calls))
 
     def lines(
         self,
@@ -94,8 +108,11 @@ class GroupRecord:
         prompt: Prompt,
         answers: Sequence[Answer],
         endings: Sequence[Sequence[str]],
+        calls: Sequence[Sequence[str]],
     ) -> list[Line]:
         """Returns what to write of a call. `endings`: texts that each answer may come back as.
+
+        calls: ids of the tool calls in each answer.
 
         The first answer extends the longest trajectory that the prompt goes on from. The others
         stand alone, so that no token is trained on twice.
@@ -104,7 +121,7 @@ class GroupRecord:
         fresh = itertools.count(len(threads))
         extended = _extended(threads, prompt.token_ids)
         lines: list[Line] = []
-        for answer, texts in zip(answers, endings, strict=True):
+        for answer, texts, call_ids in zip(answers, endings, calls, strict=True):
             if extended is None:
                 place, base, seen, before = next(fresh), None, 0, ""
             else:
@@ -120,6 +137,8 @@ class GroupRecord:
                 "text": prompt.text[len(before) :],
                 "endings": list(texts),
             }
+            if call_ids:
+                line |= {"calls": list(call_ids), "said": answer.text}
             lines.append(line | _delta_to_json(answer.delta))
         return lines
 
@@ -179,6 +198,7 @@ class GroupRecord:
         thread.trajectory.add_sampled(delta)
         before = "" if line["base"] is None else thread.texts[line["base"]]
         thread.texts = [before + line["text"] + ending for ending in line["endings"]]
+        session.calls |= dict.fromkeys(line.get("calls", ()), line.get("said", ""))
 
 
 def _delta_to_json(delta: Delta) -> dict[str, Any]:
@@ -264,19 +284,28 @@ class Recorder:
         self._blobs, self._tokenizer, self._config = blobs, tokenizer, config
         self._files: OrderedDict[str, _GroupFile] = OrderedDict()
 
-    async def earlier(self, record: Record) -> list[Prompt]:
+    async def earlier(self, record: Record) -> Earlier:
         """Returns what the next prompt of a session may go on from. Raises ApiError."""
         return await self._locked(
             lambda: self._open(record.group, make=True).earlier(record.session)
         )
 
-    async def add(self, record: Record, prompt: Prompt, answers: Sequence[Answer]) -> None:
-        """Record a call; durable when it returns. Raises ApiError for a group that is closed."""
+    async def add(
+        self,
+        record: Record,
+        prompt: Prompt,
+        answers: Sequence[Answer],
+        calls: Sequence[Sequence[str]],
+    ) -> None:
+        """Record a call; durable when it returns. `calls`: ids of the tool calls in each answer.
+
+        Raises ApiError for a group that is closed.
+        """
         endings = [self._endings(answer) for answer in answers]
 
         def write() -> None:
             group = self._open(record.group, make=True)
-            self._append(group, group.lines(record.session, prompt, answers, endings))
+            self._append(group, group.lines(record.session, prompt, answers, endings, calls))
 
         await self._locked(write)
 

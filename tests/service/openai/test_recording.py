@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import secrets
+import shutil
+import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +22,17 @@ from sluice.client import TrainerClient
 from sluice.samples.arrow import decode_group, read_metadata
 from sluice.samples.blobs import BlobReference, BlobStore
 from sluice.samples.sample import Sample, validate_sample
-from tests.service.openai.conftest import client_of, running_openai
-from tests.service.rollout.harness import Store
+from tests.patience import PATIENCE
+from tests.service.openai.conftest import TEMPLATE, client_of, running_openai
+from tests.service.rollout.harness import Store, running_router, wait_for_engines
 from tests.service.trainer.harness import ACTIVE, GRPO, PPO, running_trainer, until
 
 
 class Records:
     """The endpoints beside OpenAI's."""
 
-    def __init__(self, process: RolloutProcess) -> None:
-        assert process.openai is not None
-        self._url = process.openai.url.replace("/v1", "/sluice/v1/groups")
+    def __init__(self, url: str) -> None:
+        self._url = url.replace("/v1", "/sluice/v1/groups")
 
     async def ask(self, method: str, path: str = "", body: Any = None) -> tuple[int, Any]:
         async with httpx2.AsyncClient() as client:
@@ -45,7 +51,8 @@ class Records:
 
 @pytest.fixture
 def records(process: RolloutProcess) -> Records:
-    return Records(process)
+    assert process.openai is not None
+    return Records(process.openai.url)
 
 
 def recorded(group: str, session: str) -> dict[str, Any]:
@@ -191,10 +198,109 @@ async def test_a_group_survives_its_worker_and_a_cut_off_line(
     async with running_openai(store, model, engine_id="rollout-1") as second:
         async with client_of(second) as client:
             await converse(client, "g", "t", turns=2, seed=4)
-        records = Records(second)
+        assert second.openai is not None
+        records = Records(second.openai.url)
         await records.reward("g", s=1, t=0)
         blob = await records.close("g")
     assert [row.columns["reward"] for row in rows_of(store, blob)] == [1, 0]
+
+
+@pytest.fixture(scope="session")
+def caller(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model, whose digits are tool calls; templates would write them another way."""
+    directory = shutil.copytree(model, tmp_path_factory.mktemp("caller") / "model")
+    file = directory / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    words = tokenizer["model"]["vocab"]
+    for digit in "0123456789":
+        arguments = f'{{"name": "add",  "arguments": {{"a":{digit}}}}}'
+        words[f"<tool_call>{arguments}</tool_call>"] = words.pop(digit)
+    file.write_text(json.dumps(tokenizer))
+    (directory / "chat_template.jinja").write_text(TEMPLATE.partition("{% if tools %}")[0])
+    return directory
+
+
+@contextlib.asynccontextmanager
+async def worker_process(
+    store: Store, model: Path, router: str, folder: Path
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """An episode worker in a process of its own, and the address of its OpenAI port."""
+    file = folder / f"{secrets.token_hex(4)}.json"
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services.rollout", "--roles", '["episodes"]'),
+        *("--router", router, "--store", str(store.root), "--tokenizer", str(model)),
+        *("--openai", "{}", "--server.address_file", str(file)),
+    )
+    try:
+        async with asyncio.timeout(PATIENCE):
+            while not file.exists():
+                assert process.returncode is None
+                await asyncio.sleep(0.02)
+            url = json.loads(file.read_text())["openai_url"]
+            async with httpx2.AsyncClient() as client:
+                while (await client.get(url.replace("/v1", "/health"))).status_code != 200:
+                    await asyncio.sleep(0.02)
+        yield process, url
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def test_a_call_and_its_result_are_one_sample_though_their_worker_is_killed(
+    store: Store, caller: Path, tmp_path: Path
+) -> None:
+    """A session goes on in the next process from the very tokens of the call."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "="}]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    settings: dict[str, Any] = {"model": "policy", "tools": tools, "max_tokens": 1}
+    async with contextlib.AsyncExitStack() as stack:
+        router = await stack.enter_async_context(running_router())
+        address = router.server.address
+        await stack.enter_async_context(
+            running_openai(store, caller, router=address, openai=None, engine_id="engine")
+        )
+        await wait_for_engines(address, 1)
+        async with (
+            worker_process(store, caller, address, tmp_path) as (process, url),
+            AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client,
+        ):
+            for seed in range(100):
+                answer = await client.chat.completions.create(
+                    messages=messages, seed=seed, **settings
+                )
+                if answer.choices[0].message.tool_calls:
+                    break
+            settings["seed"] = seed
+            plain = await chat(client, messages, "g", "plain", **settings)
+            streamed = await client.chat.completions.create(
+                messages=messages, stream=True, extra_body=recorded("g", "stream"), **settings
+            )
+            deltas = [chunk.choices[0].delta async for chunk in streamed]
+            process.kill()
+        calls = {
+            "plain": [call.model_dump() for call in plain.choices[0].message.tool_calls],
+            "stream": [
+                call.model_dump(exclude={"index"})
+                for delta in deltas
+                for call in delta.tool_calls or []
+            ],
+        }
+        async with (
+            worker_process(store, caller, address, tmp_path) as (_, url),
+            AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client,
+        ):
+            for session, each in calls.items():
+                called = {"role": "assistant", "content": None, "tool_calls": each}
+                result = {"role": "tool", "tool_call_id": each[0]["id"], "content": "="}
+                await chat(client, [*messages, called, result], "g", session, max_tokens=1)
+            records = Records(url)
+            await records.reward("g", plain=1, stream=0)
+            rows = rows_of(store, await records.close("g"))
+    assert [row.columns["reward"] for row in rows] == [1, 0]
+    for row in rows:
+        assert int(row.columns["loss_mask"].sum()) == 2
+        assert row.token_ids[row.prompt_length] < 10, "the call is trained on as it was sampled"
 
 
 async def test_what_is_missing_is_named(client: AsyncOpenAI, records: Records) -> None:

@@ -52,7 +52,7 @@ def record(
     sampled: list[tuple[int, ...]] = []
     written: list[str] = []
     for number, (session, thread, length, choices) in enumerate(calls):
-        earlier = group.earlier(str(session))
+        earlier = group.earlier(str(session)).prompts
         before = earlier[thread % len(earlier)].token_ids if earlier and thread else ()
         prompt = prompt_of((*before, *(next(fresh) % 26 for _ in range(2))))
         answers = [
@@ -60,7 +60,9 @@ def record(
             for _ in range(choices)
         ]
         sampled += [(*prompt.token_ids, *answer.delta.token_ids) for answer in answers]
-        lines = group.lines(str(session), prompt, answers, [[a.text] for a in answers])
+        lines = group.lines(
+            str(session), prompt, answers, [[a.text] for a in answers], [()] * len(answers)
+        )
         written += [json.dumps(line) for line in lines]
         for line in lines:
             group.apply(json.loads(json.dumps(line)))
@@ -110,7 +112,7 @@ def test_texts_and_tokens_of_a_conversation_stay_together(made: list[Call]) -> N
 
     def check(group: GroupRecord) -> None:
         for session in group.sessions:
-            for earlier in group.earlier(session):
+            for earlier in group.earlier(session).prompts:
                 assert earlier.text == prompt_of(earlier.token_ids).text
 
     record(made, check)

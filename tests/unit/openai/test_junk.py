@@ -76,7 +76,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
 
 async def prepare(tokenizer: TextTokenizer, body: Any) -> None:
     chat = ChatRequest.model_validate(known_fields(body))
-    messages = [ToolCalls().restore(message) for message in chat.messages]
+    messages = [ToolCalls().restore(message, {}) for message in chat.messages]
     assert (await chat_prompt(tokenizer, chat, messages)).token_ids
     sampling_to_proto(chat.sampling(3))
 

@@ -60,15 +60,15 @@ async def test_a_group_that_another_worker_recorded_anew_is_read_anew(
     first, second = recorder(tmp_path), recorder(tmp_path)
     path, spare = tmp_path / "records" / "g.open", tmp_path / "spare"
     for token in (10, 20):
-        await second.add(OLD, PROMPT, answer(token))
+        await second.add(OLD, PROMPT, answer(token), [()])
     os.link(path, spare)  # keeps the inode
     await first.delete("g")
     for token in range(calls):
-        await first.add(NEW, PROMPT, answer(30 + token))
+        await first.add(NEW, PROMPT, answer(30 + token), [()])
     spare.write_bytes(path.read_bytes())
     spare.replace(path)
     assert counts(await second.describe("g")) == {"new": calls}
-    await second.add(NEW, PROMPT, answer(50))
+    await second.add(NEW, PROMPT, answer(50), [()])
     for reader in (first, second, recorder(tmp_path)):
         assert counts(await reader.describe("g")) == {"new": calls + 1}
     await first.reward("g", {"new": 1.0})
@@ -77,10 +77,10 @@ async def test_a_group_that_another_worker_recorded_anew_is_read_anew(
 
 
 async def test_a_first_line_that_a_crash_cut_off_is_written_again(tmp_path: Path) -> None:
-    await recorder(tmp_path).add(OLD, PROMPT, answer(10))
+    await recorder(tmp_path).add(OLD, PROMPT, answer(10), [()])
     path = tmp_path / "records" / "g.open"
     whole = path.read_bytes()
     for cut in range(whole.index(b"\n") + 2):
         path.write_bytes(whole[:cut])
-        await recorder(tmp_path).add(NEW, PROMPT, answer(20))
+        await recorder(tmp_path).add(NEW, PROMPT, answer(20), [()])
         assert counts(await recorder(tmp_path).describe("g")) == {"new": 1}, f"cut at {cut}"

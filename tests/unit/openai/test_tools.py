@@ -39,11 +39,13 @@ def test_calls_that_come_back_are_the_text_as_it_was_sampled() -> None:
     text = f"I add.\n{CALL}"
     said, calls = tools.split(text)
     message = {"role": "assistant", "content": said, "tool_calls": calls}
-    assert tools.restore(message) == {"role": "assistant", "content": text}
+    assert tools.restore(message, {}) == {"role": "assistant", "content": text}
+    recorded = dict.fromkeys((call["id"] for call in calls), text)
+    assert ToolCalls().restore(message, recorded) == {"role": "assistant", "content": text}
     foreign = {"role": "assistant", "tool_calls": [{"id": "call_of_another", "function": {}}]}
-    assert tools.restore(foreign) == foreign
+    assert tools.restore(foreign, {}) == foreign
     mixed = {"role": "assistant", "tool_calls": [*calls, *foreign["tool_calls"]]}
-    assert tools.restore(mixed) == mixed
+    assert tools.restore(mixed, {}) == mixed
 
 
 parts = st.lists(
