@@ -154,13 +154,25 @@ class TrainerClient(Client):
         await self._call(self.stub.DeleteBatch, request)
 
     async def compute_logprobs(
-        self, batch: str, *, reference: bool = False, temperature: float | None = None
+        self,
+        batch: str,
+        *,
+        reference: bool = False,
+        temperature: float | None = None,
+        allow_other_temperature: bool = False,
     ) -> trainer_pb.ComputeLogprobsResponse:
-        """Add `old_logprobs`, or `reference_logprobs`."""
+        """Add `old_logprobs`, or `reference_logprobs`.
+
+        `allow_other_temperature`: also to rows that were sampled at another one.
+        """
         kind = trainer_pb.ComputeLogprobsRequest
         model = kind.MODEL_REFERENCE if reference else kind.MODEL_POLICY
         request = kind(
-            batch=batch, model=model, temperature=temperature, request_id=new_request_id()
+            batch=batch,
+            model=model,
+            temperature=temperature,
+            request_id=new_request_id(),
+            allow_other_temperature=allow_other_temperature,
         )
         return await self._call(self.stub.ComputeLogprobs, request)
 
@@ -191,6 +203,7 @@ class TrainerClient(Client):
         expected_step: int,
         part_id: str,
         sample_ids: Sequence[str] = (),
+        allow_other_temperature: bool = False,
     ) -> trainer_pb.ForwardBackwardResponse:
         request = trainer_pb.ForwardBackwardRequest(
             batch=batch,
@@ -199,6 +212,7 @@ class TrainerClient(Client):
             part_id=part_id,
             sample_ids=sample_ids,
             request_id=new_request_id(),
+            allow_other_temperature=allow_other_temperature,
         )
         return await self._call(self.stub.ForwardBackward, request)
 

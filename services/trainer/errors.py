@@ -23,6 +23,13 @@ class ColumnMissingError(ServiceError):
         )
 
 
+class TemperatureMismatchError(ServiceError):
+    """Rows were sampled at another temperature than a pass over them is asked for."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "TEMPERATURE_MISMATCH"
+
+
 class RoutingMissingError(ServiceError):
     """A row has no routed experts to replay, or has them for other tokens or layers."""
 

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from services.trainer.config import TrainerConfig
 from services.trainer.errors import OversizeSampleError
 from sluice.balance.planner import OversizePolicy, TransformerShape, shape_from_config
@@ -91,6 +93,23 @@ def check_row(sample: Sample) -> None:
         raise InvalidFieldError(error.field, str(error), sample_id=error.sample_id) from None
 
 
+def check_logprobs(sample: Sample) -> None:
+    """Raise InvalidFieldError where a token that is trained on has a log-prob that is no number."""
+    trained = sample.columns.get("loss_mask", True)
+    for name, values in sample.columns.items():
+        if not name.endswith("_logprobs") or not isinstance(values, np.ndarray):
+            continue
+        wrong = np.flatnonzero(~np.isfinite(values) & trained)
+        if len(wrong):
+            where = f"of sample {sample.sample_id!r} is {values[wrong[0]]}"
+            raise InvalidFieldError(
+                f"columns[{name}]",
+                f"{where} at response token {wrong[0]}",
+                sample_id=sample.sample_id,
+                column=name,
+            )
+
+
 def read_rows(
     blobs: BlobStore, reference: BlobReference, limits: RowLimits, rows: Sequence[int] | None = None
 ) -> list[Sample]:
@@ -104,6 +123,7 @@ def read_rows(
         facts, samples = read_facts(data), decode_group(data, rows)
     for sample in samples:
         check_row(sample)
+        check_logprobs(sample)
     if facts is not None and (
         difference := facts.difference(samples, range(len(samples)) if rows is None else rows)
     ):

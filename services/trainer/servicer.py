@@ -134,7 +134,10 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
 
         async def run() -> pb.ComputeLogprobsResponse:
             scalars = await self._trainer.passes.compute_logprobs(
-                request.batch, request.model, temperature
+                request.batch,
+                request.model,
+                temperature,
+                any_temperature=request.allow_other_temperature,
             )
             return logprobs_to_proto(COLUMN_OF_MODEL[request.model], scalars)
 
@@ -235,6 +238,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             expected_step=request.expected_step,
             loss=self._loss_from_proto(request.loss),
             sample_ids=request.sample_ids,
+            any_temperature=request.allow_other_temperature,
         )
 
         async def run() -> pb.ForwardBackwardResponse:

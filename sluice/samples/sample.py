@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -117,8 +118,12 @@ COLUMNS: Mapping[str, Column] = {
         _sample("raw_reward", "what the environment gave, before shaping"),
         _sample("weight", "factor of the sample's loss"),
         _sample("episode", "index of its episode in the group; several samples may share one"),
+        _sample("temperature", "of rollout_logprobs, and so of what trains on them; -1 is several"),
+        _sample("top_p", "what sampling kept of the distribution; absent is all"),
+        _sample("top_k", "tokens that sampling kept of the distribution; absent is all"),
     )
 }
+SEVERAL = -1.0  # a sample's temperature where its answers were sampled at different ones
 SCORE_PREFIX = "score/"
 _SCORE = re.compile(r"score/[A-Za-z0-9_.-]{1,64}")
 
@@ -159,6 +164,8 @@ def _validate_column(sample: Sample, name: str, values: np.ndarray | float) -> N
     if not column.per_token:
         if not isinstance(values, (int, float, np.number)) or isinstance(values, bool):
             raise InvalidSampleError(sample.sample_id, where, "is not one number")
+        if name == "temperature" and values != SEVERAL and not 0 < values < math.inf:
+            raise InvalidSampleError(sample.sample_id, where, f"is {values}, not positive")
         return
     if not isinstance(values, np.ndarray) or values.ndim != 1:
         raise InvalidSampleError(sample.sample_id, where, "is not an array of one dimension")
@@ -237,7 +244,8 @@ class RowFacts:
 
     lengths (tokens), prompt_lengths, mask_counts (trained tokens), prompts (digest of group and
     prompt: siblings that share a prompt have the same), oldest_versions (of the weights that
-    sampled; -1 unknown): int64[N]. present: bool[N] by column name.
+    sampled; -1 unknown): int64[N]. temperatures: float64[N], the column of that name, NaN where a
+    row has none. present: bool[N] by column name.
     """
 
     sample_ids: Sequence[str]
@@ -247,6 +255,7 @@ class RowFacts:
     prompts: np.ndarray
     mask_counts: np.ndarray
     oldest_versions: np.ndarray
+    temperatures: np.ndarray
     present: dict[str, np.ndarray]
 
     def to_json(self) -> str:
@@ -257,15 +266,18 @@ class RowFacts:
             for name, rows in sorted(self.present.items())
         }
         document |= {"sample_ids": list(self.sample_ids), "group_ids": list(self.group_ids)}
+        document["temperatures"] = [None if t != t else t for t in self.temperatures.tolist()]
         return json.dumps({**document, "present": present}, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RowFacts:
-        """Read what `to_json` wrote. Raises InvalidFactsError."""
+        """Read what `to_json` wrote, or an older version. Raises InvalidFactsError."""
         try:
             document = json.loads(text)
             sample_ids, group_ids = document["sample_ids"], document["group_ids"]
             numbers = {name: np.array(document[name], dtype=np.int64) for name in _NUMBERS}
+            temperatures = document.get("temperatures", [None] * len(sample_ids))
+            numbers["temperatures"] = np.array(temperatures, dtype=np.float64)
             present = {}
             for name, rows in document["present"].items():
                 present[name] = np.full(len(sample_ids), rows is True)
@@ -298,7 +310,7 @@ class RowFacts:
             },
             **{
                 name: np.concatenate([getattr(part, name) for part in parts] or empty)
-                for name in _NUMBERS
+                for name in (*_NUMBERS, "temperatures")
             },
         )
 
@@ -311,6 +323,11 @@ class RowFacts:
             ("sample_id", [self.sample_ids[row] for row in rows], actual.sample_ids),
             ("group_id", [self.group_ids[row] for row in rows], actual.group_ids),
             *((name, getattr(self, name)[rows], getattr(actual, name)) for name in _NUMBERS),
+            (
+                "temperature",
+                np.nan_to_num(self.temperatures[rows]),
+                np.nan_to_num(actual.temperatures),
+            ),
             *(
                 (name, self.present[name][rows] if name in self.present else absent, held)
                 for name in sorted(names)
@@ -337,6 +354,9 @@ def describe_rows(samples: Sequence[Sample]) -> RowFacts:
         prompts=np.array([_digest_prompt(sample) for sample in samples], dtype=np.int64),
         mask_counts=np.array([count_trained(sample) for sample in samples], dtype=np.int64),
         oldest_versions=np.array([_oldest(sample) for sample in samples], dtype=np.int64),
+        temperatures=np.array(
+            [sample.columns.get("temperature", np.nan) for sample in samples], dtype=np.float64
+        ),
         present=present,
     )
 

@@ -157,7 +157,7 @@ class Episode:
                 raise
             trajectory.end_full()
             return ""
-        trajectory.add_sampled(delta)
+        trajectory.add_sampled(delta, self._prompt.sampling)
         return self.text_of(delta)
 
     def mark_step(self) -> None:

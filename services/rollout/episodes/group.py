@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from services.rollout import metrics
@@ -125,6 +125,7 @@ class GroupRunner:
                 group_id=group.group_id,
             ) from None
         metadata = {"environment": settings.environment, "answer": task.answer}
+        metadata["sampling"] = json.dumps(asdict(replace(settings.sampling, seeds=group.seeds)))
         if task.state:
             metadata["state"] = json.dumps(task.state)
         blob = await self._spool.put(settings.request_id, samples, metadata)
@@ -177,7 +178,7 @@ class GroupRunner:
                 parts = await all_of(self._generate(episode, name) for episode in episodes)
                 return [row for part in parts for row in part]
             deltas = await self._sampler.sample(prompt)
-            first = [Trajectory.of(prompt.token_ids, delta) for delta in deltas]
+            first = [Trajectory.of(prompt.token_ids, delta, prompt.sampling) for delta in deltas]
             if self._runner.has_steps:
                 episodes = self._episodes(task, prompt, name)
                 responses = await all_of(

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from services.rollout.engine.interface import Delta, FinishReason
+from services.rollout.engine.interface import Delta, FinishReason, Sampling
 from services.rollout.engine.wire import join_experts
 from services.rollout.environments.environment import Response, Reward, Turn
 from sluice.api.rollout.v1 import trace_pb2 as pb
 from sluice.runtime.wire import timestamp_of
-from sluice.samples.sample import SCORE_PREFIX, Sample, VersionSpan
+from sluice.samples.sample import SCORE_PREFIX, SEVERAL, Sample, VersionSpan
 
 ALL = -1  # in place of an episode
 SHORTEST_SECONDS = 1e-6  # what is shorter counts for the next span
@@ -104,12 +104,15 @@ class Trajectory:
         self.finish_reason = ""
         self.reward: Reward | None = None  # set by a generate function that rewards itself
         self._parts: list[tuple[Delta | None, int]] = []  # sampled or not, and how many tokens
+        self._samplings: list[Sampling | None] = []  # of the answers, where known
 
     @classmethod
-    def of(cls, prompt_token_ids: Sequence[int], delta: Delta) -> Trajectory:
+    def of(
+        cls, prompt_token_ids: Sequence[int], delta: Delta, sampling: Sampling | None = None
+    ) -> Trajectory:
         """Makes one of a prompt and its first answer."""
         trajectory = cls(prompt_token_ids)
-        trajectory.add_sampled(delta)
+        trajectory.add_sampled(delta, sampling)
         return trajectory
 
     @property
@@ -127,9 +130,10 @@ class Trajectory:
         """What engines sampled, in order."""
         return [delta for delta, _ in self._parts if delta is not None]
 
-    def add_sampled(self, delta: Delta) -> None:
-        """Add tokens that an engine sampled after `token_ids`."""
+    def add_sampled(self, delta: Delta, sampling: Sampling | None = None) -> None:
+        """Add tokens that an engine sampled after `token_ids`, and how, if that is known."""
         self._parts.append((delta, len(delta.token_ids)))
+        self._samplings.append(sampling)
         self.response.extend(delta.token_ids)
         self.finish_reason = "" if delta.finish_reason is None else delta.finish_reason.value
 
@@ -151,6 +155,7 @@ class Trajectory:
             "rollout_logprobs": self._signal([d.logprobs for d in self.answers]),
             "reward": reward.reward,
             **{f"{SCORE_PREFIX}{name}": float(value) for name, value in reward.scores.items()},
+            **sampling_columns(self._samplings),
         }
         if reward.raw_reward is not None:
             columns["raw_reward"] = reward.raw_reward
@@ -222,3 +227,20 @@ def response_of(
         turns=tuple(turns),
         state=state or {},
     )
+
+
+def sampling_columns(samplings: Sequence[Sampling | None]) -> dict[str, float]:
+    """Makes the columns that say what distribution a sample's tokens come from, if all are known.
+
+    Engines give the log-probs of greedy tokens at temperature 1. Of several the narrowest is named.
+    """
+    known = [sampling for sampling in samplings if sampling is not None]
+    if not known or len(known) < len(samplings):
+        return {}
+    temperatures = {sampling.temperature or 1.0 for sampling in known}
+    columns = {"temperature": temperatures.pop() if len(temperatures) == 1 else SEVERAL}
+    if (top_p := min(sampling.top_p for sampling in known)) < 1:
+        columns["top_p"] = top_p
+    if top_k := min((sampling.top_k for sampling in known if sampling.top_k), default=0):
+        columns["top_k"] = float(top_k)
+    return columns

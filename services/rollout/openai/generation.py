@@ -167,12 +167,14 @@ class AnswerRequest:
 class Answer:
     """`delta` holds every token sampled, up to the one that ended a stop string.
 
-    `cut`: a stop string was found, so that the tokens stand for more than `text`.
+    `cut`: a stop string was found, so that the tokens stand for more than `text`. `sampling`: how
+    it was sampled.
     """
 
     delta: Delta
     text: str
     cut: bool = False
+    sampling: Sampling | None = None
 
 
 def no_tokens(index: int, finish_reason: FinishReason | None = None) -> Delta:
@@ -218,7 +220,10 @@ class Generator:
         ids = [delta.token_ids for delta in deltas]
         decode = partial(self.tokenizer.decode, ids, special=request.special)
         texts = await off_loop(sum(map(len, ids)), decode)
-        return [Answer(delta, text) for delta, text in zip(deltas, texts, strict=True)]
+        return [
+            Answer(delta, text, sampling=request.sampling)
+            for delta, text in zip(deltas, texts, strict=True)
+        ]
 
     async def stream(self, request: AnswerRequest) -> AsyncGenerator[AnswerDelta, None]:
         """Yields pieces of all answers as they come; closing it ends the sampling."""
@@ -272,7 +277,9 @@ class Generator:
         if text.stopped or delta is None:
             (joined,) = join_deltas(deltas)
             delta = replace(joined, finish_reason=FinishReason.STOP)
-        answer = Answer(replace(delta, index=index), text.text, text.stopped)
+        answer = Answer(
+            replace(delta, index=index), text.text, text.stopped, sampling=request.sampling
+        )
         send(AnswerDelta(index=index, text=rest, delta=no_tokens(index), answer=answer))
         return answer
 

@@ -20,7 +20,7 @@ import os
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote
@@ -28,7 +28,7 @@ from urllib.parse import quote, unquote
 import numpy as np
 
 from services.rollout.config import OpenAIConfig
-from services.rollout.engine.interface import Delta, FinishReason
+from services.rollout.engine.interface import Delta, FinishReason, Sampling
 from services.rollout.environments.environment import Reward
 from services.rollout.episodes.trajectory import Trajectory
 from services.rollout.openai.generation import Answer
@@ -139,7 +139,8 @@ class GroupRecord:
             }
             if call_ids:
                 line |= {"calls": list(call_ids), "said": answer.text}
-            lines.append(line | _delta_to_json(answer.delta))
+            sampling = None if answer.sampling is None else asdict(answer.sampling)
+            lines.append(line | _delta_to_json(answer.delta) | {"sampling": sampling})
         return lines
 
     def apply(self, line: Line) -> None:
@@ -195,7 +196,8 @@ class GroupRecord:
             thread = session.threads[line["thread"]]
             if line["observed"]:
                 thread.trajectory.add_observation(line["observed"])
-        thread.trajectory.add_sampled(delta)
+        sampling = line.get("sampling")  # lines of older versions say nothing of it
+        thread.trajectory.add_sampled(delta, Sampling(**sampling) if sampling else None)
         before = "" if line["base"] is None else thread.texts[line["base"]]
         thread.texts = [before + line["text"] + ending for ending in line["endings"]]
         session.calls |= dict.fromkeys(line.get("calls", ()), line.get("said", ""))

@@ -30,13 +30,18 @@ from services.trainer.controller.state import (
     in_turn,
     learning_rate,
 )
-from services.trainer.errors import ColumnMissingError, SkippedTooOftenError
+from services.trainer.errors import (
+    ColumnMissingError,
+    SkippedTooOftenError,
+    TemperatureMismatchError,
+)
 from sluice.algo.aggregation import Moments
 from sluice.algo.spec import AdvantageSpec, LossSpec, required_columns
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.runtime.errors import ServiceError, StepMismatchError
 from sluice.runtime.wire import advantage_to_proto, loss_to_proto
+from sluice.samples.sample import SEVERAL
 
 COLUMN_OF_MODEL = {
     trainer_pb.ComputeLogprobsRequest.MODEL_POLICY: "old_logprobs",
@@ -64,6 +69,7 @@ class GradientsRequest:
     expected_step: int
     loss: LossSpec
     sample_ids: Sequence[str]
+    any_temperature: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,10 +98,15 @@ class TrainerPasses:
         self.turns = turns
 
     @in_turn
-    async def compute_logprobs(self, name: str, model: int, temperature: float) -> PassScalars:
+    async def compute_logprobs(
+        self, name: str, model: int, temperature: float, *, any_temperature: bool = False
+    ) -> PassScalars:
         """Add a column of log-probabilities to all rows of a batch."""
+        batch = self._state.batches.get(name)
+        if not any_temperature:
+            check_temperature(batch, np.arange(batch.row_count), temperature)
         command = pb.LogprobsCommand(
-            batch_id=self._state.batches.get(name).batch_id,
+            batch_id=batch.batch_id,
             model=model,  # type: ignore[arg-type]
             temperature=temperature,
         )
@@ -164,6 +175,8 @@ class TrainerPasses:
         ledger.check_aggregation(aggregation)
         selection = batch.select(request.sample_ids)
         self._check_columns(batch, selection, loss)
+        if loss.name != "value" and not request.any_temperature:
+            check_temperature(batch, selection, loss.temperature or 1.0)
         weighed = weigh_pass(batch, selection, loss)
         computed = selection
         if skips_zero_advantage_rows(loss):
@@ -188,6 +201,7 @@ class TrainerPasses:
         ledger.parts[request.part_id] = PassRecord(
             request.body, answer, aggregation, weighed.normalizer
         )
+        _note_truncation(batch, selection, answer.metrics)
         metrics.TOKENS.inc(answer.token_count)
         metrics.LOSS.set(answer.loss)
         _note_mismatch(answer.metrics)
@@ -297,6 +311,35 @@ class TrainerPasses:
         for build in builds:
             sums += [result.sums for result in ranks.reporting(await ranks.run(build))]
         return add_sums(sums)
+
+
+def check_temperature(batch: Batch, selection: np.ndarray, asked: float) -> None:
+    """Raises TemperatureMismatchError for the first row that was sampled at another one.
+
+    Rows that do not say at which are taken. Requests carry float32.
+    """
+    sampled = batch.temperatures[selection]
+    wrong = np.abs(sampled - asked) > 1e-6 * asked  # a NaN is not
+    if not wrong.any():
+        return
+    sample_id, found = batch.facts.sample_ids[selection[wrong][0]], float(sampled[wrong][0])
+    which = "several temperatures" if found == SEVERAL else f"temperature {found:g}"
+    raise TemperatureMismatchError(
+        f"sample {sample_id!r} was sampled at {which}, this pass is of {asked:g}: its log-probs "
+        "would be of another distribution; give that temperature, or allow_other_temperature",
+        sample_id=sample_id,
+        sampled=f"{found:g}",
+        asked=f"{asked:g}",
+    )
+
+
+def _note_truncation(batch: Batch, selection: np.ndarray, found: dict[str, float]) -> None:
+    """Adds the share of rows whose tokens come from a part of the distribution."""
+    cut = np.zeros(batch.row_count, dtype=np.bool_)
+    for name in ("top_p", "top_k"):
+        cut |= batch.present.get(name, False)
+    if cut[selection].any():
+        found["sampling_truncated"] = float(cut[selection].mean())
 
 
 def split_pass(

@@ -270,5 +270,6 @@ def describe_bare(rows: Sequence[BareRow]) -> RowFacts:
         prompts=prompt_of,
         mask_counts=np.array([row.length - row.prompt_length for row in rows], dtype=np.int64),
         oldest_versions=np.full(len(rows), -1, dtype=np.int64),
+        temperatures=np.full(len(rows), np.nan),
         present={},
     )

@@ -62,9 +62,9 @@ class PassPlan:
 class Batch:
     """A batch and what the passes have made of it.
 
-    facts: as uploaded. owners: data-parallel rank of each row, int64[N]. present and
-    mask_counts follow the columns as they are now; `zero_advantage` marks the rows whose advantages
-    are all 0.
+    facts: as uploaded. owners: data-parallel rank of each row, int64[N]. present, mask_counts and
+    temperatures follow the columns as they are now; `zero_advantage` marks the rows whose
+    advantages are all 0.
     """
 
     batch_id: str
@@ -73,6 +73,7 @@ class Batch:
     owners: np.ndarray
     present: dict[str, np.ndarray] = field(init=False)
     mask_counts: np.ndarray = field(init=False)
+    temperatures: np.ndarray = field(init=False)
     zero_advantage: np.ndarray = field(init=False)
     rows: dict[str, int] = field(init=False)
     last_plan: tuple[Hashable, PassPlan] | None = None  # and what it was made for
@@ -85,6 +86,7 @@ class Batch:
         """Back to the columns that were uploaded."""
         self.present = {name: rows.copy() for name, rows in self.facts.present.items()}
         self.mask_counts = self.facts.mask_counts.copy()
+        self.temperatures = self.facts.temperatures.copy()
         self.zero_advantage = np.zeros(self.row_count, dtype=np.bool_)
 
     @property

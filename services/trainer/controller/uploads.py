@@ -18,7 +18,7 @@ from services.trainer.controller.passes import ROWS_PER_COMMAND
 from services.trainer.controller.planning import Planner
 from services.trainer.controller.rank_group import RankGroup
 from services.trainer.controller.state import Batch, StoredRows, TrainerState, Turns, in_turn
-from services.trainer.rows import RowLimits, blob_errors, check_row, read_rows
+from services.trainer.rows import RowLimits, blob_errors, check_logprobs, check_row, read_rows
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.runtime.errors import InvalidFieldError, NotFoundError, QueueFullError, ServiceError
 from sluice.runtime.wire import blob_from_proto, blob_to_proto
@@ -54,6 +54,7 @@ class Upload:
     def add_sample(self, sample: Sample) -> None:
         """Take a row. Raises InvalidFieldError naming what is wrong with it."""
         check_row(sample)
+        check_logprobs(sample)
         self._limits.check_tokens([self._limits.admit(sample)])
         self._inline.append(sample)
         self._inline_tokens += len(sample.token_ids)
@@ -176,6 +177,8 @@ class ColumnUpdate:
                 batch.mark(name, [row])
             if "loss_mask" in sample.columns:
                 batch.mask_counts[row] = count_trained(sample)
+            if "temperature" in sample.columns:
+                batch.temperatures[row] = sample.columns["temperature"]
             if "advantages" in sample.columns:
                 batch.zero_advantage[row] = not np.any(sample.columns["advantages"])
         return len(self._samples)

@@ -13,6 +13,8 @@ import pytest
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.client import RemoteError, RouterClient, error_from_status
+from sluice.runtime import wire
+from sluice.samples.arrow import read_metadata
 from sluice.samples.blobs import BlobStore
 from sluice.samples.sample import validate_sample
 from sluice.samples.tokenizer import TextTokenizer
@@ -62,6 +64,7 @@ async def test_a_finished_group_is_durable_and_whole(
                 scored = await episodes.engine.stub.Score(
                     engine_pb.ScoreRequest(token_ids=tokens, prompt_length=len(prompt))
                 )
+                assert sample.columns["temperature"] == 1.5
                 at_one = np.asarray(sample.columns["rollout_logprobs_t1"])
                 assert at_one == pytest.approx(list(scored.logprobs), abs=1e-4)
                 assert np.abs(at_one - sample.columns["rollout_logprobs"]).max() > 1e-3
@@ -69,6 +72,11 @@ async def test_a_finished_group_is_durable_and_whole(
                     (1, 0, length - 1)
                 ]
             assert (group.min_version, group.max_version, group.prompt_length) == (1, 1, 5)
+            blobs = BlobStore(store.root, sync=False)
+            sampling = json.loads(
+                read_metadata(blobs.get(wire.blob_from_proto(group.blob)))["sampling"]
+            )
+            assert (sampling["temperature"], sampling["top_p"], sampling["top_k"]) == (1.5, 1, 0)
         pinned = BlobStore(store.root, sync=False).pinned(f"rollout/{request.request_id}")
         assert pinned == {group.blob.digest for group in finished.values()}
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.rollout.engine.interface import Delta, FinishReason
+from services.rollout.engine.interface import Delta, FinishReason, Sampling
 from services.rollout.openai.generation import Answer
 from services.rollout.openai.prompts import Prompt
 from services.rollout.openai.recorder import GroupRecord
-from sluice.samples.sample import VersionSpan, validate_sample
+from sluice.samples.sample import SEVERAL, VersionSpan, validate_sample
 
 Call = tuple[int, int, int, int]  # session, which earlier thread to go on from, tokens, choices
 
@@ -126,3 +127,34 @@ def test_a_prompt_that_goes_on_extends_the_longest_conversation() -> None:
         False,
         True,
     ]
+
+
+def test_a_record_tells_how_its_tokens_were_sampled() -> None:
+    """Lines of older versions do not; an agent may change its mind between two calls."""
+
+    def lines_of(group: GroupRecord, tokens: tuple[int, ...], temperature: float) -> list[str]:
+        answer = answer_of(prompt_of(tokens), (1, 2), 1)
+        sampling = Sampling(max_new_tokens=4, temperature=temperature, top_p=0.9)
+        answers = [replace(answer, sampling=sampling)]
+        made = group.lines("s", prompt_of(tokens), answers, [["x"]], [()])
+        return [json.dumps(line) for line in made]
+
+    for temperatures, forgets, expected in (
+        ([0.7], False, {"temperature": 0.7, "top_p": 0.9}),
+        ([0.7, 0.7], False, {"temperature": 0.7, "top_p": 0.9}),
+        ([0.7, 0.2], False, {"temperature": SEVERAL, "top_p": 0.9}),
+        ([0.7, 0.7], True, {}),
+    ):
+        group, tokens = GroupRecord("g"), (5, 6)
+        for temperature in temperatures:
+            for text in lines_of(group, tokens, temperature):
+                line = json.loads(text)
+                if forgets:
+                    del line["sampling"]
+                group.apply(line)
+            tokens = (*tokens, 1, 2, 7)
+        group.apply({"session": "s", "reward": 1.0})
+        (row,) = group.samples()
+        found = {name: row.columns[name] for name in row.columns.keys() & expected.keys()}
+        assert found == expected
+        assert ("temperature" in row.columns) == (not forgets)

@@ -19,10 +19,11 @@ from services.rollout.episodes.episode import Conversation, Episode, take_steps
 from services.rollout.episodes.sampler import SamplingPrompt
 from services.rollout.episodes.trajectory import Trajectory
 from sluice.runtime.waits import Waits
-from sluice.samples.sample import VersionSpan, validate_sample
+from sluice.samples.sample import SEVERAL, VersionSpan, validate_sample
 from sluice.samples.tokenizer import TextTokenizer
 from tests.service.rollout.talk import TalkEnvironment, TalkSettings
 
+SAMPLED_AT = {"temperature", "top_p", "top_k"}
 CHATML = (
     "{% if tools %}tools{% for t in tools %}{{ t.function.name }}{% endfor %}\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -182,6 +183,30 @@ def test_a_plain_answer_has_no_mask_and_what_is_absent_stays_absent() -> None:
     }
     untrained = row(Trajectory.of([7], answer(1, 2)), trained=False)
     assert untrained.columns["loss_mask"].tolist() == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("settings", "columns"),
+    [
+        ([{}, {}], {"temperature": 1.0}),
+        ([{"temperature": 0.7}, {"temperature": 0.7}], {"temperature": 0.7}),
+        ([{"temperature": 0.7}, {"temperature": 0.8}], {"temperature": SEVERAL}),
+        ([{"temperature": 0.0}, {"temperature": 1.0}], {"temperature": 1.0}),  # of the log-probs
+        ([{"temperature": 0.0}, {"temperature": 0.7}], {"temperature": SEVERAL}),
+        ([{"top_p": 0.9}, {"top_k": 5}], {"temperature": 1.0, "top_p": 0.9, "top_k": 5.0}),
+        ([{"top_k": 9}, {"top_k": 5}], {"temperature": 1.0, "top_k": 5.0}),
+        ([{"temperature": 0.7}, None], {}),
+    ],
+)
+def test_a_row_tells_how_it_was_sampled_where_that_is_known(
+    settings: list[dict[str, Any] | None], columns: dict[str, float]
+) -> None:
+    trajectory = Trajectory([7])
+    for token, each in enumerate(settings):
+        known = None if each is None else Sampling(max_new_tokens=3, **each)
+        trajectory.add_sampled(answer(token), known)
+    found = row(trajectory).columns
+    assert {name: found[name] for name in found.keys() & SAMPLED_AT} == columns
 
 
 def test_an_observation_nobody_answered_is_left_out() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +35,7 @@ def group() -> list[Sample]:
     mask = np.array([True, False, True])
     rows = [
         make_sample("g/0", [1, 2], [3, 4], reward=1.0),
-        make_sample("g/1", [1, 2], [5], reward=2.0, weight=0.5),
+        make_sample("g/1", [1, 2], [5], reward=2.0, weight=0.5, temperature=0.7),
         make_sample("g/2", [1, 2], [6, 7, 8], loss_mask=mask, reward=0.0),
         make_sample("g/3", [1, 3], [6], reward=0.0),
     ]
@@ -107,9 +108,22 @@ def test_facts_tell_what_the_rows_are() -> None:
         "reward": [True] * 4,
         "weight": [False, True, False, False],
         "loss_mask": [False, False, True, False],
+        "temperature": [False, True, False, False],
     }
+    assert np.isnan(facts.temperatures).tolist() == [True, False, True, True]
+    assert facts.temperatures[1] == 0.7
     again = RowFacts.from_json(facts.to_json())
+    assert np.array_equal(again.temperatures, facts.temperatures, equal_nan=True)
     assert same(again, facts) and again.present["weight"].tolist() == [False, True, False, False]
+
+
+def test_facts_of_before_temperatures_were_kept_have_none() -> None:
+    document = json.loads(describe_rows(group()).to_json())
+    del document["temperatures"]
+    assert np.isnan(RowFacts.from_json(json.dumps(document)).temperatures).all()
+    for wrong in ([0.7], ["x"] * 4, 0.7, None):
+        with pytest.raises(InvalidFactsError):
+            RowFacts.from_json(json.dumps({**document, "temperatures": wrong}))
 
 
 def test_facts_of_several_groups_join_in_order() -> None:
@@ -193,6 +207,7 @@ CHANGES: dict[str, Callable[[RowFacts], RowFacts]] = {
     "mask_counts": lambda facts: replace(facts, mask_counts=facts.mask_counts + THIRD),
     "oldest_versions": lambda facts: replace(facts, oldest_versions=np.array([5, -1, 3, -1])),
     "group_id": lambda facts: replace(facts, group_ids=["g", "g", "h", "g"]),
+    "temperature": lambda facts: replace(facts, temperatures=np.array([np.nan, 0.7, 1.0, np.nan])),
     "values": lambda facts: replace(
         facts, present={**facts.present, "values": np.array([False, False, True, False])}
     ),

@@ -163,7 +163,7 @@ class DeleteBatchResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ComputeLogprobsRequest(_message.Message):
-    __slots__ = ("batch", "model", "temperature", "request_id")
+    __slots__ = ("batch", "model", "temperature", "request_id", "allow_other_temperature")
     class Model(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         MODEL_UNSPECIFIED: _ClassVar[ComputeLogprobsRequest.Model]
@@ -176,11 +176,13 @@ class ComputeLogprobsRequest(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_OTHER_TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     batch: str
     model: ComputeLogprobsRequest.Model
     temperature: float
     request_id: str
-    def __init__(self, batch: _Optional[str] = ..., model: _Optional[_Union[ComputeLogprobsRequest.Model, str]] = ..., temperature: _Optional[float] = ..., request_id: _Optional[str] = ...) -> None: ...
+    allow_other_temperature: bool
+    def __init__(self, batch: _Optional[str] = ..., model: _Optional[_Union[ComputeLogprobsRequest.Model, str]] = ..., temperature: _Optional[float] = ..., request_id: _Optional[str] = ..., allow_other_temperature: bool = ...) -> None: ...
 
 class ComputeLogprobsResponse(_message.Message):
     __slots__ = ("column", "mean", "token_count", "rollout_mismatch_mean", "rollout_mismatch_max")
@@ -369,20 +371,22 @@ class PlanBatchResponse(_message.Message):
     def __init__(self, ranks: _Optional[_Iterable[_Union[PlannedRank, _Mapping]]] = ..., micro_batch_count: _Optional[int] = ..., dummy_count: _Optional[int] = ..., token_count: _Optional[int] = ..., imbalance: _Optional[float] = ..., lockstep_imbalance: _Optional[float] = ..., fill: _Optional[float] = ..., leftover_rows: _Optional[_Iterable[int]] = ..., leftover_sample_ids: _Optional[_Iterable[str]] = ..., truncated_rows: _Optional[_Iterable[_Union[TruncatedRow, _Mapping]]] = ...) -> None: ...
 
 class ForwardBackwardRequest(_message.Message):
-    __slots__ = ("batch", "loss", "expected_step", "part_id", "sample_ids", "request_id")
+    __slots__ = ("batch", "loss", "expected_step", "part_id", "sample_ids", "request_id", "allow_other_temperature")
     BATCH_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_STEP_FIELD_NUMBER: _ClassVar[int]
     PART_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_IDS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_OTHER_TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     batch: str
     loss: _loss_pb2.LossSpec
     expected_step: int
     part_id: str
     sample_ids: _containers.RepeatedScalarFieldContainer[str]
     request_id: str
-    def __init__(self, batch: _Optional[str] = ..., loss: _Optional[_Union[_loss_pb2.LossSpec, _Mapping]] = ..., expected_step: _Optional[int] = ..., part_id: _Optional[str] = ..., sample_ids: _Optional[_Iterable[str]] = ..., request_id: _Optional[str] = ...) -> None: ...
+    allow_other_temperature: bool
+    def __init__(self, batch: _Optional[str] = ..., loss: _Optional[_Union[_loss_pb2.LossSpec, _Mapping]] = ..., expected_step: _Optional[int] = ..., part_id: _Optional[str] = ..., sample_ids: _Optional[_Iterable[str]] = ..., request_id: _Optional[str] = ..., allow_other_temperature: bool = ...) -> None: ...
 
 class ForwardBackwardResponse(_message.Message):
     __slots__ = ("loss", "token_count", "metrics", "micro_batch_count", "silent_row_count")
