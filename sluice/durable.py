@@ -15,11 +15,23 @@ LOCK_TIMEOUT_SECONDS = 60.0
 LOCK_POLL_SECONDS = 0.002
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors of the disk name `path`: those of an open file name nothing."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
 def sync_path(path: Path) -> None:
     """Wait until a file, or the entries of a directory, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -31,7 +43,7 @@ def write_new(path: Path, data: bytes | memoryview, *, sync: bool = True) -> Non
 
 def write_pieces(path: Path, pieces: Iterable[bytes | memoryview], *, sync: bool = True) -> None:
     """Create `path` with `pieces` one after the other; no file is left when that fails."""
-    with path.open("xb", buffering=0) as file:
+    with naming(path), path.open("xb", buffering=0) as file:
         try:
             for piece in pieces:
                 write_all(file, piece)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from sluice.algo.spec import LossSpec
-from sluice.weights.manifest import ShardFile
+from sluice.weights.manifest import FileEntry, ShardFile
 from sluice.weights.shards import ShardWrite
 
 if TYPE_CHECKING:
@@ -129,12 +129,18 @@ class TrainingBackend(ABC):
         """Forget gathered gradients."""
 
     @abstractmethod
-    def save_checkpoint(self, directory: Path) -> None:
-        """Write model, optimizer and RNG state below `directory` (shared by all ranks)."""
+    def save_checkpoint(self, directory: Path) -> dict[str, FileEntry]:
+        """Write model, optimizer and RNG state below `directory` (shared by all ranks).
+
+        Returns the files that this rank wrote by name, digested while they were.
+        """
 
     @abstractmethod
     def load_checkpoint(self, directory: Path) -> None:
-        """Read what `save_checkpoint` wrote."""
+        """Read what `save_checkpoint` wrote; others check the digests.
+
+        Raises OSError or ValueError for what cannot be read; the state is then undefined.
+        """
 
     @abstractmethod
     def write_shards(self, directory: Path, write: ShardWrite | None = None) -> list[ShardFile]:

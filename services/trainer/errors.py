@@ -121,10 +121,20 @@ class SkippedTooOftenError(ServiceError):
 
 
 class CheckpointMismatchError(ServiceError):
-    """A checkpoint is of another backend or is damaged."""
+    """A checkpoint is of another backend, model or layout than this trainer's."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "CHECKPOINT_MISMATCH"
+
+
+class CheckpointDamagedError(ServiceError):
+    """A file of a checkpoint is missing, or is not what was written."""
+
+    code = grpc.StatusCode.DATA_LOSS
+    reason = "CHECKPOINT_DAMAGED"
+
+    def __init__(self, file: str, detail: str) -> None:
+        super().__init__(f"the checkpoint is damaged: {detail}", file=file)
 
 
 class CommandTooLargeError(ServiceError):

@@ -66,6 +66,10 @@ CHECKPOINT_SECONDS = with_values(
     ),
     ("save", "load"),
 )
+UNVERIFIED_CHECKPOINTS = Counter(
+    "sluice_trainer_unverified_checkpoints_total",
+    "Checkpoints loaded that name no digests of their files.",
+)
 TOKENS = Counter("sluice_trainer_tokens_total", "Tokens trained on.")
 STEPS = with_values(
     Counter("sluice_trainer_steps_total", "Optimizer steps by outcome.", ["outcome"]),

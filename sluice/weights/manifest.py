@@ -149,17 +149,13 @@ def encode_manifest(manifest: Manifest) -> bytes:
         for name in ("base", "deltas", "inherited"):
             del document[name]
         document["format"] = FORMAT
-    return _render({**document, "manifest_digest": digest_bytes(_render(document))})
+    return seal(document, "manifest_digest")
 
 
 def decode_manifest(data: bytes) -> Manifest:
     """Parse and check; raises ManifestError or FileDigestError for any changed byte."""
     try:
-        document: dict[str, Any] = json.loads(data)
-        stated = document.pop("manifest_digest")
-        actual = digest_bytes(_render(document))
-        if actual != stated or _render({**document, "manifest_digest": stated}) != data:
-            raise FileDigestError(MANIFEST_NAME, stated, digest_bytes(data))
+        document = unseal(data, "manifest_digest", MANIFEST_NAME)
         if document.pop("format") not in (FORMAT, DELTA_FORMAT):
             raise ManifestError(f"{MANIFEST_NAME} has a format that this release does not know")
         tensors = {
@@ -179,6 +175,25 @@ def decode_manifest(data: bytes) -> Manifest:
 def read_manifest(directory: Path) -> Manifest:
     """Read the manifest of a version directory; FileNotFoundError where there is none."""
     return decode_manifest((directory / MANIFEST_NAME).read_bytes())
+
+
+def seal(document: Mapping[str, Any], key: str) -> bytes:
+    """Canonical JSON with the digest of the rest under `key`."""
+    return _render({**document, key: digest_bytes(_render(document))})
+
+
+def unseal(data: bytes, key: str, file_name: str) -> dict[str, Any]:
+    """Parse what `seal` made, without the digest.
+
+    Raises FileDigestError for any changed byte of a sealed document, and ValueError, KeyError or
+    TypeError for what is no sealed document at all.
+    """
+    document: dict[str, Any] = json.loads(data)
+    stated = document.pop(key)
+    actual = digest_bytes(_render(document))
+    if actual != stated or _render({**document, key: stated}) != data:
+        raise FileDigestError(file_name, stated, digest_bytes(data))
+    return document
 
 
 def _render(document: Mapping[str, Any]) -> bytes:

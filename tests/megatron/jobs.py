@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 import unittest.mock
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from services.trainer.backends.megatron.weights import LocalTensor, export_tenso
 from services.trainer.backends.reference.backend import ReferenceBackend
 from services.trainer.config import RanksConfig, TrainerConfig
 from services.trainer.errors import RoutingMissingError
+from services.trainer.rank import FAILURES, executor
 from sluice.algo.collectives import CollectiveMismatchError
 from sluice.algo.spec import LossSpec
 from sluice.weights.errors import WeightStoreError
@@ -222,6 +224,57 @@ def resume_error(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, 
         backend.load_checkpoint(Path(arguments["checkpoint"]))
     except UnfitCheckpointError as error:
         return {"error_message": str(error)}
+    return {}
+
+
+def load_damaged(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """By file of a checkpoint and damage, what a rank says of it when it loads."""
+    directory = Path(arguments["out"]) / "checkpoint"
+    backend = open_backend(rank, world, arguments)
+    run_steps(backend, 0, 1)
+    gathered: list[Any] = [None] * world
+    dist.all_gather_object(gathered, backend.save_checkpoint(directory))
+    files = {name: entry for part in gathered for name, entry in part.items()}
+    answers = {}
+    for name in sorted(files):
+        path = directory / name
+        whole = path.read_bytes()
+        middle = len(whole) // 2
+        flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+        for damage, data in (("flipped", flipped), ("cut", whole[:-1]), ("half", whole[:middle])):
+            dist.barrier()
+            if rank == 0:
+                path.write_bytes(data)
+            dist.barrier()
+            try:
+                with executor.checked_beside(directory, files, rank, world):
+                    backend.load_checkpoint(directory)
+                answers[f"{name} {damage}"] = ""
+            except FAILURES as error:
+                answers[f"{name} {damage}"] = getattr(error, "metadata", {}).get("file", str(error))
+        dist.barrier()
+        if rank == 0:
+            path.write_bytes(whole)
+    dist.barrier()
+    with executor.checked_beside(directory, files, rank, world):
+        backend.load_checkpoint(directory)
+    backend.close()
+    return {"files": sorted(files), "answers": answers}
+
+
+def save_full(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What every rank says when the disk of the last one is full."""
+    backend = open_backend(rank, world, arguments)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == world - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        backend.save_checkpoint(Path(arguments["out"]) / "checkpoint")
+    except checkpoint.CheckpointWriteError as error:
+        return {"error_message": str(error)}
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        backend.close()
     return {}
 
 

@@ -110,6 +110,36 @@ def test_crossing_one_expert_rank_is_refused(pool: Pool, expected: Any, tmp_path
         assert all(name in answer["error_message"] for answer in answers)
 
 
+@fast
+def test_a_damaged_file_is_named_by_the_ranks_that_find_it(
+    pool: Pool, expected: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    model = str(expected("qwen3").directory)
+    layout = {"tensor": 2}
+    answers = pool.run("load_damaged", 2, model=model, layout=layout, out=str(tmp_path))
+    on_disk = {path.name for path in (tmp_path / "checkpoint").iterdir()}
+    assert set(answers[0]["files"]) == on_disk
+    assert {".metadata", "common.pt", "metadata.json", "sluice.json"} < on_disk
+    for case in answers[0]["answers"]:
+        found = [answer["answers"][case] for answer in answers]
+        name = case.split()[0]
+        assert set(found) <= {name, ""}, case
+        assert name in found, case
+
+
+@fast
+def test_a_rank_whose_disk_is_full_names_the_file(
+    pool: Pool, expected: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    model = str(expected("qwen3").directory)
+    answers = pool.run("save_full", 2, model=model, layout={"tensor": 2}, out=str(tmp_path))
+    assert all("was not written" in answer["error_message"] for answer in answers)
+    assert "File too large" in answers[1]["error_message"]
+    assert "__1_" in answers[1]["error_message"]
+
+
 def _check_reshard(
     pool: Pool, root: Path, family: Any, first: tuple[int, Any], second: tuple[int, Any]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import re
 import secrets
@@ -18,7 +19,7 @@ from services.trainer.controller.incarnation import RankIncarnation
 from services.trainer.controller.rank_group import RankGroup
 from services.trainer.controller.state import PublishedWeights, TrainerState, Turns, in_turn
 from services.trainer.controller.uploads import TrainerBatches
-from services.trainer.errors import CheckpointMismatchError
+from services.trainer.errors import CheckpointDamagedError, CheckpointMismatchError
 from sluice import faults
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.durable import sync_path, write_new
@@ -28,22 +29,33 @@ from sluice.runtime.errors import (
     NotFoundError,
     ServiceError,
 )
+from sluice.weights.errors import FileDigestError
+from sluice.weights.manifest import FileEntry, seal, unseal
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "checkpoints/"
 RECORD = "checkpoint.json"
-FORMAT = 1
+FORMAT = 2
+UNDIGESTED_FORMAT = 1  # of earlier releases
+SEAL = "record_digest"
+_LOST = {CheckpointDamagedError.reason, "CHECKPOINT_NOT_FOUND"}
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRecord:
-    """What the controller itself needs of a checkpoint."""
+    """What the controller itself needs of a checkpoint.
+
+    `files` are all others of its directory; None where the release that wrote it did not say.
+    """
 
     backend: str
     step: int
     skipped_count: int
     weights: PublishedWeights | None
     layout: dict[str, int]
+    files: dict[str, FileEntry] | None
 
 
 class CheckpointStore:
@@ -77,11 +89,11 @@ class CheckpointStore:
 
     def _finish(self, checkpoint_id: str, partial: Path, record: CheckpointRecord) -> None:
         faults.point("checkpoint.files")
-        document = {"format": FORMAT, **asdict(record)}
+        self._check_complete(partial, record)
         if self._durable:
             for path in partial.rglob("*"):
                 sync_path(path)
-        data = (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
+        data = seal({"format": FORMAT, **asdict(record)}, SEAL)
         write_new(partial / RECORD, data, sync=self._durable)
         if self._durable:
             sync_path(partial)
@@ -94,6 +106,22 @@ class CheckpointStore:
             sync_path(self._root)
         faults.point("checkpoint.renamed")
 
+    def _check_complete(self, partial: Path, record: CheckpointRecord) -> None:
+        """What the ranks say they wrote is here, and nothing else: the store is one for all."""
+        found = {
+            str(path.relative_to(partial)): path.stat().st_size
+            for path in partial.rglob("*")
+            if path.is_file()
+        }
+        stated = {name: entry.size for name, entry in (record.files or {}).items()}
+        if found != stated:
+            different = ", ".join(sorted({name for name, _ in found.items() ^ stated.items()})[:8])
+            raise CheckpointDamagedError(
+                different.split(", ")[0],
+                f"the ranks wrote other files than are in {partial.name}: {different}; "
+                "the store must be a directory that all of them share",
+            )
+
     def directory(self, name: str) -> Path:
         """Find the directory of `checkpoints/<id>`. Raises InvalidFieldError, NotFoundError."""
         checkpoint_id = name.removeprefix(PREFIX)
@@ -105,18 +133,18 @@ class CheckpointStore:
         return directory
 
     def read(self, name: str, backend: str) -> CheckpointRecord:
-        """Read the record of a checkpoint. Raises CheckpointMismatchError for another backend's."""
-        path = self.directory(name) / RECORD
+        """Read the record of a checkpoint.
+
+        Raises CheckpointDamagedError, and CheckpointMismatchError for another backend's.
+        """
+        data = (self.directory(name) / RECORD).read_bytes()
         try:
-            document: dict[str, Any] = json.loads(path.read_bytes())
-            if document.pop("format") != FORMAT:
-                raise CheckpointMismatchError(f"{name} has another format", name=name)
-            weights = document.pop("weights")
-            record = CheckpointRecord(
-                weights=None if weights is None else PublishedWeights(**weights), **document
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointMismatchError(f"{name} is damaged: {error}", name=name) from None
+            record = _decode_record(data, name)
+        except FileDigestError as error:
+            raise CheckpointDamagedError(RECORD, f"{name}: {error}") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            detail = f"{name}: file {RECORD!r} is malformed: {error}"
+            raise CheckpointDamagedError(RECORD, detail) from None
         if record.backend != backend:
             raise CheckpointMismatchError(
                 f"{name} is of backend {record.backend}, this one is {backend}", name=name
@@ -124,13 +152,34 @@ class CheckpointStore:
         return record
 
 
-def record_state(state: TrainerState, backend: str, layout: dict[str, int]) -> CheckpointRecord:
+def _decode_record(data: bytes, name: str) -> CheckpointRecord:
+    document: dict[str, Any] = json.loads(data)
+    if SEAL in document:
+        document = unseal(data, SEAL, RECORD)
+    elif document["format"] == FORMAT:
+        raise ValueError("it has lost its digest")
+    if document.pop("format") not in (FORMAT, UNDIGESTED_FORMAT):
+        raise CheckpointMismatchError(
+            f"{name} has a format that this release does not know", name=name
+        )
+    weights, files = document.pop("weights"), document.pop("files", None)
+    return CheckpointRecord(
+        weights=None if weights is None else PublishedWeights(**weights),
+        files=files and {path: FileEntry(**entry) for path, entry in files.items()},
+        **document,
+    )
+
+
+def record_state(
+    state: TrainerState, backend: str, layout: dict[str, int], files: dict[str, FileEntry]
+) -> CheckpointRecord:
     return CheckpointRecord(
         backend=backend,
         step=state.step,
         skipped_count=state.skipped_count,
         weights=state.weights,
         layout=layout,
+        files=files,
     )
 
 
@@ -168,9 +217,13 @@ class TrainerCheckpoints:
         with metrics.CHECKPOINT_SECONDS.labels("save").time():
             try:
                 command = pb.SaveCommand(directory=str(partial.resolve()))
-                await ranks.run(pb.FollowResponse(save=command))
-                layout = {field.name: value for field, value in self._ranks.layout.ListFields()}
-                record = record_state(self._state, self._backend, layout)
+                results = await ranks.run(pb.FollowResponse(save=command))
+                files = {
+                    file.name: FileEntry(file.size_bytes, file.digest)
+                    for result in results
+                    for file in result.checkpoint_files
+                }
+                record = record_state(self._state, self._backend, self._layout(), files)
             except BaseException:
                 self.store.abandon(partial)
                 raise
@@ -185,7 +238,7 @@ class TrainerCheckpoints:
     async def load(self, name: str) -> int:
         """Go back to a checkpoint; batches and gradients are dropped. Returns its step."""
         ranks = self._ranks.incarnation
-        self.store.read(name, self._backend)
+        self.store.read(name, self._backend)  # refused before anything is dropped
         await self._batches.drop_all(ranks)
         await self._load_into(ranks, name)
         return self._state.step
@@ -196,18 +249,50 @@ class TrainerCheckpoints:
             await self._load_into(ranks, self._state.checkpoint)
         elif ranks.number > 1:
             blank = CheckpointRecord(
-                backend=self._backend, step=0, skipped_count=0, weights=None, layout={}
+                backend=self._backend,
+                step=0,
+                skipped_count=0,
+                weights=None,
+                layout={},
+                files=None,
             )
             restore_state(self._state, "", blank)
 
     async def _load_into(self, ranks: RankIncarnation, name: str) -> None:
-        record = self.store.read(name, self._backend)
+        try:
+            record = self.store.read(name, self._backend)
+            await self._load_recorded(ranks, name, record)
+        except ServiceError as error:
+            if self._state.checkpoint == name and error.reason in _LOST:
+                logger.error("ranks that restart begin anew: %s is lost: %s", name, error)
+                self._state.checkpoint = ""
+            raise
+        restore_state(self._state, name, record)
+        metrics.STEP.set(self._state.step)
+
+    async def _load_recorded(
+        self, ranks: RankIncarnation, name: str, record: CheckpointRecord
+    ) -> None:
         command = pb.LoadCommand(directory=str(self.store.directory(name).resolve()))
+        if record.files is None:
+            metrics.UNVERIFIED_CHECKPOINTS.inc()
+            logger.warning("%s names no digests of its files: damage would not be found", name)
+        for path, entry in (record.files or {}).items():
+            command.files.add(name=path, size_bytes=entry.size, digest=entry.digest)
+        if record.layout and record.layout != self._layout():
+            logger.warning(
+                "%s was saved by ranks laid out as %s, these are as %s: numbers will differ from "
+                "those of a run that went on there",
+                name,
+                record.layout,
+                self._layout(),
+            )
         try:
             with metrics.CHECKPOINT_SECONDS.labels("load").time():
                 await ranks.run(pb.FollowResponse(load=command))
         except ServiceError as error:  # what the ranks hold now is neither old nor new
             ranks.fail(error)
             raise
-        restore_state(self._state, name, record)
-        metrics.STEP.set(self._state.step)
+
+    def _layout(self) -> dict[str, int]:
+        return {field.name: value for field, value in self._ranks.layout.ListFields()}

@@ -7,7 +7,9 @@ import logging
 import os
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -21,7 +23,7 @@ from services.trainer.backend import (
     create_backend,
 )
 from services.trainer.config import TrainerConfig
-from services.trainer.errors import CheckpointMismatchError
+from services.trainer.errors import CheckpointDamagedError, CheckpointMismatchError
 from services.trainer.rank import FAILURES
 from services.trainer.rank.table import RowTable, add_advantages
 from services.trainer.rows import RowLimits
@@ -31,8 +33,9 @@ from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.runtime.errors import ServiceError
 from sluice.runtime.wire import advantage_from_proto, blob_to_proto, loss_from_proto, seconds_of
 from sluice.samples.blobs import BlobStore
-from sluice.weights.errors import WeightStoreError
-from sluice.weights.manifest import ShardFile, delta_name
+from sluice.weights.checkpoint import check_file
+from sluice.weights.errors import FileDigestError, MissingFileError, WeightStoreError
+from sluice.weights.manifest import FileEntry, ShardFile, delta_name
 from sluice.weights.shards import PublishedShards
 from sluice.weights.store import WeightStore
 from sluice.weights.transfer.group import Deadline, Meeting, TransferGroup, send
@@ -168,13 +171,20 @@ class Executor:
         self._backend.discard_gradients()
 
     def _save(self, command: pb.SaveCommand, result: pb.CommandResult) -> None:
-        self._backend.save_checkpoint(Path(command.directory))
+        files = self._backend.save_checkpoint(Path(command.directory))
+        result.checkpoint_files.extend(
+            pb.CheckpointFile(name=name, size_bytes=entry.size, digest=entry.digest)
+            for name, entry in files.items()
+        )
 
     def _load(self, command: pb.LoadCommand, result: pb.CommandResult) -> None:
-        try:
-            self._backend.load_checkpoint(Path(command.directory))
-        except (OSError, ValueError) as error:
-            raise CheckpointMismatchError(str(error)) from error
+        files = {file.name: FileEntry(file.size_bytes, file.digest) for file in command.files}
+        directory, mesh = Path(command.directory), self._backend.mesh
+        with checked_beside(directory, files, mesh.rank, mesh.world_size):
+            try:
+                self._backend.load_checkpoint(directory)
+            except (OSError, ValueError) as error:
+                raise CheckpointMismatchError(str(error)) from error
 
     def _publish(self, command: pb.PublishCommand, result: pb.CommandResult) -> None:
         self._publisher.publish(command, result)
@@ -184,6 +194,49 @@ class Executor:
 
     def _send_weights(self, command: pb.SendWeightsCommand, result: pb.CommandResult) -> None:
         self._publisher.send(command, result)
+
+
+BULK = (".distcp", ".safetensors")
+CHECKING_THREADS = 4
+
+
+@contextmanager
+def checked_beside(
+    directory: Path, files: Mapping[str, FileEntry], rank: int, world_size: int
+) -> Iterator[None]:
+    """Check a checkpoint while the block reads it, tensors by threads and one rank each.
+
+    Pickles and JSON come before: a reader must not even begin with damaged ones. Raises
+    CheckpointDamagedError; where the block fails, for whatever file on any rank was the cause.
+    """
+    bulk = sorted((n for n in files if n.endswith(BULK)), key=lambda n: (-files[n].size, n))
+    for name in files.keys() - set(bulk):
+        _check_file(directory, name, files[name])
+    with ThreadPoolExecutor(CHECKING_THREADS, "check-checkpoint") as pool:
+
+        def check(names: Sequence[str]) -> list[Future[None]]:
+            return [pool.submit(_check_file, directory, name, files[name]) for name in names]
+
+        checks = check(bulk[rank::world_size])
+        try:
+            yield
+        except FAILURES:
+            for each in check(bulk):
+                each.result()
+            raise
+        for each in checks:
+            each.result()
+
+
+def _check_file(directory: Path, name: str, entry: FileEntry) -> None:
+    try:
+        if (size := (directory / name).stat().st_size) != entry.size:
+            raise MissingFileError(name, f"has {size} bytes, not {entry.size}")
+        check_file(directory / name, entry.digest)
+    except FileNotFoundError:
+        raise CheckpointDamagedError(name, f"file {name!r} is missing") from None
+    except (MissingFileError, FileDigestError) as error:
+        raise CheckpointDamagedError(name, str(error)) from error
 
 
 def _sum_logprobs(

@@ -42,7 +42,7 @@ from services.trainer.config import Head, TrainerConfig
 from sluice import platform
 from sluice.algo.losses import check_columns, compute_loss, pack_rows
 from sluice.algo.spec import LossSpec, required_columns
-from sluice.weights.manifest import ShardFile
+from sluice.weights.manifest import FileEntry, ShardFile
 from sluice.weights.shards import ShardWrite, write_shard
 
 
@@ -97,8 +97,8 @@ class MegatronBackend(TrainingBackend):
     def discard_gradients(self) -> None:
         self._stepper.clear()
 
-    def save_checkpoint(self, directory: Path) -> None:
-        checkpoint.save(
+    def save_checkpoint(self, directory: Path) -> dict[str, FileEntry]:
+        return checkpoint.save(
             self._policy,
             self._stepper,
             self._layout,

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
@@ -43,7 +46,8 @@ from services.trainer.backends.megatron.stepping import Stepper
 from services.trainer.backends.megatron.upstream import on_cpu
 from services.trainer.errors import CheckpointMismatchError
 from sluice import platform
-from sluice.durable import write_new
+from sluice.durable import naming, write_new
+from sluice.weights.manifest import FileEntry, digest_file
 
 
 class CheckpointWriteError(OSError):
@@ -56,10 +60,11 @@ class ThreadSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]
     def __init__(self, *, threads: int, durable: bool) -> None:
         super().__init__("torch_dist", 1, thread_count=threads)
         self._durable = durable
+        self.writer: HostWriter | None = None
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> Any:
         state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
-        writer = HostWriter(
+        writer = self.writer = HostWriter(
             checkpoint_dir, thread_count=self.thread_count, sync_files=self._durable
         )
         planned, *_ = save_state_dict_async_plan(
@@ -72,11 +77,49 @@ class ThreadSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         return AsyncRequest(writer.write, (), [lambda: save_state_dict_async_finalize(*planned)])
 
 
+class _DigestedStream:
+    """A file that is hashed as it is written, from its beginning to its end."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._hasher = xxhash.xxh3_128()
+        self.tell, self.flush = stream.tell, stream.flush
+        self.fileno, self.close = stream.fileno, stream.close
+
+    def write(self, data: Any) -> int:
+        self._hasher.update(data)
+        written: int = self._stream.write(data)
+        return written
+
+    def entry(self, path: Path) -> FileEntry:
+        return FileEntry(path.stat().st_size, self._hasher.hexdigest())
+
+
+class _DigestingFiles(FileSystem):
+    """torch's files. `entries` are of those written; `failures` of threads that torch forgets."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, FileEntry] = {}
+        self.failures: list[Exception] = []
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        try:
+            with naming(path), super().create_stream(path, mode) as stream:
+                digested = _DigestedStream(stream)
+                yield digested
+        except Exception as error:
+            self.failures.append(error)
+            raise
+        self.entries[path.name] = digested.entry(path)
+
+
 class HostWriter(FileSystemWriter):
     """torch's writer in the steps that Megatron takes: prepare, write, collect."""
 
     def __init__(self, path: Path, *, thread_count: int, sync_files: bool) -> None:
         super().__init__(path, thread_count=thread_count, sync_files=sync_files)
+        self.fs = self.files = _DigestingFiles()
         self._plan: SavePlan | None = None
         self._data: dict[int, Any] = {}
         self._results: Any = None
@@ -96,6 +139,8 @@ class HostWriter(FileSystemWriter):
         planner: Any = SimpleNamespace(resolve_data=self._resolve)
         self._results = self.write_data(self._plan, planner).wait()
         self._data.clear()
+        if self.files.failures:
+            raise self.files.failures[0]
 
     def retrieve_write_results(self) -> Any:
         return self._results
@@ -133,17 +178,18 @@ def save(
     directory: Path,
     *,
     durable: bool,
-) -> None:
-    """Writes into the existing, empty `directory`; collective.
+) -> dict[str, FileEntry]:
+    """Writes into the existing, empty `directory`; collective. The files of this rank.
 
     Raises CheckpointWriteError on every rank when any rank's files could not be written.
     """
     state = _sharded_state(policy, stepper, loading=False)
     state["rng"] = _rng_object()
+    strategy = ThreadSave(threads=config.save_threads, durable=durable)
     request = dist_checkpointing.save(
         state,
         str(directory),
-        sharded_strategy=ThreadSave(threads=config.save_threads, durable=durable),
+        sharded_strategy=strategy,
         async_sharded_save=True,  # so that the files are written here, where an error can be shared
         content_metadata={"distrib_optim_sharding_type": "fully_reshardable"},
     )
@@ -159,6 +205,12 @@ def save(
     for finalize in request.finalize_fns:
         finalize()
     _describe(policy, config, directory)
+    assert strategy.writer is not None
+    files = {n: e for n, e in strategy.writer.files.entries.items() if (directory / n).exists()}
+    if dist.get_rank() == 0:  # the small ones, of which Megatron writes some by itself
+        names = {path.name for path in directory.iterdir() if not path.match("*.distcp")}
+        files |= {name: FileEntry(*digest_file(directory / name)) for name in names}
+    return files
 
 
 def _describe(policy: PolicyModel, config: MegatronConfig, directory: Path) -> None:
@@ -187,7 +239,13 @@ def load(policy: PolicyModel, stepper: Stepper, config: MegatronConfig, director
     state = _sharded_state(policy, stepper, loading=True)
     if saved == _layout(config):
         state["rng"] = _rng_object()
-    loaded = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RAISE_UNEXPECTED)
+    try:
+        loaded = dist_checkpointing.load(
+            state, str(directory), strict=StrictHandling.RAISE_UNEXPECTED
+        )
+    except CheckpointException as error:  # of whatever rank; no subclass of Exception
+        cause = next(iter(error.failures.values()))[0]
+        raise UnfitCheckpointError(f"{directory.name!r} cannot be read: {cause}") from error
     for name, model in _named_models(policy):
         model.load_state_dict(loaded[name])
     upstream.name_missing_steps(loaded["optimizer"])

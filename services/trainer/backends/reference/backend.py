@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -34,7 +34,7 @@ from sluice.algo.collectives import create_collectives
 from sluice.algo.logprobs import EntropyMode
 from sluice.algo.losses import compute_loss, pack_rows
 from sluice.algo.spec import LossSpec
-from sluice.weights.manifest import ShardFile
+from sluice.weights.manifest import FileEntry, ShardFile
 from sluice.weights.shards import ShardWrite, write_shard
 
 NON_FINITE = "non-finite gradient norm"
@@ -115,8 +115,9 @@ class ReferenceBackend(TrainingBackend):
     def discard_gradients(self) -> None:
         self._optimizer.clear()
 
-    def save_checkpoint(self, directory: Path) -> None:
-        _save(directory, self._policy.model, self._optimizer, self.mesh)
+    def save_checkpoint(self, directory: Path) -> dict[str, FileEntry]:
+        write = partial(write_shard, directory, sync=self._config.durable)
+        return _save(write, self._policy.model, self._optimizer, self.mesh)
 
     def load_checkpoint(self, directory: Path) -> None:
         _load(directory, self._policy.model, self._optimizer, self.mesh)
@@ -211,13 +212,19 @@ class FlatOptimizer:
         self.gradients.zero_()
 
 
-def _save(directory: Path, model: torch.nn.Module, optimizer: FlatOptimizer, mesh: Mesh) -> None:
+def _save(
+    write: Callable[[str, Mapping[str, torch.Tensor]], ShardFile],
+    model: torch.nn.Module,
+    optimizer: FlatOptimizer,
+    mesh: Mesh,
+) -> dict[str, FileEntry]:
     """Model, optimizer and random state; the first and the last rank share the writing."""
+    written = [write(_random_name(mesh), {"torch": torch.get_rng_state()})]
     if mesh.data_rank == 0:
-        save_file(_model_tensors(model), directory / MODEL_FILE)
+        written.append(write(MODEL_FILE, _model_tensors(model)))
     if mesh.data_rank == mesh.data_size - 1:
-        save_file(_optimizer_tensors(optimizer), directory / OPTIMIZER_FILE)
-    save_file({"torch": torch.get_rng_state()}, _random_file(directory, mesh))
+        written.append(write(OPTIMIZER_FILE, _optimizer_tensors(optimizer)))
+    return {shard.file_name: FileEntry(shard.size, shard.digest) for shard in written}
 
 
 def _load(directory: Path, model: torch.nn.Module, optimizer: FlatOptimizer, mesh: Mesh) -> None:
@@ -241,7 +248,7 @@ def _load(directory: Path, model: torch.nn.Module, optimizer: FlatOptimizer, mes
                 kind: moments[f"{name}/{kind}"].to(parameter.device) for kind in MOMENTS
             }
     optimizer.clear()
-    random = _random_file(directory, mesh)
+    random = directory / _random_name(mesh)
     if random.exists():
         torch.set_rng_state(_read(random)["torch"])
 
@@ -308,5 +315,5 @@ def _share(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.T
     return share
 
 
-def _random_file(directory: Path, mesh: Mesh) -> Path:
-    return directory / f"random-{mesh.rank:05d}.safetensors"
+def _random_name(mesh: Mesh) -> str:
+    return f"random-{mesh.rank:05d}.safetensors"

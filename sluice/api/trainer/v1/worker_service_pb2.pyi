@@ -58,7 +58,7 @@ class RankHeartbeat(_message.Message):
     def __init__(self, activity: _Optional[str] = ...) -> None: ...
 
 class CommandResult(_message.Message):
-    __slots__ = ("sequence", "error", "sums", "step", "columns", "shards", "advantages", "transfer_address", "encode_seconds", "transfer_failure", "sent_bytes", "transfer_backend")
+    __slots__ = ("sequence", "error", "sums", "step", "columns", "shards", "advantages", "transfer_address", "encode_seconds", "transfer_failure", "sent_bytes", "transfer_backend", "checkpoint_files")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     SUMS_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +71,7 @@ class CommandResult(_message.Message):
     TRANSFER_FAILURE_FIELD_NUMBER: _ClassVar[int]
     SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_BACKEND_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FILES_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     error: _status_pb2.Status
     sums: PassSums
@@ -83,7 +84,18 @@ class CommandResult(_message.Message):
     transfer_failure: str
     sent_bytes: int
     transfer_backend: str
-    def __init__(self, sequence: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., sums: _Optional[_Union[PassSums, _Mapping]] = ..., step: _Optional[_Union[StepResult, _Mapping]] = ..., columns: _Optional[_Union[_sample_pb2.BlobReference, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[WrittenShard, _Mapping]]] = ..., advantages: _Optional[_Union[AdvantageResult, _Mapping]] = ..., transfer_address: _Optional[str] = ..., encode_seconds: _Optional[float] = ..., transfer_failure: _Optional[str] = ..., sent_bytes: _Optional[int] = ..., transfer_backend: _Optional[str] = ...) -> None: ...
+    checkpoint_files: _containers.RepeatedCompositeFieldContainer[CheckpointFile]
+    def __init__(self, sequence: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., sums: _Optional[_Union[PassSums, _Mapping]] = ..., step: _Optional[_Union[StepResult, _Mapping]] = ..., columns: _Optional[_Union[_sample_pb2.BlobReference, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[WrittenShard, _Mapping]]] = ..., advantages: _Optional[_Union[AdvantageResult, _Mapping]] = ..., transfer_address: _Optional[str] = ..., encode_seconds: _Optional[float] = ..., transfer_failure: _Optional[str] = ..., sent_bytes: _Optional[int] = ..., transfer_backend: _Optional[str] = ..., checkpoint_files: _Optional[_Iterable[_Union[CheckpointFile, _Mapping]]] = ...) -> None: ...
+
+class CheckpointFile(_message.Message):
+    __slots__ = ("name", "size_bytes", "digest")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    size_bytes: int
+    digest: str
+    def __init__(self, name: _Optional[str] = ..., size_bytes: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class AdvantageResult(_message.Message):
     __slots__ = ("moments", "silent_rows", "has_returns")
@@ -334,10 +346,12 @@ class SaveCommand(_message.Message):
     def __init__(self, directory: _Optional[str] = ...) -> None: ...
 
 class LoadCommand(_message.Message):
-    __slots__ = ("directory",)
+    __slots__ = ("directory", "files")
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
     directory: str
-    def __init__(self, directory: _Optional[str] = ...) -> None: ...
+    files: _containers.RepeatedCompositeFieldContainer[CheckpointFile]
+    def __init__(self, directory: _Optional[str] = ..., files: _Optional[_Iterable[_Union[CheckpointFile, _Mapping]]] = ...) -> None: ...
 
 class PublishCommand(_message.Message):
     __slots__ = ("directory", "version", "base")

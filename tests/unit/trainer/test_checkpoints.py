@@ -1,0 +1,204 @@
+"""A damaged checkpoint is never trained on: each file of it, each way, policy and critic."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.trainer import metrics
+from services.trainer.backends.reference.backend import ReferenceBackend
+from services.trainer.config import TrainerConfig
+from services.trainer.rank.executor import Executor
+from sluice.api.trainer.v1 import worker_service_pb2 as pb
+from sluice.config import parse_config
+from sluice.runtime.errors import ServiceError
+from tests.contract.training_backend.cases import build_model
+from tests.unit.trainer.ranks import until
+from tests.unit.trainer.stage import Stage
+
+FILES = [
+    "policy.safetensors",
+    "optimizer.safetensors",
+    "random-00000.safetensors",
+    "checkpoint.json",
+]
+Damage = Callable[[Path], object]
+
+
+def flip(path: Path) -> None:
+    """One bit in the middle, where tensors are."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, Damage] = {
+    "flipped": flip,
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "empty": lambda path: path.write_bytes(b""),
+}
+
+
+class WholeStage(Stage):
+    """A stage whose rank is a real one, but for its process."""
+
+    def __init__(self, path: Path, executor: Executor) -> None:
+        super().__init__(path)
+        self._executor = executor
+
+    async def _answer(self, command: pb.FollowResponse) -> pb.CommandResult:
+        self.commands.append(command.WhichOneof("command") or "")
+        return await asyncio.to_thread(self._executor.execute, command)
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        backend = self._executor._backend
+        assert isinstance(backend, ReferenceBackend)
+        return [parameter.detach().clone() for parameter in backend._policy.model.parameters()]
+
+    def change(self) -> None:
+        """Move the weights away from what any checkpoint holds."""
+        backend = self._executor._backend
+        assert isinstance(backend, ReferenceBackend)
+        with torch.no_grad():
+            for parameter in backend._policy.model.parameters():
+                parameter.add_(1.0)
+
+    async def reconnect(self) -> None:
+        """What a launcher does for ranks that hold neither the old state nor the new one."""
+        assert self.rank is not None
+        await self.rank.ended()
+        await until(lambda: self.trainer.ranks.restart_count == 1)
+        await self.connect()
+
+
+@pytest.fixture(scope="module", params=["policy", "value"])
+def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Executor:
+    root = tmp_path_factory.mktemp(request.param)
+    model = build_model(root / "model", "qwen3").directory
+    patch = pytest.MonkeyPatch()
+    patch.setenv("RANK", "0")
+    patch.setenv("WORLD_SIZE", "1")
+    with patch.context():
+        values = {"model": str(model), "store": str(root), "head": request.param, "threads": 1}
+        return Executor.load(parse_config(TrainerConfig, {**values, "durable": False}))
+
+
+@pytest.fixture
+async def whole(tmp_path: Path, executor: Executor) -> AsyncIterator[WholeStage]:
+    stage = WholeStage(tmp_path, executor)
+    await stage.server.start()
+    starting = asyncio.create_task(stage.trainer.start(stage.server.address))
+    await until(lambda: stage.trainer.ranks._incarnation is not None)
+    await stage.connect()
+    await starting
+    yield stage
+    assert stage.rank is not None
+    await stage.rank.leave()
+    await stage.trainer.close()
+    await stage.server.close()
+
+
+def checkpoint(stage: Stage, checkpoint_id: str) -> Path:
+    return stage.config.store / "checkpoints" / checkpoint_id
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("file", FILES)
+async def test_a_damaged_file_is_found_and_named(whole: WholeStage, file: str, damage: str) -> None:
+    checkpoints = whole.trainer.checkpoints
+    await checkpoints.save("good")
+    expected = whole.parameters
+    await checkpoints.save("bad")
+    DAMAGES[damage](checkpoint(whole, "bad") / file)
+    with pytest.raises(ServiceError, match=file) as caught:
+        await checkpoints.load("checkpoints/bad")
+    assert (caught.value.code.name, caught.value.reason) == ("DATA_LOSS", "CHECKPOINT_DAMAGED")
+    assert caught.value.metadata["file"] == file
+    if file != "checkpoint.json":  # which is read before the ranks hear of it
+        await whole.reconnect()
+    whole.change()
+    assert await checkpoints.load("checkpoints/good") == 0
+    assert all(map(torch.equal, whole.parameters, expected))
+
+
+@pytest.mark.parametrize("file", FILES[:-1])
+async def test_a_file_that_is_gone_is_named(whole: WholeStage, file: str) -> None:
+    await whole.trainer.checkpoints.save("bad")
+    (checkpoint(whole, "bad") / file).unlink()
+    with pytest.raises(ServiceError, match=f"{file}.*is missing") as caught:
+        await whole.trainer.checkpoints.load("checkpoints/bad")
+    assert caught.value.reason == "CHECKPOINT_DAMAGED"
+
+
+@pytest.mark.parametrize("where", [0.0, 0.2, 0.4, 0.6, 0.8, 0.99])
+async def test_no_byte_of_the_record_may_change(whole: WholeStage, where: float) -> None:
+    await whole.trainer.checkpoints.save("bad")
+    path = checkpoint(whole, "bad") / "checkpoint.json"
+    data = bytearray(path.read_bytes())
+    data[int(where * len(data))] ^= 0x10
+    path.write_bytes(data)
+    with pytest.raises(ServiceError) as caught:
+        await whole.trainer.checkpoints.load("checkpoints/bad")
+    assert caught.value.reason == "CHECKPOINT_DAMAGED"
+
+
+async def test_ranks_that_restart_into_a_damaged_checkpoint_begin_anew(whole: WholeStage) -> None:
+    """A trainer that could never start again would keep its run from an older checkpoint."""
+    await whole.trainer.checkpoints.save("last")
+    flip(checkpoint(whole, "last") / "policy.safetensors")
+    whole.trainer.state.step = 7
+    assert whole.rank is not None
+    await whole.rank.leave()
+    await until(lambda: whole.trainer.ranks.restart_count == 1)
+    with contextlib.suppress(asyncio.CancelledError):
+        restarting = asyncio.create_task(whole.connect())  # loads, and is ended for it
+        await until(lambda: whole.trainer.ranks.restart_count == 2)
+        restarting.cancel()
+        await restarting
+    await whole.rank.leave()
+    await whole.connect()
+    assert (whole.trainer.state.step, whole.trainer.state.checkpoint) == (0, "")
+
+
+async def test_a_checkpoint_without_digests_loads_and_is_counted(
+    whole: WholeStage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Earlier releases wrote none."""
+    await whole.trainer.checkpoints.save("old")
+    path = checkpoint(whole, "old") / "checkpoint.json"
+    document = json.loads(path.read_text())
+    del document["record_digest"], document["files"]
+    path.write_text(json.dumps({**document, "format": 1}))
+    expected = whole.parameters
+    whole.change()
+    before = metrics.UNVERIFIED_CHECKPOINTS._value.get()
+    await whole.trainer.checkpoints.load("checkpoints/old")
+    assert all(map(torch.equal, whole.parameters, expected))
+    assert metrics.UNVERIFIED_CHECKPOINTS._value.get() == before + 1
+    (line,) = [text for text in caplog.messages if "names no digests" in text]
+    assert "checkpoints/old" in line
+    path.write_text(json.dumps({**document, "format": 2}))  # which always had one
+    with pytest.raises(ServiceError, match="lost its digest"):
+        await whole.trainer.checkpoints.load("checkpoints/old")
+
+
+async def test_a_store_that_ranks_do_not_share_is_found_when_saving(whole: WholeStage) -> None:
+    """Else the checkpoint would turn out to be incomplete when it is needed."""
+    finish = whole.trainer.checkpoints.store.finish
+
+    def elsewhere(checkpoint_id: str, partial: Path, record: object) -> None:
+        (partial / "policy.safetensors").unlink()
+        finish(checkpoint_id, partial, record)  # type: ignore[arg-type]
+
+    whole.trainer.checkpoints.store.finish = elsewhere  # type: ignore[method-assign, assignment]
+    with pytest.raises(ServiceError, match=r"policy\.safetensors.*share"):
+        await whole.trainer.checkpoints.save("apart")
+    assert not checkpoint(whole, "apart").exists()
