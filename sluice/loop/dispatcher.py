@@ -123,7 +123,8 @@ class RolloutDispatcher:
         config = self._config
         ahead = (1 + config.max_staleness) * config.groups_per_step
         spare = math.ceil((config.over_sampling - 1) * ahead)
-        limit = base = spare + min(self._consumed + ahead, config.steps * config.groups_per_step)
+        left = max(0, config.steps - self._step) * config.groups_per_step
+        limit = base = spare + self._consumed + min(ahead, left)
         # A run that went back to a run checkpoint has dropped groups of later steps too.
         while (further := base + self._ledger.dropped_count(below=limit)) > limit:
             limit = further

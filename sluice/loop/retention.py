@@ -22,7 +22,7 @@ from sluice.loop.run_directory import (
     write_run_checkpoint,
 )
 from sluice.samples.blobs import BlobNotFoundError, BlobReference, BlobStore
-from sluice.weights.errors import VersionNotFoundError
+from sluice.weights.errors import VersionNotFoundError, WeightStoreError
 from sluice.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
@@ -102,6 +102,24 @@ class Retention:
                 f"{self._weights.location} has no weight version {version}, which the trainer "
                 "published; name the `store`, or the `weights`, of the services"
             ) from None
+
+    async def compare_weights(self, version: int, with_version: int) -> list[str] | None:
+        """Name the tensors whose values differ.
+
+        None where they cannot be compared: other tensors, shapes or types; or one is gone.
+        """
+        try:
+            one, other = [
+                (await asyncio.to_thread(self._weights.manifest, each)).tensors
+                for each in (version, with_version)
+            ]
+        except WeightStoreError:
+            return None
+        if {n: (t.dtype, t.shape) for n, t in one.items()} != {
+            n: (t.dtype, t.shape) for n, t in other.items()
+        }:
+            return None
+        return sorted(name for name, t in one.items() if t.digest != other[name].digest)
 
     async def release_weights(self, version: int) -> None:
         """Engines serve `version`: let go of the former, if no run checkpoint names it."""

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from sluice import faults
@@ -30,17 +30,25 @@ from sluice.loop.run_directory import (
     LEDGER,
     RUN_CHECKPOINTS,
     RunCheckpoint,
+    RunDirectoryError,
+    check_layouts,
     check_ledger,
     check_resumed,
+    damaged_run_checkpoints,
     latest_run_checkpoint,
+    list_run_checkpoints,
+    set_aside,
     settings_digests,
 )
 from sluice.loop.training import (
     STEP,
+    CheckpointLostError,
     Critic,
     StepReport,
     TrainerRecovery,
     check_step,
+    is_checkpoint_lost,
+    layout_of,
     lost_blob,
     train_step,
     wait_for_trainer,
@@ -95,6 +103,10 @@ class TrainerRun(ABC, Generic[C]):
         await self.trainer.close()
         self.ledger.close()
 
+    @property
+    def _deterministic(self) -> bool:
+        return False
+
     async def _check_services(self) -> None:
         """Waits for other services. Raises ConfigError for those that cannot do their part."""
 
@@ -110,11 +122,41 @@ class TrainerRun(ABC, Generic[C]):
         """Returns the critic's checkpoint; empty without a critic."""
         return ""
 
+    async def _layouts(self) -> dict[str, dict[str, int]]:
+        """Returns how the ranks of each trainer are laid out."""
+        seconds = self.config.service_timeout_seconds
+        return {"trainer": layout_of(await wait_for_trainer(self.trainer, seconds))}
+
     async def _begin(self) -> None:
-        last = latest_run_checkpoint(self._run_checkpoints)
-        if last is not None:
-            await self._restore(last)
+        """Goes back to the newest run checkpoint that is intact, or begins.
+
+        Raises RunDirectoryError where none is, and leaves all as they are.
+        """
+        lost = damaged_run_checkpoints(self._run_checkpoints)
+        trained = self.ledger.last_consumed_step()
+        for run_checkpoint in reversed(list_run_checkpoints(self._run_checkpoints)):
+            check_layouts(
+                run_checkpoint,
+                await self._layouts(),
+                self.report.note,
+                deterministic=self._deterministic,
+            )
+            try:
+                await self._restore(run_checkpoint)
+            except (RemoteError, CheckpointLostError) as error:
+                if not is_checkpoint_lost(error):
+                    raise
+                lost[run_checkpoint.step] = str(error)
+                logger.warning("run checkpoint of step %d: %s", run_checkpoint.step, error)
+                continue
+            self._pass_over(lost, trained)
             return
+        if lost:
+            newest = max(lost)
+            raise RunDirectoryError(
+                f"no run checkpoint in {self._run_checkpoints} is intact; the newest, of step "
+                f"{newest}: {lost[newest]}"
+            )
         if self.config.initial_checkpoint:
             loaded = await self.trainer.load_checkpoint(self.config.initial_checkpoint)
             self.optimizer_step = loaded.step
@@ -122,9 +164,28 @@ class TrainerRun(ABC, Generic[C]):
             self.optimizer_step = (await self.trainer.get()).step
         await self._begin_anew()
 
+    def _pass_over(self, lost: Mapping[int, str], trained: int) -> None:
+        """Says what was damaged, and what is repeated for it."""
+        for step, why in sorted(lost.items()):
+            if step > self.step:
+                self.report.note(f"run checkpoint of step {step} is damaged: {why}")
+            set_aside(self._run_checkpoints, step)
+        if any(step > self.step for step in lost):
+            again = (
+                f"steps {self.step + 1} to {trained} are" if trained > self.step else "nothing is"
+            )
+            self.report.note(
+                f"went back to the run checkpoint of step {self.step}: {again} repeated"
+            )
+
     async def _load(self, run_checkpoint: RunCheckpoint) -> int:
         """Loads trainer and ledger; returns how many groups wait to be trained on again."""
         loaded = await self.trainer.load_checkpoint(run_checkpoint.checkpoint)
+        if loaded.step != run_checkpoint.optimizer_step:
+            raise CheckpointLostError(
+                f"{run_checkpoint.checkpoint} is of optimizer step {loaded.step}, not "
+                f"{run_checkpoint.optimizer_step}"
+            )
         group_count = self.ledger.roll_back(run_checkpoint.step)
         await self._retention.resume()
         self.step, self.optimizer_step = run_checkpoint.step, loaded.step
@@ -149,6 +210,7 @@ class TrainerRun(ABC, Generic[C]):
             seed=self.config.seed,
             critic_checkpoint=critic_checkpoint,
             settings=self._settings,
+            layouts=await self._layouts(),
         )
         await self._retention.record(run_checkpoint)
 
@@ -156,16 +218,41 @@ class TrainerRun(ABC, Generic[C]):
         self,
         targets: Sequence[trainer_pb.TransferTarget] = (),
         mode: engine_pb.PauseMode = engine_pb.PAUSE_MODE_UNSPECIFIED,
+        restored: RunCheckpoint | None = None,
     ) -> trainer_pb.PublishWeightsResponse:
-        """Publishes the trainer's weights; they are pinned, and in the ledger."""
+        """Publishes the trainer's weights; they are pinned, and in the ledger.
+
+        Raises CheckpointLostError where they are not those that `restored` names.
+        """
         with trace.span(trace.TRAINER, "publish"):
             published = await self.trainer.publish_weights(targets, mode)
         weights = published.weights
         faults.point("published")
         check_step(published.step, self.optimizer_step, "published weights")
         await self._retention.hold_weights(weights.version)
+        if restored is not None:
+            await self._check_restored(weights, restored)
         self.ledger.record_version(weights.version, weights.digest, self.step)
         return published
+
+    async def _check_restored(
+        self, weights: sample_pb2.WeightVersion, restored: RunCheckpoint
+    ) -> None:
+        if weights.digest == restored.weight_digest:
+            return
+        before = restored.weight_version
+        different = await self._retention.compare_weights(weights.version, before)
+        if different is None:
+            self.report.note(
+                f"restored weights are published as version {weights.version}, which cannot be "
+                f"compared with version {before} of the run checkpoint: it is gone, or was "
+                "published in another type"
+            )
+            return
+        raise CheckpointLostError(
+            f"{restored.checkpoint} restores other weights than version {before}, which was "
+            f"published from them: {', '.join(different[:4])}"
+        )
 
 
 class TrainingRun(TrainerRun[RunConfig]):
@@ -232,6 +319,10 @@ class TrainingRun(TrainerRun[RunConfig]):
         await self.workers.refresh()
         if self.config.deterministic:
             await self.fleet.check_deterministic(self.config.service_timeout_seconds)
+
+    @property
+    def _deterministic(self) -> bool:
+        return self.config.deterministic
 
     @property
     def _warmup_steps(self) -> int:
@@ -371,12 +462,16 @@ class TrainingRun(TrainerRun[RunConfig]):
         tasks = [(group.group_id, self._prompts.task(group.position)) for group in groups]
         return build_request(self.config, tasks, versions, trial)
 
-    async def _publish(self) -> CommitReport:
-        """Publishes the trainer's weights and brings the engines to them."""
+    async def _publish(self, restored: RunCheckpoint | None = None) -> CommitReport:
+        """Publishes the trainer's weights and brings the engines to them.
+
+        Those of a run checkpoint are compared with it before an engine hears of them.
+        """
         targets = []
-        if self.config.weight_transport == "collective":
+        if self.config.weight_transport == "collective" and restored is None:
             targets = await self.fleet.targets()
-        published = await self._publish_weights(targets, PAUSE_MODES[self.config.pause_mode])
+        mode = PAUSE_MODES[self.config.pause_mode]
+        published = await self._publish_weights(targets, mode, restored)
         for outcome in published.engines:
             if outcome.HasField("error"):  # it is brought up to date from the store below
                 cause = outcome.error.message
@@ -390,6 +485,10 @@ class TrainingRun(TrainerRun[RunConfig]):
         self._weights = weights
         await self._retention.release_weights(weights.version)
         return committed
+
+    async def _layouts(self) -> dict[str, dict[str, int]]:
+        layouts = await super()._layouts()
+        return layouts if self.critic is None else {**layouts, "critic": await self.critic.layout()}
 
     async def _save_critic(self, checkpoint_id: str) -> str:
         return "" if self.critic is None else await self.critic.save(checkpoint_id)
@@ -413,7 +512,7 @@ class TrainingRun(TrainerRun[RunConfig]):
         self._mismatch_checked = False
         self._rewards = self.report.truncate(self.step)
         logger.info("restored step %d; %d groups are trained on again", self.step, group_count)
-        await self._publish()
+        await self._publish(run_checkpoint)
         await self._evaluate_in_between()  # if it was not finished
 
     async def _evaluate_in_between(self) -> None:

@@ -6,11 +6,13 @@ A run checkpoint is one manifest, written last, that names everything a run resu
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -19,8 +21,11 @@ from sluice.config import ConfigError
 from sluice.durable import replace_file
 from sluice.loop.config import RunConfig
 from sluice.loop.ledger import Ledger
+from sluice.weights.errors import FileDigestError
+from sluice.weights.manifest import seal, unseal
 
 RUN_CHECKPOINTS, LEDGER = "cuts", "ledger.sqlite"
+FORMAT, SEAL = 2, "manifest_digest"  # earlier releases wrote neither
 # what a sample and its part in the gradients depend on, besides the prompts
 _SHAPING = {
     "algorithm",
@@ -39,7 +44,7 @@ class RunCheckpoint:
 
     `step` is the loop's, `optimizer_step` the trainer's; `position` the ledger's next row. The
     weights are those published last: 0 and empty where none were yet. `settings` are digests of
-    those that shaped the run so far.
+    those that shaped the run so far; `layouts` how the ranks of each trainer were laid out.
     """
 
     step: int
@@ -51,6 +56,7 @@ class RunCheckpoint:
     seed: int
     critic_checkpoint: str = ""  # empty where the run has no critic
     settings: dict[str, str] = field(default_factory=dict)
+    layouts: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property
     def checkpoints(self) -> tuple[str, ...]:
@@ -61,22 +67,57 @@ class RunCheckpoint:
 def write_run_checkpoint(directory: Path, run_checkpoint: RunCheckpoint) -> None:
     """Writes the manifest; it is durable and whole, or not there."""
     directory.mkdir(parents=True, exist_ok=True)
-    data = json.dumps(asdict(run_checkpoint), indent=1).encode()
+    data = seal({"format": FORMAT, **asdict(run_checkpoint)}, SEAL)
     replace_file(_path(directory, run_checkpoint.step), data, temporary=directory)
 
 
 def list_run_checkpoints(directory: Path) -> list[RunCheckpoint]:
-    """Returns all run checkpoints, by step."""
-    if not directory.is_dir():
-        return []
-    paths = sorted(path for path in directory.iterdir() if path.suffix == ".json")
-    return [RunCheckpoint(**json.loads(path.read_text())) for path in paths]
+    """Returns all run checkpoints that are intact, by step.
+
+    Raises RunDirectoryError for one of a newer release.
+    """
+    return [each for each in _read_all(directory).values() if isinstance(each, RunCheckpoint)]
+
+
+def damaged_run_checkpoints(directory: Path) -> dict[int, str]:
+    """Returns by step what is wrong with manifests that cannot be read."""
+    read = _read_all(directory).items()
+    return {int(path.stem): each for path, each in read if isinstance(each, str)}
 
 
 def latest_run_checkpoint(directory: Path) -> RunCheckpoint | None:
-    """The run_checkpoint of the highest step, None if there is none."""
+    """The intact run checkpoint of the highest step, None if there is none."""
     run_checkpoints = list_run_checkpoints(directory)
     return run_checkpoints[-1] if run_checkpoints else None
+
+
+def _read_all(directory: Path) -> dict[Path, RunCheckpoint | str]:
+    """By path, and so by step, the run checkpoint, or why it cannot be read."""
+    if not directory.is_dir():
+        return {}
+    paths = sorted(path for path in directory.iterdir() if re.fullmatch(r"\d+\.json", path.name))
+    return {path: _read(path) for path in paths}
+
+
+def _read(path: Path) -> RunCheckpoint | str:
+    data = path.read_bytes()
+    try:
+        document: dict[str, Any] = json.loads(data)
+        if SEAL in document:
+            document = unseal(data, SEAL, path.name)
+        elif "format" in document:
+            return "it has lost its digest"
+        if document.pop("format", FORMAT) != FORMAT:
+            raise RunDirectoryError(f"{path}: was written by a newer release of Sluice")
+        return RunCheckpoint(**document)
+    except (ValueError, KeyError, TypeError, AttributeError, FileDigestError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def set_aside(directory: Path, step: int) -> None:
+    """Renames a manifest that a run cannot resume from; it stays to be looked at."""
+    path = _path(directory, step)
+    path.replace(path.with_name(f"{path.name}.damaged"))
 
 
 def remove_run_checkpoint(directory: Path, run_checkpoint: RunCheckpoint) -> None:
@@ -146,11 +187,17 @@ def _has_groups(run_dir: Path) -> bool:
 def check_ledger(ledger: Ledger, run_checkpoint: RunCheckpoint | None) -> None:
     """Raise RunDirectoryError if rows are gone that the run checkpoint has seen.
 
-    The run would train on their groups a second time.
+    The run would train on their groups a second time. So would one of which no run checkpoint
+    is left.
     """
-    if run_checkpoint is None:
-        return
     position, step = ledger.next_position(), ledger.last_consumed_step()
+    if run_checkpoint is None:
+        if step:
+            raise RunDirectoryError(
+                f"no run checkpoint is left in {RUN_CHECKPOINTS}/, and {step} steps were trained; "
+                "begin another run_dir, from a checkpoint (initial_checkpoint)"
+            )
+        return
     if position < run_checkpoint.position or step < run_checkpoint.step:
         raise RunDirectoryError(
             f"{LEDGER} ends at group {position} and step {step}, before the last run "
@@ -197,6 +244,30 @@ def check_resumed(
         raise ConfigError(f"deterministic: the run to resume had another {', '.join(changed)}")
     if changed:
         note(f"resumed with another {', '.join(changed)}")
+
+
+def check_layouts(
+    run_checkpoint: RunCheckpoint,
+    layouts: Mapping[str, Mapping[str, int]],
+    note: Callable[[str], None],
+    *,
+    deterministic: bool,
+) -> None:
+    """Notes trainers whose ranks are laid out otherwise: sums of floats in another order differ.
+
+    Raises ConfigError where the run is to be deterministic. Earlier releases recorded no layout.
+    """
+    for name, before in run_checkpoint.layouts.items():
+        now = layouts.get(name, {})
+        if before == now:
+            continue
+        had, has = (", ".join(f"{k} {v}" for k, v in each.items()) for each in (before, now))
+        if deterministic:
+            raise ConfigError(
+                f"deterministic: the ranks of the run to resume were laid out otherwise "
+                f"({name}: {had}; now {has})"
+            )
+        note(f"resumed with another layout of ranks ({name}: {had}; now {has}): numbers differ")
 
 
 def _digest(value: object) -> str:

@@ -46,6 +46,7 @@ _LOST = {
     "PARTS_MISMATCH",
     "NO_GRADIENTS",
 }
+_CHECKPOINT_LOST = {"CHECKPOINT_DAMAGED", "CHECKPOINT_NOT_FOUND"}
 _BLOB_LOST = {"BLOB_NOT_FOUND", "DIGEST_MISMATCH"}
 
 
@@ -59,6 +60,20 @@ class MismatchError(Exception):
 
 class TrainerLostError(Exception):
     """The trainer is not where this run left it."""
+
+
+class CheckpointLostError(Exception):
+    """What a trainer restored is not what the run checkpoint says."""
+
+
+def is_checkpoint_lost(error: RemoteError | CheckpointLostError) -> bool:
+    """Tells a checkpoint that will never load again from a trainer that cannot load it now."""
+    return isinstance(error, CheckpointLostError) or error.reason in _CHECKPOINT_LOST
+
+
+def layout_of(trainer: pb.Trainer) -> dict[str, int]:
+    """Returns the degrees of parallelism that are set."""
+    return {field.name: value for field, value in trainer.layout.ListFields()}
 
 
 def check_step(step: int, expected: int, what: str) -> None:
@@ -152,6 +167,9 @@ class Critic:
     async def load(self, checkpoint: str) -> None:
         await wait_for_trainer(self._client, self._wait_seconds)
         self.optimizer_step = (await self._client.load_checkpoint(checkpoint)).step
+
+    async def layout(self) -> dict[str, int]:
+        return layout_of(await wait_for_trainer(self._client, self._wait_seconds))
 
     async def save(self, checkpoint_id: str) -> str:
         """Saves a checkpoint. Raises TrainerLostError where the trainer is at another step."""

@@ -22,7 +22,7 @@ from urllib.parse import quote, unquote
 import xxhash
 
 from sluice import faults
-from sluice.durable import locked, replace_file, sync_path, temporary_path, write_new
+from sluice.durable import locked, naming, replace_file, sync_path, temporary_path, write_new
 
 DIGEST = re.compile(r"[0-9a-f]{32}")
 LINE = 34
@@ -50,7 +50,7 @@ def append(path: Path, sign: str, digests: Iterable[str], *, sync: bool) -> None
     """Append lines of one sign, whole and durable, behind whatever a crash left."""
     lines = "".join(f"{sign}{digest}\n" for digest in digests).encode()
     created = not path.exists()
-    with locked(path), path.open("r+b", buffering=0) as file:
+    with naming(path), locked(path), path.open("r+b", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         end = size - size % LINE
         if end != size:
@@ -168,18 +168,23 @@ class BlobStore:
         self._blobs = self.root / "blobs"
         self._temporary = self._blobs / "tmp"
         self._pins = self.root / "blob_pins"
-        self._temporary.mkdir(parents=True, exist_ok=True)
-        self._pins.mkdir(exist_ok=True)
-        self._durable_folders = set(os.listdir(self._blobs))
-        for directory in (self._blobs, self.root):
-            self._sync(directory)
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._durable_folders: set[str] = set()
+        self._make_folders()
 
     def put(self, data: bytes | memoryview) -> BlobReference:
-        """Store `data`; durable when it returns. Content already there is not written again."""
+        """Store `data`; durable when it returns. Content already there is not written again.
+
+        Raises OSError, which names what cannot be written: the store where that itself is gone.
+        """
         reference = BlobReference(xxhash.xxh3_128_hexdigest(data), memoryview(data).nbytes)
         path = self._path(reference.digest)
         if not self._renew(path, data):
-            self._write(path, data)
+            try:
+                self._write(path, data)
+            except FileNotFoundError:  # somebody has removed a folder
+                self._make_folders()
+                self._write(path, data)
         return reference
 
     def get(self, reference: BlobReference) -> memoryview:
@@ -219,6 +224,7 @@ class BlobStore:
         """
         digests = list(digests)
         with locked(self._lock, shared=True):
+            self._pins.mkdir(exist_ok=True)
             for digest in digests:
                 if not self._path(digest).exists():
                     raise BlobNotFoundError(digest)
@@ -290,6 +296,15 @@ class BlobStore:
         self._make_durable(path.parent)
         return True
 
+    def _make_folders(self) -> None:
+        """Never the store itself: that may be a file system which is not mounted now."""
+        self._blobs.mkdir(exist_ok=True)
+        self._temporary.mkdir(exist_ok=True)
+        self._pins.mkdir(exist_ok=True)
+        self._durable_folders = set(os.listdir(self._blobs))
+        for directory in (self._blobs, self.root):
+            self._sync(directory)
+
     def _write(self, path: Path, data: bytes | memoryview) -> None:
         self._make_durable(path.parent)
         source = temporary_path(self._temporary, path.name)
@@ -318,7 +333,7 @@ class BlobStore:
                 yield path
 
     def _sweep(self, oldest: float) -> None:
-        for path in self._temporary.iterdir():
+        for path in self._temporary.glob("*"):
             if _modified(path) <= oldest:
                 path.unlink(missing_ok=True)
 

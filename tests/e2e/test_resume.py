@@ -2,8 +2,28 @@
 
 from __future__ import annotations
 
-from sluice.loop.run_directory import latest_run_checkpoint
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from sluice.loop.run_directory import latest_run_checkpoint, write_run_checkpoint
+from tests.e2e.conftest import Stack, Training
 from tests.patience import PATIENCE
+
+ONE = {"tensor": 1, "pipeline": 1, "expert": 1, "virtual_pipeline": 1}
+
+
+def checkpoint_of(stack: Stack, training: Training) -> Path:
+    """The directory of the newest one."""
+    run_checkpoint = latest_run_checkpoint(training.run_dir / "cuts")
+    assert run_checkpoint is not None
+    return stack.run_dir / "store" / run_checkpoint.checkpoint
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 0x40
+    path.write_bytes(data)
 
 
 def test_blobs_that_are_gone_or_damaged_are_generated_again(stack):
@@ -49,3 +69,59 @@ def test_a_finished_run_can_go_on_from_its_last_step(stack):
     assert len(rewards) == 4
     consumed = {group.group_id: group.consumed_step for group in training.groups("consumed")}
     assert consumed == {f"g{i:07}": i // 4 + 1 for i in range(16)}
+
+
+def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(stack):
+    training = stack.train("flipped", steps=4, checkpoint_every=2)
+    training.finish()
+    flip(checkpoint_of(stack, training) / "optimizer.safetensors")
+    training = stack.train("flipped", steps=5, checkpoint_every=2, resume=True)
+    output = " ".join(training.finish().split())
+    assert "run checkpoint of step 4 is damaged" in output
+    assert "optimizer.safetensors" in output
+    assert "went back to the run checkpoint of step 2: steps 3 to 4 are repeated" in output
+    assert [row["step"] for row in training.rows()] == [1, 2, 3, 4, 5]
+    consumed = {group.group_id: group.consumed_step for group in training.groups("consumed")}
+    assert consumed == {f"g{i:07}": i // 4 + 1 for i in range(20)}
+    assert latest_run_checkpoint(training.run_dir / "cuts").step == 5
+    assert len(list((training.run_dir / "cuts").glob("*.damaged"))) == 1
+
+
+def test_weights_that_are_not_those_of_the_run_checkpoint_are_no_place_to_go_on_from(stack):
+    """Checkpoints of earlier releases have no digests; the weights published from them have."""
+    training = stack.train("undigested", steps=2, checkpoint_every=2)
+    training.finish()
+    directory = checkpoint_of(stack, training)
+    record = json.loads((directory / "checkpoint.json").read_text())
+    del record["record_digest"], record["files"]
+    (directory / "checkpoint.json").write_text(json.dumps({**record, "format": 1}))
+    flip(directory / "policy.safetensors")
+    training = stack.train("undigested", steps=3, resume=True, checkpoint_every=2)
+    output = " ".join(training.finish().split())
+    assert "run checkpoint of step 2 is damaged" in output
+    assert "restores other weights than version" in output
+    assert "went back to the run checkpoint of step 0: steps 1 to 2 are repeated" in output
+    consumed = {group.group_id: group.consumed_step for group in training.groups("consumed")}
+    assert consumed == {f"g{i:07}": i // 4 + 1 for i in range(12)}
+
+
+def test_a_manifest_cut_off_smaller_steps_and_other_ranks(stack):
+    stack.train("smaller", steps=2, checkpoint_every=2).finish()
+    cuts = stack.run_dir / "runs" / "smaller" / "cuts"
+    path = cuts / "00000002.json"
+    path.write_bytes(path.read_bytes()[:-5])
+    first = latest_run_checkpoint(cuts)
+    assert first.step == 0 and first.layouts == {"trainer": {"data": 1, "context": 1, **ONE}}
+    write_run_checkpoint(cuts, replace(first, layouts={"trainer": {"data": 2}}))
+    refused = stack.train("smaller", steps=9, resume=True, deterministic=True)
+    output, _ = refused.process.communicate(timeout=PATIENCE)
+    assert refused.process.returncode == 2
+    assert "Traceback" not in output
+    assert "deterministic: the ranks of the run to resume were laid out otherwise" in output
+    training = stack.train("smaller", steps=9, resume=True, groups_per_step=1)
+    output = " ".join(training.finish().split())
+    assert "resumed with another layout of ranks (trainer: data 2; now" in output
+    assert "run checkpoint of step 2 is damaged" in output
+    assert [row["step"] for row in training.rows()] == list(range(1, 10))
+    steps = [group.consumed_step for group in training.groups("consumed")]
+    assert sorted(steps) == list(range(1, 10))  # what was rolled out for larger steps is stale

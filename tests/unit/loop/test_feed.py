@@ -191,6 +191,20 @@ async def test_in_whatever_order_groups_finish_none_grows_too_old(world, seed):
     await feed.close()
 
 
+@pytest.mark.parametrize("size", [1, 3, 8])
+async def test_a_run_resumed_with_other_step_sizes_has_groups_to_its_end(world, size):
+    """The groups of steps that were larger are no part of what later ones may have."""
+    before = world.feed(steps=2)
+    for number in range(2):
+        await step(world, before, number)
+    await before.close()
+    feed = world.feed(steps=6, groups_per_step=size)
+    taken = [group for number in range(2, 6) for group in await step(world, feed, number)]
+    assert taken == [f"g{i:07}" for i in range(8, 8 + 4 * size)]
+    assert world.ledger.next_position() == 8 + 4 * size, "and no more are issued"
+    await feed.close()
+
+
 async def test_what_later_steps_dropped_makes_no_room_after_going_back(world):
     feed = world.feed(max_staleness=1)
     world.episodes.hold = {"g0000008"}  # and what its call has behind it

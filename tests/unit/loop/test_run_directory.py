@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import sqlite3
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -18,14 +18,20 @@ from sluice.loop.ledger import Ledger, LedgerGroup
 from sluice.loop.run_directory import (
     RunCheckpoint,
     RunDirectoryError,
+    check_layouts,
     check_ledger,
     check_resumed,
+    damaged_run_checkpoints,
+    latest_run_checkpoint,
+    list_run_checkpoints,
     owned,
+    set_aside,
     settings_digests,
     write_run_checkpoint,
 )
 from sluice.loop.workers import load_prompts
 from sluice.samples.blobs import BlobReference
+from sluice.weights.manifest import seal
 
 RUN_CHECKPOINT = RunCheckpoint(
     step=2,
@@ -139,6 +145,76 @@ def test_a_ledger_that_lost_a_step_is_refused(ledger) -> None:
     ledger.issue([(2, "g2"), (3, "g3")], 1)
     with pytest.raises(RunDirectoryError, match="group 4 and step 1, before the last run"):
         check_ledger(ledger, RUN_CHECKPOINT)
+
+
+def test_a_ledger_whose_run_checkpoints_are_lost_is_refused(ledger) -> None:
+    """It would begin at step 1 again, with groups that were trained on."""
+    train(ledger, 3)
+    with pytest.raises(RunDirectoryError, match=r"no run checkpoint is left in cuts/, and 3 steps"):
+        check_ledger(ledger, None)
+
+
+@pytest.fixture
+def cuts(tmp_path) -> Path:
+    """Two run checkpoints."""
+    directory = tmp_path / "run" / "cuts"
+    write_run_checkpoint(directory, RUN_CHECKPOINT)
+    write_run_checkpoint(directory, replace(RUN_CHECKPOINT, step=4))
+    return directory
+
+
+@pytest.mark.parametrize("where", range(0, 440, 20))
+def test_no_byte_of_a_run_checkpoint_may_change(cuts, where) -> None:
+    path = cuts / "00000004.json"
+    data = bytearray(path.read_bytes())
+    data[where % len(data)] ^= 0x10
+    path.write_bytes(data)
+    assert latest_run_checkpoint(cuts) == RUN_CHECKPOINT
+    assert list(damaged_run_checkpoints(cuts)) == [4]
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, -1])
+def test_a_run_checkpoint_that_was_cut_off_is_none(cuts, size) -> None:
+    path = cuts / "00000004.json"
+    path.write_bytes(path.read_bytes()[:size])
+    assert [each.step for each in list_run_checkpoints(cuts)] == [2]
+    assert list(damaged_run_checkpoints(cuts)) == [4]
+    set_aside(cuts, 4)
+    assert damaged_run_checkpoints(cuts) == {}
+    assert (cuts / "00000004.json.damaged").exists()
+
+
+def test_a_run_checkpoint_of_a_newer_release_is_refused(cuts, tmp_path, ledger) -> None:
+    """Going back to the one before would throw away what that release has trained."""
+    document = {**asdict(RUN_CHECKPOINT), "format": 3, "moon": "full"}
+    (cuts / "00000004.json").write_bytes(seal(document, "manifest_digest"))
+    settings = config(tmp_path)
+    with pytest.raises(RunDirectoryError, match=r"00000004\.json: was written by a newer release"):
+        check_resumed(settings, digests(settings), print)
+
+
+def test_a_run_checkpoint_of_an_earlier_release_is_taken(cuts) -> None:
+    document = asdict(replace(RUN_CHECKPOINT, step=6))
+    del document["layouts"], document["settings"]
+    (cuts / "00000006.json").write_text(json.dumps(document))
+    assert latest_run_checkpoint(cuts) == replace(RUN_CHECKPOINT, step=6)
+
+
+@pytest.mark.parametrize("role", ["trainer", "critic"])
+def test_ranks_that_are_laid_out_otherwise_are_told_or_refused(role) -> None:
+    """Sums of floats in another order are other numbers."""
+    before = {"trainer": {"data": 2, "tensor": 1}, "critic": {"data": 2}}
+    run_checkpoint = replace(RUN_CHECKPOINT, layouts=before)
+    notes: list[str] = []
+    for deterministic in (True, False):
+        check_layouts(run_checkpoint, before, pytest.fail, deterministic=deterministic)
+        check_layouts(RUN_CHECKPOINT, before, pytest.fail, deterministic=deterministic)
+    now = {**before, role: {"data": 1}}
+    check_layouts(run_checkpoint, now, notes.append, deterministic=False)
+    (note,) = notes
+    assert f"{role}: data 2" in note and "now data 1" in note
+    with pytest.raises(ConfigError, match=rf"^deterministic: .*\({role}: data 2.*now data 1\)"):
+        check_layouts(run_checkpoint, now, pytest.fail, deterministic=True)
 
 
 def test_run_checkpoint_without_a_ledger_are_no_new_run(tmp_path) -> None:

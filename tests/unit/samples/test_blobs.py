@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import time
 from pathlib import Path
 
@@ -153,6 +154,44 @@ def test_a_full_disk_leaves_no_part_of_a_blob(store: BlobStore) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path for path in store.root.rglob("*") if path.is_file() and path.stat().st_size] == []
     assert store.get(store.put(b"x" * 200)) == b"x" * 200
+
+
+@pytest.mark.parametrize("gone", ["blobs/{folder}", "blobs/tmp", "blobs", "blob_pins"])
+def test_a_folder_that_somebody_removed_is_made_again(store: BlobStore, gone: str) -> None:
+    first = store.put(b"first")
+    shutil.rmtree(store.root / gone.format(folder=first.digest[:2]))
+    again = store.put(b"first")
+    assert store.get(again) == b"first"
+    store.pin("owner", [again.digest])
+    assert store.collect(NOW) == []
+
+
+def test_a_store_that_is_gone_is_named_and_not_made_again(store: BlobStore) -> None:
+    """It may be a file system that is not mounted: what is written below would be hidden later."""
+    shutil.rmtree(store.root)
+    with pytest.raises(FileNotFoundError) as caught:
+        store.put(b"x")
+    assert str(store.root) in str(caught.value)
+    assert not store.root.exists()
+
+
+@pytest.mark.parametrize("room", [0, 10, 100])
+def test_a_full_disk_is_told_with_the_file(store: BlobStore, room: int) -> None:
+    pinned = store.put(b"x")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        with pytest.raises(OSError, match="large") as caught:
+            store.put(b"x" * 200)
+        assert str(caught.value.filename).startswith(str(store.root / "blobs"))
+        if room < 34:
+            with pytest.raises(OSError, match="large") as caught:
+                store.pin("owner", [pinned.digest])
+            assert caught.value.filename == str(store.root / "blob_pins" / "owner.owner")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    store.pin("owner", [pinned.digest])
+    assert store.pinned("owner") == {pinned.digest}
 
 
 def test_a_synced_store_behaves_alike(tmp_path: Path) -> None:
