@@ -414,7 +414,7 @@ class TrainingRun(TrainerRun[RunConfig]):
             return trained
         except RemoteError as error:
             dispatcher.put_back(groups)
-            digest = lost_blob(error)
+            digest = lost_blob(error, groups)
             if digest is None or not dispatcher.lose_blob(digest):
                 raise
             return None

@@ -82,8 +82,15 @@ def check_step(step: int, expected: int, what: str) -> None:
         raise TrainerLostError(f"{what} of step {step}, this run is at {expected}")
 
 
-def lost_blob(error: RemoteError) -> str | None:
-    """Returns the digest of the blob that the trainer could not read, if that is the error."""
+def lost_blob(error: RemoteError, groups: Sequence[LedgerGroup]) -> str | None:
+    """Returns the digest of the blob of `groups` that is lost to the trainer, if that is the error.
+
+    It cannot be read, or is of a temperature that the run had before it was resumed with another.
+    """
+    if error.reason == "TEMPERATURE_MISMATCH":
+        group_id = error.metadata.get("sample_id", "").rpartition("/")[0]
+        blobs = [group.blob for group in groups if group.blob and group.group_id == group_id]
+        return blobs[0].digest if blobs else None
     if error.reason not in _BLOB_LOST:
         return None
     return error.metadata.get("blob") or error.metadata.get("name")

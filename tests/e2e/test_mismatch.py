@@ -71,6 +71,20 @@ def test_one_temperature_leaves_nothing_clipped_at_the_first_step(stack):
     assert row["clipped_low"] == row["clipped_high"] == 0
 
 
+def test_groups_of_another_temperature_are_sampled_again_when_a_run_is_resumed(stack):
+    training = stack.train("cooled", steps=2, dies_at=("gradients", 2))
+    training.died()
+    (left_over,) = {group.blob.digest for group in training.groups("generated")[:1]}
+    sampling = {"max_new_tokens": 5, "temperature": 0.7}
+    stack.train("cooled", steps=2, sampling=sampling, resume=True).finish()
+    rows = training.rows()
+    assert [row["step"] for row in rows] == [1, 2]
+    assert rows[-1]["rollout_mismatch"] < 1e-4
+    consumed = training.groups("consumed")
+    assert len(consumed) == 8
+    assert left_over not in {group.blob.digest for group in consumed}
+
+
 def test_prompts_may_stand_under_another_key(stack):
     rows = [json.loads(line) for line in (stack.run_dir / "prompts.jsonl").open()]
     renamed = stack.run_dir / "questions.jsonl"

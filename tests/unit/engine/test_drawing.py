@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from services.rollout.engine.interface import Sampling
 from services.rollout.engine.reference.drawing import Drawn, DrawSettings, draw, uniform
 from services.rollout.errors import NonFiniteLogitsError
+from sluice.algo.logprobs import token_logprobs
 
 CPU = torch.device("cpu")
 
@@ -84,6 +86,44 @@ def test_the_check_above_would_see_a_slightly_wrong_temperature() -> None:
     logits = torch.randn(7, generator=torch.Generator().manual_seed(1)) * 1.5
     histogram = draw_many(logits, 6000, temperature=1.25)
     assert chi_square_excess(histogram, probabilities(logits)) > 4
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"top_p": 0.6},
+        {"top_k": 3},
+        {"temperature": 0.7, "top_p": 0.8},
+        {"temperature": 1.7, "top_k": 5, "top_p": 0.9},
+    ],
+)
+@pytest.mark.parametrize("width", [7, 1100])
+def test_log_probs_are_before_truncation_and_off_by_the_mass_that_it_keeps(
+    width: int, sampling: dict
+) -> None:
+    """As docs/rollout.md says; trainer and engine agree all the same. The oracle is numpy's."""
+    logits = np.random.default_rng(width).normal(scale=2.0, size=width).astype(np.float32)
+    temperature = sampling.get("temperature", 1.0)
+    scaled = logits.astype(np.float64) / temperature
+    whole = scaled - scaled.max() - np.log(np.exp(scaled - scaled.max()).sum())
+    count = 4000
+    settings = DrawSettings.of(
+        [Sampling(max_new_tokens=1, **sampling)], [count], list(range(count)), CPU
+    )
+    rows = torch.from_numpy(logits).expand(count, -1)
+    drawn = draw(rows, settings, torch.zeros(count, dtype=torch.int64))
+    tokens = drawn.tokens.numpy()
+    np.testing.assert_allclose(drawn.logprobs.numpy(), whole[tokens], atol=2e-6)
+    trained, _ = token_logprobs(rows, drawn.tokens, temperature=temperature)
+    np.testing.assert_allclose(trained.numpy(), drawn.logprobs.numpy(), atol=2e-6)
+    kept = np.exp(probabilities(torch.from_numpy(logits), **sampling).numpy()) > 1
+    mass = np.exp(whole[kept]).sum()  # Z of the page
+    assert kept[tokens].all() and mass < 1
+    if "top_k" not in sampling:
+        assert mass >= sampling["top_p"]
+    histogram = torch.bincount(drawn.tokens, minlength=width).double()
+    corrected = torch.from_numpy(np.where(kept, np.exp(whole) / mass, 0.0))
+    assert abs(chi_square_excess(histogram, corrected)) < 4
 
 
 def test_uniform_numbers_are_uniform_and_uncorrelated_over_seeds_and_positions() -> None:
