@@ -119,7 +119,7 @@ demo-smollm2: $(VENV)/.reference  ## the real SmolLM2-135M learns to add, then t
 	$(RUN) -m examples.demo_smollm2 --task chain_sum --steps 60 --stop-at-reward 0.5 --target 0.3
 	$(RUN) -m examples.demo_smollm2
 
-fault-matrix: $(VENV)/.dev  ## kill -9 between every two durable writes; lost answers
+fault-matrix: $(VENV)/.dev  ## kills, stops, lost answers, damaged files, full disks, partitions
 	$(RUN) -m tools.fault_matrix
 
 compose-smoke: $(VENV)/.dev  ## build, bring up, train, scrape, kill and recover with docker compose

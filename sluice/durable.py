@@ -5,9 +5,11 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+import shutil
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from io import RawIOBase
 from pathlib import Path
 
@@ -138,6 +140,33 @@ def owned(directory: Path, role: str) -> Iterator[None]:
         except OSError as error:
             raise DirectoryError(f"run_dir: {directory}: {error.strerror}") from None
         yield
+
+
+SCRATCH_LOCK = ".in-use"
+
+
+@contextmanager
+def scratch(prefix: str, directory: Path | None = None) -> Iterator[Path]:
+    """Have a temporary directory for the block; what killed processes left is cleared before.
+
+    It lies below `directory`, or the system's one for temporary files. `prefix` is of one purpose:
+    all directories of that name are taken for such, and removed where nobody holds their lock.
+    """
+    root = Path(tempfile.gettempdir()) if directory is None else directory
+    for lock in root.glob(f"{prefix}*/{SCRATCH_LOCK}"):
+        with suppress(OSError), lock.open("ab") as file:  # of another user, or gone meanwhile
+            if try_lock(file.fileno()):
+                shutil.rmtree(lock.parent, ignore_errors=True)
+    while True:
+        with (
+            tempfile.TemporaryDirectory(
+                prefix=prefix, dir=root, ignore_cleanup_errors=True
+            ) as made,
+            Path(made, SCRATCH_LOCK).open("ab") as file,
+        ):
+            if try_lock(file.fileno()):  # else a neighbour that starts was faster
+                yield Path(made)
+                return
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:

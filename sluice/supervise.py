@@ -408,14 +408,14 @@ class Supervisor:
                 raise ServiceDiedError(f"{service.name} died too often: {why}; see {service.log}")
             logger.warning("%s %s; restarting it", service.name, why)
             await asyncio.sleep(RESTART_PAUSES.seconds(service.restarts))
-            await self._spawn(service)
             try:
+                await self._spawn(service)
                 await self._opened(service)
-            except ServiceDiedError as error:
+            except (ServiceDiedError, OSError) as error:  # a full disk, no more processes
                 why = str(error)
                 await self._end(service)
                 continue
-            self._write_services()
+            self._note_services()
             return
 
     async def _end(self, service: _Service) -> None:
@@ -431,6 +431,13 @@ class Supervisor:
             logger.warning("%s does not stop; killing it", service.name)
             service.kill()
             await process.wait()
+
+    def _note_services(self) -> None:
+        """Where a disk is full, the ports at least have stayed."""
+        try:
+            self._write_services()
+        except OSError as error:
+            logger.warning("%s: %s", self.services_file, error)
 
     def _write_services(self) -> None:
         entries = {

@@ -1,14 +1,15 @@
-"""What the fault matrix injects: process, fault, and at which passing it fires.
+"""What the fault matrix injects: faults inside of processes, and disturbances from outside.
 
 A fault is a kill point (`sluice.faults.point`), `done.<Method>`: killed with the work of a call
-done and its answer unsent, or `reply.<Method>`: only the answer is lost.
+done and its answer unsent, or `reply.<Method>`: only the answer is lost. A disturbance begins
+while the loop stands still at such a point, so that it meets every run at the same place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 # Settings of a run, by schedule. Only the first one's weights can be compared.
 SCHEDULES: Mapping[str, Mapping[str, Any]] = {
@@ -105,6 +106,123 @@ LOST_REPLIES = (
     Fault("engine-0", "reply.PrepareWeights", 2),
     Fault("engine-1", "reply.CommitWeights", 2),
 )
+Kind = Literal[
+    "kill", "stop", "pause", "kill again", "flip", "truncate", "full", "read-only", "stall", "cut"
+]
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """What is done to `target` at a passing of a point of the loop, and undone after `seconds`.
+
+    kill, stop (until somebody replaces it), pause (SIGSTOP, then SIGCONT), kill again (whenever it
+    is back, until the run is lost to it or got on): a process. flip, truncate: files of a kind
+    (`tools.fault_damage.FILES`). full: no file of a process can grow. read-only: a directory.
+    stall: a connection of two processes carries nothing; cut: it breaks and is refused.
+
+    `killed` processes die with it, so that their next lives read what was damaged. `restart`: the
+    loop too, so that the run is resumed.
+    """
+
+    kind: Kind
+    target: str
+    at: str = "generated"
+    passing: int = 6
+    seconds: float = 2.0
+    killed: tuple[str, ...] = ()
+    restart: bool = False
+    timeout: float | None = None  # for services to be ready; None is that of all runs
+
+    def __str__(self) -> str:
+        with_them = f" + {','.join(self.killed)}" if self.killed else ""
+        return f"{self.kind} {self.target}{with_them}, {self.at} #{self.passing}"
+
+
+_SERVICES = ("router", "converter", "trainer", "engine-0", "engine-1", "episodes")
+_RANKS = ("rank0", "rank1")
+_PROCESSES = (*_SERVICES, *_RANKS, "supervisor", "loop")
+_MOMENTS = (("generated", 6), ("uploaded", 3))  # while groups are sampled; while the trainer works
+
+
+def _signals() -> Iterable[Disturbance]:
+    for at, passing in _MOMENTS:
+        for process in _PROCESSES:
+            yield Disturbance("kill", process, at, passing)
+            yield Disturbance("pause", process, at, passing)
+        for process in (*_SERVICES, *_RANKS):
+            yield Disturbance("stop", process, at, passing)
+    yield Disturbance("kill again", "rank0", "uploaded", 3)
+
+
+def _files() -> Iterable[Disturbance]:
+    kinds: tuple[Literal["flip", "truncate"], ...] = ("flip", "truncate")
+    for kind in kinds:
+        # what the run itself resumes from, and what it goes through again since then
+        for target in ("ledger", "run checkpoint", "prompts", "ledger log", "metrics", "trace"):
+            yield Disturbance(kind, target, "committed", 4, restart=True)
+        yield Disturbance(kind, "blobs consumed", "committed", 4, restart=True)
+        yield Disturbance(kind, "blobs generated", "generated", 8)
+        yield Disturbance(kind, "blobs generated", "generated", 6, restart=True)
+        # what a version of weights is read from: by all engines at once, by one that comes back
+        for target in ("weight shard", "weight manifest", "weight config"):
+            yield Disturbance(kind, target, "published", 3, timeout=10.0)
+            yield Disturbance(kind, target, "generated", 6, killed=("engine-0",))
+        for target in ("journals", "blob pins"):
+            yield Disturbance(kind, target, "generated", 6, killed=("episodes",))
+        yield Disturbance(kind, "blob pins", "committed", 4, restart=True)
+        # what `sluice up` begins with, and what it tells others
+        for target in ("ports", "addresses", "service settings"):
+            yield Disturbance(kind, target, "generated", 6, killed=("supervisor",))
+        yield Disturbance("truncate", "services.json", "committed", 4, restart=True)
+
+
+def _disks() -> Iterable[Disturbance]:
+    for process in (*_PROCESSES, "all"):
+        yield Disturbance("full", process, "generated", 6)
+    for process in ("trainer", "rank0", "rank1", "loop", "all"):
+        yield Disturbance("full", process, "stepped", 3)  # a version, then a checkpoint
+    yield Disturbance("full", "supervisor", "generated", 6, killed=("engine-0",))
+    for directory in ("weights", "checkpoints", "blobs", "blob_pins", "rollouts", "store", "run"):
+        yield Disturbance("read-only", directory, "generated", 6)
+        yield Disturbance("read-only", directory, "stepped", 3)
+    yield Disturbance("read-only", "up", "generated", 6, killed=("engine-0",))
+
+
+_PAIRS = (
+    "loop-router",
+    "loop-trainer",
+    "loop-engine-0",
+    "loop-engine-1",
+    "loop-episodes",
+    "episodes-router",
+    "episodes-engine-0",
+    "episodes-engine-1",
+    "engine-0-router",
+    "engine-1-router",
+    "supervisor-trainer",
+)
+
+
+def _partitions() -> Iterable[Disturbance]:
+    kinds: tuple[Literal["stall", "cut"], ...] = ("stall", "cut")
+    for kind in kinds:
+        for pair in _PAIRS:
+            for at, passing in _MOMENTS if "trainer" in pair else _MOMENTS[:1]:
+                yield Disturbance(kind, pair, at, passing, seconds=3.0)
+        yield Disturbance(kind, "loop-engine-0", "published", 3, seconds=3.0)
+
+
+DISTURBANCES = (*_signals(), *_files(), *_disks())
+PARTITIONS = (*_partitions(),)  # on a stack whose connections go through forwarders
+
+SHORT_DISTURBANCES = (
+    Disturbance("kill", "supervisor"),
+    Disturbance("pause", "trainer", "uploaded", 3),
+    Disturbance("flip", "blobs consumed", "committed", 4, restart=True),
+    Disturbance("truncate", "ledger", "committed", 4, restart=True),
+    Disturbance("full", "trainer", "stepped", 3),
+)
+
 SHORT = (
     Fault("loop", "consumed", 3),
     Fault("trainer", "done.StepOptimizer", 3),

@@ -1,29 +1,55 @@
-"""Kills every process at every kind of durable write, loses answers, and looks at what came of it.
+"""Does to a stack of real services what can happen to one, and looks at what came of it.
 
-`python -m tools.fault_matrix [--directory DIR] [--only TEXT] [--seconds 240]`
+`python -m tools.fault_matrix [--directory DIR] [--only TEXT] [--seconds 300]`
 
-Each case is a short run on one stack of real services: one router, a trainer of two ranks, two
-engines, an episode worker, and the loop. It must end and have consumed every group once; a
-synchronous one, which is deterministic, must have the weights of an undisturbed run to the bit
-after every step, another one must keep its bound on staleness.
+Processes are killed at every kind of durable write and anywhere, stopped, and stopped for a while;
+answers are lost; files are damaged, disks full or read-only; connections stall and break. Each case
+is a short run on a router, a trainer of two ranks, two engines, an episode worker, and the loop.
+It must end and have consumed every group once; one that is told in a line what is wrong goes on
+once that is put right. A synchronous one, which is deterministic, must have the weights of an
+undisturbed run to the bit after every step, another one must keep its bound on staleness. No
+process may be left without a parent. Read-only directories need mount namespaces, in which it
+starts itself again where the system allows that.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
+import re
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tools.fault_cases import KILLS, LOST_REPLIES, SCHEDULED, SCHEDULES, Fault
-from tools.fault_stack import FaultRun, Outcome, Stack, save_first_checkpoint, wide_services
+from tools.fault_cases import (
+    DISTURBANCES,
+    KILLS,
+    LOST_REPLIES,
+    PARTITIONS,
+    SCHEDULED,
+    SCHEDULES,
+    Disturbance,
+    Fault,
+)
+from tools.fault_damage import NothingToDisturbError
+from tools.fault_network import Network
+from tools.fault_stack import (
+    PARTED,
+    FaultRun,
+    Outcome,
+    Stack,
+    save_first_checkpoint,
+    wide_services,
+)
 
 ALL_AT_CHECKPOINT = 2
+DAMAGE = ("flip", "truncate")  # after which other weights are data that was used unseen
 
 
 class MatrixError(Exception):
@@ -38,29 +64,38 @@ class Totals:
     lost: int = 0
     doubled: int = 0
     hung: int = 0
+    silent: int = 0
+    orphans: int = 0
 
     def add(self, outcome: Outcome) -> None:
         self.cases += 1
         self.lost += outcome.lost
         self.doubled += outcome.doubled
         self.hung += outcome.hung
+        self.silent += outcome.silent
+        self.orphans += outcome.orphans
 
     @property
     def is_clean(self) -> bool:
-        return self.cases > 0 and not (self.lost or self.doubled or self.hung)
+        wrong = self.lost or self.doubled or self.hung or self.silent or self.orphans
+        return self.cases > 0 and not wrong
 
     def __str__(self) -> str:
         return (
-            f"faults: cases={self.cases} lost={self.lost} doubled={self.doubled} hung={self.hung}"
+            f"faults: cases={self.cases} lost={self.lost} doubled={self.doubled} hung={self.hung} "
+            f"silent={self.silent} orphans={self.orphans}"
         )
 
 
 @contextmanager
 def running_stack(
-    directory: Path, services: Callable[[Path], dict[str, Any]], seconds: float
+    directory: Path,
+    services: Callable[[Path], dict[str, Any]],
+    seconds: float,
+    network: Network | None = None,
 ) -> Iterator[tuple[Stack, Outcome]]:
     """A stack, and what an undisturbed run on it comes to. Raises MatrixError."""
-    stack = Stack(directory, services)
+    stack = Stack(directory, services, network)
     stack.prepare()
     try:
         stack.start(seconds)
@@ -80,31 +115,64 @@ def inject(stack: Stack, fault: Fault, reference: Outcome, seconds: float) -> Ou
     return against(reference, outcome) if fault.schedule == "sync" else outcome
 
 
+def disturb(stack: Stack, disturbance: Disturbance, reference: Outcome, seconds: float) -> Outcome:
+    """One case, judged against the undisturbed run: other weights are damaged data that was used.
+
+    Raises MatrixError where there was nothing to disturb.
+    """
+    changes: dict[str, Any] = {"retention": {"cuts": 2, "blob_grace_seconds": 0.001}}
+    if disturbance.timeout is not None:
+        changes["service_timeout_seconds"] = disturbance.timeout
+    name = "-".join(re.findall(r"[a-z0-9]+", f"{disturbance} {disturbance.restart}".lower()))
+    run = FaultRun(stack, name, seconds, changes)
+    try:
+        outcome = against(reference, run.run_disturbed(disturbance), disturbance.kind)
+    except NothingToDisturbError as error:
+        raise MatrixError(f"{disturbance}: {error}") from None
+    if stack.process is None or stack.process.poll() is not None:
+        stack.start(seconds)
+        outcome = dataclasses.replace(outcome, lost=outcome.lost + 1, failure="sluice up ended")
+    if left := stack.orphans():
+        outcome = dataclasses.replace(
+            outcome, orphans=len(left), failure=f"{outcome.failure} left behind: {left}".strip()
+        )
+    return outcome
+
+
 def kill_all(stack: Stack, reference: Outcome, seconds: float) -> Outcome:
     """Every process at once, the loop and the supervisor too."""
     run = FaultRun(stack, "everything", seconds)
     return against(reference, run.run_killed(at_checkpoint=ALL_AT_CHECKPOINT))
 
 
-def against(reference: Outcome, outcome: Outcome) -> Outcome:
-    """Other weights mean gradients that were lost or added twice, whatever the ledger says."""
+def against(reference: Outcome, outcome: Outcome, kind: str = "kill") -> Outcome:
+    """Other weights mean gradients that were lost or added twice, whatever the ledger says.
+
+    After damage to files they mean that it was not noticed.
+    """
     if outcome.failure or outcome.hung or outcome.digests == reference.digests:
+        return outcome
+    if outcome.told and not outcome.digests:
         return outcome
     pairs = zip(outcome.digests, reference.digests, strict=True)
     step = next(number for number, (own, other) in enumerate(pairs, 1) if own != other)
-    return dataclasses.replace(
-        outcome, doubled=outcome.doubled + 1, failure=f"other weights from step {step} on"
-    )
+    failure = f"other weights from step {step} on"
+    if kind in DAMAGE:
+        return dataclasses.replace(outcome, silent=outcome.silent + 1, failure=failure)
+    return dataclasses.replace(outcome, doubled=outcome.doubled + 1, failure=failure)
 
 
 def _print_row(process: str, fault: str, outcome: Outcome) -> None:
     result = "recovered"
+    if outcome.told:
+        result = "told, recovered" if outcome.digests else "told"
+    wrong = {name: getattr(outcome, name) for name in ("lost", "doubled", "silent", "orphans")}
     if outcome.hung:
         result = "HUNG"
-    elif outcome.lost or outcome.doubled:
-        result = f"FAILED lost={outcome.lost} doubled={outcome.doubled}"
+    elif any(wrong.values()):
+        result = "FAILED " + " ".join(f"{name}={count}" for name, count in wrong.items() if count)
     print(
-        f"{process:<10} {fault:<32} {outcome.starts:>6} {outcome.returns:>7} "
+        f"{process:<10} {fault:<50} {outcome.starts:>6} {outcome.returns:>7} "
         f"{outcome.seconds:>7.1f}  {result}",
         flush=True,
     )
@@ -114,9 +182,20 @@ def _print_row(process: str, fault: str, outcome: Outcome) -> None:
 
 def _matrix(flags: argparse.Namespace, directory: Path) -> Totals:
     totals = Totals()
-    print(
-        f"{'process':<10} {'killed after':<32} {'starts':>6} {'returns':>7} {'seconds':>7}  result"
-    )
+
+    def disturb_each(
+        cases: Iterable[Disturbance], stack: Stack, reference: Outcome, totals: Totals
+    ) -> None:
+        for case in cases:
+            if flags.only not in str(case):
+                continue
+            if case.kind == "read-only" and not flags.mounts:
+                continue
+            outcome = disturb(stack, case, reference, flags.seconds)
+            totals.add(outcome)
+            _print_row(case.kind, str(case).partition(" ")[2], outcome)
+
+    print(f"{'process':<10} {'fault':<50} {'starts':>6} {'returns':>7} {'seconds':>7}  result")
     with running_stack(directory, wide_services, flags.seconds) as (stack, reference):
         _print_row("-", "undisturbed", reference)
         for fault in (*KILLS, *SCHEDULED, *LOST_REPLIES):
@@ -130,8 +209,28 @@ def _matrix(flags: argparse.Namespace, directory: Path) -> Totals:
             outcome = kill_all(stack, reference, flags.seconds)
             totals.add(outcome)
             _print_row("everything", f"run checkpoint of step {ALL_AT_CHECKPOINT}", outcome)
+        disturb_each(DISTURBANCES, stack, reference, totals)
         print(f"processor time of the services: {stack.cpu_seconds():.0f} s")
+    totals.orphans += len(stack.orphans())
+    chosen = [each for each in PARTITIONS if flags.only in str(each)]
+    if chosen:
+        network = Network(list(PARTED))
+        parted = directory / "parted"
+        with running_stack(parted, wide_services, flags.seconds, network) as (stack, reference):
+            disturb_each(chosen, stack, reference, totals)
+        totals.orphans += len(stack.orphans())
+        network.close()
     return totals
+
+
+_OWN_MOUNTS = ("unshare", "--mount", "--map-root-user")
+
+
+def _may_mount() -> bool:
+    try:
+        return subprocess.run([*_OWN_MOUNTS, "true"], check=False, timeout=60).returncode == 0
+    except OSError:
+        return False
 
 
 def main() -> int:
@@ -139,7 +238,11 @@ def main() -> int:
     parser.add_argument("--directory", type=Path, help="kept; default: a temporary one")
     parser.add_argument("--only", default="", help="cases whose process/fault contains this")
     parser.add_argument("--seconds", type=float, default=300, help="until a case counts as hung")
+    parser.add_argument("--mounts", action="store_true", help=argparse.SUPPRESS)
     flags = parser.parse_args()
+    if not flags.mounts and _may_mount():
+        command = [*_OWN_MOUNTS, sys.executable, "-m", "tools.fault_matrix", *sys.argv[1:]]
+        os.execvp(command[0], [*command, "--mounts"])
     began = time.monotonic()
     if flags.directory is not None:
         totals = _matrix(flags, flags.directory.absolute())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -10,7 +11,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,15 @@ from sluice.client import TrainerClient
 from sluice.loop.ledger import Ledger
 from sluice.loop.training import wait_for_trainer
 from sluice.supervise import read_services
-from tools.fault_cases import Fault
+from tools.fault_cases import Disturbance, Fault
+from tools.fault_damage import Disturbing, Scene, orphans_of
+from tools.fault_network import Network
 
 STEPS, GROUPS, SAMPLES = 5, 4, 4
 STOP_SECONDS = 60.0
+TICK_SECONDS = 0.1
+TELLINGS = 2  # of one run, before it is over
+PARTED = ("router", "trainer", "engine-0", "engine-1", "episodes")
 RETURN = "going back to the last run checkpoint"  # in the log of the loop
 
 
@@ -38,7 +45,10 @@ class NotUpError(Exception):
 class Outcome:
     """What a run came to. `digests`: of the weights after each step, from the first on.
 
-    `returns`: how often a loop that went on went back to its last run checkpoint.
+    `returns`: how often a loop that went on went back to its last run checkpoint. `told`: how often
+    it ended with a line that says what is wrong, which was then put right; where it cannot be, as
+    the run's own data are destroyed, there are no digests. `silent`: 1 if damaged data was used
+    without a word. `orphans`: processes that nobody is the parent of any more.
     """
 
     seconds: float
@@ -47,6 +57,9 @@ class Outcome:
     lost: int = 0
     doubled: int = 0
     hung: bool = False
+    silent: int = 0
+    orphans: int = 0
+    told: int = 0
     failure: str = ""
     digests: tuple[str, ...] = ()
 
@@ -64,7 +77,7 @@ def small_services(model: Path) -> dict[str, Any]:
 
 
 def wide_services(model: Path) -> dict[str, Any]:
-    """Two ranks, two engines, an episode worker of its own."""
+    """Two ranks, two engines, an episode worker of its own, and a converter."""
     engines = {
         f"engine-{index}": {
             "kind": "rollout",
@@ -75,6 +88,7 @@ def wide_services(model: Path) -> dict[str, Any]:
     worker = {"roles": ["episodes"], "tokenizer": str(model), "episodes": _EPISODES}
     return {
         "router": {"kind": "router"},
+        "converter": {"kind": "converter"},
         "trainer": {"kind": "trainer", "config": _trainer(model, ranks=2)},
         **engines,
         "episodes": {"kind": "rollout", "config": worker},
@@ -89,19 +103,30 @@ def _trainer(model: Path, ranks: int) -> dict[str, Any]:
     return {
         "model": str(model),
         "optim": {"learning_rate": 2e-3},
-        "ranks": {"count": ranks, "restart_backoff": 0.1},
+        "ranks": {
+            "count": ranks,
+            "restart_backoff": 0.1,
+            "heartbeat_seconds": 0.5,
+            "silent_seconds": 2.0,
+            "lost_seconds": 6.0,
+        },
         "keep_versions": 2,
     }
 
 
 @dataclass
 class Stack:
-    """`sluice up` in a directory, started and ended as often as a test likes."""
+    """`sluice up` in a directory, started and ended as often as a test likes.
+
+    With a network all services but the converter are reached through its forwarders.
+    """
 
     directory: Path
-    services: Callable[[Path], dict[str, Any]]
+    described: Callable[[Path], dict[str, Any]]
+    network: Network | None = None
     initial_checkpoint: str = ""
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    _services: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def prepare(self) -> None:
         """Build the model and the prompts."""
@@ -111,10 +136,16 @@ class Stack:
             build, check=True, timeout=300, env=_environment(), stderr=subprocess.DEVNULL
         )
         write_prompts(self.directory / "prompts.jsonl", 0)
+        services = self.described(self.model)
+        for name, entry in services.items():
+            if self.network is not None and name in PARTED:
+                server = self.network.settings(name)
+                entry["config"] = {**entry.get("config", {}), "server": server}
         config = {
             "run_dir": str(self.directory),
-            "services": self.services(self.model),
+            "services": services,
             "restarts": 1000,
+            "liveness": {"interval_seconds": 0.5, "timeout_seconds": 3.0, "failures": 2},
         }
         (self.directory / "services.yaml").write_text(yaml.safe_dump(config))
 
@@ -125,6 +156,21 @@ class Stack:
     @property
     def faults(self) -> Path:
         return self.directory / "faults"
+
+    def services(self) -> dict[str, Any]:
+        """What services.json says, or said before the supervisor was killed."""
+        with suppress(FileNotFoundError):
+            self._services = json.loads((self.directory / "services.json").read_text())
+        return self._services
+
+    def orphans(self) -> list[dict[str, Any]]:
+        """Processes that have no parent any more; those that are about to end get the time to."""
+        deadline = time.monotonic() + STOP_SECONDS
+        while found := orphans_of(self.directory, faults.VARIABLE, os.getpid()):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        return found
 
     def start(self, seconds: float) -> None:
         """Raises NotUpError."""
@@ -207,6 +253,7 @@ class FaultRun:
     changes: Mapping[str, Any] = field(default_factory=dict)
     starts: int = 0
     returns: int = 0
+    told: list[str] = field(default_factory=list)
 
     @property
     def directory(self) -> Path:
@@ -221,6 +268,34 @@ class FaultRun:
         finally:
             if fault is not None:
                 faults.disarm(self.stack.faults / fault.process)
+
+    def run_disturbed(self, disturbance: Disturbance) -> Outcome:
+        """Train to the end; at a point of the loop something is done to the stack."""
+        began, armed = time.monotonic(), self.stack.faults / "loop"
+        faults.arm(armed, disturbance.at, disturbance.passing, signal.SIGSTOP)
+        try:
+            process = self._start()
+            while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+                if process.poll() is not None or time.monotonic() - began > self.seconds:
+                    return self._ended(began, process, f"it did not come to {disturbance.at}")
+                time.sleep(0.01)
+        finally:
+            faults.disarm(armed)
+        scene = Scene(self.stack, self.directory, process.pid, self.stack.network)
+        disturbing = Disturbing(disturbance, scene)
+        try:
+            disturbing.begin()
+            process.send_signal(signal.SIGKILL if disturbance.restart else signal.SIGCONT)
+            disturbing.go_on(self.seconds)
+            outcome = self._run_to_end(None, process, disturbing)
+        finally:
+            if process.poll() is None:  # it could not begin
+                process.kill()
+                process.communicate()
+            disturbing.undo()
+        if missing := disturbing.finish(self.seconds):
+            outcome = replace(outcome, hung=True, failure=f"{outcome.failure} {missing}".strip())
+        return outcome
 
     def run_killed(self, at_checkpoint: int) -> Outcome:
         """Kills loop and services once the run checkpoint of step `at_checkpoint` is written."""
@@ -241,23 +316,50 @@ class FaultRun:
         self.stack.start(self.seconds)
         return self._run_to_end(None)
 
-    def _run_to_end(self, fault: Fault | None) -> Outcome:
+    def _run_to_end(
+        self,
+        fault: Fault | None,
+        process: subprocess.Popen[str] | None = None,
+        disturbing: Disturbing | None = None,
+    ) -> Outcome:
+        """From a start, or from where `process` is."""
         began = time.monotonic()
         while True:
-            process = self._start()
-            left = self.seconds - (time.monotonic() - began)
-            try:
-                output, _ = process.communicate(timeout=max(left, 0.1))
-            except subprocess.TimeoutExpired:
+            process = process or self._start()
+            output = self._output(process, began + self.seconds, disturbing)
+            if output is None:
                 return self._ended(began, process, "")
             self.returns += output.count(RETURN)
             if process.returncode == -signal.SIGKILL:
+                process = None
                 continue  # as a restart policy would
+            if disturbing is not None and is_told(process.returncode, output):
+                self.told.append(output.strip().splitlines()[-1])
+                if len(self.told) >= TELLINGS and disturbing.is_damage:
+                    seconds = time.monotonic() - began  # what the run itself needs is destroyed
+                    return Outcome(seconds, self.starts, self.returns, told=len(self.told))
+                if len(self.told) <= TELLINGS:
+                    disturbing.undo()  # as a user would put right what the line names
+                    process = None
+                    continue
             if process.returncode != 0:
                 return self._ended(began, process, output.strip()[-2000:])
             if fault is not None and (self.stack.faults / fault.process / fault.name).exists():
                 return self._ended(began, process, f"{fault.name} was not passed often enough")
             return self._judge(time.monotonic() - began)
+
+    def _output(
+        self, process: subprocess.Popen[str], deadline: float, disturbing: Disturbing | None
+    ) -> str | None:
+        """What a loop said that has ended; None for one that does not end in time."""
+        while True:
+            try:
+                return process.communicate(timeout=TICK_SECONDS)[0]
+            except subprocess.TimeoutExpired:
+                if disturbing is not None:
+                    disturbing.tick()
+                if time.monotonic() > deadline:
+                    return None
 
     def _ended(self, began: float, process: subprocess.Popen[str], failure: str) -> Outcome:
         hung = process.poll() is None
@@ -330,8 +432,21 @@ class FaultRun:
         if age > bound:
             lost, failure = lost + 1, f"a group of {age} steps, the bound is {bound}"
         return Outcome(
-            seconds, self.starts, self.returns, lost, doubled, failure=failure, digests=digests
+            seconds,
+            self.starts,
+            self.returns,
+            lost,
+            doubled,
+            told=len(self.told),
+            failure=failure,
+            digests=digests,
         )
+
+
+def is_told(code: int | None, output: str) -> bool:
+    """Whether a run ended with one line for its user, and no trace."""
+    lines = [line for line in output.splitlines() if line.startswith("sluice: ")]
+    return code == 2 and len(lines) == 1 and "Traceback" not in output
 
 
 def save_first_checkpoint(stack: Stack, seconds: float) -> str:

@@ -1,7 +1,7 @@
 """Files of a weight store in an object store, through `obstore`.
 
 versions/<8 digits>/<file>  the files of a version; `manifest.json` comes last and makes it one
-allocated/<8 digits>        one object per number ever given out; names the parent
+allocated/<8 digits>        one object per number given out lately; names the parent
 pins/<8 digits>/<owner>     keeps a version from retention
 retiring/<8 digits>         the version is being removed: nobody may pin it any more
 

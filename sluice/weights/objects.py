@@ -1,7 +1,7 @@
 """Files of a weight store by key, and the same in a directory. An object store: `bucket`.
 
 versions/<8 digits>/<file>        a version: a plain HF checkpoint and its manifest.json
-allocated/<8 digits>              one marker per number ever given out; names the parent
+allocated/<8 digits>              one marker per number given out lately; names the parent
 pins/<8 digits>/<owner>           keeps a version from retention
 staging/<8 digits>-<nonce>/       a version in the making, beside its owner's lock
 trash/                            versions on their way out

@@ -48,6 +48,9 @@ class StoredVersion:
     directory: Path | None
 
 
+KEPT_NUMBERS = 256  # markers of versions that are gone, or were never finished
+
+
 class WeightStore:
     """The weights of one policy. Any number of processes may use it at a time.
 
@@ -84,7 +87,7 @@ class WeightStore:
         self.sweep()
         taken = {_number(key) for key in self._objects.keys("allocated")}
         taken |= self._objects.versions()
-        if parent is not None and parent not in taken:
+        if parent is not None and not 0 < parent <= max(taken, default=0):
             raise VersionNotFoundError(parent)
         number = max(taken, default=0) + 1
         marker = json.dumps({"parent": parent}).encode()
@@ -257,7 +260,7 @@ class WeightStore:
 
         The versions that those are made of stay too. Pin files count besides `pinned`. Returns
         the numbers removed; their parents stay known. A reader that has a removed version's
-        files open or mapped keeps them.
+        files open or mapped keeps them. The parents of all but the last KEPT_NUMBERS are forgotten.
         """
         if keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, not {keep_last}")
@@ -275,7 +278,14 @@ class WeightStore:
                 else:
                     kept.update(self._chain_or_itself(version))
         self._objects.clear()
+        self._forget_numbers(set(versions) - set(removed))
         return removed[::-1]
+
+    def _forget_numbers(self, kept: Collection[int]) -> None:
+        """Remove the markers of old numbers; none is given out again, for the newest stay."""
+        markers = {_number(key): key for key in self._objects.keys("allocated")}
+        old = sorted(markers.keys() - set(kept))[:-KEPT_NUMBERS]
+        self._objects.delete([markers[number] for number in old])
 
     def sweep(self) -> Sequence[Path]:
         """Remove what crashed writers left; a live writer's directory is locked and stays."""

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tools.fault_cases import SHORT, Fault
-from tools.fault_matrix import inject, kill_all
+from tools.fault_cases import SHORT, SHORT_DISTURBANCES, Disturbance, Fault
+from tools.fault_matrix import disturb, inject, kill_all
 from tools.fault_stack import STEPS
 
 
@@ -23,6 +23,17 @@ def test_a_run_survives(stack, seconds, fault: Fault):
     assert outcome.starts == (2 if fault.process == "loop" else 1)
     if not fault.is_kill:
         assert outcome.returns == 0  # a retry gets the answer, no work is done again
+
+
+@pytest.mark.parametrize("disturbance", SHORT_DISTURBANCES, ids=str)
+def test_a_run_survives_or_says_what_is_wrong(stack, seconds, disturbance: Disturbance):
+    services, reference = stack
+    outcome = disturb(services, disturbance, reference, seconds)
+    assert not outcome.failure
+    assert not outcome.hung
+    wrong = (outcome.lost, outcome.doubled, outcome.silent, outcome.orphans)
+    assert wrong == (0, 0, 0, 0)
+    assert outcome.digests == reference.digests or outcome.told
 
 
 def test_a_run_survives_the_death_of_everything(stack, seconds):

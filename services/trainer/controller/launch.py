@@ -9,8 +9,7 @@ import os
 import signal
 import socket
 import sys
-import tempfile
-from pathlib import Path
+from contextlib import ExitStack
 
 import grpc
 
@@ -19,6 +18,7 @@ from services.trainer.controller.incarnation import WorkerServicer
 from services.trainer.controller.rank_group import Launcher, OnExit, RankGroup
 from sluice import platform
 from sluice.api.trainer.v1 import worker_service_pb2_grpc as pb_grpc
+from sluice.durable import scratch
 from sluice.runtime.security import server_credentials
 from sluice.runtime.server import opening, service_interceptor
 
@@ -33,12 +33,13 @@ class LocalLauncher(Launcher):
 
     def __init__(self, config: TrainerConfig) -> None:
         self._config = config
-        self._folder = tempfile.TemporaryDirectory(prefix="sluice-trainer-")
+        self._scratch = ExitStack()
+        self._folder = self._scratch.enter_context(scratch("sluice-trainer-"))
         self._processes: list[asyncio.subprocess.Process] = []
         self._watchers: list[asyncio.Task[None]] = []
 
     async def launch(self, generation: int, controller: str, on_exit: OnExit) -> None:
-        file = Path(self._folder.name) / "config.json"
+        file = self._folder / "config.json"
         file.write_text(json.dumps(self._config.model_dump(mode="json")))
         # Rank 0 is handed the socket, not a port that somebody else may have taken by then.
         with socket.create_server(("127.0.0.1", 0)) as meeting:
@@ -69,7 +70,7 @@ class LocalLauncher(Launcher):
 
     async def close(self) -> None:
         await self.end()
-        self._folder.cleanup()
+        self._scratch.close()
 
     def _environment(self, rank: int, meeting: socket.socket) -> dict[str, str]:
         """Each rank sees one device, its first; where there are none they are told apart too."""

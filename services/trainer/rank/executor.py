@@ -6,7 +6,6 @@ import datetime
 import logging
 import os
 import socket
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from services.trainer.rows import RowLimits
 from sluice import faults, platform
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
+from sluice.durable import scratch
 from sluice.runtime.errors import ServiceError
 from sluice.runtime.wire import advantage_from_proto, blob_to_proto, loss_from_proto, seconds_of
 from sluice.samples.blobs import BlobStore
@@ -332,8 +332,8 @@ class RankPublisher:
 
     def _upload_shards(self, version: int) -> list[ShardFile]:
         """Write shard after shard on this host, and put each into the bucket."""
-        with tempfile.TemporaryDirectory(prefix="sluice-shards-") as scratch:
-            store = WeightStore(self._config.weights_location, scratch=Path(scratch))
+        with scratch("sluice-shards-") as folder:
+            store = WeightStore(self._config.weights_location, scratch=folder)
 
             def write(
                 directory: Path, file_name: str, tensors: Mapping[str, torch.Tensor]
@@ -343,7 +343,7 @@ class RankPublisher:
                 store.upload(version, directory / stored)
                 return shard
 
-            return self._backend.write_shards(Path(scratch), write)
+            return self._backend.write_shards(folder, write)
 
     def open_transfer(self, command: pb.OpenTransferCommand, result: pb.CommandResult) -> None:
         """Listen for the members of a new group, if there is anything to send."""

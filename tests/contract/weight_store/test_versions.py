@@ -70,6 +70,23 @@ def test_numbers_parents_and_the_latest(policy: Policy, open_again: OpenStore) -
         fresh.manifest(99)
 
 
+def test_old_numbers_are_forgotten_and_never_given_out_again(
+    policy: Policy, open_again: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.weights.store.KEPT_NUMBERS", 2)
+    first = policy.publish()
+    for _ in range(5):  # of lives that ended before their version was whole
+        open_again().abort(open_again().allocate(first.version))
+    second = policy.publish()
+    store = open_again()
+    store.retain(1)
+    assert store.parent(second.version) == first.version
+    assert store.parent(second.version - 2) == first.version
+    with pytest.raises(VersionNotFoundError):
+        store.parent(second.version - 3)
+    assert open_again().allocate(first.version).version == second.version + 1  # gone, yet a parent
+
+
 def test_writers_at_once_take_different_numbers(open_again: OpenStore) -> None:
     with ThreadPoolExecutor(4) as pool:
         taken = list(pool.map(lambda _: open_again().allocate(None).version, range(8)))
