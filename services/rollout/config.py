@@ -57,6 +57,7 @@ class EpisodesConfig(Config):
     max_evaluated_groups: int = Field(
         64, ge=1, description="Groups of evaluations that run at once, beside the others."
     )
+    max_samples: int = Field(4096, ge=1, description="Of one group.")
     engine_attempts: int = Field(
         4, ge=1, description="Leases tried in a row for samples of a group without one token."
     )

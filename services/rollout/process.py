@@ -15,12 +15,18 @@ import grpc
 
 from services.rollout.config import RolloutConfig
 from services.rollout.engine.interface import Engine, create_engine
-from services.rollout.engine.servicer import EngineCollector, EngineServicer, Generations
+from services.rollout.engine.servicer import (
+    EngineCollector,
+    EngineServicer,
+    Generations,
+    bound_requests,
+)
 from services.rollout.engine.weights import EngineWeights
 from services.rollout.engine.wire import MediaReader, loads_to_proto
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.rollout.v1 import engine_service_pb2_grpc, rollout_service_pb2_grpc
+from sluice.api.rollout.v1 import rollout_service_pb2 as rollout_pb
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
 from sluice.client import RemoteError, typed_errors
@@ -296,6 +302,7 @@ class RolloutProcess:
             backend=config.engine.backend,
             media=MediaReader(BlobStore(config.store, sync=config.store_sync)),
         )
+        bound_requests(self.server, config.engine)
         self.server.add(
             engine_service_pb2_grpc.add_EngineServiceServicer_to_server, servicer, ENGINE_SERVICE
         )
@@ -309,6 +316,14 @@ class RolloutProcess:
         assert self._router is not None
         worker = EpisodeWorker(config, self._router, self.server.waits)
         self._resources.push_async_callback(worker.close)
+        episodes = config.episodes
+        samples = episodes.max_samples, "episodes.max_samples"
+        self.server.bound(rollout_pb.RolloutRequest, "sample_count", *samples)
+        self.server.bound(rollout_pb.GroupRequest, "seeds", *samples)
+        self.server.bound(rollout_pb.EvaluateRequest, "pass_at", *samples)
+        groups = episodes.max_open_groups, "episodes.max_open_groups"
+        self.server.bound(rollout_pb.RolloutRequest, "groups", *groups)
+        self.server.bound(rollout_pb.CancelRolloutRequest, "group_ids", *groups)
         self.server.add(
             rollout_service_pb2_grpc.add_RolloutServiceServicer_to_server,
             worker.servicer,

@@ -15,6 +15,7 @@ from services.router.proxy import SERVICE as ENGINE_SERVICE
 from services.router.proxy import Proxy
 from services.router.servicer import RouterServicer
 from sluice import logs
+from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
 from sluice.config import ConfigError, load_config
 from sluice.runtime.server import Server
@@ -35,6 +36,9 @@ class RouterProcess:
         self._collector = PoolCollector(self.pools, registry)
         self._tasks: list[asyncio.Task[None]] = []
         self.server.add(pb_grpc.add_RouterServiceServicer_to_server, self._servicer, SERVICE)
+        samples = config.proxy.max_samples, "proxy.max_samples"
+        self.server.bound(engine_pb.GenerateRequest, "sample_count", *samples)
+        self.server.bound(engine_pb.SamplingParams, "seeds", *samples)
         self.server.add(Proxy.add_to_server, self._proxy, ENGINE_SERVICE)
 
     async def run(self) -> None:

@@ -13,6 +13,7 @@ class ProxySettings(Config):
     """Generate and StreamGenerate through the router."""
 
     attempts: int = Field(3, ge=1, description="Engines tried while none could be reached.")
+    max_samples: int = Field(4096, ge=1, le=65_536, description="Of one request.")
     wait_seconds: float = Field(600.0, gt=0, description="For a free rank; then QUEUE_TIMEOUT.")
 
 

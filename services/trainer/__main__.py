@@ -10,7 +10,7 @@ from services.trainer.config import TrainerConfig
 from services.trainer.controller.launch import WorkerServer
 from services.trainer.controller.rank_group import RankGroup
 from services.trainer.controller.trainer import Trainer
-from services.trainer.servicer import TrainerServicer
+from services.trainer.servicer import TrainerServicer, bound_requests
 from sluice import logs, platform
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.api.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
@@ -40,6 +40,7 @@ async def serve(config: TrainerConfig) -> int:
     trainer = Trainer(config, server.waits)
     servicer = TrainerServicer(trainer, server.operations)
     workers = WorkerServer(config, trainer.ranks)
+    bound_requests(server, config)
     server.add(pb_grpc.add_TrainerServiceServicer_to_server, servicer, SERVICE)
     server.stop_on_signals()
     await server.start()

@@ -130,6 +130,8 @@ class TrainerConfig(ProcessConfig):
     optim: OptimConfig = OptimConfig()
     ranks: RanksConfig = RanksConfig()
     max_batches: int = Field(256, ge=1, description="Held; then QUEUE_FULL.")
+    max_rows: int = Field(131_072, ge=1, description="Of a batch, or of a plan without one.")
+    max_micro_batch_multiple: int = Field(4096, ge=1, description="That a plan may ask for.")
     max_waiting_calls: int = Field(256, ge=1, description="For the ranks; then QUEUE_FULL.")
     max_tokens_per_micro_batch: int = Field(
         16384, ge=2, description="Of one context-parallel rank."

@@ -11,7 +11,8 @@ from typing import get_args
 import grpc
 from google.longrunning import operations_pb2
 
-from services.trainer.config import Head
+from services.trainer.config import Head, TrainerConfig
+from services.trainer.controller.checkpoints import check_id, id_of
 from services.trainer.controller.passes import COLUMN_OF_MODEL, GradientsRequest
 from services.trainer.controller.planning import BareRow, DryPlan, PlanOptions
 from services.trainer.controller.publication import Publication
@@ -30,6 +31,7 @@ from sluice.balance.planner import OversizePolicy
 from sluice.runtime.errors import InvalidFieldError, status_of
 from sluice.runtime.idempotency import RequestLog, request_digest
 from sluice.runtime.operations import Operations
+from sluice.runtime.server import Server
 from sluice.runtime.wire import (
     advantage_from_proto,
     blob_from_proto,
@@ -53,6 +55,18 @@ OVERSIZE = {
     pb.OVERSIZE_POLICY_TRUNCATE: OversizePolicy.TRUNCATE,
     pb.OVERSIZE_POLICY_ALONE: OversizePolicy.ALONE,
 }
+
+
+def bound_requests(server: Server, config: TrainerConfig) -> None:
+    """Have the server refuse requests about more rows than this trainer takes."""
+    rows = config.max_rows, "max_rows"
+    server.bound(pb.BatchHeader, "sample_count", *rows)
+    server.bound(pb.PutColumnsRequest, "rows", *rows)
+    server.bound(pb.PlanBatchRequest, "bare_rows", *rows)
+    server.bound(pb.PlanBatchRequest, "sample_ids", *rows)
+    server.bound(pb.ForwardBackwardRequest, "sample_ids", *rows)
+    multiple = config.max_micro_batch_multiple, "max_micro_batch_multiple"
+    server.bound(pb.PlanBatchRequest, "micro_batch_multiple", *multiple)
 
 
 class TrainerServicer(pb_grpc.TrainerServiceServicer):
@@ -81,9 +95,11 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         header = first.header
         if not header.request_id:
             self._trainer.state.batches.check_new(header.batch_id)
-        upload = self._trainer.batches.begin_upload()
+        upload, count = self._trainer.batches.begin_upload(), 0
         async for message in request_iterator:
-            kind = message.WhichOneof("payload")
+            kind, count = message.WhichOneof("payload"), count + 1
+            if count > header.sample_count:
+                raise InvalidFieldError("header.sample_count", f"is {count - 1}, more came")
             if kind == "sample":
                 upload.add_sample(sample_from_proto(message.sample))
                 if upload.full:
@@ -94,6 +110,8 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
                 upload.add_blob(blob_from_proto(message.blob))
             else:
                 raise InvalidFieldError("payload", "must be a sample or a blob after the header")
+        if not count:
+            raise InvalidFieldError("header.sample_count", f"is {header.sample_count}, none came")
         references = await asyncio.to_thread(upload.finish)
 
         async def run() -> pb.UploadBatchResponse:
@@ -288,6 +306,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
     async def SaveCheckpoint(
         self, request: pb.SaveCheckpointRequest, context: grpc.aio.ServicerContext
     ) -> operations_pb2.Operation:
+        check_id(request.checkpoint_id)  # no operation fails over it later
         name = f"checkpoints/{request.checkpoint_id}"
 
         async def run() -> pb.SaveCheckpointResponse:
@@ -300,6 +319,8 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
     async def LoadCheckpoint(
         self, request: pb.LoadCheckpointRequest, context: grpc.aio.ServicerContext
     ) -> operations_pb2.Operation:
+        id_of(request.checkpoint)
+
         async def run() -> pb.LoadCheckpointResponse:
             return pb.LoadCheckpointResponse(
                 step=await self._trainer.checkpoints.load(request.checkpoint)

@@ -122,7 +122,8 @@ class RequestRules:
     def __init__(
         self, limits: MessageLimits | None = None, bounds: Mapping[str, Bound] | None = None
     ) -> None:
-        self._limits, self._bounds = limits or MessageLimits(), bounds or {}
+        self._limits = limits or MessageLimits()
+        self._bounds = {} if bounds is None else bounds  # which may be empty still
         self._name_bound = Bound(self._limits.name_characters, "server.limits.name_characters")
         self._item_bound = Bound(self._limits.items, "server.limits.items")
         self._number_bound = Bound(self._limits.numbers, "server.limits.numbers")

@@ -89,6 +89,10 @@ class EngineConfig(Config):
         8192, ge=0, description="Prompt tokens kept for prompts that begin alike; 0: none."
     )
     waiting_limit: int = Field(4096, ge=1, description="Samples that may wait for a slot.")
+    max_samples: int = Field(4096, ge=1, description="Of one request.")
+    max_stop_tokens: int = Field(1024, ge=0, description="Stop tokens of one request.")
+    max_top_tokens: int = Field(1024, ge=0, description="Likeliest tokens a place, of Score.")
+    max_media: int = Field(256, ge=0, description="Files of one request.")
     threads: int = Field(0, ge=0, description="Threads of one operation; 0 leaves torch's own.")
     deterministic: bool = Field(
         False,

@@ -325,7 +325,7 @@ def check_generation(
     if not 0 <= generation.dp_rank < dp_size:
         raise InvalidFieldError("dp_rank", f"this engine has ranks 0..{dp_size - 1}")
     length = len(generation.prompt_token_ids)
-    _check_length(length, min(max_length, config.cache_tokens) - 1)
+    check_length(length, min(max_length, config.cache_tokens) - 1)
     reserved = min(length + sampling.max_new_tokens, max_length)
     if reserved > config.cache_tokens:
         raise PromptTooLongError(
@@ -342,7 +342,7 @@ def check_score(
     _check_tokens("token_ids", token_ids, vocabulary_size)
     if not 1 <= prompt_length < len(token_ids):
         raise InvalidFieldError("prompt_length", "must leave context and tokens to score")
-    _check_length(len(token_ids), max_length)
+    check_length(len(token_ids), max_length)
 
 
 def _check_tokens(field: str, token_ids: Sequence[int], vocabulary_size: int) -> None:
@@ -352,7 +352,8 @@ def _check_tokens(field: str, token_ids: Sequence[int], vocabulary_size: int) ->
         raise InvalidFieldError(field, f"must be in 0..{vocabulary_size - 1}")
 
 
-def _check_length(length: int, limit: int) -> None:
+def check_length(length: int, limit: int) -> None:
+    """Raises PromptTooLongError."""
     if length > limit:
         raise PromptTooLongError(
             f"{length} tokens exceed the limit of {limit}", length=length, limit=limit

@@ -13,7 +13,15 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import Metric
 
 from services.rollout import metrics
-from services.rollout.engine.interface import Delta, Engine, Generation, PauseMode, TokenScores
+from services.rollout.engine.config import EngineConfig
+from services.rollout.engine.interface import (
+    Delta,
+    Engine,
+    Generation,
+    PauseMode,
+    TokenScores,
+    check_length,
+)
 from services.rollout.engine.weights import EngineWeights, Transfer
 from services.rollout.engine.wire import (
     MediaReader,
@@ -34,6 +42,7 @@ from sluice.api.rollout.v1 import engine_service_pb2_grpc as pb_grpc
 from sluice.runtime.errors import InvalidFieldError
 from sluice.runtime.idempotency import RequestTable, cancel_all, has_failed, request_digest
 from sluice.runtime.metrics import StateCollector
+from sluice.runtime.server import Server
 from sluice.runtime.waits import Waits
 from sluice.runtime.wire import duration_of, seconds_of
 from sluice.weights.transfer.plan import DEFAULT_BUCKET_BYTES, Membership
@@ -68,8 +77,6 @@ def transfer_from_proto(request: pb.PrepareWeightsRequest) -> Transfer | None:
     if not request.HasField("transfer"):
         return None
     message = request.transfer
-    if message.bucket_bytes < 0:
-        raise InvalidFieldError("transfer.bucket_bytes", "must not be negative")
     mode = PauseMode.IN_PLACE
     if message.mode != pb.PAUSE_MODE_UNSPECIFIED:
         mode = pause_mode_from_proto(message.mode, "transfer.mode")
@@ -239,6 +246,17 @@ class Generations:
             self._runs.done(name, run)
 
 
+def bound_requests(server: Server, config: EngineConfig) -> None:
+    """Have the server refuse requests that ask for more than this engine can serve."""
+    samples = config.max_samples, "engine.max_samples"
+    server.bound(pb.ScoreRequest, "top_count", config.max_top_tokens, "engine.max_top_tokens")
+    server.bound(pb.GenerateRequest, "sample_count", *samples)
+    server.bound(pb.SamplingParams, "seeds", *samples)
+    stop = config.max_stop_tokens, "engine.max_stop_tokens"
+    server.bound(pb.SamplingParams, "stop_token_ids", *stop)
+    server.bound(pb.GenerateRequest, "media", config.max_media, "engine.max_media")
+
+
 class EngineServicer(pb_grpc.EngineServiceServicer):
     """Serves EngineService for one replica."""
 
@@ -281,8 +299,7 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
 
     async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
         self._checked_bounds(request.versions)
-        if request.top_count < 0:
-            raise InvalidFieldError("top_count", "must not be negative")
+        check_length(len(request.token_ids), self._engine.status().max_model_length)
         before = self._weights_now()
         scores = await score(
             self._engine, tuple(request.token_ids), request.prompt_length, request.top_count
@@ -381,6 +398,7 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
         )
 
     async def _generation(self, request: pb.GenerateRequest, *, stream: bool) -> Generation:
+        check_length(len(request.prompt_token_ids), self._engine.status().max_model_length)
         generation = generation_from_proto(request, stream=stream)
         if not request.media:
             return generation

@@ -123,8 +123,6 @@ def sampling_to_proto(sampling: Sampling) -> pb.SamplingParams:
 
 def generation_from_proto(message: pb.GenerateRequest, *, stream: bool) -> Generation:
     """Reads a request. Raises InvalidFieldError naming what is out of range."""
-    if message.sample_count < 0:
-        raise InvalidFieldError("sample_count", "must not be negative")
     if message.dp_rank < 0:
         raise InvalidFieldError("dp_rank", "must not be negative")
     sample_count = message.sample_count or 1

@@ -182,8 +182,6 @@ def evaluation_from_proto(request: pb.EvaluateRequest) -> EvaluationSettings:
     threshold = request.pass_threshold if request.HasField("pass_threshold") else 1.0
     if not math.isfinite(threshold):
         raise InvalidFieldError("pass_threshold", "must be finite")
-    if request.max_running_groups < 0:
-        raise InvalidFieldError("max_running_groups", "must not be negative")
     return EvaluationSettings(
         pass_at=tuple(request.pass_at), threshold=threshold, limit=request.max_running_groups
     )

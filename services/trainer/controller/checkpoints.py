@@ -43,6 +43,20 @@ _LOST = {CheckpointDamagedError.reason, "CHECKPOINT_NOT_FOUND"}
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
+def check_id(checkpoint_id: str) -> None:
+    """Raises InvalidFieldError for an id that names no directory of its own."""
+    if not _ID.fullmatch(checkpoint_id):
+        raise InvalidFieldError("checkpoint_id", f"{checkpoint_id!r} must match {_ID.pattern}")
+
+
+def id_of(name: str) -> str:
+    """Return the id in `checkpoints/<id>`. Raises InvalidFieldError."""
+    checkpoint_id = name.removeprefix(PREFIX)
+    if checkpoint_id == name or not _ID.fullmatch(checkpoint_id):
+        raise InvalidFieldError("checkpoint", f"{name!r} is not of the form {PREFIX}<id>")
+    return checkpoint_id
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRecord:
     """What the controller itself needs of a checkpoint.
@@ -67,8 +81,7 @@ class CheckpointStore:
 
     def begin(self, checkpoint_id: str) -> Path:
         """Make a directory to fill. Raises InvalidFieldError and AlreadyExistsError."""
-        if not _ID.fullmatch(checkpoint_id):
-            raise InvalidFieldError("checkpoint_id", f"{checkpoint_id!r} must match {_ID.pattern}")
+        check_id(checkpoint_id)
         if (self._root / checkpoint_id).exists():
             raise AlreadyExistsError("checkpoint", PREFIX + checkpoint_id)
         partial = self._root / f".{checkpoint_id}-{secrets.token_hex(8)}"
@@ -124,10 +137,7 @@ class CheckpointStore:
 
     def directory(self, name: str) -> Path:
         """Find the directory of `checkpoints/<id>`. Raises InvalidFieldError, NotFoundError."""
-        checkpoint_id = name.removeprefix(PREFIX)
-        if checkpoint_id == name or not _ID.fullmatch(checkpoint_id):
-            raise InvalidFieldError("checkpoint", f"{name!r} is not of the form {PREFIX}<id>")
-        directory = self._root / checkpoint_id
+        directory = self._root / id_of(name)
         if not (directory / RECORD).is_file():
             raise NotFoundError("checkpoint", name)
         return directory

@@ -305,6 +305,10 @@ async def test_an_abort_keeps_what_was_sampled(
         ({"sampling": {"top_k": -1}}, "sampling.top_k"),
         ({"sampling": {"seeds": [1, 2]}}, "sampling.seeds"),
         ({"sample_count": -1}, "sample_count"),
+        ({"sample_count": 2**31 - 1}, "sample_count"),
+        ({"sampling": {"stop_token_ids": [1] * 2000}}, "sampling.stop_token_ids"),
+        ({"media": [{"kind": 1, "blob": {"digest": "a"}}] * 300}, "media"),
+        ({"request_id": "a\0b"}, "request_id"),
         ({"dp_rank": 1}, "dp_rank"),
         ({"dp_rank": -1}, "dp_rank"),
     ],
@@ -326,6 +330,20 @@ async def test_a_prompt_beyond_the_model_is_refused(engine: EngineClient, store:
         await generate(engine, generate_request(prompt_token_ids=[1] * 64))
     expected = (grpc.StatusCode.INVALID_ARGUMENT, "PROMPT_TOO_LONG")
     assert (caught.value.code, caught.value.reason) == expected
+
+
+async def test_a_score_is_within_limits(engine: EngineClient, store: Store) -> None:
+    await load_weights(engine, store.first)
+    many = pb.ScoreRequest(token_ids=[1] * 15_000_000, prompt_length=1)
+    with pytest.raises(RemoteError) as caught, typed_errors():
+        await engine.stub.Score(many)
+    assert caught.value.reason == "PROMPT_TOO_LONG"
+    for count in (-1, 2**31 - 1):
+        with pytest.raises(RemoteError) as caught, typed_errors():
+            await engine.stub.Score(
+                pb.ScoreRequest(token_ids=[1, 2, 3], prompt_length=1, top_count=count)
+            )
+        assert caught.value.metadata["field"] == "top_count"
 
 
 async def test_unknown_pause_modes_are_refused(engine: EngineClient, store: Store) -> None:

@@ -319,12 +319,18 @@ async def test_groups_and_seeds_must_fit(refusing: Any) -> None:
     own_seeds.sampling.seeds.extend([1, 2, 3, 4])
     late = rollout_request([ROW])
     late.group_timeout.FromMilliseconds(-1)
+    too_many = rollout_request([ROW])
+    too_many.sample_count = 2**31 - 1
+    nul = rollout_request([ROW])
+    nul.groups[0].group_id = "a\0b"
     for wrong, field in (
         (request, "groups[1].group_id"),
         (no_task, "groups[0].task"),
         (few_seeds, "groups[0].seeds"),
         (own_seeds, "sampling.seeds"),
         (late, "group_timeout"),
+        (too_many, "sample_count"),
+        (nul, "groups[0].group_id"),
     ):
         with pytest.raises(RemoteError) as caught:
             await refusing.finished(wrong)

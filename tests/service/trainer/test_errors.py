@@ -80,6 +80,45 @@ async def test_names_that_are_taken(client: TrainerClient) -> None:
     assert_is(error, INVALID, "INVALID_FIELD", field="checkpoint_id")
 
 
+async def test_bad_checkpoint_names_are_refused_before_there_is_an_operation(
+    client: TrainerClient,
+) -> None:
+    stub = client.stub
+    for name in ("../outside", "", "a/b", "-", "x" * 129):
+        error = await refusal(stub.SaveCheckpoint(pb.SaveCheckpointRequest(checkpoint_id=name)))
+        assert_is(error, INVALID, "INVALID_FIELD", field="checkpoint_id")
+        request = pb.LoadCheckpointRequest(checkpoint=f"checkpoints/{name}")
+        error = await refusal(stub.LoadCheckpoint(request))
+        assert_is(error, INVALID, "INVALID_FIELD", field="checkpoint")
+
+
+async def test_plans_and_uploads_are_bounded(client: TrainerClient) -> None:
+    plans: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"bare_rows": [{"length": 1}], "micro_batch_multiple": 2**31 - 1}, "micro_batch_multiple"),
+        ({"bare_rows": [{"length": 1}] * 140_000}, "bare_rows"),
+        ({"batch": "batches/x", "sample_ids": ["s"] * 140_000}, "sample_ids"),
+        ({"bare_rows": [{"length": -1}]}, "bare_rows[0].length"),
+    )
+    for values, field in plans:
+        error = await refusal(client.stub.PlanBatch(pb.PlanBatchRequest(**values)))
+        assert_is(error, INVALID, "INVALID_FIELD", field=field)
+
+    async def messages(count: int) -> AsyncIterator[pb.UploadBatchRequest]:
+        yield pb.UploadBatchRequest(header=pb.BatchHeader(batch_id="more", sample_count=count))
+        for sample in make_group("more"):
+            yield pb.UploadBatchRequest(sample=sample_to_proto(sample))
+
+    for count in (1, 2**31 - 1, 0, -1):
+        error = await refusal(client.stub.UploadBatch(messages(count)))
+        assert_is(error, INVALID, "INVALID_FIELD", field="header.sample_count")
+
+    async def header() -> AsyncIterator[pb.UploadBatchRequest]:
+        yield pb.UploadBatchRequest(header=pb.BatchHeader(batch_id="none", sample_count=1))
+
+    error = await refusal(client.stub.UploadBatch(header()))
+    assert_is(error, INVALID, "INVALID_FIELD", field="header.sample_count")
+
+
 async def test_rows_that_do_not_fit(client: TrainerClient) -> None:
     group = make_group("bad", seed=3)
     first = group[0]
