@@ -49,6 +49,7 @@ _REMEMBERED_REQUESTS = 1024
 _TARGET_INDICES = pb.AcquireLeasesResponse.TARGET_INDICES_FIELD_NUMBER
 _LONGEST_WAIT = 600.0  # seconds
 _SETTLING_HEARTBEAT = 1.0  # seconds; an engine that waits to be leased again reports often
+NAMED_ENGINES = 8  # in an explanation
 _NOTHING = LeaseRequest(count=0, needs=Needs(), may_wait=True)
 
 
@@ -257,7 +258,12 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
         where, bound = f"{client} for a free rank of pool {room.name}", asyncio.Event()
         with (
             metrics.HOLD_SECONDS.time(),
-            self._waits.waiting(where, timeout=seconds),
+            self._waits.waiting(
+                where,
+                on=lambda: [view.spec.name for view in room.pool.engines()],
+                timeout=seconds,
+                explain=lambda: _states_of(room),
+            ),
             room.listening(client, bound.set),
         ):
             try:
@@ -274,6 +280,25 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
             engines = [engine_to_proto(view, room.name) for view in views]
             self._engines[room.name] = room.pool.epoch, engines
         return engines
+
+
+def _states_of(room: PoolRoom) -> str:
+    """Says of each engine of a pool why it may have no free rank."""
+    states = []
+    for view in room.pool.engines():
+        if view.state is not EngineState.ACTIVE:
+            state = f"is {view.state}"
+        elif view.spec.version == NO_VERSION:
+            state = "has no weights"
+        elif room.pool.is_closed(view.spec.name):
+            state = "settles what it ran before"
+        else:
+            state = f"holds {sum(view.lease_counts)} leases, under version {view.spec.version}"
+        states.append(f"{view.spec.name} {state}")
+    if not states:
+        return f"no engine of pool {room.name} has registered"
+    rest = f", and {len(states) - NAMED_ENGINES} more" if len(states) > NAMED_ENGINES else ""
+    return ", ".join(states[:NAMED_ENGINES]) + rest
 
 
 @functools.cache

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import grpc
@@ -259,7 +260,8 @@ class Sampler:
         while True:
             futures = await self._leases.request(new_request_id(), 1, bounds, pool)
             try:
-                lease = await futures[0]
+                with self._waiting_for_room("scores", pool):
+                    lease = await futures[0]
             except BaseException:
                 self._leases.give_up(pool, futures)
                 raise
@@ -277,6 +279,10 @@ class Sampler:
             finally:
                 self._leases.release(pool, [lease], outcome, ())
             await asyncio.sleep(BACKOFF.seconds(failures))
+
+    def _waiting_for_room(self, what: str, pool: str) -> AbstractContextManager[object]:
+        where = f"no engine of pool {pool} has any; the router's own waits say why"
+        return self._waits.waiting(f"room for {what}", on=["router"], explain=lambda: where)
 
     def leave(self, prompt: SamplingPrompt) -> None:
         """Say that its conversations have no further turn."""
@@ -307,7 +313,7 @@ class Sampler:
         try:
             while waiting:
                 if not all(future.done() for future in waiting):
-                    with self._waits.waiting(f"room for group {prompt.group_id}", on=["router"]):
+                    with self._waiting_for_room(f"group {prompt.group_id}", prompt.pool):
                         await _first_leases(waiting)
                 for part in _take_parts(waiting, partial):
                     asking.add(asyncio.create_task(self._ask(prompt, part, partial, listener)))

@@ -131,8 +131,9 @@ def _tool_call(call: Any, field: str) -> dict[str, Any]:
 class Tokenization:
     """Serves texts to tokens and back."""
 
-    def __init__(self, tokenizer: TextTokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: TextTokenizer, seconds: float) -> None:
+        """A body must come within `seconds`."""
+        self._tokenizer, self._seconds = tokenizer, seconds
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -150,7 +151,7 @@ class Tokenization:
         return web.json_response({**tokens, "chat_template": template})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        body = await parse(request, TokenizeRequest)
+        body = await parse(request, TokenizeRequest, self._seconds)
         if body.messages is not None:
             text, special = chat_text(self._tokenizer, body.messages), False
         else:
@@ -159,6 +160,6 @@ class Tokenization:
         return web.json_response({"tokens": token_ids, "count": len(token_ids)})
 
     async def _detokenize(self, request: web.Request) -> web.Response:
-        body = await parse(request, DetokenizeRequest)
+        body = await parse(request, DetokenizeRequest, self._seconds)
         (text,) = self._tokenizer.decode([body.tokens], special=True)
         return web.json_response({"prompt": text})

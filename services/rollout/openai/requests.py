@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -18,6 +20,7 @@ from pydantic import (
 )
 
 from services.rollout.engine.interface import Sampling
+from services.rollout.environments.environment import LARGEST_REWARD
 from sluice.client import RemoteError
 from sluice.runtime.errors import ServiceError
 
@@ -40,6 +43,7 @@ _TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    408: "timeout_error",
     409: "conflict_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
@@ -57,9 +61,8 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "server_error")
-        return {
-            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        }
+        message, param = _legible(str(self)), self.param and _legible(self.param)
+        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
     def response(self) -> web.Response:
         headers = {"Retry-After": "1"} if self.status in (429, 503) else None
@@ -117,17 +120,78 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # taken with these values alone
 }
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 R = TypeVar("R", bound=BaseModel)
+DEEPEST = 100  # levels of lists and objects in a body
+SHOWN = 500  # characters of what a caller sent, in a refusal
+_TOO_DEEP = f"is nested deeper than {DEEPEST} levels"
 Text = Annotated[str, StringConstraints(min_length=1)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
-async def parse(request: web.Request, kind: type[R]) -> R:
-    """Returns the checked body. Raises ApiError, ValidationError and HTTPRequestEntityTooLarge."""
+async def parse(request: web.Request, kind: type[R], seconds: float) -> R:
+    """Returns the checked body, which must be there in `seconds`.
+
+    Raises ApiError, ValidationError and HTTPRequestEntityTooLarge.
+    """
     try:
-        values = json.loads(await request.read())
+        async with asyncio.timeout(seconds):
+            data = await request.read()
+    except TimeoutError:
+        raise ApiError(408, "body_timed_out", f"no whole body came in {seconds:g} s") from None
+    except web.RequestPayloadError:
+        raise ApiError(400, "invalid_body", "the body is not in the encoding it names") from None
+    return kind.model_validate(known_fields(read_json(data)))
+
+
+def read_json(data: bytes) -> Any:
+    """Returns finite numbers and whole characters, nested so deep at most. Raises ApiError."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is no number of JSON")
+
+    try:
+        values = json.loads(data, parse_constant=refuse)
+    except RecursionError:
+        raise ApiError(400, "invalid_json", _TOO_DEEP) from None
     except ValueError as error:
         raise ApiError(400, "invalid_json", f"the body is not JSON: {error}") from None
-    return kind.model_validate(known_fields(values))
+    for name, value in values.items() if isinstance(values, dict) else [("", values)]:
+        if wrong := _wrong_with([name, value]):
+            raise ApiError(400, "invalid_value", f"{_legible(name)}: {wrong}", name)
+    return values
+
+
+def _wrong_with(values: list[Any]) -> str:
+    """Says what nobody further on could read, or nothing."""
+    for _ in range(DEEPEST):
+        inner: list[Any] = []
+        for value in values:
+            if isinstance(value, str) and not _is_unicode(value):
+                return "holds half a surrogate pair"
+            if isinstance(value, float) and not math.isfinite(value):
+                return "holds a number beyond those of 64 bits"
+            if isinstance(value, dict):
+                inner += (*value.keys(), *value.values())
+            elif isinstance(value, list):
+                inner += value
+        if not inner:
+            return ""
+        values = inner
+    return _TOO_DEEP
+
+
+def _is_unicode(text: str) -> bool:
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return False
+    return True
+
+
+def _legible(text: str) -> str:
+    """A text of a caller in short, for a message."""
+    shown = text.encode(errors="backslashreplace").decode()
+    return shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}..."
 
 
 def known_fields(body: Any) -> dict[str, Any]:
@@ -147,7 +211,7 @@ def known_fields(body: Any) -> dict[str, Any]:
     return fields
 
 
-class Record(BaseModel, extra="forbid", frozen=True):
+class Record(BaseModel, extra="forbid", frozen=True, strict=True):
     """Where a call is recorded: a session is one episode, a group the episodes of one task."""
 
     group: Name
@@ -160,12 +224,12 @@ class Record(BaseModel, extra="forbid", frozen=True):
         return Record(group=group, session=session)
 
 
-class StreamOptions(BaseModel, extra="forbid"):
+class StreamOptions(BaseModel, extra="forbid", strict=True):
     include_usage: bool = False
     include_obfuscation: bool = False  # OpenAI pads chunks with it; never done here
 
 
-class CommonRequest(BaseModel, extra="forbid"):
+class CommonRequest(BaseModel, extra="forbid", strict=True):
     """What chat and text completions share; names beyond OpenAI's are vLLM's, or ours."""
 
     model: str = ""
@@ -281,7 +345,7 @@ class CompletionRequest(CommonRequest):
         return self.prompt  # type: ignore[return-value]
 
 
-class TokenizeRequest(BaseModel, extra="forbid"):
+class TokenizeRequest(BaseModel, extra="forbid", strict=True):
     """POST /tokenize: a text, or a conversation up to where the assistant begins."""
 
     model: str = ""
@@ -296,14 +360,16 @@ class TokenizeRequest(BaseModel, extra="forbid"):
         return self
 
 
-class DetokenizeRequest(BaseModel, extra="forbid"):
+class DetokenizeRequest(BaseModel, extra="forbid", strict=True):
     """POST /detokenize."""
 
     model: str = ""
     tokens: list[TokenId]
 
 
-class RewardRequest(BaseModel, extra="forbid"):
+class RewardRequest(BaseModel, extra="forbid", strict=True):
     """POST /sluice/v1/groups/{group}/rewards: by session."""
 
-    rewards: dict[Name, Annotated[float, Field(allow_inf_nan=False)]] = Field(min_length=1)
+    rewards: dict[Name, Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]] = Field(
+        min_length=1
+    )

@@ -55,7 +55,8 @@ class OpenAIServer:
         """Raises ConfigError for a token or certificate that cannot be read."""
         self.responder, self._server, self._drain_seconds = responder, server, drain_seconds
         self._chat, self._completions = Chat(responder), Completions(responder)
-        self._tokens = Tokenization(responder.generator.tokenizer)
+        self._seconds = responder.config.request_seconds
+        self._tokens = Tokenization(responder.generator.tokenizer, self._seconds)
         self._token = server.security.token()
         tls = server.security.tls
         self._tls = None if tls is None else http_context(tls)
@@ -73,7 +74,7 @@ class OpenAIServer:
 
     async def start(self) -> None:
         """Open the port. Raises ConfigError when it is taken."""
-        self._runner = web.AppRunner(
+        self._runner = _HttpRunner(
             self._application(),
             handler_cancellation=True,  # a caller that goes away ends its sampling
             access_log=None,
@@ -139,7 +140,7 @@ class OpenAIServer:
     def _check_key(self, request: web.Request) -> None:
         given = request.headers.get("Authorization", "")
         if self._token and not hmac.compare_digest(
-            given.encode(), f"Bearer {self._token}".encode()
+            given.encode(errors="surrogateescape"), f"Bearer {self._token}".encode()
         ):
             raise ApiError(401, "invalid_api_key", "the API key is missing or wrong")
 
@@ -159,7 +160,7 @@ class OpenAIServer:
         return web.json_response(self._model_entry())
 
     async def _answer_chat(self, request: web.Request) -> web.StreamResponse:
-        body = await parse(request, ChatRequest)
+        body = await parse(request, ChatRequest, self._seconds)
         record = _record_of(request, body)
         if body.stream:
             return await self._send_stream(request, self._chat.stream(body, record))
@@ -168,7 +169,7 @@ class OpenAIServer:
                 return web.json_response(await self._chat.answer(body, record))
 
     async def _answer_completion(self, request: web.Request) -> web.StreamResponse:
-        body = await parse(request, CompletionRequest)
+        body = await parse(request, CompletionRequest, self._seconds)
         record = _record_of(request, body)
         if body.stream:
             return await self._send_stream(request, self._completions.stream(body, record))
@@ -190,7 +191,7 @@ class OpenAIServer:
             self._running -= 1
 
     def _deadline(self) -> asyncio.Timeout:
-        return asyncio.timeout(self.responder.config.request_seconds)
+        return asyncio.timeout(self._seconds)
 
     async def _send_stream(
         self, request: web.Request, chunks: AsyncGenerator[Chunk, None]
@@ -223,7 +224,7 @@ class OpenAIServer:
         return web.json_response(await self.responder.recorder.describe(_group_of(request)))
 
     async def _reward_group(self, request: web.Request) -> web.Response:
-        body = await parse(request, RewardRequest)
+        body = await parse(request, RewardRequest, self._seconds)
         group = await self.responder.recorder.reward(_group_of(request), body.rewards)
         return web.json_response(group)
 
@@ -235,6 +236,50 @@ class OpenAIServer:
         return web.json_response({"deleted": True})
 
 
+class _HttpConnection(web.RequestHandler):
+    """Answers what is no HTTP, and what failed here, in the form of all refusals."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if status < 500:
+            logger.info("%s from %s: %r", type(exc).__name__, request.remote, message)
+            error = ApiError(status, "invalid_http", f"the request is no HTTP: {message}")
+        else:
+            super().handle_error(request, status, exc, message)  # logs it
+            error = ApiError(status, "internal", "the server failed; its log says more")
+        if request.writer.output_size > 0:
+            raise ConnectionError("part of an answer was sent already")
+        response = error.response()
+        response.force_close()
+        return response
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        if isinstance(resp, web.HTTPException):  # of what no handler was asked
+            resp = api_error(resp).response()
+        return await super().finish_response(request, resp, start_time)
+
+
+class _HttpServer(web.Server):
+    def __call__(self) -> web.RequestHandler:
+        return _HttpConnection(self, loop=self._loop, **self._kwargs)
+
+
+class _HttpRunner(web.AppRunner):
+    async def _make_server(self) -> web.Server:
+        server = await super()._make_server()
+        server.__class__ = _HttpServer
+        return server
+
+
 async def _send(response: web.StreamResponse, chunk: Chunk) -> None:
     await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
 
@@ -242,7 +287,9 @@ async def _send(response: web.StreamResponse, chunk: Chunk) -> None:
 def _record_of(request: web.Request, body: CommonRequest) -> Record | None:
     """Reads the field, or the header where a client can set no more than that."""
     header = request.headers.get(RECORD_HEADER)
-    return Record.parse(header) if header and body.sluice_record is None else body.sluice_record
+    if header is None or body.sluice_record is not None:
+        return body.sluice_record
+    return Record.parse(header)
 
 
 def _group_of(request: web.Request) -> str:

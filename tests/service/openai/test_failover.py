@@ -9,9 +9,16 @@ from typing import Any
 
 from services.rollout.engine.interface import Engine, PauseMode
 from services.rollout.process import RolloutProcess
+from sluice.client import EngineClient, RolloutClient, RouterClient
 from tests.patience import PATIENCE
 from tests.service.openai.conftest import client_of, running_openai
-from tests.service.rollout.harness import Store, running_rollout, running_router, wait_for_engines
+from tests.service.rollout.harness import (
+    Store,
+    load_weights,
+    running_rollout,
+    running_router,
+    wait_for_engines,
+)
 
 REQUEST: dict[str, Any] = {"model": "policy", "prompt": "12=", "max_tokens": 40}
 
@@ -98,3 +105,41 @@ async def test_a_stream_outlives_its_engine(store: Store, model: Path) -> None:
     assert text == expected
     covered = [i for span in spans for i in range(span["first_token"], span["last_token"] + 1)]
     assert covered == list(range(len(covered)))
+
+
+async def test_a_chat_that_waits_for_weights_is_explained_by_the_router(
+    store: Store, model: Path
+) -> None:
+    """As after a restart of everything, before a trainer has published again."""
+    async with contextlib.AsyncExitStack() as stack:
+        router = await stack.enter_async_context(running_router())
+        address = router.server.address
+        engine = await stack.enter_async_context(
+            running_rollout(store, roles=["engine"], router=address, engine_id="empty")
+        )
+        worker = await stack.enter_async_context(
+            running_rollout(
+                store,
+                roles=["episodes"],
+                router=address,
+                tokenizer=str(model),
+                openai={},
+                engine_id="worker",
+            )
+        )
+        client = await stack.enter_async_context(client_of(worker))
+        asked = asyncio.create_task(client.completions.create(**REQUEST))
+        explanations = dict[str, str]()
+        asking = await stack.enter_async_context(RouterClient(address))
+        working = await stack.enter_async_context(RolloutClient(worker.server.address))
+        async with asyncio.timeout(PATIENCE):
+            while "empty has no weights" not in explanations.values():
+                assert not asked.done()
+                waits = await asking.list_waits()
+                explanations = {wait.what: wait.explanation for wait in waits}
+                await asyncio.sleep(0.02)
+            own = [wait.explanation for wait in await working.list_waits()]
+            assert any("no engine of pool policy" in each for each in own)
+            direct = EngineClient(engine.server.address)
+            await load_weights(await stack.enter_async_context(direct), store.first)
+            assert (await asked).choices
