@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
@@ -135,6 +138,24 @@ class CheckpointDamagedError(ServiceError):
 
     def __init__(self, file: str, detail: str) -> None:
         super().__init__(f"the checkpoint is damaged: {detail}", file=file)
+
+
+class StoreRefusedError(ServiceError):
+    """The disk is full, read-only or gone; the message is the system's, and names the file."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "STORE_FAILED"
+
+
+@contextmanager
+def disk_errors() -> Iterator[None]:
+    """Turn errors of files in the block into StoreRefusedError; those of no file fly on."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise StoreRefusedError(str(error), file=error.filename) from error
 
 
 class CommandTooLargeError(ServiceError):

@@ -6,13 +6,16 @@ directory, in WAL mode, each transition one durable transaction.
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import sys
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import xxhash
 
 from sluice.samples.blobs import BlobReference
 
@@ -36,6 +39,10 @@ CREATE TABLE IF NOT EXISTS versions (
 );
 CREATE TABLE IF NOT EXISTS run (id TEXT NOT NULL);
 """
+
+
+_TABLES = ("groups", "versions", "run")
+SEAL = "row_digest"  # a column of each: of the others, null in rows that earlier releases wrote
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +69,42 @@ class Ledger:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._db = sqlite3.connect(path, isolation_level=None, timeout=30)
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=FULL")
-        self._db.executescript(_SCHEMA)
-        self.run_id = self._identify()
+        with _damage():
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=FULL")
+            self._db.executescript(_SCHEMA)
+            self._columns = {t: self._seal_rows(t, names) for t, names in _columns().items()}
+            self.run_id = self._identify()
 
     def close(self) -> None:
         self._db.close()
+
+    def check(self) -> None:
+        """Raise sqlite3.DatabaseError for any row that is not as it was written."""
+        with _damage():
+            (answer,) = self._db.execute("PRAGMA integrity_check(1)").fetchone()
+            if answer != "ok":
+                raise sqlite3.DatabaseError(f"is damaged: {answer}")
+            for table, columns in self._columns.items():
+                query = f"SELECT rowid FROM {table} WHERE {SEAL} != row_digest({columns}) LIMIT 1"
+                if (row := self._db.execute(query).fetchone()) is not None:
+                    raise sqlite3.DatabaseError(f"is damaged: row {row[0]} of {table}")
+
+    def _seal_rows(self, table: str, expected: Sequence[str]) -> str:
+        """Have triggers digest each row: SQLite itself finds no flipped bit. Its columns."""
+        self._db.create_function("row_digest", -1, _row_digest, deterministic=True)
+        names = _names(self._db, table)
+        if [name for name in names if name != SEAL] != expected:
+            raise sqlite3.DatabaseError(f"is damaged: columns of {table}")
+        if SEAL not in names:
+            self._db.execute(f"ALTER TABLE {table} ADD COLUMN {SEAL} TEXT")
+        columns = ", ".join(expected)
+        for name, event in (("insert", "INSERT"), ("update", f"UPDATE OF {columns}")):
+            self._db.execute(
+                f"CREATE TRIGGER IF NOT EXISTS {table}_{name} AFTER {event} ON {table} BEGIN"
+                f" UPDATE {table} SET {SEAL} = row_digest({columns}) WHERE rowid = NEW.rowid; END"
+            )
+        return columns
 
     def issue(self, groups: Sequence[tuple[int, str]], step: int) -> None:
         """Record (position, group id) before anything is asked of a service."""
@@ -235,8 +271,33 @@ class Ledger:
         self._db.execute("COMMIT")
 
 
+def _columns() -> dict[str, list[str]]:
+    """By table the columns it has in a ledger that is whole."""
+    with closing(sqlite3.connect(":memory:")) as database:
+        database.executescript(_SCHEMA)
+        return {table: _names(database, table) for table in _TABLES}
+
+
+def _names(database: sqlite3.Connection, table: str) -> list[str]:
+    return [row[1] for row in database.execute(f"PRAGMA table_info({table})")]
+
+
+@contextmanager
+def _damage() -> Iterator[None]:
+    """What is told of a damaged file may be no text either."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise sqlite3.DatabaseError(f"is damaged: {error}") from None
+
+
+def _row_digest(*values: object) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(values).encode())
+
+
 def _group_from_row(row: sqlite3.Row) -> LedgerGroup:
     values = {name: row[name] for name in row.keys() if row[name] is not None}  # noqa: SIM118
     values.pop("reason", None)
+    values.pop(SEAL, None)
     digest, size = values.pop("blob_digest", None), values.pop("blob_size", 0)
     return LedgerGroup(**values, blob=None if digest is None else BlobReference(digest, size))

@@ -190,6 +190,10 @@ def check_ledger(ledger: Ledger, run_checkpoint: RunCheckpoint | None) -> None:
     The run would train on their groups a second time. So would one of which no run checkpoint
     is left.
     """
+    try:
+        ledger.check()
+    except sqlite3.DatabaseError as error:
+        raise RunDirectoryError(f"{LEDGER} {error}") from None
     position, step = ledger.next_position(), ledger.last_consumed_step()
     if run_checkpoint is None:
         if step:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -113,7 +114,9 @@ class CheckpointStore:
         faults.point("checkpoint.record")
         try:
             os.rename(partial, self._root / checkpoint_id)
-        except OSError:
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
             raise AlreadyExistsError("checkpoint", PREFIX + checkpoint_id) from None
         if self._durable:
             sync_path(self._root)

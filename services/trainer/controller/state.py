@@ -22,6 +22,7 @@ from services.trainer.errors import (
     NoGradientsError,
     PartReusedError,
     PartsMismatchError,
+    disk_errors,
 )
 from sluice.runtime.errors import (
     AlreadyExistsError,
@@ -316,7 +317,8 @@ class Turns:
             await self._lock.acquire()
         self._holder = what
         try:
-            return await call()
+            with disk_errors():
+                return await call()
         finally:
             self._lock.release()
 

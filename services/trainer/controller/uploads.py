@@ -18,6 +18,7 @@ from services.trainer.controller.passes import ROWS_PER_COMMAND
 from services.trainer.controller.planning import Planner
 from services.trainer.controller.rank_group import RankGroup
 from services.trainer.controller.state import Batch, StoredRows, TrainerState, Turns, in_turn
+from services.trainer.errors import disk_errors
 from services.trainer.rows import RowLimits, blob_errors, check_logprobs, check_row, read_rows
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.runtime.errors import InvalidFieldError, NotFoundError, QueueFullError, ServiceError
@@ -79,6 +80,7 @@ class Upload:
         self.spool()
         return list(self._references)
 
+    @disk_errors()
     def spool(self) -> None:
         """Write the rows that are in memory as one blob."""
         if self._inline:
@@ -160,6 +162,7 @@ class ColumnUpdate:
         check_row(sample)
         self._samples[row] = sample
 
+    @disk_errors()
     def spool(self, blobs: BlobStore) -> list[tuple[BlobReference, list[int]]]:
         """Put blobs and return them with the rows in each, tokens left out."""
         rows = sorted(self._samples)

@@ -22,7 +22,7 @@ from services.trainer.backend import (
     create_backend,
 )
 from services.trainer.config import TrainerConfig
-from services.trainer.errors import CheckpointDamagedError, CheckpointMismatchError
+from services.trainer.errors import CheckpointDamagedError, CheckpointMismatchError, disk_errors
 from services.trainer.rank import FAILURES
 from services.trainer.rank.table import RowTable, add_advantages
 from services.trainer.rows import RowLimits
@@ -95,7 +95,8 @@ class Executor:
         name = command.WhichOneof("command") or ""
         result = pb.CommandResult(sequence=command.sequence)
         try:
-            getattr(self, f"_{name}")(getattr(command, name), result)
+            with disk_errors():
+                getattr(self, f"_{name}")(getattr(command, name), result)
             faults.point(f"rank{self._backend.mesh.rank}.{name}")
         except ServiceError as error:
             result.error.CopyFrom(error.to_status())

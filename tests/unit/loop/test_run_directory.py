@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -138,6 +139,62 @@ def test_a_ledger_that_fits_the_run_checkpoint_is_taken(ledger) -> None:
 def test_a_ledger_that_lost_groups_is_refused(ledger) -> None:
     with pytest.raises(RunDirectoryError, match="group 0 and step 0, before the last run"):
         check_ledger(ledger, RUN_CHECKPOINT)
+
+
+def _rows(path: Path) -> list[str]:
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        tables = ("groups", "versions", "run")
+        return [str(row) for t in tables for row in database.execute(f"SELECT * FROM {t}")]
+
+
+def _is_told(path: Path, expected: list[str]) -> bool:
+    """Whether a run would end with one line; else the ledger must say what it always said."""
+    try:
+        with owned(path.parent):
+            ledger = Ledger(path)
+            try:
+                check_ledger(ledger, RUN_CHECKPOINT)
+                ledger.groups("consumed")
+            finally:
+                ledger.close()
+    except RunDirectoryError:
+        return True
+    assert _rows(path) == expected
+    return False
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> tuple[bytes, list[str]]:
+    """A ledger of a run that has ended, and its rows."""
+    path = tmp_path_factory.mktemp("written") / "ledger.sqlite"
+    ledger = Ledger(path)
+    train(ledger, 6)
+    for step in range(7):
+        ledger.record_version(step + 1, f"digest{step}", step)
+    ledger.close()
+    return path.read_bytes(), _rows(path)
+
+
+@pytest.mark.parametrize("offset", range(8))
+def test_a_flipped_bit_of_the_ledger_is_found_or_changes_nothing(tmp_path, written, offset) -> None:
+    """A run that takes a consumed group for another would train twice, or never."""
+    data, rows = written
+    used = [index for index in range(offset, len(data), 8) if data[index]]  # not the empty space
+    told = 0
+    for index in used[:: max(1, len(used) // 40)]:
+        path = tmp_path / str(index) / "ledger.sqlite"
+        path.parent.mkdir()
+        path.write_bytes(data[:index] + bytes([data[index] ^ (1 << index % 8)]) + data[index + 1 :])
+        told += _is_told(path, rows)
+    assert told > 10
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9])
+def test_a_ledger_that_was_cut_off_is_refused(tmp_path, written, share) -> None:
+    data, rows = written
+    path = tmp_path / "ledger.sqlite"
+    path.write_bytes(data[: int(share * len(data))])
+    assert _is_told(path, rows)
 
 
 def test_a_ledger_that_lost_a_step_is_refused(ledger) -> None:

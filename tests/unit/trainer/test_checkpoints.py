@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+import resource
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -202,3 +204,53 @@ async def test_a_store_that_ranks_do_not_share_is_found_when_saving(whole: Whole
     with pytest.raises(ServiceError, match=r"policy\.safetensors.*share"):
         await whole.trainer.checkpoints.save("apart")
     assert not checkpoint(whole, "apart").exists()
+
+
+@contextlib.contextmanager
+def full_disk(room: int) -> Iterator[None]:
+    """No file may grow beyond `room` bytes, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("room", "file"),
+    [(0, "random-00000.safetensors"), (10_000, "policy.safetensors")],
+)
+async def test_a_full_disk_is_named_by_the_rank_that_meets_it(
+    whole: WholeStage, room: int, file: str
+) -> None:
+    with full_disk(room), pytest.raises(ServiceError, match=rf"too large: .*{file}") as caught:
+        await whole.trainer.checkpoints.save("full")
+    assert (caught.value.code.name, caught.value.reason) == ("FAILED_PRECONDITION", "STORE_FAILED")
+    assert caught.value.metadata["file"].endswith(file)
+    assert list((whole.config.store / "checkpoints").iterdir()) == []
+    await whole.trainer.checkpoints.save("full")
+
+
+async def test_a_full_disk_is_named_by_the_controller(whole: WholeStage) -> None:
+    store = whole.config.store
+    with full_disk(0):
+        with pytest.raises(ServiceError, match=f"too large: .*{store}/blobs/tmp") as caught:
+            await whole.upload("inline")
+        assert caught.value.reason == "STORE_FAILED"
+        with pytest.raises(ServiceError, match=f"{store}") as caught:
+            await whole.trainer.publisher.publish(lambda version: None)
+        assert caught.value.reason == "STORE_FAILED"
+    assert [path for path in store.rglob("*") if path.is_file() and path.stat().st_size] == []
+
+
+async def test_a_store_that_is_gone_is_named(whole: WholeStage) -> None:
+    shutil.rmtree(whole.config.store)
+    for work in (
+        whole.upload("inline"),
+        whole.trainer.checkpoints.save("nowhere"),
+        whole.trainer.publisher.publish(lambda version: None),
+    ):
+        with pytest.raises(ServiceError, match=str(whole.config.store)) as caught:
+            await work
+        assert caught.value.reason == "STORE_FAILED"

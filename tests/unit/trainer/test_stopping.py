@@ -14,6 +14,7 @@ import torch
 from services.trainer.config import TrainerConfig
 from services.trainer.controller.publication import Publisher
 from services.trainer.controller.state import TrainerState, Turns
+from services.trainer.errors import StoreRefusedError
 from services.trainer.rank.executor import _shard_to_proto
 from sluice import faults
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
@@ -161,7 +162,7 @@ async def test_a_save_that_cannot_finish_leaves_nothing(stage: Stage) -> None:
         return pb.CommandResult()
 
     stage.script = script
-    with pytest.raises(FileExistsError):
+    with pytest.raises(StoreRefusedError, match=r"checkpoint\.json"):
         await stage.trainer.checkpoints.save("full")
     assert list(root.iterdir()) == []
 
