@@ -12,7 +12,7 @@ from services.router.config import RouterConfig
 from services.router.episode_workers import EpisodeRegistry
 from services.router.pools import PoolCollector, Pools
 from services.router.proxy import SERVICE as ENGINE_SERVICE
-from services.router.proxy import Proxy
+from services.router.proxy import Proxy, describe_proxied
 from services.router.servicer import RouterServicer
 from sluice import logs
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
@@ -40,6 +40,7 @@ class RouterProcess:
         self.server.bound(engine_pb.GenerateRequest, "sample_count", *samples)
         self.server.bound(engine_pb.SamplingParams, "seeds", *samples)
         self.server.add(Proxy.add_to_server, self._proxy, ENGINE_SERVICE)
+        self.server.describe = describe_proxied
 
     async def run(self) -> None:
         """Serve until a signal."""

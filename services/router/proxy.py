@@ -17,6 +17,9 @@ from typing import Any
 
 import grpc
 import numpy as np
+from google.protobuf import descriptor_pb2
+from google.protobuf.descriptor import FileDescriptor
+from google.protobuf.descriptor_pool import Default, DescriptorPool
 
 from services.router import metrics
 from services.router.config import ProxySettings
@@ -31,7 +34,33 @@ from sluice.runtime.security import SecurityConfig
 logger = logging.getLogger(__name__)
 
 SERVICE = "sluice.api.rollout.v1.EngineService"
+METHODS = ("Generate", "StreamGenerate", "Score", "Abort")
 _LEAST_SECONDS = 0.001
+
+
+def describe_proxied(services: Sequence[str]) -> DescriptorPool:
+    """Describe services for reflection, with EngineService as the router serves it."""
+    described = DescriptorPool()
+    added: set[str] = set()
+
+    def add(file: FileDescriptor) -> None:
+        if file.name in added:
+            return
+        added.add(file.name)
+        for dependency in file.dependencies:
+            add(dependency)
+        message = descriptor_pb2.FileDescriptorProto()
+        file.CopyToProto(message)
+        for service in message.service:
+            if f"{message.package}.{service.name}" == SERVICE:
+                kept = [method for method in service.method if method.name in METHODS]
+                del service.method[:]
+                service.method.extend(kept)
+        described.Add(message)
+
+    for name in services:
+        add(Default().FindFileContainingSymbol(name))
+    return described
 
 
 @dataclass

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from services.router import metrics
 from services.router.episode_workers import EpisodeRegistry
-from services.router.pools import PoolRoom, Pools
+from services.router.pools import DEFAULT_POOL, PoolRoom, Pools
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
@@ -32,7 +32,7 @@ from sluice.balance.routing import (
 from sluice.runtime.errors import InvalidFieldError, NotFoundError
 from sluice.runtime.idempotency import RequestLog
 from sluice.runtime.waits import Waits
-from sluice.runtime.wire import duration_of, seconds_of, timestamp_of
+from sluice.runtime.wire import check_address, duration_of, seconds_of, timestamp_of
 
 IntArray = NDArray[np.int64]
 
@@ -68,6 +68,8 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
         self, request: pb.RegisterEngineRequest, context: Any
     ) -> pb.RegisterEngineResponse:
         engine = request.engine
+        check_address(engine.address, "engine.address")
+        engine.pool = engine.pool or DEFAULT_POOL
         if engine.role == pb.ROLE_EPISODES:
             state = self._episodes.register(engine)
             return pb.RegisterEngineResponse(
@@ -111,6 +113,8 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
     async def ListEngines(
         self, request: pb.ListEnginesRequest, context: Any
     ) -> pb.ListEnginesResponse:
+        if request.role not in (pb.ROLE_UNSPECIFIED, pb.ROLE_ENGINE, pb.ROLE_EPISODES):
+            raise InvalidFieldError("role", "is unknown to this router")
         now = self._pools.clock()
         engines: list[pb.Engine] = []
         if request.role in (pb.ROLE_UNSPECIFIED, pb.ROLE_EPISODES):
@@ -209,7 +213,7 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
             reports_from_proto(request),
             self._pools.clock(),
             seconds_per_token=seconds_of(request.time_per_token),
-            age=max(seconds_of(request.age), 0.0),
+            age=seconds_of(request.age),
         )
         room.notify_waiters()
         return pb.ReportLoadResponse(known=True)
@@ -314,6 +318,8 @@ def engine_from_proto(engine: pb.Engine) -> EngineSpec:
     if engine.max_running_count < 0:
         raise InvalidFieldError("engine.max_running_count", "must not be negative")
     weights = engine.weights if engine.HasField("weights") else None
+    if weights is not None and weights.version < 0:
+        raise InvalidFieldError("engine.weights.version", "must not be negative")
     return EngineSpec(
         name=engine.engine_id,
         address=engine.address,
@@ -369,10 +375,17 @@ def request_from_proto(request: pb.AcquireLeasesRequest) -> LeaseRequest:
     expected = None
     if request.expected_token_counts:
         expected = np.asarray(request.expected_token_counts, dtype=np.float64)
+        if np.isinf(expected).any():
+            raise InvalidFieldError("expected_token_counts", "must be finite, 0 where unknown")
         expected[~(expected > 0)] = np.nan
     cached = None
     if request.cached_token_counts:
         cached = np.asarray(request.cached_token_counts, dtype=np.int64)
+        if (cached < 0).any():
+            raise InvalidFieldError("cached_token_counts", "must not be negative")
+    for name in ("min_version", "exact_version"):
+        if getattr(request, name) < 0:
+            raise InvalidFieldError(name, "must not be negative")
     return LeaseRequest(
         count=count,
         groups=list(zip(names, sizes, strict=True)),
@@ -395,6 +408,8 @@ def claims_from_proto(request: pb.RenewLeasesRequest) -> LeaseClaims:
         if len(getattr(request, name)) != len(ids):
             raise InvalidFieldError(name, f"must have {len(ids)} entries, one per lease")
     engines, ranks = int_column(request.engine_indices), int_column(request.dp_ranks)
+    if len(ranks) and not (ranks.min() >= -1 and ranks.max() < MAX_DP_SIZE):
+        raise InvalidFieldError("dp_ranks", f"must be -1 to {MAX_DP_SIZE - 1}")
     bound = ranks >= 0
     if bound.any() and not (
         (engines[bound] >= 0).all() and (engines[bound] < len(request.engine_ids)).all()
@@ -407,6 +422,14 @@ def claims_from_proto(request: pb.RenewLeasesRequest) -> LeaseClaims:
 
 
 def reports_from_proto(request: pb.ReportLoadRequest) -> list[RankReport]:
+    """Raises InvalidFieldError for what no engine can have measured."""
+    for index, load in enumerate(request.rank_loads):
+        for field, value in load.ListFields():
+            if value < 0:
+                raise InvalidFieldError(f"rank_loads[{index}].{field.name}", "must not be negative")
+    for name in ("time_per_token", "age"):
+        if seconds_of(getattr(request, name)) < 0:
+            raise InvalidFieldError(name, "must not be negative")
     return [
         RankReport(
             running_count=load.running_count,

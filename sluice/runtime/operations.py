@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,12 +24,16 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[], pb_message.Message]
 
+DEFAULT_PAGE, LARGEST_PAGE = 100, 1000
+_FILTERS = {"": (False, True), "done=true": (True,), "done=false": (False,)}
+
 
 @dataclass(eq=False)
 class _Operation:
     name: str
     task: asyncio.Task[pb_message.Message]
     progress: Progress
+    number: int  # in the order of their starts
 
     def to_proto(self) -> pb.Operation:
         operation = pb.Operation(name=self.name, done=self.task.done())
@@ -57,12 +62,23 @@ def _log_bug(task: asyncio.Task[Any]) -> None:
         logger.log(level, "operation %s failed", task.get_name(), exc_info=error)
 
 
+def _place_of(token: str, pages: str) -> int:
+    """The number after which the page of a token begins. Raises InvalidFieldError."""
+    if not token:
+        return 0
+    given, _, number = token.rpartition(".")
+    if given != pages or not (number.isascii() and number.isdecimal() and len(number) < 19):
+        raise InvalidFieldError("page_token", "is none that this process gave for this filter")
+    return int(number)
+
+
 class Operations(pb_grpc.OperationsServicer):
     """Owns the operations of a process; finished ones are kept up to `capacity`."""
 
     def __init__(self, capacity: int = 256) -> None:
         self._operations: RequestTable[_Operation] = RequestTable(capacity)
         self._count = 0
+        self._tokens_of = secrets.token_hex(4)  # page tokens of another process are unknown here
 
     def start(
         self,
@@ -85,7 +101,7 @@ class Operations(pb_grpc.OperationsServicer):
             task: asyncio.Task[pb_message.Message] = asyncio.ensure_future(run())
             task.set_name(name)
             task.add_done_callback(_log_bug)
-            operation = _Operation(name, task, progress)
+            operation = _Operation(name, task, progress, self._count)
             task.add_done_callback(lambda _: self._operations.done(name, operation))
             known = self._operations.add(name, digest, operation)
         return known.to_proto()
@@ -102,8 +118,26 @@ class Operations(pb_grpc.OperationsServicer):
     async def ListOperations(
         self, request: pb.ListOperationsRequest, context: object
     ) -> pb.ListOperationsResponse:
-        operations = [operation.to_proto() for operation in self._operations]
-        return pb.ListOperationsResponse(operations=operations)
+        """List by start, a page at a time; the filter is `done=true` or `done=false`."""
+        if request.name not in ("", "operations"):
+            raise InvalidFieldError("name", "must be `operations`")
+        if request.page_size < 0:
+            raise InvalidFieldError("page_size", "must not be negative")
+        filter_text = request.filter.replace(" ", "").lower()
+        wanted = _FILTERS.get(filter_text)
+        if wanted is None:
+            raise InvalidFieldError("filter", "must be empty, `done=true` or `done=false`")
+        pages = f"{self._tokens_of}.{filter_text}"
+        after = _place_of(request.page_token, pages)
+        rest = sorted(
+            (o for o in self._operations if o.number > after and o.task.done() in wanted),
+            key=lambda operation: operation.number,
+        )
+        page = rest[: min(request.page_size or DEFAULT_PAGE, LARGEST_PAGE)]
+        return pb.ListOperationsResponse(
+            operations=[operation.to_proto() for operation in page],
+            next_page_token=f"{pages}.{page[-1].number}" if len(page) < len(rest) else "",
+        )
 
     async def WaitOperation(
         self, request: pb.WaitOperationRequest, context: grpc.aio.ServicerContext

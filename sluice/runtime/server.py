@@ -9,12 +9,13 @@ import json
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 from google.longrunning import operations_pb2_grpc
+from google.protobuf.descriptor_pool import Default, DescriptorPool
 from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -173,6 +174,8 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
         self._services: list[str] = []
         self._metrics: MetricsServer | None = None
+        # Describes these services for reflection, where they are not served as they are declared.
+        self.describe: Callable[[Sequence[str]], DescriptorPool] = lambda names: Default()
         self.further_addresses: dict[str, str] = {}  # told in the address file beside its own
         self._stop = asyncio.Event()
         self.failed = False  # what the process depends on did: it should end with an error
@@ -207,7 +210,7 @@ class Server:
         if self.config.parent:
             end_with_parent(self.config.parent)
         names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self.grpc_server)
+        reflection.enable_server_reflection(names, self.grpc_server, pool=self.describe(names))
         listen, security = f"{self.config.host}:{self.config.port}", self.config.security
         with opening("server.port", listen):
             if self._credentials is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -55,6 +56,17 @@ def timestamp_of(seconds: float) -> timestamp_pb2.Timestamp:
     timestamp = timestamp_pb2.Timestamp()
     timestamp.FromNanoseconds(int(seconds * 1e9))
     return timestamp
+
+
+_HOST = re.compile(r"\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,252})")
+
+
+def check_address(address: str, field: str) -> None:
+    """Raises InvalidFieldError unless `address` is host:port, IPv6 in brackets."""
+    host, _, port = address.rpartition(":")
+    is_port = port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 1 << 16
+    if not (is_port and _HOST.fullmatch(host)):
+        raise InvalidFieldError(field, "must be host:port")
 
 
 def loss_from_proto(message: loss_pb2.LossSpec, field: str = "loss") -> LossSpec:

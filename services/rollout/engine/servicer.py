@@ -44,7 +44,7 @@ from sluice.runtime.idempotency import RequestTable, cancel_all, has_failed, req
 from sluice.runtime.metrics import StateCollector
 from sluice.runtime.server import Server
 from sluice.runtime.waits import Waits
-from sluice.runtime.wire import duration_of, seconds_of
+from sluice.runtime.wire import check_address, duration_of, seconds_of
 from sluice.weights.transfer.plan import DEFAULT_BUCKET_BYTES, Membership
 
 DEFAULT_SECONDS = 60.0
@@ -57,9 +57,9 @@ def members_from_proto(request: pb.JoinTransferGroupRequest) -> tuple[list[Membe
         raise InvalidFieldError("first_rank", "must be at least 1 and below world_size")
     members = []
     for index, sender in enumerate(request.senders):
-        host, _, port = sender.address.rpartition(":")
-        if not (host and port.isdecimal() and sender.group):
-            raise InvalidFieldError(f"senders[{index}]", "needs host:port and a group")
+        check_address(sender.address, f"senders[{index}].address")
+        if not sender.group:
+            raise InvalidFieldError(f"senders[{index}].group", "is required")
         members.append(
             Membership(
                 address=sender.address,

@@ -1,0 +1,118 @@
+"""Operations are listed a page at a time, each once, whatever ends or goes meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from google.longrunning import operations_pb2 as pb
+from google.protobuf import empty_pb2
+
+from sluice.runtime.errors import InvalidFieldError
+from sluice.runtime.operations import Operations
+
+NUMBER = 25
+
+
+class Run:
+    """Operations that end when they are told to."""
+
+    def __init__(self) -> None:
+        self.operations = Operations()
+        self._ends: list[asyncio.Event] = []
+        self.names: list[str] = []
+
+    def start(self) -> None:
+        end = asyncio.Event()
+        self._ends.append(end)
+
+        async def run() -> empty_pb2.Empty:
+            await end.wait()
+            return empty_pb2.Empty()
+
+        started = self.operations.start("work", empty_pb2.Empty(), run, empty_pb2.Empty)
+        self.names.append(started.name)
+
+    async def end(self, index: int) -> None:
+        self._ends[index].set()
+        name = self.names[index]
+        while not (
+            await self.operations.GetOperation(pb.GetOperationRequest(name=name), None)
+        ).done:
+            await asyncio.sleep(0)
+
+    async def page(self, **fields: object) -> pb.ListOperationsResponse:
+        return await self.operations.ListOperations(pb.ListOperationsRequest(**fields), None)
+
+
+@pytest.fixture
+async def run() -> AsyncIterator[Run]:
+    run = Run()
+    for _ in range(NUMBER):
+        run.start()
+    yield run
+    await run.operations.close()
+
+
+@pytest.mark.parametrize("size", [1, 7, NUMBER, 1 << 30])
+async def test_a_walk_over_pages_meets_each_once(run: Run, size: int) -> None:
+    met: list[str] = []
+    token, pages = "", 0
+    while True:
+        answer = await run.page(page_size=size, page_token=token)
+        met += [operation.name for operation in answer.operations]
+        assert len(answer.operations) <= size
+        await run.end((pages * 11) % NUMBER)  # those that end are listed before the others else
+        token, pages = answer.next_page_token, pages + 1
+        if not token:
+            break
+        if pages == 1:
+            run.start()  # a late one comes last
+    assert met == run.names[: len(met)]
+    assert len(met) >= NUMBER
+
+
+async def test_one_that_is_deleted_takes_none_of_the_others_along(run: Run) -> None:
+    first = await run.page(page_size=5)
+    await run.end(4)
+    await run.operations.DeleteOperation(pb.DeleteOperationRequest(name=run.names[4]), None)
+    second = await run.page(page_size=5, page_token=first.next_page_token)
+    assert [operation.name for operation in second.operations] == run.names[5:10]
+
+
+async def test_the_filter_says_which(run: Run) -> None:
+    for index in (3, 8):
+        await run.end(index)
+    ended = await run.page(filter="done=true")
+    assert [operation.name for operation in ended.operations] == [run.names[3], run.names[8]]
+    running = await run.page(filter="done = false", name="operations")
+    assert len(running.operations) == NUMBER - 2
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("page_size", [-1, -(1 << 31)]),
+        ("page_token", ["x", "1", "../", "\x00", "9" * 5000, "deadbeef..1"]),
+        ("filter", ["done", "name=a", "\x00", "x" * 5000]),
+        ("name", ["other", "operations/", "../"]),
+    ],
+)
+async def test_what_cannot_be_meant_is_refused(run: Run, field: str, values: list) -> None:
+    for value in values:
+        with pytest.raises(InvalidFieldError) as refused:
+            await run.page(**{field: value})
+        assert refused.value.metadata["field"] == field
+
+
+async def test_a_token_is_of_one_process_and_one_filter(run: Run) -> None:
+    token = (await run.page(page_size=3)).next_page_token
+    with pytest.raises(InvalidFieldError, match="page_token"):
+        await run.page(page_token=token, filter="done=false")
+    other = Run()
+    for _ in range(NUMBER):
+        other.start()
+    with pytest.raises(InvalidFieldError, match="page_token"):
+        await other.page(page_token=token)
+    await other.operations.close()
