@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from services.rollout.config import RolloutConfig
-from services.rollout.engine.interface import Engine, create_engine
+from services.rollout.engine.interface import Engine, EngineStatus, create_engine
 from services.rollout.engine.servicer import (
     EngineCollector,
     EngineServicer,
@@ -131,8 +131,13 @@ class Registration:
                     logger.warning("router: %s", error)
 
 
+def is_stuck(status: EngineStatus, seconds: float) -> bool:
+    """Whether the thread of the device has been at one thing for longer than that."""
+    return status.busy_seconds > seconds
+
+
 def engine_description(
-    engine: Engine, *, engine_id: str, address: str, pool: str
+    engine: Engine, *, engine_id: str, address: str, pool: str, stuck_seconds: float
 ) -> Callable[[], pb.Engine]:
     """Returns a function that describes an engine to the router as it stands when called."""
     incarnation = uuid.uuid4().hex
@@ -140,7 +145,8 @@ def engine_description(
     def describe() -> pb.Engine:
         status = engine.status()
         weights = None
-        if status.version is not None and not status.failure:
+        is_well = not (status.failure or is_stuck(status, stuck_seconds))
+        if status.version is not None and is_well:  # else it is given no leases
             weights = sample_pb2.WeightVersion(version=status.version, digest=status.digest)
         return pb.Engine(
             engine_id=engine_id,
@@ -254,13 +260,31 @@ class RolloutProcess:
 
     async def _watch(self, engine: Engine) -> None:
         """Stops the process once its engine has failed; a new one starts without its state."""
-        while True:
+        while not (failure := engine.status().failure):
+            if is_stuck(engine.status(), self._config.engine.stuck_seconds):
+                await self._see_through(engine)
             await asyncio.sleep(WATCH_SECONDS)
-            if failure := engine.status().failure:
-                break
         self.failure = failure
         logger.error("the engine broke: %s", failure)
         self.server.request_stop()
+
+    async def _see_through(self, engine: Engine) -> None:
+        """Says that nothing is served, and why, while the thread of the device is stuck."""
+        status, limit = engine.status(), self._config.engine.stuck_seconds
+        what = f"{status.busy} on the device of {self._config.engine_id}"
+        logger.error("%s takes %.0f s: not ready until it ends", what, status.busy_seconds)
+        await self.server.set_serving(False)
+        with self.server.waits.waiting(what, on=[self._config.engine_id]) as wait:
+            wait.start -= status.busy_seconds
+            wait.began -= status.busy_seconds
+            while True:
+                await asyncio.sleep(WATCH_SECONDS)
+                status = engine.status()
+                if status.failure or not is_stuck(status, limit):
+                    break
+        if not status.failure and not self.server.stopping.is_set():
+            logger.warning("%s has ended: ready again", what)
+            await self.server.set_serving()
 
     async def _leave(self, episodes: EpisodeWorker | None, openai: OpenAIServer | None) -> None:
         """Deregisters and drains the episodes once the server stops, while running calls end."""
@@ -358,7 +382,11 @@ class RolloutProcess:
             return
         if engine is not None:
             describe = engine_description(
-                engine, engine_id=config.engine_id, address=address, pool=config.pool
+                engine,
+                engine_id=config.engine_id,
+                address=address,
+                pool=config.pool,
+                stuck_seconds=config.engine.stuck_seconds,
             )
             self._registrations.append(
                 Registration(

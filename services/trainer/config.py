@@ -65,6 +65,9 @@ class RanksConfig(Config):
     lost_seconds: float = Field(120.0, gt=0, description="A rank silent for longer is lost.")
     start_timeout: float = Field(600.0, gt=0, description="Seconds, from launch to a loaded model.")
     command_timeout: float = Field(1800.0, gt=0, description="Seconds, of any one command.")
+    stuck_seconds: float = Field(
+        600.0, gt=0, description="Of any one command; longer, and the trainer is not ready."
+    )
     max_restarts: int = Field(
         3, ge=0, description="In a row, without an optimizer step in between."
     )

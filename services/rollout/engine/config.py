@@ -93,6 +93,9 @@ class EngineConfig(Config):
     max_stop_tokens: int = Field(1024, ge=0, description="Stop tokens of one request.")
     max_top_tokens: int = Field(1024, ge=0, description="Likeliest tokens a place, of Score.")
     max_media: int = Field(256, ge=0, description="Files of one request.")
+    stuck_seconds: float = Field(
+        120.0, gt=0, description="Of one step or command; longer, and the engine is not ready."
+    )
     threads: int = Field(0, ge=0, description="Threads of one operation; 0 leaves torch's own.")
     deterministic: bool = Field(
         False,

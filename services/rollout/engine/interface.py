@@ -160,6 +160,8 @@ class IncomingWeights:
 class EngineStatus:
     """`version` is None before the first weights; `failure` says why an engine serves no more.
 
+    `busy` says what the thread of the device does, `busy_seconds` for how long without a break.
+
     `restorable_version` is one whose directory the engine may read again, to go back to it.
     `deterministic`: a seeded sample is the same to the bit whatever runs beside it.
     """
@@ -177,6 +179,8 @@ class EngineStatus:
     decode_tokens_total: int = 0
     prefill_tokens_total: int = 0
     failure: str = ""
+    busy: str = ""
+    busy_seconds: float = 0.0
     deterministic: bool = False
     transfer_ranks: int = 0  # that it takes in a transfer group; 0: it reads directories only
     extra: dict[str, float] = field(default_factory=dict)

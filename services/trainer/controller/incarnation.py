@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import grpc
@@ -21,6 +23,8 @@ from sluice.api.trainer.v1 import worker_service_pb2_grpc as pb_grpc
 from sluice.runtime.errors import InvalidFieldError, ServiceError
 from sluice.runtime.waits import Waits
 from sluice.runtime.wire import timestamp_of
+
+logger = logging.getLogger(__name__)
 
 MAX_COMMAND_BYTES = 1 << 20
 EXIT_GRACE = 1.0  # seconds in which a process's end explains the end of its stream
@@ -99,6 +103,8 @@ class RankIncarnation:
         self._config, self._waits = config, waits
         self._pending: dict[int, _Pending] = {}
         self._sequence = 0
+        self._stuck = 0  # commands and ranks that are
+        self.on_stuck: Callable[[bool], None] = lambda is_stuck: None
         self._watchers: list[asyncio.Task[None]] = []
 
     def join(self, link: RankLink) -> None:
@@ -187,13 +193,29 @@ class RankIncarnation:
             timeout=seconds,
             explain=lambda: self._explain(pending),
         ):
-            done, _ = await asyncio.wait([pending.done], timeout=seconds)
+            stuck_after = min(seconds, self._config.stuck_seconds)
+            done, _ = await asyncio.wait([pending.done], timeout=stuck_after)
+            if not done and stuck_after < seconds:
+                logger.error("%s takes more than %g s: not ready", pending.activity, stuck_after)
+                with self._being_stuck():
+                    done, _ = await asyncio.wait([pending.done], timeout=seconds - stuck_after)
         if not done:
             slowest = min(pending.waiting)
             self.fail(
                 RankLostError(slowest, f"did not end {pending.activity} within {seconds:g} s")
             )
         await pending.done
+
+    @contextmanager
+    def _being_stuck(self) -> Iterator[None]:
+        """While the block runs the trainer is not ready."""
+        self._stuck += 1
+        self.on_stuck(True)
+        try:
+            yield
+        finally:
+            self._stuck -= 1
+            self.on_stuck(self._stuck > 0)
 
     def _explain(self, pending: _Pending) -> str:
         links = [self.links[rank] for rank in sorted(pending.waiting)]
@@ -239,11 +261,14 @@ class RankIncarnation:
                 continue
             link.spoke.clear()
             left = max(0.0, config.lost_seconds - link.silence)
-            with self._waits.waiting(
-                f"heartbeat of rank {link.rank}",
-                on=[f"rank {link.rank}"],
-                timeout=left,
-                explain=link.describe_silence,
+            with (
+                self._being_stuck(),
+                self._waits.waiting(
+                    f"heartbeat of rank {link.rank}",
+                    on=[f"rank {link.rank}"],
+                    timeout=left,
+                    explain=link.describe_silence,
+                ),
             ):
                 try:
                     async with asyncio.timeout(left):

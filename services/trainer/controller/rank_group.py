@@ -100,7 +100,7 @@ class RankGroup:
         await self._settled.wait()
 
     async def wait_active(self, active: bool) -> None:
-        """Wait until the ranks take commands, or do not."""
+        """Wait until the ranks take commands, or do not: they are lost, or one is stuck."""
         await (self._active if active else self._inactive).wait()
 
     async def wait_given_up(self) -> None:
@@ -180,6 +180,7 @@ class RankGroup:
         number = self.restart_count + 1
         incarnation = RankIncarnation(number, self._config.count, self._config, self._waits)
         self._incarnation = incarnation
+        incarnation.on_stuck = self._note_stuck
         self._launched.set()
 
         def on_exit(rank: int, how: str) -> None:
@@ -194,8 +195,7 @@ class RankGroup:
             loss = error
         else:
             self.state = trainer_pb.Trainer.STATE_ACTIVE
-            self._inactive.clear()
-            self._active.set()
+            self._tell_active(True)
             self._settled.set()
             return await incarnation.lost
         incarnation.fail(loss)
@@ -221,14 +221,22 @@ class RankGroup:
             raise RankLostError(int(late[0].split()[1]), f"was not ready within {timeout:g} s")
         await self._restore(incarnation)
 
+    def _note_stuck(self, is_stuck: bool) -> None:
+        if self.state == trainer_pb.Trainer.STATE_ACTIVE:
+            self._tell_active(not is_stuck)
+
+    def _tell_active(self, active: bool) -> None:
+        now, over = (self._active, self._inactive) if active else (self._inactive, self._active)
+        over.clear()
+        now.set()
+
     def _note_loss(self, error: ServiceError) -> None:
         logger.error("the ranks are lost: %s", error)
         self._launched.clear()
         self._last_error = error
         self.failure = str(error)
         self.state = trainer_pb.Trainer.STATE_LOADING
-        self._active.clear()
-        self._inactive.set()
+        self._tell_active(False)
 
     def _is_final(self, error: ServiceError) -> bool:
         """Too many restarts, or a model that no rank can load."""

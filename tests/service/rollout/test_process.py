@@ -9,8 +9,9 @@ import logging
 import signal
 import subprocess
 import sys
+import threading
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.rollout import process as process_module
 from services.rollout.__main__ import main
+from services.rollout.engine.reference.engine import ReferenceEngine
 from services.rollout.engine.sglang.servers import free_port
 from services.rollout.process import ENGINE_SERVICE, ROLLOUT_SERVICE
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
@@ -251,3 +253,67 @@ async def test_an_engine_is_asked_the_same_way_near_and_far(
             [0, 0, 0, 0, 10], max_new_tokens=5, sample_count=2, seeds=[7, 8]
         )
         assert drawn == [list(completion.token_ids) for completion in direct]
+
+
+async def test_an_engine_whose_device_is_stuck_is_not_ready_and_says_what_it_does(
+    store: Store, models: Models
+) -> None:
+    """It answers all the while: only the thread of the device is held up."""
+    settings = {
+        "engine_id": "rollout-0",
+        "engine": {"model": str(models.first), "threads": 1, "stuck_seconds": 0.3},
+    }
+    let_go = threading.Event()
+
+    def hold_up() -> None:
+        assert let_go.wait(PATIENCE)
+
+    async with (
+        running_router() as router,
+        running_rollout(
+            store, roles=["engine"], router=router.server.address, **settings
+        ) as process,
+        EngineClient(process.server.address) as client,
+        RouterClient(router.server.address) as fleet,
+    ):
+        health = health_pb2_grpc.HealthStub(client.channel)
+
+        async def ready() -> bool:
+            request = health_pb2.HealthCheckRequest(service=ENGINE_SERVICE)
+            answer = await health.Check(request, timeout=PATIENCE)
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+        async def state() -> int:
+            (engine,) = await fleet.list_engines(router_pb.ROLE_ENGINE)
+            return engine.state
+
+        async def comes(condition: Callable[[], Awaitable[bool]]) -> None:
+            async with asyncio.timeout(PATIENCE):
+                while not await condition():
+                    await asyncio.sleep(0.05)
+
+        async def is_leased() -> bool:
+            return await state() == router_pb.ENGINE_STATE_ACTIVE
+
+        async def is_empty() -> bool:
+            return await state() == router_pb.ENGINE_STATE_EMPTY
+
+        async def is_not_ready() -> bool:
+            return not await ready()
+
+        await comes(ready)
+        await comes(is_leased)
+        assert isinstance(process.engine, ReferenceEngine)
+        held = asyncio.create_task(process.engine._thread.call(hold_up))
+        try:
+            await comes(is_not_ready)
+            (wait,) = [w for w in await client.list_waits() if "hold_up" in w.what]
+            assert list(wait.on) == ["rollout-0"]
+            assert wait.start_time.ToSeconds() > 0
+            await comes(is_empty)
+        finally:
+            let_go.set()
+        await held
+        await comes(ready)
+        await comes(is_leased)
+        assert not [w for w in await client.list_waits() if "hold_up" in w.what]

@@ -186,6 +186,40 @@ async def test_a_silent_rank_is_named_until_it_speaks(open_house: Any) -> None:
     await running
 
 
+async def is_active(group: RankGroup, active: bool) -> None:
+    async with asyncio.timeout(PATIENCE):
+        await group.wait_active(active)
+
+
+async def test_a_trainer_is_not_ready_while_a_rank_is_stuck_in_a_command(open_house: Any) -> None:
+    house = await open_house(stuck_seconds=0.1)
+    let_go = asyncio.Event()
+
+    async def late(command: pb.FollowResponse) -> pb.CommandResult:
+        await let_go.wait()
+        return pb.CommandResult()
+
+    await house.connect_all(answer=late)
+    await is_active(house.group, True)
+    running = asyncio.create_task(house.group.incarnation.run(GRADIENTS))
+    await is_active(house.group, False)
+    assert list((await house.listed())["forward_backward on all ranks"].on) == ["rank 0", "rank 1"]
+    assert house.group.state == ACTIVE  # the command may yet end
+    let_go.set()
+    await running
+    await is_active(house.group, True)
+
+
+async def test_a_trainer_is_not_ready_while_a_rank_is_silent(open_house: Any) -> None:
+    house = await open_house(silent_seconds=0.3)
+    _, sleeper = await house.connect_all()
+    await is_active(house.group, True)
+    sleeper.beating.clear()
+    await is_active(house.group, False)
+    sleeper.beating.set()
+    await is_active(house.group, True)
+
+
 async def test_a_rank_silent_for_too_long_is_lost(open_house: Any) -> None:
     # Alone: where the process is held up for so long, another rank would be lost before it.
     house = await open_house(count=1, silent_seconds=0.3, lost_seconds=0.6)

@@ -103,6 +103,13 @@ class DeviceThread:
         self._closing = False
         self._failure: EngineFailedError | None = EngineFailedError("the engine is not started")
         self._finished = asyncio.Event()
+        self._doing: tuple[str, float] | None = None  # what, and since when; any thread may look
+
+    @property
+    def doing(self) -> tuple[str, float]:
+        """What it does now, empty for nothing, and for how many seconds."""
+        doing = self._doing
+        return ("", 0.0) if doing is None else (doing[0], time.monotonic() - doing[1])
 
     def start(self, loop: asyncio.AbstractEventLoop, threads: int) -> None:
         self._loop, self._failure = loop, None
@@ -181,10 +188,12 @@ class DeviceThread:
                 self._loop.call_soon_threadsafe(self._deliver, outbox)
 
     def _step(self) -> None:
+        self._doing = "a step", time.monotonic()
         try:
             self._core.step()
         except ServiceError as error:  # of the weights or the requests, not of the engine
             self._core.fail_running(error)
+        self._doing = None
 
     def _take(self) -> list[Command]:
         try:
@@ -210,6 +219,8 @@ class DeviceThread:
         future = command.future
         if future is not None and not future.set_running_or_notify_cancel():
             return
+        run = getattr(command.run, "func", command.run)  # of a partial
+        self._doing = f"{getattr(run, '__name__', 'a command')}", time.monotonic()
         try:
             result = command.run()
         except ServiceError as error:
@@ -220,6 +231,7 @@ class DeviceThread:
         else:
             if future is not None:
                 future.set_result(result)
+        self._doing = None
 
     def _set_closing(self) -> None:
         self._closing = True
@@ -357,6 +369,7 @@ class ReferenceEngine(Engine):
     def status(self) -> EngineStatus:
         core = self._core
         version, digest = core.version or (None, "")
+        busy, busy_seconds = self._thread.doing
         load = RankLoad(
             running_count=core.running_count,
             waiting_count=core.waiting_count,
@@ -376,6 +389,8 @@ class ReferenceEngine(Engine):
             decode_tokens_total=core.drawn_tokens,
             prefill_tokens_total=core.prefill_tokens,
             failure=self._failure,
+            busy=busy,
+            busy_seconds=busy_seconds,
             extra={"prefix_hit_tokens_total": core.prefix_hit_tokens},
             deterministic=self._config.deterministic,
             transfer_ranks=1,
