@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,6 +50,50 @@ ANNOUNCE_SECONDS = 3.0
 HEARTBEATS_PER_INTERVAL = 3
 
 
+class RouterSightings:
+    """Which routers answer this process.
+
+    One that was started anew takes the place of the one before for good. Two that answer in turn
+    are reached by one address by mistake: the one started first is `refused`, the other `kept`,
+    until one of them has not answered for REMEMBER_SECONDS.
+    """
+
+    REMEMBER_SECONDS = 60.0
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._answered: dict[str, float] = {}  # when, by router, the latest last
+        self._pair: set[str] = set()
+
+    def note(self, router: str) -> None:
+        """Take that a router has answered."""
+        if not router:  # of a release before
+            return
+        self._forget()
+        if router in self._answered and router != (latest := [*self._answered][-1]):
+            if self._pair != {router, latest}:
+                self._pair = {router, latest}
+                logger.error(
+                    "two routers answer in turn: [%s] is refused, [%s] kept", *sorted(self._pair)
+                )
+            del self._answered[router]
+        self._answered[router] = self._clock()
+
+    def pair(self) -> tuple[str, str]:
+        """Returns who is refused and who is kept, empty where there is no such pair."""
+        self._forget()
+        if not self._pair:
+            return "", ""
+        refused, kept = sorted(self._pair)
+        return refused, kept
+
+    def _forget(self) -> None:
+        oldest = self._clock() - self.REMEMBER_SECONDS
+        self._answered = {name: at for name, at in self._answered.items() if at > oldest}
+        if not self._pair <= self._answered.keys():
+            self._pair = set()
+
+
 class Registration:
     """Registers a role, then sends heartbeats; each calls `describe` and `measure`."""
 
@@ -65,6 +110,7 @@ class Registration:
         self._is_registered = False
         self._epoch = 0  # of the router that answered last
         self._last_error = ""  # that was logged
+        self._sightings = RouterSightings()
 
     def start(self) -> None:
         """Starts the heartbeats; the router may come later."""
@@ -93,9 +139,22 @@ class Registration:
 
     async def _register(self) -> float:
         """Registers once; returns the seconds until the next heartbeat."""
-        request = pb.RegisterEngineRequest(engine=self._describe(), known_epoch=self._epoch)
+        refused, kept = self._sightings.pair()
+        request = pb.RegisterEngineRequest(
+            engine=self._describe(),
+            known_epoch=self._epoch,
+            refused_router_id=refused,
+            kept_router_id=kept,
+        )
+        try:
+            with typed_errors():
+                response = await self._stub.RegisterEngine(request, timeout=ANNOUNCE_SECONDS)
+        except RemoteError as error:
+            if error.reason == "SECOND_ROUTER":
+                self._sightings.note(error.metadata["router"])
+            raise
+        self._sightings.note(response.router_id)
         with typed_errors():
-            response = await self._stub.RegisterEngine(request, timeout=ANNOUNCE_SECONDS)
             if self._measure is not None:
                 load = pb.ReportLoadRequest(
                     engine_id=request.engine.engine_id, rank_loads=self._measure()

@@ -13,6 +13,7 @@ from services.router.episode_workers import EpisodeRegistry
 from services.router.pools import PoolCollector, Pools
 from services.router.proxy import SERVICE as ENGINE_SERVICE
 from services.router.proxy import Proxy, describe_proxied
+from services.router.rivals import Rivals, identify
 from services.router.servicer import RouterServicer
 from sluice import logs
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
@@ -31,8 +32,9 @@ class RouterProcess:
         self.server = Server(config.server)
         self.pools = Pools(config)
         self.episodes = EpisodeRegistry(config.default_pool.engine_ttl, self.pools.clock)
-        self._servicer = RouterServicer(self.pools, self.episodes, self.server.waits)
-        self._proxy = Proxy(self.pools, config.proxy, config.server.security)
+        self._rivals = Rivals(self.pools.clock, self.server.waits)
+        self._servicer = RouterServicer(self.pools, self.episodes, self.server.waits, self._rivals)
+        self._proxy = Proxy(self.pools, config.proxy, config.server.security, self._rivals.check)
         self._collector = PoolCollector(self.pools, registry)
         self._tasks: list[asyncio.Task[None]] = []
         self.server.add(pb_grpc.add_RouterServiceServicer_to_server, self._servicer, SERVICE)
@@ -53,6 +55,7 @@ class RouterProcess:
 
     async def start(self) -> None:
         await self.server.start()
+        self._rivals.identity = identify(self.server.address)
         self._tasks = [
             asyncio.create_task(self._tick(), name="expiry"),
             asyncio.create_task(self._let_go(), name="stop"),
@@ -69,17 +72,23 @@ class RouterProcess:
         await self._servicer.close()
         await self._proxy.close()
         self._collector.close()
+        self._rivals.close()
 
     async def _let_go(self) -> None:
         await self.server.stopping.wait()
         self.pools.close()
 
     async def _tick(self) -> None:
+        is_ready = True
         while True:
             await asyncio.sleep(self._config.tick_seconds)
             self._proxy.heartbeat()
             self.pools.expire()
             self.episodes.expire()
+            self._rivals.expire()
+            if is_ready == self._rivals.refused:
+                is_ready = not is_ready
+                await self.server.set_serving(is_ready)
 
 
 async def serve(config: RouterConfig) -> int:

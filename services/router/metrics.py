@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import grpc
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 
 from sluice.balance.routing import Grant, Refusal
 from sluice.runtime.metrics import Reading, show, with_values
@@ -43,6 +43,10 @@ ADOPTED_LEASES = with_values(
 DROPPED_LEASES = with_values(
     Counter("sluice_router_dropped_leases_total", "Leases their client never received.", ["pool"]),
     None,
+)
+SECOND_ROUTER = Gauge(
+    "sluice_router_second_router",
+    "1 while engines or workers hear this router and another one in turn.",
 )
 STOPS = Counter(
     "sluice_router_stops_total",

@@ -82,8 +82,16 @@ class ProxiedRequest:
 class Proxy:
     """Forwards Generate, StreamGenerate, Score and Abort."""
 
-    def __init__(self, pools: Pools, settings: ProxySettings, security: SecurityConfig) -> None:
+    def __init__(
+        self,
+        pools: Pools,
+        settings: ProxySettings,
+        security: SecurityConfig,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`check` raises while this router should lease nothing."""
         self._pools, self._settings, self._security = pools, settings, security
+        self._check = check
         self._client = f"proxy/{uuid.uuid4()}"
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._running: dict[str, ProxiedRequest] = {}  # by request id, the latest that has it
@@ -228,6 +236,7 @@ class Proxy:
         self, versions: pb.VersionBounds, count: int, context: Any, failed: set[str]
     ) -> ProxiedRequest:
         """Lease for the samples of one request, all on one target."""
+        self._check()
         sent = {str(key): value for key, value in context.invocation_metadata() or ()}
         room = self._pools.room(str(sent.get("x-sluice-pool", "")))
         session = str(sent.get("x-sluice-session", ""))

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from services.router import metrics
 from services.router.episode_workers import EpisodeRegistry
 from services.router.pools import DEFAULT_POOL, PoolRoom, Pools
+from services.router.rivals import Rivals
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
@@ -56,8 +57,11 @@ _NOTHING = LeaseRequest(count=0, needs=Needs(), may_wait=True)
 class RouterServicer(pb_grpc.RouterServiceServicer):
     """Serves leases. Between a change of a pool and its answer is no await but for a free rank."""
 
-    def __init__(self, pools: Pools, episodes: EpisodeRegistry, waits: Waits) -> None:
+    def __init__(
+        self, pools: Pools, episodes: EpisodeRegistry, waits: Waits, rivals: Rivals
+    ) -> None:
         self._pools, self._episodes, self._waits = pools, episodes, waits
+        self._rivals = rivals
         self._requests = RequestLog(_REMEMBERED_REQUESTS)
         self._engines: dict[str, tuple[int, list[pb.Engine]]] = {}  # by pool, of its epoch
 
@@ -69,11 +73,14 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
     ) -> pb.RegisterEngineResponse:
         engine = request.engine
         check_address(engine.address, "engine.address")
+        self._rivals.hear(request)
         engine.pool = engine.pool or DEFAULT_POOL
         if engine.role == pb.ROLE_EPISODES:
             state = self._episodes.register(engine)
             return pb.RegisterEngineResponse(
-                heartbeat_interval=duration_of(self._episodes.ttl), state=state
+                heartbeat_interval=duration_of(self._episodes.ttl),
+                state=state,
+                router_id=self._rivals.identity,
             )
         if engine.role != pb.ROLE_ENGINE:
             raise InvalidFieldError("engine.role", "is unknown to this router")
@@ -92,6 +99,7 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
             heartbeat_interval=duration_of(interval),
             state=state_to_proto(view),
             epoch=room.pool.epoch,
+            router_id=self._rivals.identity,
         )
 
     async def DrainEngine(
@@ -227,7 +235,10 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
         return response
 
     def _acquire(self, request: pb.AcquireLeasesRequest) -> pb.AcquireLeasesResponse:
-        wanted = request_from_proto(request) if request.count else _NOTHING
+        wanted = _NOTHING
+        if request.count:
+            self._rivals.check()
+            wanted = request_from_proto(request)
         ids, outcomes, tokens = released_from_proto(request.released)
         room, client = self._pools.room(request.pool), request.client_id
         room.pool.greet(client, request.known_epoch, self._pools.clock())

@@ -86,22 +86,28 @@ class Engine(_message.Message):
     def __init__(self, engine_id: _Optional[str] = ..., address: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., pool: _Optional[str] = ..., dp_size: _Optional[int] = ..., max_running_count: _Optional[int] = ..., weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., incarnation: _Optional[str] = ..., state: _Optional[_Union[EngineState, str]] = ..., leased_counts: _Optional[_Iterable[int]] = ..., heartbeat_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., first_target_index: _Optional[int] = ..., slowdown: _Optional[float] = ...) -> None: ...
 
 class RegisterEngineRequest(_message.Message):
-    __slots__ = ("engine", "known_epoch")
+    __slots__ = ("engine", "known_epoch", "refused_router_id", "kept_router_id")
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     KNOWN_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    KEPT_ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     engine: Engine
     known_epoch: int
-    def __init__(self, engine: _Optional[_Union[Engine, _Mapping]] = ..., known_epoch: _Optional[int] = ...) -> None: ...
+    refused_router_id: str
+    kept_router_id: str
+    def __init__(self, engine: _Optional[_Union[Engine, _Mapping]] = ..., known_epoch: _Optional[int] = ..., refused_router_id: _Optional[str] = ..., kept_router_id: _Optional[str] = ...) -> None: ...
 
 class RegisterEngineResponse(_message.Message):
-    __slots__ = ("heartbeat_interval", "state", "epoch")
+    __slots__ = ("heartbeat_interval", "state", "epoch", "router_id")
     HEARTBEAT_INTERVAL_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     heartbeat_interval: _duration_pb2.Duration
     state: EngineState
     epoch: int
-    def __init__(self, heartbeat_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., state: _Optional[_Union[EngineState, str]] = ..., epoch: _Optional[int] = ...) -> None: ...
+    router_id: str
+    def __init__(self, heartbeat_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., state: _Optional[_Union[EngineState, str]] = ..., epoch: _Optional[int] = ..., router_id: _Optional[str] = ...) -> None: ...
 
 class DrainEngineRequest(_message.Message):
     __slots__ = ("engine_id", "resume")
