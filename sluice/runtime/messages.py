@@ -37,6 +37,7 @@ _FREE = {  # messages and fields that hold any text
     "google.rpc.Status",
     "sluice.api.trainer.v1.CommandResult.transfer_failure",
 }
+_SIGNED = {"sluice.api.router.v1.ReleasedLeases.token_counts"}  # negative says nothing
 _INTEGERS = {
     FieldDescriptor.CPPTYPE_INT32,
     FieldDescriptor.CPPTYPE_INT64,
@@ -220,7 +221,8 @@ class RequestRules:
         )
         if below is None:
             rule.is_text = item.type == FieldDescriptor.TYPE_STRING and item.full_name not in _FREE
-            rule.is_count = item.cpp_type in _INTEGERS and bool(_COUNTS.search(item.name))
+            is_signed = item.cpp_type not in _INTEGERS or item.full_name in _SIGNED
+            rule.is_count = not is_signed and bool(_COUNTS.search(item.name))
         elif below.full_name not in _FREE and self._asks(below, above):
             rule.below, rule.is_map = below, below.GetOptions().map_entry
         checks = rule.required, rule.bound, rule.is_text, rule.is_count, rule.below

@@ -14,6 +14,7 @@ from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.runtime.errors import RemoteError, typed_errors
 from tests.patience import PATIENCE
+from tests.service.router.conftest import released
 
 HUGE = (1 << 63) - 1
 NO_ADDRESSES = [
@@ -135,6 +136,13 @@ async def test_the_largest_numbers_change_nothing_for_others(router):
     answer = await router.acquire("c", 3, cached_token_counts=[(1 << 31) - 1] * 3)
     assert min(answer.target_indices) >= 0
     assert router.leases_out() == 3
+
+
+async def test_leases_are_given_back_also_where_nothing_is_known_of_their_tokens(router):
+    await router.register("a")
+    first = (await router.acquire("c", 2)).first_lease_id
+    await router.acquire("c", 0, released=released([first, first + 1], token_counts=[3, -1]))
+    assert router.leases_out() == 0
 
 
 async def test_lists_are_of_the_role_and_the_pool_they_name(router):
