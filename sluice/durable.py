@@ -133,8 +133,9 @@ def owned(directory: Path, role: str) -> Iterator[None]:
             stack.enter_context(locked(path, timeout_seconds=0))
             path.write_text(str(os.getpid()))
         except LockTimeoutError:
+            owner = path.read_text(errors="replace") or "?"
             raise DirectoryError(
-                f"run_dir: process {path.read_text() or '?'} (sluice {role}) works in {directory}; "
+                f"run_dir: process {owner} (sluice {role}) works in {directory}; "
                 "stop it, or give another run_dir"
             ) from None
         except OSError as error:

@@ -11,9 +11,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sluice.durable import replace_file
+from sluice.durable import naming, replace_file
 
 _LINE = "reward {reward_mean:.3f}  length {response_length_mean:.1f}  mismatch {mismatch:.1e}"
+_DRAWN = {"step", "reward_mean", "response_length_mean"}
+_SCORED = {"step", "score", "dataset"}
 
 
 class RunReport:
@@ -87,10 +89,11 @@ class RunReport:
 
     def truncate(self, step: int) -> list[float]:
         """Drop rows after `step`, whose work is done again; rewards of the rows that stay."""
-        kept = [row for row in read_metrics(self._run_dir) if row["step"] <= step]
+        kept = [row for row in self._read() if row["step"] <= step]
         text = "".join(json.dumps(row) + "\n" for row in kept)
         replace_file(self._path, text.encode(), temporary=self._run_dir)
-        self._scores = {_evaluation_of(row): row["score"] for row in kept if "dataset" in row}
+        evaluated = [row for row in kept if _SCORED | {"evaluation"} <= row.keys()]
+        self._scores = {_evaluation_of(row): row["score"] for row in evaluated}
         return [row["reward_mean"] for row in kept if "reward_mean" in row]
 
     def plot(self) -> Path | None:
@@ -101,14 +104,26 @@ class RunReport:
         if importlib.util.find_spec("matplotlib") is None:
             self.note("no reward.png: matplotlib is not installed")
             return None
-        rows = read_metrics(self._run_dir)
-        steps = [row for row in rows if "reward_mean" in row]
-        scores = [row for row in rows if "score" in row]
-        return draw(steps, self._run_dir / "reward.png", scores) if steps else None
+        rows = self._read()
+        steps = [row for row in rows if row.keys() >= _DRAWN]
+        scores = [row for row in rows if row.keys() >= _SCORED]
+        path = self._run_dir / "reward.png"
+        try:
+            return draw(steps, path, scores) if steps else None
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            self.note(f"no {path}: {error.strerror or error}")
+            return None
 
     def _append(self, row: dict[str, Any]) -> None:
-        with self._path.open("a") as file:
+        with naming(self._path), self._path.open("a") as file:
             file.write(json.dumps(row) + "\n")
+
+    def _read(self) -> list[dict[str, Any]]:
+        rows, damaged = _parse(self._path)
+        if damaged:
+            self.note(f"{self._path}: {damaged} damaged lines are left out")
+        return rows
 
 
 def _evaluation_of(row: dict[str, Any]) -> tuple[str, str, int]:
@@ -121,17 +136,27 @@ def _versions(row: dict[str, Any]) -> str:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Rows of metrics.jsonl; a last line cut off by a crash is left out."""
-    path = run_dir / "metrics.jsonl"
-    if not path.exists():
-        return []
-    rows = []
-    for line in path.read_text().splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+    """Rows of metrics.jsonl; damaged lines, such as a last one cut off by a crash, are left out."""
+    rows, _ = _parse(run_dir / "metrics.jsonl")
     return rows
+
+
+def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The rows of a file, and how many of its lines are none; a last one cut off is not counted."""
+    if not path.exists():
+        return [], 0
+    *lines, last = path.read_bytes().split(b"\n")
+    rows, damaged = [], 0
+    for line in (*lines, last):
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict) or not isinstance(row["step"], int):
+                raise ValueError("no row")
+        except (ValueError, KeyError):
+            damaged += line is not last
+        else:
+            rows.append(row)
+    return rows, damaged
 
 
 def draw(rows: list[dict[str, Any]], path: Path, scores: list[dict[str, Any]]) -> Path:

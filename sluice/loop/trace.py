@@ -123,6 +123,24 @@ def trace_files(root: Path) -> list[Path]:
     return sorted(root.glob("*.arrow"))
 
 
+class TraceDamagedError(Exception):
+    """A trace is not what was written."""
+
+
+def read_trace(path: Path) -> pa.Table:
+    """The spans of a step. Raises FileNotFoundError and TraceDamagedError."""
+    data = pa.py_buffer(path.read_bytes())
+    try:
+        table = pa.ipc.open_file(data).read_all()
+        table.validate(full=True)
+        int(table.schema.metadata[b"left_out"])
+        if not table.schema.equals(SCHEMA):
+            raise ValueError("other columns")
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+        raise TraceDamagedError(f"{path} is damaged: {error}") from None
+    return table
+
+
 class _Names:
     """Texts by number, in the order in which they came."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import html
 import json
+import logging
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,9 +17,20 @@ from typing import Any
 import pyarrow as pa
 
 from sluice.config import ConfigError
-from sluice.loop.trace import CRITIC, LOOP, STEP, TRAINER, trace_files
+from sluice.loop.trace import (
+    CRITIC,
+    LOOP,
+    STEP,
+    TRAINER,
+    TraceDamagedError,
+    read_trace,
+    trace_files,
+)
 
 MOST_SPANS = 60_000  # that a browser draws without effort
+
+
+logger = logging.getLogger(__name__)
 
 
 class NoTraceError(Exception):
@@ -79,9 +91,12 @@ def load(run_dir: Path, first: int | None = None, last: int | None = None) -> Tr
     tables: list[pa.Table] = []
     for path in reversed(wanted):
         try:
-            table = pa.ipc.open_file(path).read_all()
+            table = read_trace(path)
         except FileNotFoundError:  # a run that goes on forgets its oldest steps
             break
+        except TraceDamagedError as error:
+            logger.warning("%s; it is left out", error)
+            continue
         fits = sum(other.num_rows for other in tables) + table.num_rows <= MOST_SPANS
         if tables and first is None and not fits:
             break

@@ -210,3 +210,23 @@ def test_a_sample_that_comes_back_to_an_engine_is_two_bars() -> None:
     (engine,) = json.loads(found[1])["engines"]
     assert engine["rowCount"] == 1  # they take turns in one slot
     assert [(span[0], span[2]) for span in engine["spans"]] == [(0, 0), (0, 0), (0, 1)]
+
+
+def test_a_damaged_trace_is_left_out(tmp_path: Path) -> None:
+    """Wherever a bit flips, or the file ends: the page of the other steps can still be made."""
+    trace = RunTrace(tmp_path, TraceConfig())
+    for step in (1, 2):
+        trace.add(LOOP, STEP, 10.0 * step, 10.0 * step + 5, f"step {step}")
+        trace.add(LOOP, "wait for groups", 10.0 * step, 10.0 * step + 1)
+        trace.flush(step)
+    path = tmp_path / "traces" / "0000002.arrow"
+    data = path.read_bytes()
+    flipped = [
+        data[:index] + bytes([data[index] ^ 0x10]) + data[index + 1 :]
+        for index in range(0, len(data), 37)
+    ]
+    for damaged in (*flipped, *(data[: len(data) * share // 8] for share in range(8))):
+        path.write_bytes(damaged)
+        assert load(tmp_path).spans
+    path.write_bytes(b"")
+    assert load(tmp_path).steps == (1, 1)
