@@ -45,6 +45,10 @@ RAW = {
     "<large float>": "1e999",
     "<lone surrogate>": '"\\ud800"',
 }
+CALLS = [
+    {"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}
+    for text in ('{"a": "\\ud800"}', "[" * 100_000, '{"a":' * 300 + "1" + "}" * 300, "NaN", "{")
+]
 VALUES: Sequence[Any] = (
     *(None, True, False, 0, -1, 1, 2, 21, 129, 2**31 - 1, 2**31, -(2**31), 2**62, 2**63, 10**400),
     *(0.0, -0.0, 0.5, 1.5, 5e-324, 1e-320, 1e-30, 1e30, 1.7e308, -1.7e308),
@@ -54,6 +58,8 @@ VALUES: Sequence[Any] = (
     *([], {}, [[]], [None], [True], [-1], [1.5], [2**40], [1] * 5000, ["x"] * 100, ["", "x"]),
     *([{"role": "user", "content": [{"type": "text", "text": 5}]}], [{"role": "\ud800"}]),
     *([{"role": "user", "content": "\ud800"}], [{"role": "assistant", "tool_calls": [{}]}]),
+    *([call] for call in CALLS),
+    *([{"role": "assistant", "tool_calls": [call]}] for call in CALLS),
     *({"a": {"b": [1, {"c": None}]}}, {"group": "..", "session": "."}, {"": ""}, {"\ud800": 1}),
     *RAW,
 )

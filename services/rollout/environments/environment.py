@@ -13,7 +13,7 @@ import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from numbers import Real
 from types import TracebackType
@@ -307,6 +307,60 @@ def _shown(value: Any) -> str:
         return f"{reprlib.repr(value)} ({kind})"
     except ValueError:
         return f"a long {kind}"
+
+
+DEEPEST = 100  # levels of lists and objects
+
+
+def json_fault(value: Any) -> str:
+    """Says why a value is not JSON that every reader takes, or nothing.
+
+    Such has finite numbers and whole characters, and is nested `DEEPEST` levels at most.
+    """
+    values: list[Any] = [value]
+    for _ in range(DEEPEST):
+        inner: list[Any] = []
+        for each in values:
+            if isinstance(each, str):
+                if not each.isascii() and _has_half_pair(each):
+                    return "holds half a surrogate pair"
+            elif isinstance(each, Mapping):
+                inner += (*each.keys(), *each.values())
+            elif isinstance(each, Sequence) and not isinstance(each, bytes | bytearray):
+                inner += each
+            elif not isinstance(each, int | float | None):
+                return f"holds {_shown(each)}, which JSON has not"
+            elif isinstance(each, float) and not math.isfinite(each):
+                return "holds a number that is not finite"
+        if not inner:
+            return ""
+        values = inner
+    return f"is nested deeper than {DEEPEST} levels"
+
+
+def _has_half_pair(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+_KINDS: Mapping[str, type] = {"prompt": str, "answer": str, "done": bool}
+Given = TypeVar("Given", Task, Step)
+
+
+def checked(found: Given, name: str) -> Given:
+    """Returns a task or step of an environment. Raises EnvironmentFailedError naming a field."""
+    for each in fields(found):
+        value = getattr(found, each.name)
+        fault = json_fault(value)
+        if not fault and not isinstance(value, _KINDS.get(each.name, object)):
+            fault = f"is {_shown(value)}"
+        if fault:
+            where = f"{type(found).__name__}.{each.name}"
+            raise EnvironmentFailedError(f"{name}: {where} {fault}", environment=name)
+    return found
 
 
 def answer_of(found: T | Awaitable[T]) -> T:

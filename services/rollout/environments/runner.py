@@ -22,6 +22,7 @@ from services.rollout.environments.environment import (
     TextTokenizer,
     UnknownEnvironmentError,
     UserCode,
+    checked,
 )
 from services.rollout.environments.isolation import FunctionThread, GraderPool
 from services.rollout.environments.registry import (
@@ -79,10 +80,12 @@ class InlineRunner(Runner):
             self._environment.check(self._settings, request)
 
     async def make_task(self, request: TaskRequest) -> Task:
-        return await self._call(Task, lambda: self._environment.make_task(request))
+        task = await self._call(Task, lambda: self._environment.make_task(request))
+        return checked(task, self._name)
 
     async def step(self, task: Task, state: Mapping[str, Any], response: Response) -> Step:
-        return await self._call(Step, lambda: self._environment.step(task, state, response))
+        step = await self._call(Step, lambda: self._environment.step(task, state, response))
+        return checked(step, self._name)
 
     async def reward(self, task: Task, responses: Sequence[Response]) -> list[Reward]:
         return await self._call(Sequence, lambda: self._environment.reward(task, responses))
@@ -115,14 +118,14 @@ class PooledRunner(Runner):
 
     async def make_task(self, request: TaskRequest) -> Task:
         values = await self._pool.call("make_task", self._values, request=asdict(request))
-        return Task(**values)
+        return checked(Task(**values), self._kind.__name__)
 
     async def step(self, task: Task, state: Mapping[str, Any], response: Response) -> Step:
         answer = _without_ids(response)
         step = await self._pool.call(
             "step", self._values, task=asdict(task), state=state, response=answer
         )
-        return Step(**step)
+        return checked(Step(**step), self._kind.__name__)
 
     async def reward(self, task: Task, responses: Sequence[Response]) -> list[Reward]:
         answers = [_without_ids(response) for response in responses]

@@ -25,6 +25,7 @@ from services.rollout.environments.environment import (
     Task,
     TaskRequest,
     TextTokenizer,
+    json_fault,
 )
 from services.rollout.environments.prompts import PromptsEnvironment, PromptsSettings
 from services.rollout.environments.registry import load_function
@@ -69,6 +70,8 @@ def _parse(body: str, whole: str) -> ToolCall:
     arguments = call.get("arguments", {})
     if not isinstance(arguments, dict):
         return ToolCall(error="arguments must be a JSON object")
+    if fault := json_fault([call["name"], arguments]):
+        return ToolCall(error=f"a tool call {fault}")
     return ToolCall(name=call["name"], arguments=arguments)
 
 
@@ -188,7 +191,7 @@ class ToolsEnvironment(PromptsEnvironment):
             "tool_calls": state.get("tool_calls", 0) + len(calls),
             "tool_errors": state.get("tool_errors", 0) + sum(a.is_error for a in answers),
         }
-        texts = [answer.text[: self._settings.max_characters] for answer in answers]
+        texts = [_whole(answer.text[: self._settings.max_characters]) for answer in answers]
         if task.messages:
             messages = tuple({"role": "tool", "content": text} for text in texts)
             return Step(messages=messages, state={**state, **counts})
@@ -213,6 +216,11 @@ class ToolsEnvironment(PromptsEnvironment):
                 f"error: there is no tool {call.name!r}; tools: {known}", is_error=True
             )
         return tool.answer(call.arguments)
+
+
+def _whole(text: str) -> str:
+    """What a tool said, with a question mark for half a surrogate pair."""
+    return text if text.isascii() else text.encode(errors="replace").decode()
 
 
 def _counts(state: Mapping[str, Any]) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ from services.rollout.openai.requests import (
     DetokenizeRequest,
     TokenizeRequest,
     parse,
+    read_json,
 )
 from sluice.samples.chat_template import ChatTemplateError, NoChatTemplateError
 from sluice.samples.tokenizer import TextTokenizer, off_loop
@@ -122,9 +122,9 @@ def _tool_call(call: Any, field: str) -> dict[str, Any]:
     try:
         function = dict(call["function"])
         if isinstance(function.get("arguments"), str):
-            function["arguments"] = json.loads(function["arguments"] or "{}")
+            function["arguments"] = read_json((function["arguments"] or "{}").encode())
         return {**call, "function": function}
-    except (KeyError, TypeError, ValueError) as error:
+    except (ApiError, KeyError, TypeError, ValueError) as error:
         raise ApiError(400, "invalid_value", f"{field}: {error}", field) from None
 
 

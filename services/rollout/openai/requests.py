@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -20,7 +19,7 @@ from pydantic import (
 )
 
 from services.rollout.engine.interface import Sampling
-from services.rollout.environments.environment import LARGEST_REWARD
+from services.rollout.environments.environment import DEEPEST, LARGEST_REWARD, json_fault
 from sluice.client import RemoteError
 from sluice.runtime.errors import ServiceError
 
@@ -120,9 +119,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # taken with these values alone
 }
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 R = TypeVar("R", bound=BaseModel)
-DEEPEST = 100  # levels of lists and objects in a body
 SHOWN = 500  # characters of what a caller sent, in a refusal
-_TOO_DEEP = f"is nested deeper than {DEEPEST} levels"
 Text = Annotated[str, StringConstraints(min_length=1)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 
@@ -151,41 +148,14 @@ def read_json(data: bytes) -> Any:
     try:
         values = json.loads(data, parse_constant=refuse)
     except RecursionError:
-        raise ApiError(400, "invalid_json", _TOO_DEEP) from None
+        message = f"is nested deeper than {DEEPEST} levels"
+        raise ApiError(400, "invalid_json", message) from None
     except ValueError as error:
         raise ApiError(400, "invalid_json", f"the body is not JSON: {error}") from None
     for name, value in values.items() if isinstance(values, dict) else [("", values)]:
-        if wrong := _wrong_with([name, value]):
-            raise ApiError(400, "invalid_value", f"{_legible(name)}: {wrong}", name)
+        if fault := json_fault([name, value]):
+            raise ApiError(400, "invalid_value", f"{_legible(name) or 'the body'}: {fault}", name)
     return values
-
-
-def _wrong_with(values: list[Any]) -> str:
-    """Says what nobody further on could read, or nothing."""
-    for _ in range(DEEPEST):
-        inner: list[Any] = []
-        for value in values:
-            if isinstance(value, str) and not _is_unicode(value):
-                return "holds half a surrogate pair"
-            if isinstance(value, float) and not math.isfinite(value):
-                return "holds a number beyond those of 64 bits"
-            if isinstance(value, dict):
-                inner += (*value.keys(), *value.values())
-            elif isinstance(value, list):
-                inner += value
-        if not inner:
-            return ""
-        values = inner
-    return _TOO_DEEP
-
-
-def _is_unicode(text: str) -> bool:
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            return False
-    return True
 
 
 def _legible(text: str) -> str:

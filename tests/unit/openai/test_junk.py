@@ -62,6 +62,12 @@ BODY = some(
 )
 
 
+def calling(arguments: str) -> dict[str, Any]:
+    """A conversation in which a tool was called."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"messages": [{"role": "assistant", "tool_calls": [call]}]}
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
     directory: Path = tmp_path_factory.mktemp("tokenizer")
@@ -92,6 +98,9 @@ async def prepare_completion(tokenizer: TextTokenizer, body: Any) -> None:
 @given(body=BODY | JSON)
 @example(body={"messages": [{"role": "user", "tool_calls": [{"id": []}]}]})
 @example(body={"messages": [{"role": "user", "tool_calls": 5}]})
+@example(body=calling("[" * 100_000))
+@example(body=calling('{"a": "\\ud800"}'))
+@example(body=calling('{"a": NaN}'))
 @example(body={"messages": [{"role": "user"}], "chat_template_kwargs": {"depth": "a"}})
 @example(body={"messages": [{"role": "user"}], "top_k": 1 << 40})
 @example(body={"prompt": [-1]})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -54,6 +55,10 @@ async def grader(environments: Environments, **values: Any) -> Runner:
 
 def deed(name: str, **state: Any) -> Task:
     return Task(prompt="x", state={"deed": name, **state})
+
+
+def nested(levels: int) -> Any:
+    return [nested(levels - 1)] if levels else 1
 
 
 def values_of(rewards: list[Reward]) -> list[float]:
@@ -155,6 +160,22 @@ async def test_a_reward_of_a_wrong_type_is_named(
     runner = await grader(environments, marks=str(tmp_path))
     with pytest.raises(EnvironmentFailedError, match=message):
         await runner.reward(deed(name), ANSWERS)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a\ud800", "deed": ""}, "Task.prompt holds half a surrogate pair"),
+        ({"prompt": "", "deed": float("inf")}, "Task.state holds a number that is not finite"),
+        ({"prompt": "", "deed": nested(300)}, "Task.state is nested deeper than 100 levels"),
+    ],
+    ids=["surrogate", "infinite", "deep"],
+)
+async def test_a_task_that_is_no_json_is_named(
+    environments: Environments, row: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(EnvironmentFailedError, match=re.escape(message)):
+        await (await grader(environments)).make_task(TaskRequest(row=row))
 
 
 @pytest.mark.parametrize("name", ["litter", "stall_with_litter", "die_with_litter"])

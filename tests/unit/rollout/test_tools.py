@@ -123,8 +123,19 @@ def test_no_text_breaks_the_parser(text: str) -> None:
     assert body and all(call.error or call.name or call.arguments is not None for call in body)
 
 
-def test_deep_nesting_is_an_error_not_a_crash() -> None:
-    (found,) = parse_calls("<tool_call>" + "[" * 100_000 + "</tool_call>")
+@pytest.mark.parametrize(
+    "body",
+    [
+        "[" * 100_000,
+        '{"name": "f", "arguments": {"a": ' + "[" * 300 + "]" * 300 + "}}",
+        '{"name": "f", "arguments": {"a": "\\ud800"}}',
+        '{"name": "\\udfff"}',
+        '{"name": "f", "arguments": {"a": NaN}}',
+    ],
+    ids=["deep", "rather deep", "half a pair", "name", "NaN"],
+)
+def test_what_no_reader_of_json_takes_is_an_error_not_a_crash(body: str) -> None:
+    (found,) = parse_calls(f"<tool_call>{body}</tool_call>")
     assert found.error
 
 
