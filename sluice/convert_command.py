@@ -15,6 +15,7 @@ from google.longrunning import operations_pb2
 from google.protobuf import message as pb_message
 from pydantic import Field
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from sluice.api.converter.v1 import converter_service_pb2 as pb
@@ -77,10 +78,10 @@ async def verify(arguments: Sequence[str]) -> None:
     answer = await (_verify_there if config.address else _verify_here)(config, first, second)
     console = Console()
     for name, reason in sorted(answer.different.items()):
-        console.print(f"{name}: {reason}", highlight=False)
+        console.print(f"{name}: {reason}", highlight=False, markup=False)
     for where, names in ((first, answer.only_first), (second, answer.only_second)):
         for name in names:
-            console.print(f"{name}: only in {where}", highlight=False)
+            console.print(f"{name}: only in {where}", highlight=False, markup=False)
     if not answer.equal:
         raise CheckpointError(f"{first} and {second} differ")
     console.print(f"equal: {answer.equal_count} tensors, {answer.byte_count} bytes")
@@ -208,6 +209,7 @@ def _plain(answer: pb.ConvertCheckpointResponse) -> dict[str, object]:
         "copied": list(report.copied),
         "skipped": dict(report.skipped),
         "conflicting": dict(report.conflicting),
+        "notes": list(report.notes),
         "digests": dict(answer.digests),
     }
 
@@ -224,11 +226,14 @@ def _print_report(answer: pb.ConvertCheckpointResponse, validate_only: bool) -> 
     for kind, names in rows.items():
         shown = "" if kind == "converted" else "\n".join(names[:SHOWN])
         more = "" if len(names) <= SHOWN or kind == "converted" else f"\nand {len(names) - SHOWN}"
-        table.add_row(kind, str(len(names)), shown + more)
+        table.add_row(kind, str(len(names)), escape(shown + more))
     console = Console()
     console.print(table)
+    for note in report.notes:
+        console.print(note, highlight=False, markup=False)
     verb = "would hold" if validate_only else "holds"
-    console.print(f"{answer.target} {verb} {answer.byte_count} bytes", highlight=False)
+    text = f"{answer.target} {verb} {answer.byte_count} bytes"
+    console.print(text, highlight=False, markup=False)
 
 
 class ConverterClient(Client):

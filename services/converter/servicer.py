@@ -35,6 +35,7 @@ from sluice.weights.convert.options import OptionError
 from sluice.weights.convert.verify import compare
 from sluice.weights.convert.work import Control, ConversionProgress
 from sluice.weights.errors import (
+    LONGEST,
     BusyTargetError,
     ConflictingTensorError,
     DamagedFileError,
@@ -42,6 +43,7 @@ from sluice.weights.errors import (
     FileDigestError,
     ManifestError,
     MissingTensorError,
+    MixedTypesError,
     TargetExistsError,
     TensorDigestError,
     UnexpectedTensorError,
@@ -107,17 +109,18 @@ def typed_errors() -> Iterator[None]:
         raise DiskTooSmallError(str(error), needed=error.needed) from error
     except TensorDigestError as error:
         metrics.DIGEST_FAILURES.inc()
-        raise DataLossError(str(error), tensor=error.name) from error
+        raise DataLossError(str(error), tensor=error.name[:LONGEST]) from error
     except (FileDigestError, DamagedFileError) as error:
         metrics.DIGEST_FAILURES.inc()
         raise DataLossError(str(error), file=error.file_name) from error
     except ManifestError as error:
         metrics.DIGEST_FAILURES.inc()
         raise DataLossError(str(error), file="manifest.json") from error
-    except (MissingTensorError, UnexpectedTensorError) as error:
-        raise UnfitSourceError(str(error), tensors=",".join(error.names[:64])) from error
+    except (MissingTensorError, MixedTypesError, UnexpectedTensorError) as error:
+        tensors = ",".join(error.names[:64])[:LONGEST]
+        raise UnfitSourceError(str(error), tensors=tensors) from error
     except ConflictingTensorError as error:
-        names = f"{error.name},{error.other}"
+        names = f"{error.name},{error.other}"[:LONGEST]
         raise UnfitSourceError(str(error), tensors=names) from error
     except WeightStoreError as error:
         raise UnfitSourceError(str(error)) from error

@@ -351,6 +351,7 @@ def conversion_to_proto(result: Result) -> converter_pb.ConvertCheckpointRespons
             copied=report.copied,
             skipped=report.skipped,
             conflicting=report.conflicting,
+            notes=report.notes,
         ),
         digests=result.digests,
     )

@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -95,7 +97,7 @@ def parse_extents(data: Buffer, *, file_name: str) -> dict[str, Extent]:
             raise DamagedFileError(file_name, "is cut short or is no safetensors file")
         text = bytes(view[8:start])
     try:
-        document = json.loads(text)
+        document = load_json(text)
         extents = {
             name: Extent(entry["dtype"], tuple(entry["shape"]), *_absolute(entry, start))
             for name, entry in document.items()
@@ -121,16 +123,19 @@ def data_start(data: Buffer) -> int:
 def _size(extent: Extent) -> int:
     if extent.dtype not in BITS:
         raise ValueError(f"unknown dtype {extent.dtype!r}")
-    if not all(isinstance(length, int) and length >= 0 for length in extent.shape):
-        raise ValueError(f"shape {list(extent.shape)}")
+    if not all(type(length) is int and 0 <= length < 1 << 63 for length in extent.shape):
+        raise ValueError(f"shape {str(list(extent.shape))[:80]}")
     return math.prod(extent.shape) * BITS[extent.dtype] // 8
 
 
 def _absolute(entry: Mapping[str, list[int]], start: int) -> tuple[int, int]:
     begin, end = entry["data_offsets"]
+    if type(begin) is not int or type(end) is not int:
+        raise ValueError(f"offsets {str([begin, end])[:80]}")
     return start + begin, start + end
 
 
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
@@ -156,25 +161,90 @@ def companion_files(directory: Path) -> list[Path]:
     return sorted(path for path in paths if path.is_file())
 
 
+@dataclass(frozen=True)
+class ShardIndex:
+    """The HF index of a model of several files: the file of each tensor, and the bytes of all.
+
+    `total_size` should be the bytes of all tensors; None where it is not said.
+    """
+
+    weight_map: Mapping[str, str]
+    total_size: object = None
+
+    @property
+    def files(self) -> list[str]:
+        return sorted(set(self.weight_map.values()))
+
+    def check(self, found: Mapping[str, str], size: int) -> tuple[list[str], list[str]]:
+        """Compare with the file of each tensor that was found and the bytes of all.
+
+        Returns names of tensors that no file has, and notes on what else is wrong.
+        """
+        ghosts = sorted(self.weight_map.keys() - found.keys())
+        notes = []
+        if self.total_size is not None and self.total_size != size:
+            said = repr(self.total_size)[:40]
+            notes.append(f"{INDEX_NAME!r} says {said} bytes, the tensors have {size}")
+        unlisted = sorted(found.keys() - self.weight_map.keys())
+        moved = sorted(n for n in found.keys() & self.weight_map if self.weight_map[n] != found[n])
+        for names, text in (
+            (unlisted, "does not name tensors of its files"),
+            (moved, "names other files than those that hold"),
+        ):
+            if names:
+                more = ", ..." if len(names) > 8 else ""
+                notes.append(f"{INDEX_NAME!r} {text}: {', '.join(names[:8])}{more}")
+        return ghosts, notes
+
+
+def read_index(directory: Path) -> ShardIndex | None:
+    """Read the index of a model of several files; None where it is one file.
+
+    Like transformers, a `model.safetensors` is taken before an index. Raises DamagedFileError, or
+    InvalidCheckpointError where it names a file that lies elsewhere.
+    """
+    index = directory / INDEX_NAME
+    if (directory / SINGLE_NAME).is_file() or not index.is_file():
+        return None
+    try:
+        document = load_json(index.read_bytes())
+        weight_map = dict(document["weight_map"])
+        metadata = document.get("metadata") or {}
+        found = ShardIndex(weight_map, metadata.get("total_size"))
+        strays = [name for name in found.files if not is_plain_name(name)]
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise DamagedFileError(INDEX_NAME, f"is malformed: {error}") from error
+    if strays:
+        raise InvalidCheckpointError(
+            f"{INDEX_NAME!r} names {strays[0][:80]!r}, which lies elsewhere or is no file"
+        )
+    return found
+
+
+def is_plain_name(name: str) -> bool:
+    """Return whether a name from a file names another file of the same directory."""
+    plain = Path(name).name == name not in ("", "..") and name.isprintable()
+    return plain and len(name.encode()) < 256
+
+
+def load_json(data: bytes) -> Any:
+    """Parse JSON of any origin. Raises ValueError, also for what is nested too deep or no text."""
+    try:
+        document = json.loads(data.decode())
+        if SURROGATE.search(data):  # half of a pair is a name that could be written nowhere
+            json.dumps(document, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+    return document
+
+
 def shard_paths(directory: Path) -> list[Path]:
     """List the safetensors files that make up the model; raises MissingFileError if incomplete.
 
-    DamagedFileError or InvalidCheckpointError are for an index that makes no sense.
-    Like transformers, a `model.safetensors` is taken before an index.
+    Raises as `read_index` besides.
     """
-    index = directory / INDEX_NAME
-    if not (directory / SINGLE_NAME).is_file() and index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-            strays = [name for name in names if Path(name).name != name]
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise DamagedFileError(INDEX_NAME, f"is malformed: {error}") from error
-        if strays:
-            raise InvalidCheckpointError(
-                f"{INDEX_NAME!r} names {strays[0]!r}, which lies elsewhere"
-            )
-    else:
-        names = [SINGLE_NAME]
+    index = read_index(directory)
+    names = [SINGLE_NAME] if index is None else index.files
     for name in names:
         if not (directory / name).is_file():
             raise MissingFileError(name)
@@ -286,6 +356,19 @@ def check_companions(directory: Path, manifest: Manifest) -> None:
     shards = {tensor.file for tensor in manifest.tensors.values()}
     for file_name in manifest.files.keys() - shards:
         check_file(directory / file_name, manifest.files[file_name].digest)
+
+
+def check_header(path: Path, expected: str) -> None:
+    """Check the digest of a safetensors header; raises as `check_file` or DamagedFileError."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(8)
+            length = int.from_bytes(start, "little")
+            header = start + file.read(length if length <= MAX_HEADER else 0)
+    except FileNotFoundError as error:
+        raise MissingFileError(path.name) from error
+    if (actual := digest_bytes(header)) != expected:
+        raise FileDigestError(path.name, expected, actual)
 
 
 def check_file(path: Path, expected: str) -> None:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+LONGEST = 2000  # characters of a message: names come from files, and may be of any length
+
 
 class WeightStoreError(Exception):
     """Root of the errors of `sluice.weights`."""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 class VersionNotFoundError(WeightStoreError):
@@ -93,9 +99,10 @@ class MissingFileError(WeightStoreError):
 class TensorDigestError(WeightStoreError):
     """The bytes of a tensor are not those that were written."""
 
-    def __init__(self, name: str, expected: str, actual: str) -> None:
+    def __init__(self, name: str, expected: str, actual: str, place: str = "") -> None:
         self.name, self.expected, self.actual = name, expected, actual
-        super().__init__(f"tensor {name!r} has digest {actual}, not {expected}")
+        where = f" of {place!r}" if place else ""
+        super().__init__(f"tensor {name!r}{where} has digest {actual}, not {expected}")
 
 
 class FileDigestError(WeightStoreError):
@@ -128,6 +135,17 @@ class BusyTargetError(WeightStoreError):
     def __init__(self, target: Path) -> None:
         self.target = target
         super().__init__(f"another conversion writes {target.name!r}")
+
+
+class MixedTypesError(InvalidCheckpointError):
+    """Tensors of several types would become one, which has one type; `names` are the odd ones."""
+
+    def __init__(self, key: str, names: tuple[str, ...]) -> None:
+        self.names = names
+        listed = ", ".join(names[:8])
+        super().__init__(
+            f"{key!r} would be made of tensors of several types; unlike most of them are: {listed}"
+        )
 
 
 class DiskFullError(WeightStoreError):

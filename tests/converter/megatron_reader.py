@@ -149,6 +149,7 @@ def experts(text: dict[str, Any], kind: str) -> dict[str, Any]:
     if not count:
         return {}
     dense = {*range(text.get("first_k_dense_replace", 0)), *text.get("mlp_only_layers", ())}
+    sparse = [int(i not in dense) for i in range(text["num_hidden_layers"])]
     shared = text.get("shared_expert_intermediate_size") or (
         text.get("n_shared_experts", 0) * text["moe_intermediate_size"]
     )
@@ -156,7 +157,7 @@ def experts(text: dict[str, Any], kind: str) -> dict[str, Any]:
     return {
         "num_moe_experts": count,
         "moe_ffn_hidden_size": text["moe_intermediate_size"],
-        "moe_layer_freq": [int(i not in dense) for i in range(text["num_hidden_layers"])],
+        "moe_layer_freq": sparse if dense else 1,  # of all layers: Megatron's default
         "moe_router_topk": text["num_experts_per_tok"],
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
@@ -177,7 +178,8 @@ def layers(config: Any, text: dict[str, Any], kind: str) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    sparse = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
+    sparse = config.moe_layer_freq if config.num_moe_experts else 0
+    sparse = [sparse] * config.num_layers if isinstance(sparse, int) else sparse
     specs = []
     for index in range(config.num_layers):
         spec = get_gpt_layer_local_spec(

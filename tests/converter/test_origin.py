@@ -9,17 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from sluice.weights.checkpoint import parse_header
 from sluice.weights.convert.conversion import convert
 from sluice.weights.convert.fp8 import dequantize, quantize, scale_shape
 from sluice.weights.convert.options import ConvertOptions, OptionError
 from sluice.weights.convert.verify import compare
-from sluice.weights.errors import InvalidCheckpointError
+from sluice.weights.errors import InvalidCheckpointError, MissingTensorError, TensorDigestError
 from sluice.weights.rules.packing import InexactTensorError
+from sluice.weights.store import WeightStore
+from tests.converter.test_damage import write_metadata
+from tests.imported import import_checkpoint
 from tests.unit.weights_rules.models import save_model
 
 MTP = {
@@ -93,6 +98,155 @@ def test_a_stale_copy_of_a_tied_tensor_is_not_taken(tmp_path: Path) -> None:
     report = to_hf(tmp_path / "trained", tmp_path / "back", origin=model).report
     assert report.skipped == {"lm_head.weight": "tied: it would be a stale copy"}
     assert "lm_head.weight" not in load_file(tmp_path / "back/model.safetensors")
+
+
+def without_rules(directory: Path, **config: object) -> dict[str, torch.Tensor]:
+    """Make the model one of an architecture that nobody has rules for; its tensors."""
+    path = directory / "config.json"
+    known = json.loads(path.read_bytes())
+    for key, value in config.items():
+        known.pop(key, None)
+        if value is not None:
+            known[key] = value
+    path.write_text(json.dumps({**known, "architectures": ["StrangeForCausalLM"]}))
+    return load_file(directory / "model.safetensors")
+
+
+@pytest.mark.parametrize("head", ["lm_head.weight", "model.proj_out.weight"])
+@pytest.mark.parametrize(
+    ("config", "equal"),
+    [
+        ({"tie_word_embeddings": True}, False),
+        ({"tie_word_embeddings": None, "text_config": {"tie_word_embeddings": True}}, False),
+        ({"tie_word_embeddings": None}, True),  # the default of the class, which nobody knows
+    ],
+)
+def test_a_stale_head_of_an_architecture_without_rules_is_not_taken(
+    head: str, config: dict[str, object], equal: bool, tmp_path: Path
+) -> None:
+    model = save_model("llama_tied", tmp_path / "model")
+    tensors = without_rules(model, **config)
+    shutil.copytree(model, tmp_path / "trained")
+    tensors[head] = tensors["model.embed_tokens.weight"] + (0 if equal else 1)
+    tensors["mtp.proj.weight"] = torch.ones(3, 5)
+    save_file(tensors, model / "model.safetensors")
+    report = to_hf(tmp_path / "trained", tmp_path / "made", origin=model).report
+    assert report.skipped == {head: "tied: it would be a stale copy"}
+    assert report.copied == ("mtp.proj.weight",)
+    made = load_file(tmp_path / "made/model.safetensors")
+    assert head not in made and torch.equal(made["mtp.proj.weight"], tensors["mtp.proj.weight"])
+
+
+def test_a_head_of_its_own_is_taken_whatever_the_architecture(tmp_path: Path) -> None:
+    model = save_model("llama", tmp_path / "model")
+    tensors = without_rules(model, tie_word_embeddings=False)
+    shutil.copytree(model, tmp_path / "trained")
+    headless = {name: t for name, t in tensors.items() if name != "lm_head.weight"}
+    save_file(headless, tmp_path / "trained/model.safetensors")
+    report = to_hf(tmp_path / "trained", tmp_path / "made", origin=model).report
+    assert report.copied == ("lm_head.weight",)
+
+
+@pytest.mark.parametrize("known", ["conversion.json", "manifest.json"])
+def test_a_flipped_byte_of_an_origin_is_found(
+    known: str, origin: Path, trained: Path, tmp_path: Path
+) -> None:
+    """As of a source: by the digests that its writer left beside it."""
+    if known == "manifest.json":
+        store = WeightStore(tmp_path / "store", durable=False)
+        damaged = import_checkpoint(store, origin, None, 0).directory
+    else:
+        damaged = tmp_path / "origin"
+        to_hf(origin, damaged)
+    path = damaged / "model.safetensors"
+    whole = path.read_bytes()
+    report = to_hf(trained, tmp_path / "fine", origin=damaged).report
+    assert set(report.copied) == set(MTP)
+    for name in sorted(MTP):
+        path.write_bytes(whole)
+        flip_tensor(path, name)
+        with pytest.raises(TensorDigestError, match=damaged.name) as found:
+            to_hf(trained, tmp_path / "made", origin=damaged)
+        assert found.value.name == name
+        with pytest.raises(TensorDigestError):
+            to_hf(damaged, tmp_path / "made")
+        assert not (tmp_path / "made").exists()
+    path.write_bytes(whole)
+    flip_tensor(path, "model.norm.weight")  # which is not taken from there
+    assert to_hf(trained, tmp_path / "again", origin=damaged).report.copied == report.copied
+
+
+@pytest.mark.parametrize("quantize", ["", "fp8"])
+def test_a_flipped_scale_of_an_origin_is_found(
+    quantize: str, origin: Path, trained: Path, tmp_path: Path
+) -> None:
+    to_hf(origin, tmp_path / "fp8", quantize="fp8")
+    flip_tensor(tmp_path / "fp8/model.safetensors", "model.layers.4.mlp.gate_proj.weight_scale_inv")
+    with pytest.raises(TensorDigestError, match="weight_scale_inv"):
+        to_hf(trained, tmp_path / "made", origin=tmp_path / "fp8", quantize=quantize)
+
+
+def test_a_tensor_that_training_owns_is_not_filled_in(origin: Path, tmp_path: Path) -> None:
+    """It would be the one before training, among others that were trained."""
+    shutil.copytree(origin, tmp_path / "trained")
+    tensors = load_file(origin / "model.safetensors")
+    name = "model.layers.2.self_attn.o_proj.weight"
+    del tensors[name]
+    save_file(tensors, tmp_path / "trained/model.safetensors")
+    with pytest.raises(MissingTensorError, match=name):
+        to_hf(tmp_path / "trained", tmp_path / "made", origin=origin)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_5_vl_moe"])
+def test_a_tower_that_nobody_trained_is_filled_in(name: str, tmp_path: Path) -> None:
+    """All of it; where the source has a part of one, the rest was lost."""
+    model = save_model(name, tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    tower = {name for name in tensors if "visual." in name}
+    language = {name: tensor for name, tensor in tensors.items() if name not in tower}
+    shutil.copytree(model, tmp_path / "language")
+    save_file(language, tmp_path / "language/model.safetensors")
+    report = to_hf(tmp_path / "language", tmp_path / "made", origin=model).report
+    assert set(report.copied) == tower and compare(model, tmp_path / "made").same
+    with pytest.raises(MissingTensorError, match="visual"):
+        to_hf(tmp_path / "language", tmp_path / "without")
+
+    convert(model, tmp_path / "megatron", ConvertOptions(sync=False))
+    drop_keys(tmp_path / "megatron", "vision_model.")
+    report = to_hf(tmp_path / "megatron", tmp_path / "back", origin=model).report
+    assert set(report.copied) == tower and compare(model, tmp_path / "back").same
+
+    part = dict(sorted(tensors.items())[:-1]) | {"lm_head.weight": tensors["lm_head.weight"]}
+    assert tower - part.keys()
+    save_file(part, tmp_path / "language/model.safetensors")
+    with pytest.raises(MissingTensorError, match="visual"):
+        to_hf(tmp_path / "language", tmp_path / "lost", origin=model)
+
+    save_file(language, tmp_path / "language/model.safetensors")
+    del tensors[sorted(tower)[0]]
+    save_file(tensors, model / "model.safetensors")
+    with pytest.raises(MissingTensorError, match=sorted(tower)[0]):
+        to_hf(tmp_path / "language", tmp_path / "both", origin=model)
+
+
+def flip_tensor(path: Path, name: str) -> None:
+    """Flip a bit in the middle of a tensor."""
+    data = bytearray(path.read_bytes())
+    extent = parse_header(bytes(data), file_name=path.name)[name]
+    data[(extent.begin + extent.end) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def drop_keys(directory: Path, prefix: str) -> None:
+    """Rewrite a torch_dist checkpoint of anybody without the keys that begin so."""
+    (directory / "conversion.json").unlink()
+    metadata = dcp.FileSystemReader(directory).read_metadata()
+    kept = [key for key in metadata.state_dict_metadata if not key.startswith(prefix)]
+    metadata.state_dict_metadata = {key: metadata.state_dict_metadata[key] for key in kept}
+    metadata.storage_data = {
+        index: place for index, place in metadata.storage_data.items() if index.fqn in kept
+    }
+    write_metadata(directory, metadata)
 
 
 def test_conflicts_are_reported_and_the_trained_one_kept(
@@ -231,6 +385,9 @@ def test_stacked_experts_stay_stacked(tmp_path: Path) -> None:
     to_hf(tmp_path / "made", tmp_path / "back")
     assert compare(tmp_path / "stacked", tmp_path / "back").same
     assert load_file(tmp_path / "back/model.safetensors").keys() == tensors.keys()
+    report = to_hf(tmp_path / "stacked", tmp_path / "filled", origin=model).report
+    assert report.copied == ()  # the experts before training, under other names
+    assert load_file(tmp_path / "filled/model.safetensors").keys() == tensors.keys()
 
 
 @pytest.mark.parametrize(

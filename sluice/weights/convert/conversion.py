@@ -26,10 +26,10 @@ import xxhash
 
 from sluice import faults
 from sluice.durable import LockTimeoutError, locked, sync_path, write_new
-from sluice.weights.checkpoint import INDEX_NAME
+from sluice.weights.checkpoint import INDEX_NAME, companion_files
 from sluice.weights.convert.options import ConvertOptions
 from sluice.weights.convert.pieces import Content, FileRange, Files
-from sluice.weights.convert.plan import RECORD, plan_conversion
+from sluice.weights.convert.plan import RECORD, digest_record, plan_conversion
 from sluice.weights.convert.stored import CONFIG, METADATA
 from sluice.weights.convert.torch_dist_target import COMMON
 from sluice.weights.convert.work import (
@@ -50,7 +50,7 @@ from sluice.weights.errors import (
     TargetExistsError,
     TensorDigestError,
 )
-from sluice.weights.manifest import digest_file
+from sluice.weights.manifest import digest_bytes, digest_file
 from sluice.weights.rules.packing import InexactTensorError
 
 LOCK_SECONDS = 0.5  # after which another conversion has the target
@@ -283,7 +283,7 @@ def _place(item: Group | Check) -> int:
 
 def _compare(check: Check, digest: str) -> None:
     if digest != check.digest:
-        raise TensorDigestError(check.name, check.digest, digest)
+        raise TensorDigestError(check.name, check.digest, digest, check.place)
 
 
 class _Memory:
@@ -394,7 +394,16 @@ def convert(
                     for name in OWN_FILES
                     if (staging / name).is_file()
                 }
-                publish(staging, target, record)
+                if options.to == "hf":
+                    record["headers"] = {
+                        file.name: digest_bytes(data)
+                        for file in work.files
+                        for _, data in file.frames
+                    }
+                record["companions"] = {
+                    path.name: digest_file(path)[1] for path in companion_files(staging)
+                }
+                publish(staging, target, record | {"record": digest_record(record)})
         except CancelledConversionError:
             if not control.keep.is_set():
                 shutil.rmtree(staging, ignore_errors=True)

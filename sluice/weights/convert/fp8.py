@@ -24,7 +24,12 @@ _KEPT = re.compile(r"(^|\.)(visual|lm_head|embed_tokens)\.")
 
 def is_quantizable(name: str, shape: tuple[int, ...]) -> bool:
     """Return whether an HF tensor is the weight of a linear layer that FP8 checkpoints quantise."""
-    return len(shape) == 2 and bool(_QUANTIZED.search(name)) and not _KEPT.search(name)
+    return (
+        len(shape) == 2
+        and 0 not in shape
+        and bool(_QUANTIZED.search(name))
+        and not _KEPT.search(name)
+    )
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int] = BLOCK) -> tuple[int, int]:
@@ -78,7 +83,10 @@ def block_size(config: Mapping[str, object]) -> tuple[int, int] | None:
         raise InvalidCheckpointError(
             f"quantization {entry.get('quant_method')!r} is not FP8 with blocks of weights"
         )
-    return int(block[0]), int(block[1])
+    rows, columns = block
+    if not all(type(size) is int and 0 < size < 1 << 31 for size in block):
+        raise InvalidCheckpointError(f"config.json: weight_block_size is {block!r}")
+    return rows, columns
 
 
 def quantization_config(kept: list[str], scale_format: ScaleFormat) -> dict[str, object]:

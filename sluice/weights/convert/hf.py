@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,8 +15,10 @@ from sluice.weights.checkpoint import (
     SINGLE_NAME,
     encode_header,
     encode_index,
+    load_json,
     map_shard,
     parse_extents,
+    read_index,
     shard_paths,
 )
 from sluice.weights.convert.fp8 import SCALE, block_size, dequantize
@@ -35,13 +36,15 @@ from sluice.weights.rules.weight_map import WeightMap
 from sluice.weights.shards import DTYPE_NAMES, TORCH_DTYPES
 
 CONFIG = "config.json"
+TIED = "tied: it would be a stale copy"
+HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output_layer)\.weight$")
 QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def read_config(directory: Path) -> dict[str, object]:
     """Parse `config.json` of a directory. Raises MissingFileError or InvalidCheckpointError."""
     try:
-        config = json.loads((directory / CONFIG).read_bytes())
+        config = load_json((directory / CONFIG).read_bytes())
     except FileNotFoundError as error:
         raise MissingFileError(CONFIG) from error
     except ValueError as error:
@@ -74,9 +77,12 @@ class HfSource:
         self._spellings = [(re.compile(pattern), text) for pattern, text in spellings]
         self._entries: dict[str, HfEntry] = {}
         self.duplicates: list[str] = []
+        self.ghosts: list[str] = []
+        self.notes: list[str] = []
         for path in shard_paths(directory):
             for entry in _read_shard(path):
                 self._add(entry)
+        self._check_index()
         self._block = block_size(read_config(directory))
         self._check_scales()
 
@@ -96,6 +102,21 @@ class HfSource:
     def stored(self) -> Mapping[str, HfEntry]:
         """Everything as it is stored, scales as well."""
         return self._entries
+
+    def names_in_files(self, names: Iterable[str]) -> set[str]:
+        """Return what files call tensors, the scales of quantised ones besides."""
+        own = {self._entries[name].name for name in names}
+        scales = (name + SCALE for name in names if self.is_quantized(name))
+        return own | {self._entries[name].name for name in scales}
+
+    def equals(self, name: str, other: str) -> bool:
+        """Return whether two tensors are stored with the same type, shape and bytes."""
+        return self._is_equal(self._entries[name], self._entries[other])
+
+    def _is_equal(self, first: HfEntry, second: HfEntry) -> bool:
+        one, two = first.content, second.content
+        same = (one.dtype, one.shape) == (two.dtype, two.shape)
+        return same and self._files.digest(one) == self._files.digest(two)
 
     def is_quantized(self, name: str) -> bool:
         return self._block is not None and name + SCALE in self._entries
@@ -131,6 +152,15 @@ class HfSource:
         if surplus := sorted(scaled - blocks):
             raise UnexpectedTensorError(tuple(name + SCALE for name in surplus))
 
+    def _check_index(self) -> None:
+        index = read_index(self.directory)
+        if index is None:
+            return
+        entries = self._entries.values()
+        found = {entry.name: entry.path.name for entry in entries}
+        found |= {name: index.weight_map.get(name, "") for name in self.duplicates}
+        self.ghosts, self.notes = index.check(found, sum(e.content.size for e in entries))
+
     def _add(self, entry: HfEntry) -> None:
         name = entry.name
         for pattern, text in self._spellings:
@@ -139,11 +169,7 @@ class HfSource:
         if other is None:
             self._entries[name] = entry
             return
-        same = (other.content.dtype, other.content.shape) == (
-            entry.content.dtype,
-            entry.content.shape,
-        )
-        if not same or self._files.digest(other.content) != self._files.digest(entry.content):
+        if not self._is_equal(other, entry):
             raise ConflictingTensorError(
                 f"{other.path.name}:{other.name}", f"{entry.path.name}:{entry.name}"
             )
@@ -232,18 +258,21 @@ def _task(part: TensorPart, places: dict[str, tuple[str, int]]) -> TensorTask:
 
 def fill_from_origin(
     groups: Sequence[tuple[str, Sequence[TensorPart]]],
+    origin: HfSource,
     options: ConvertOptions,
     weights: WeightMap | None,
-    files: Files,
+    config: Mapping[str, object],
+    tower: Collection[str] = (),
 ) -> tuple[list[tuple[str, list[TensorPart]]], ConversionReport]:
-    """Find the tensors of `options.origin` that the groups lack, and report on the whole.
+    """Find the tensors of the origin that the groups lack, and report on the whole.
 
     Left out are copies of tied tensors, which would be stale, and names that the patterns do not
     let through; scales of quantised tensors go with their tensors, which are copied as numbers.
-    Tensors in both with another shape are conflicts: the converted one is kept.
+    Tensors in both with another shape are conflicts: the converted one is kept. `config` is the
+    model's, which says of an architecture without rules whether its output layer is tied. Of what
+    training owns nothing is taken but the `tower`, which the source has nothing of.
     """
-    assert options.origin is not None
-    origin = HfSource(options.origin, files, weights.family.spellings if weights else ())
+    owned = set() if weights is None else weights.hf_tensors().keys() - set(tower)
     own = {part.name: part.shape for _, parts in groups for part in parts}
     copied: list[tuple[str, list[TensorPart]]] = []
     skipped: dict[str, str] = {n: "stored twice, equal" for n in origin.duplicates}
@@ -253,6 +282,10 @@ def fill_from_origin(
         if name in own:
             if own[name] != shape:
                 conflicting[name] = f"{shape} in the origin, {own[name]} converted"
+        elif name in owned:  # experts in one tensor here, in several there
+            skipped[name] = "trained: the source has it in another form"
+        elif weights is None and _is_tied_head(name, origin, own, config):
+            skipped[name] = TIED
         elif (reason := _left_out(name, options, weights)) is not None:
             skipped[name] = reason
         else:
@@ -264,15 +297,34 @@ def fill_from_origin(
     report = ConversionReport(
         converted=tuple(sorted(own)),
         copied=tuple(sorted(name for name, _ in copied)),
-        skipped=skipped,
+        skipped=skipped | dict.fromkeys(origin.ghosts, "named by the origin's index, in no file"),
         conflicting=conflicting,
+        notes=tuple(f"origin: {note}" for note in origin.notes),
     )
     return copied, report
 
 
+def _is_tied_head(
+    name: str, origin: HfSource, own: Mapping[str, tuple[int, ...]], config: Mapping[str, object]
+) -> bool:
+    """Whether an output layer repeats an embedding, in an architecture that has no rules.
+
+    That is a matrix with a row for each token, as the source has one. It is tied by the word of
+    `config.json`, or where the origin holds the two equal.
+    """
+    inner = config.get("text_config")
+    text = {**(inner if isinstance(inner, Mapping) else {}), **config}
+    tied, shape = text.get("tie_word_embeddings") is True, origin.entry(name).content.shape
+    named = bool(HEAD.search(name))
+    if not named and shape[:1] != (text.get("vocab_size"),):
+        return False
+    others = [n for n in origin.names() if own.get(n) == shape and len(shape) == 2]
+    return (tied and bool(named or others)) or any(origin.equals(name, n) for n in others)
+
+
 def _left_out(name: str, options: ConvertOptions, weights: WeightMap | None) -> str | None:
     if weights is not None and weights.is_copy(name):
-        return "tied: it would be a stale copy"
+        return TIED
     if weights is not None and weights.is_ignored(name):
         return "carries no weights"
     if not any(fnmatchcase(name, pattern) for pattern in options.allow):

@@ -7,13 +7,21 @@ record of a conversion, are checked, so that damage since then is found.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from sluice.weights.checkpoint import check_companions, check_file, companion_files, shard_paths
+from sluice.weights.checkpoint import (
+    check_companions,
+    check_file,
+    check_header,
+    companion_files,
+    is_plain_name,
+    load_json,
+    shard_paths,
+)
 from sluice.weights.convert import fp8
 from sluice.weights.convert.hf import (
     CONFIG,
@@ -26,7 +34,7 @@ from sluice.weights.convert.hf import (
 )
 from sluice.weights.convert.options import ConvertOptions
 from sluice.weights.convert.pieces import Content, Files
-from sluice.weights.convert.stored import is_torch_dist
+from sluice.weights.convert.stored import is_torch_dist, read_keys
 from sluice.weights.convert.torch_dist_source import TorchDistSource
 from sluice.weights.convert.torch_dist_target import TorchDistLayout, ToTorchDist
 from sluice.weights.convert.work import Check, ConversionReport, Work
@@ -37,10 +45,12 @@ from sluice.weights.errors import (
     MissingFileError,
     MissingTensorError,
 )
-from sluice.weights.manifest import MANIFEST_NAME, read_manifest
+from sluice.weights.manifest import MANIFEST_NAME, digest_bytes, digest_file, read_manifest
 from sluice.weights.rules.packing import InexactTensorError
+from sluice.weights.rules.rule import Stage
 from sluice.weights.rules.shape import read_shape
 from sluice.weights.rules.weight_map import UnknownArchitectureError, WeightMap, family_of
+from sluice.weights.shards import DTYPE_NAMES
 
 RECORD = "conversion.json"
 
@@ -59,42 +69,83 @@ def check_files(source: Path) -> None:
             )
         check_companions(source, manifest)
         return
-    for name, digest in _read_record(source).get("files", {}).items():
+    record = _read_record(source)
+    for name, digest in record.get("files", {}).items():
         check_file(source / name, digest)
+    for name, digest in record.get("headers", {}).items():
+        check_header(source / name, digest)
 
 
-def find_checks(source: HfSource | TorchDistSource) -> tuple[Check, ...]:
+def find_checks(
+    source: HfSource | TorchDistSource, taken: Collection[str] | None = None
+) -> tuple[Check, ...]:
     """List what can be checked of a checkpoint; nothing where nobody left digests.
 
-    Raises MissingTensorError where a tensor with a digest is gone, or FileDigestError.
+    With `taken` only the HF tensors of these names, which is what a conversion uses of an origin.
+    Raises MissingTensorError where a tensor with a digest is gone, DamagedFileError where one has
+    another type or shape, or FileDigestError.
     """
-    digests = _known_digests(source.directory)
+    digests = _known_digests(source)
     if not digests:
         return ()
     stored = dict(_stored(source, digests))
     if missing := sorted(set(digests) - set(stored)):
         raise MissingTensorError(tuple(missing))
-    return tuple(Check(name, stored[name], digest) for name, digest in digests.items())
+    place = source.directory.name
+    return tuple(
+        Check(name, stored[name], digest, place)
+        for name, digest in digests.items()
+        if taken is None or name in taken or name.rpartition("[")[0] in taken
+    )
 
 
-def _known_digests(source: Path) -> dict[str, str]:
-    if (source / MANIFEST_NAME).is_file():
-        return {name: entry.digest for name, entry in read_manifest(source).tensors.items()}
-    return _read_record(source).get("digests", {})
+def _known_digests(source: HfSource | TorchDistSource) -> dict[str, str]:
+    if not (source.directory / MANIFEST_NAME).is_file():
+        return _read_record(source.directory).get("digests", {})
+    tensors = read_manifest(source.directory).tensors
+    found = source.stored().values() if isinstance(source, HfSource) else ()
+    for entry in found:
+        said, content = tensors.get(entry.name), entry.content
+        if said and (said.dtype, said.shape) != (DTYPE_NAMES[content.dtype], content.shape):
+            raise DamagedFileError(entry.path.name, f"and its manifest differ in: {entry.name}")
+    return {name: said.digest for name, said in tensors.items()}
 
 
 def _read_record(source: Path) -> dict[str, dict[str, str]]:
     """Read the digests in the record of a conversion; nothing where there is none."""
     try:
-        record = json.loads((source / RECORD).read_bytes())
-        return {
+        record = load_json((source / RECORD).read_bytes())
+        stated = record.pop("record", None)  # earlier releases left none
+        if stated not in (None, digest_record(record)):
+            raise ValueError("is not as it was written")
+        kinds = {"digests": record["digests"]}
+        kinds |= {kind: record.get(kind, {}) for kind in ("files", "headers", "companions")}
+        read = {
             kind: {str(name): str(digest) for name, digest in found.items()}
-            for kind, found in (("digests", record["digests"]), ("files", record.get("files", {})))
+            for kind, found in kinds.items()
         }
+        for name in (*read["files"], *read["headers"], *read["companions"]):
+            if not is_plain_name(name):
+                raise ValueError(f"names {name[:80]!r}, which lies elsewhere or is no file")
+        return read
     except FileNotFoundError:
         return {}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedFileError(RECORD, f"is no record of digests: {error!r}") from error
+
+
+def digest_record(record: Mapping[str, object]) -> str:
+    """Hash the record of a conversion."""
+    return digest_bytes(json.dumps(record, sort_keys=True, default=list).encode())
+
+
+def edited_files(source: Path) -> tuple[str, ...]:
+    """Say which files that people may edit are not as a conversion wrote them."""
+    return tuple(
+        f"{name!r} of {source.name!r} is not as it was written: edited, or damaged"
+        for name, digest in _read_record(source).get("companions", {}).items()
+        if (source / name).is_file() and digest_file(source / name)[1] != digest
+    )
 
 
 def _stored(
@@ -137,7 +188,7 @@ def _names(checkpoint: Path) -> list[str]:
     except MissingFileError:
         pass
     try:
-        report = json.loads((checkpoint / RECORD).read_bytes())["report"]
+        report = load_json((checkpoint / RECORD).read_bytes())["report"]
         return [str(name) for name in report["converted"]]
     except FileNotFoundError:
         return []
@@ -154,8 +205,16 @@ def plan_conversion(source: Path, options: ConvertOptions, files: Files) -> Work
     Raises OptionError, the errors of `sluice.weights.errors` or PartitionError.
     """
     options.check()
+    edited: list[str] = []
     for directory in {source, options.origin or source, options.model or source}:
         check_files(directory)
+        edited += edited_files(directory)
+    work = _plan(source, options, files)
+    notes = (*work.report.notes, *sorted(edited))
+    return replace(work, report=replace(work.report, notes=notes))
+
+
+def _plan(source: Path, options: ConvertOptions, files: Files) -> Work:
     if is_torch_dist(source):
         described = options.model or (source if (source / CONFIG).is_file() else options.origin)
         if described is None:
@@ -165,22 +224,34 @@ def plan_conversion(source: Path, options: ConvertOptions, files: Files) -> Work
         config = read_config(described)
         if options.to == "torch_dist":
             raise InvalidCheckpointError("the source is a torch_dist checkpoint already")
-        stored = TorchDistSource(source, read_weights(config, options.origin or described), files)
-        work = _plan_hf(_groups_of_torch_dist(stored), config, described, options, files)
-        return replace(work, checks=find_checks(stored))
+        rules, tower = read_weights(config, options.origin or described), set[str]()
+        if options.origin and not any(key.startswith("vision_model.") for key in read_keys(source)):
+            rules, tower = rules.without(Stage.VISION), rules.tensors_of(Stage.VISION)
+        stored = TorchDistSource(source, rules, files)
+        work = _plan_hf(_groups_of_torch_dist(stored), config, described, options, files, tower)
+        return replace(work, checks=(*work.checks, *find_checks(stored)))
     config = read_config(options.model or source)
     if options.to == "torch_dist":
         return _plan_torch_dist(source, config, options, files)
     weights = _weights_or_none(config, source)
     spellings = () if weights is None else weights.family.spellings
-    checkpoint = HfSource(source, files, spellings)
+    checkpoint, tower = HfSource(source, files, spellings), set()
     if weights is not None:
+        if options.origin and not weights.tensors_of(Stage.VISION) & set(checkpoint.names()):
+            weights, tower = weights.without(Stage.VISION), weights.tensors_of(Stage.VISION)
         checkpoint.check(weights)
         _check_copies(checkpoint, weights, files)
     names = [n for n in checkpoint.names() if weights is None or not weights.is_ignored(n)]
     groups = [(name, [TensorPart(name, checkpoint.content(name))]) for name in names]
-    work = _plan_hf(groups, config, options.model or source, options, files)
-    return replace(work, checks=find_checks(checkpoint))
+    work = _plan_hf(groups, config, options.model or source, options, files, tower)
+    skipped = {**work.report.skipped, **_ghosts(checkpoint)}
+    notes = (*checkpoint.notes, *work.report.notes)
+    report = replace(work.report, skipped=skipped, notes=notes)
+    return replace(work, report=report, checks=(*work.checks, *find_checks(checkpoint)))
+
+
+def _ghosts(source: HfSource) -> dict[str, str]:
+    return dict.fromkeys(source.ghosts, "named by the index, in no file")
 
 
 def _check_copies(source: HfSource, weights: WeightMap, files: Files) -> None:
@@ -211,9 +282,10 @@ def _plan_torch_dist(
     common = {"iteration": 0, "checkpoint_version": 3.0}
     owned = weights.hf_tensors()
     skipped = {n: _reason(weights, n) for n in checkpoint.names() if n not in owned}
-    skipped |= {n: "stored twice, equal" for n in checkpoint.duplicates}
+    skipped |= {n: "stored twice, equal" for n in checkpoint.duplicates} | _ghosts(checkpoint)
     texts = {**layout.texts(common), **_companions(options.model or source, config)}
-    report = ConversionReport(converted=tuple(sorted(owned)), skipped=skipped)
+    notes = (*checkpoint.notes, *making.notes)
+    report = ConversionReport(converted=tuple(sorted(owned)), skipped=skipped, notes=notes)
     return Work(
         layout.files,
         layout.groups,
@@ -230,12 +302,19 @@ def _plan_hf(
     described: Path,
     options: ConvertOptions,
     files: Files,
+    tower: Collection[str],
 ) -> Work:
+    """Lay out an HF checkpoint. `tower`: tensors of the model that the origin alone may have."""
     weights = _weights_or_none(config, options.origin or described)
     report = ConversionReport(converted=tuple(sorted({p.name for _, ps in groups for p in ps})))
+    checks: tuple[Check, ...] = ()
     if options.origin is not None:
-        copied, report = fill_from_origin(groups, options, weights, files)
+        origin = HfSource(options.origin, files, weights.family.spellings if weights else ())
+        copied, report = fill_from_origin(groups, origin, options, weights, config, tower)
         groups = [*groups, *copied]
+        checks = find_checks(origin, origin.names_in_files(report.copied))
+    if missing := sorted(set(tower).difference(report.copied, report.skipped)):
+        raise MissingTensorError(tuple(missing))
     config = dict(config)
     config.pop("quantization_config", None)
     if options.dtype != "keep":
@@ -248,7 +327,7 @@ def _plan_hf(
     total = sum(part.content.size for _, parts in groups for part in parts)
     laid, work, texts = lay_out_hf(groups, max_file_bytes=options.file_bytes(total))
     texts |= _companions(described, config)
-    return Work(laid, work, texts, report)
+    return Work(laid, work, texts, report, checks)
 
 
 def _groups_of_torch_dist(source: TorchDistSource) -> Groups:

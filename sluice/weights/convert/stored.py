@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import enum
 import io
-import json
 import pathlib
 import pickle
 import struct
 import threading
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -26,6 +25,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
+from sluice.weights.checkpoint import is_plain_name, load_json
 from sluice.weights.convert.pieces import Files
 from sluice.weights.errors import (
     DamagedFileError,
@@ -126,14 +126,14 @@ def is_torch_dist(directory: Path) -> bool:
     if (directory / METADATA).is_file():
         return True
     try:
-        return "sharded_backend" in json.loads((directory / CONFIG).read_bytes())
+        return "sharded_backend" in load_json((directory / CONFIG).read_bytes())
     except (OSError, ValueError, TypeError):
         return False
 
 
 def _check_finished(directory: Path) -> None:
     try:
-        config = json.loads((directory / CONFIG).read_bytes())
+        config = load_json((directory / CONFIG).read_bytes())
         backend = config["sharded_backend"]
     except FileNotFoundError as error:
         raise InvalidCheckpointError(f"{directory.name!r} is unfinished: no {CONFIG!r}") from error
@@ -176,24 +176,32 @@ def _key(
     entry: metadata.TensorStorageMetadata,
     places: Mapping[tuple[str, tuple[int, ...]], Any],
 ) -> StoredKey:
-    chunks = []
+    chunks, shape, dtype = [], _counts(entry.size), entry.properties.dtype
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"type of {key!r}")
     for chunk in entry.chunks:
+        offsets, sizes = _counts(chunk.offsets), _counts(chunk.sizes)
+        if any(o + s > whole for o, s, whole in zip(offsets, sizes, shape, strict=True)):
+            raise ValueError(f"chunk of {key!r} at {offsets}")
         place = places[key, tuple(chunk.offsets)]
         if getattr(place, "transform_descriptors", None):
             raise InvalidCheckpointError(f"tensor {key!r} is stored compressed or transformed")
         name = place.relative_path
-        if Path(name).name != name:
+        if not is_plain_name(name):
             raise InvalidCheckpointError(f"tensor {key!r} lies outside of its checkpoint: {name!r}")
-        chunks.append(
-            Chunk(
-                tuple(chunk.offsets),
-                tuple(chunk.sizes),
-                directory / name,
-                place.offset,
-                place.length,
-            )
-        )
-    return StoredKey(key, entry.properties.dtype, tuple(entry.size), tuple(chunks))
+        offset, length = _counts((place.offset, place.length))
+        chunks.append(Chunk(offsets, sizes, directory / name, offset, length))
+    return StoredKey(key, dtype, shape, tuple(chunks))
+
+
+def _counts(numbers: Iterable[object]) -> tuple[int, ...]:
+    """Return numbers of a file that are counts. Raises ValueError where one is not."""
+    found = []
+    for number in numbers:
+        if type(number) is not int or not 0 <= number < 1 << 62:
+            raise ValueError(f"{str(number)[:40]!r} is no count")
+        found.append(number)
+    return tuple(found)
 
 
 _OPTIONS = threading.Lock()  # torch keeps the option of checksums for the whole process

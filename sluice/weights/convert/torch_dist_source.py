@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -20,6 +20,7 @@ from sluice.weights.rules.rule import Layers, Pack
 from sluice.weights.rules.weight_map import Binding, TensorShapeError, WeightMap
 
 Pieces = tuple[FileRange, ...]
+VISION_LAYERS = "vision_model.decoder.layers."
 FUSED_NORMS = (  # (norm, the linear layer that TransformerEngine fuses it into)
     ("input_layernorm", "self_attention.linear_qkv"),
     ("input_layernorm", "self_attention.in_proj"),
@@ -47,19 +48,34 @@ class Place:
 
 
 class Naming:
-    """Places of the tensors of one model. `fused`: norms have TransformerEngine's names."""
+    """Places of the tensors of one model. `fused`: norms have TransformerEngine's names.
 
-    def __init__(self, weights: WeightMap, *, stacking: Stacking, fused: bool = True) -> None:
+    `apart` names blocks ("decoder.layers.") whose layers are not stacked, whatever `stacking` is.
+    """
+
+    def __init__(
+        self,
+        weights: WeightMap,
+        *,
+        stacking: Stacking,
+        fused: bool = True,
+        apart: Collection[str] = (),
+    ) -> None:
         self._weights = weights
         self._fused = fused
         self._names = {binding.megatron for binding in weights.bindings()}
         shape = weights.shape
-        uneven = bool(shape.sparse_layers or shape.linear_layers)
-        self._stacked = stacking == "stacked" or (stacking == "auto" and not uneven)
-        self._even_vision = stacking == "auto"
+        # As TransformerBlock does: with a list of sparse or linear layers, but for all sparse ones.
+        uneven = bool(shape.linear_layers) or 0 < len(shape.sparse_layers) < shape.layers
         self._lengths = {
             "decoder.layers.": shape.layers,
-            "vision_model.decoder.layers.": len(shape.layer_indices(Layers.VISION)),
+            VISION_LAYERS: len(shape.layer_indices(Layers.VISION)),
+        }
+        self._stacked = {
+            block
+            for block in self._lengths.keys() - set(apart)
+            if stacking == "stacked"
+            or (stacking == "auto" and (block == VISION_LAYERS or not uneven))
         }
 
     def place(self, binding: Binding) -> Place:
@@ -67,7 +83,7 @@ class Naming:
         name, lead, index = binding.megatron, [], []
         block = _LAYER.match(name)
         if block is not None and block["block"] in self._lengths:
-            stacked = self._stacked or (self._even_vision and block["block"].startswith("vision"))
+            stacked = block["block"] in self._stacked
             name = block["block"] + ("" if stacked else f"{block['layer']}.")
             if stacked:
                 lead.append(self._lengths[block["block"]])
@@ -81,6 +97,11 @@ class Naming:
         return Place(
             name if vision else self._weights.family.prefix + name, tuple(lead), tuple(index)
         )
+
+    def stacked_block(self, binding: Binding) -> str | None:
+        """Return the block of layers that a tensor is stacked with; None where it is not."""
+        block = _LAYER.match(binding.megatron)
+        return block["block"] if block is not None and block["block"] in self._stacked else None
 
     def extra_state(self, binding: Binding) -> str | None:
         """Name the state that Megatron keeps beside a linear layer; None beside others."""

@@ -28,7 +28,7 @@ from sluice.weights.convert.pieces import Content, FileRange, Files
 from sluice.weights.convert.stored import CONFIG, envelope, save_object
 from sluice.weights.convert.torch_dist_source import Naming, Place, chunk_name
 from sluice.weights.convert.work import Group, OutputFile, TensorTask
-from sluice.weights.errors import InvalidCheckpointError
+from sluice.weights.errors import InvalidCheckpointError, MixedTypesError
 from sluice.weights.rules.packing import (
     Partition,
     RowCopy,
@@ -125,6 +125,7 @@ class TorchDistLayout:
             entry = TensorStorageMetadata(properties, torch.Size(part.shape), [])
             self._described[part.key] = entry
         assert isinstance(entry, TensorStorageMetadata)
+        assert entry.properties.dtype == part.content.dtype, part.key
         chunk = ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes))
         index = MetadataIndex(part.key, part.offsets, len(entry.chunks))
         entry.chunks.append(chunk)
@@ -178,11 +179,60 @@ class ToTorchDist:
         self._dtype: torch.dtype | None = None
         if options.dtype != "keep":
             self._dtype = getattr(torch, options.dtype)
-        self._naming = Naming(weights, stacking=options.stacking, fused=not options.plain_norms)
+        self.notes: tuple[str, ...] = ()
+        self._naming = self._find_naming(options)
         self._padded = padded_rows(
             weights.shape.vocab, multiple=options.vocab_multiple, size=self._layout.tensor
         )
         self._check_layout()
+
+    def _find_naming(self, options: ConvertOptions) -> Naming:
+        """Name keys such that each has one type. Raises MixedTypesError where none does.
+
+        Layers may lie apart where the options leave it open; experts of a layer cannot.
+        """
+        fused, stacking = not options.plain_norms, options.stacking
+        naming = Naming(self._weights, stacking=stacking, fused=fused)
+        found = list(self._find_mixed(naming))
+        if found and stacking == "auto":
+            self.notes = tuple(
+                f"layers are not stacked: they differ in the type of {key!r}: {text}"
+                for key, _, text, block in found
+                if block is not None
+            )
+            blocks = {block for *_, block in found if block is not None}
+            naming = Naming(self._weights, stacking=stacking, fused=fused, apart=blocks)
+            found = list(self._find_mixed(naming))
+        for key, names, _, _ in found:
+            raise MixedTypesError(key, names)
+        return naming
+
+    def _find_mixed(self, naming: Naming) -> Iterator[tuple[str, tuple[str, ...], str, str | None]]:
+        """Yield every key of several types, its odd tensors, these in words, and their block."""
+        keys: dict[str, dict[torch.dtype, list[Binding]]] = {}
+        for binding in self._bindings():
+            kind = self._type(binding)
+            keys.setdefault(naming.place(binding).key, {}).setdefault(kind, []).append(binding)
+        for key, kinds in keys.items():
+            if len(kinds) > 1:
+                usual = max(kinds, key=lambda kind: len(kinds[kind]))
+                odd = [(kind, b) for kind, bs in kinds.items() if kind != usual for b in bs]
+                names = tuple(source.name for _, b in odd for source in b.sources)
+                text = f"{names[0]} is {str(odd[0][0]).removeprefix('torch.')}"
+                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                yield key, names, text + more, naming.stacked_block(odd[0][1])
+
+    def _type(self, binding: Binding) -> torch.dtype:
+        """Return the type that a tensor is written in. Raises MixedTypesError."""
+        if self._dtype is not None and not self._keeps_type(binding):
+            return self._dtype
+        kinds = [self._source.content(source.name).dtype for source in binding.sources]
+        if len(set(kinds)) > 1:
+            usual = max(kinds, key=kinds.count)
+            pairs = zip(binding.sources, kinds, strict=True)
+            odd = tuple(source.name for source, kind in pairs if kind != usual)
+            raise MixedTypesError(binding.megatron, odd)
+        return kinds[0]
 
     def groups(self) -> Iterator[tuple[str, list[ChunkPart]]]:
         """(Megatron name, chunks) of every tensor."""
@@ -248,8 +298,11 @@ class ToTorchDist:
     ) -> Content:
         sources = self._sources(binding)
         stored = sources[0].stored or sources[0].dtype
-        plain = binding.pack is not Pack.SHIFTED and (
-            binding.cut is not ShardAxis.COLUMNS or partition.size == 1
+        alike = len({(source.stored, source.dtype) for source in sources}) == 1
+        plain = (
+            alike
+            and binding.pack is not Pack.SHIFTED
+            and (binding.cut is not ShardAxis.COLUMNS or partition.size == 1)
         )
         if not plain or any(source.compute is not None for source in sources):
             content = self._computed(binding, sources, runs, partition, shape)
@@ -299,8 +352,8 @@ class ToTorchDist:
                 content = _expert(content, source.index)
             contents.append(content)
         if len({content.dtype for content in contents}) > 1:
-            names = ", ".join(source.name for source in binding.sources)
-            raise InvalidCheckpointError(f"tensors of several types become one: {names}")
+            kind = self._type(binding)
+            return [content.cast(kind) for content in contents]
         return contents
 
     def _rank(self, binding: Binding, rank: int) -> int:

@@ -156,11 +156,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Check:
-    """Bytes of the source whose digest is known."""
+    """Bytes of the source, or of the origin, whose digest is known; `place` names which."""
 
     name: str
     content: Content
     digest: str
+    place: str
 
 
 @dataclass(frozen=True)
@@ -177,13 +178,15 @@ class ConversionReport:
     """What became of the tensors of a conversion, by HF name.
 
     `converted` came through the rules, `copied` from the origin, `skipped` were left out with
-    the reason, `conflicting` are in both and differ: the converted one was kept.
+    the reason, `conflicting` are in both and differ: the converted one was kept. `notes` say what
+    is odd about the source, or about how the target had to be written.
     """
 
     converted: tuple[str, ...] = ()
     copied: tuple[str, ...] = ()
     skipped: Mapping[str, str] = field(default_factory=dict)
     conflicting: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from sluice.weights.errors import InvalidCheckpointError
 from sluice.weights.rules.rule import Family, Layers
 
+MOST_LAYERS, MOST_EXPERTS = 4096, 1 << 19  # of a stack, of all layers: rules are written for each
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
@@ -84,9 +86,9 @@ def read_shape(
     """
     keys = ConfigKeys(config, family)
     heads, hidden, layers = (
-        keys.count("num_attention_heads"),
-        keys.count("hidden_size"),
-        keys.count("num_hidden_layers"),
+        keys.count("num_attention_heads", least=1),
+        keys.count("hidden_size", least=1),
+        keys.count("num_hidden_layers", least=1),
     )
     flags = {
         flag
@@ -101,11 +103,19 @@ def read_shape(
         if is_set
     }
     experts = keys.count("num_experts", "num_local_experts", "n_routed_experts", default=0)
+    sizes = {name: keys.size(key) for name, key in family.sizes.items()}
+    stacks = {"num_hidden_layers": layers}
+    stacks |= {name: sizes[name] for name in ("vision_layers", "deepstack") if name in sizes}
+    for name, count in stacks.items():
+        if count > MOST_LAYERS:
+            raise InvalidCheckpointError(f"config.json: {name} is {count}, more than {MOST_LAYERS}")
+    if layers * experts > MOST_EXPERTS:
+        raise InvalidCheckpointError(f"config.json: {layers} layers of {experts} experts are many")
     return ModelShape(
         layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=keys.count("num_key_value_heads", default=heads),
+        kv_heads=keys.count("num_key_value_heads", default=heads, least=1),
         head_dim=keys.count("head_dim", default=hidden // heads),
         vocab=keys.count("vocab_size"),
         ffn=keys.count("intermediate_size", default=0 if experts else None),
@@ -114,7 +124,7 @@ def read_shape(
         sparse_layers=_sparse_layers(keys, layers, experts),
         linear_layers=_linear_layers(keys, layers),
         flags=frozenset(flags),
-        sizes={name: keys.size(key) for name, key in family.sizes.items()},
+        sizes=sizes,
     )
 
 
@@ -140,11 +150,11 @@ class ConfigKeys:
             value = self._values.get(name)  # a default
         return len(value) if isinstance(value, list | tuple) else value
 
-    def count(self, *names: str, default: int | None = None) -> int:
+    def count(self, *names: str, default: int | None = None, least: int = 0) -> int:
         """Return the first of `names` that is set; a null counts as absent."""
         for name in names:
             value = self.get(name)
-            if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+            if type(value) is int and least <= value < 1 << 31:
                 return value
             if value is not None:
                 raise InvalidCheckpointError(f"config.json: {name} is {value!r}, not a count")
@@ -176,7 +186,8 @@ class ConfigKeys:
 def _sparse_layers(keys: ConfigKeys, layers: int, experts: int) -> frozenset[int]:
     if not experts:
         return frozenset()
-    step, dense = keys.count("decoder_sparse_step", default=1), keys.indices("mlp_only_layers")
+    step = keys.count("decoder_sparse_step", default=1, least=1)
+    dense = keys.indices("mlp_only_layers")
     first = keys.count("first_k_dense_replace", default=0)
     return frozenset(
         layer for layer in range(first, layers) if layer not in dense and (layer + 1) % step == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from sluice.weights.errors import InvalidCheckpointError, MissingTensorError, UnexpectedTensorError
@@ -166,6 +166,15 @@ class WeightMap:
             for source in bindings[0].sources
             if source.name == name
         }
+
+    def tensors_of(self, stage: Stage) -> set[str]:
+        """Return the names of the HF tensors that a pipeline stage holds."""
+        return {s.name for b in self.bindings() if b.stage is stage for s in b.sources}
+
+    def without(self, stage: Stage) -> WeightMap:
+        """Return the rules of the model but for the tensors of one stage."""
+        rules = tuple(rule for rule in self.family.rules if rule.stage is not stage)
+        return WeightMap(replace(self.family, rules=rules), self.shape)
 
     def check_hf(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Check names and shapes of an HF checkpoint against the model.

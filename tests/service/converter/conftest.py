@@ -59,7 +59,7 @@ class Converter:
         path = self.faults / point
         with path.open("w") as pipe:  # waits for its reader
             path.unlink()
-            pipe.write(str(passing))
+            pipe.write(f"{passing} {signal.SIGKILL:d}")
 
     @property
     def pid(self) -> int:

@@ -136,6 +136,18 @@ HUGGING_FACE: dict[str, Described] = {  # name -> (config class, model class, ar
             "mlp_only_layers": [1],
         },
     ),
+    "qwen3_30b": (  # Qwen3-30B-A3B: every layer has experts
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {
+            **TEXT,
+            **SPARSE,
+            "num_experts": 4,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+        },
+    ),
     "qwen2_5_vl": (  # Qwen2.5-VL-7B: 28 heads on 4; the tower's MLP is gated, with biases
         "Qwen2_5_VLConfig",
         "Qwen2_5_VLForConditionalGeneration",

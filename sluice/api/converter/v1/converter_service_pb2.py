@@ -28,7 +28,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n/sluice/api/converter/v1/converter_service.proto\x12\x17sluice.api.converter.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a#google/longrunning/operations.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\":\n\x06Layout\x12\x0e\n\x06tensor\x18\x01 \x01(\x05\x12\x10\n\x08pipeline\x18\x02 \x01(\x05\x12\x0e\n\x06\x65xpert\x18\x03 \x01(\x05\">\n\x06Origin\x12\x17\n\tdirectory\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\r\n\x05\x61llow\x18\x02 \x03(\t\x12\x0c\n\x04\x64\x65ny\x18\x03 \x03(\t\"\x86\x04\n\x18\x43onvertCheckpointRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x06source\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\x12\x14\n\x06target\x18\x03 \x01(\tB\x04\xe2\x41\x01\x02\x12<\n\rtarget_format\x18\x04 \x01(\x0e\x32\x1f.sluice.api.converter.v1.FormatB\x04\xe2\x41\x01\x02\x12\r\n\x05model\x18\x05 \x01(\t\x12/\n\x06origin\x18\x06 \x01(\x0b\x32\x1f.sluice.api.converter.v1.Origin\x12-\n\x05\x64type\x18\x07 \x01(\x0e\x32\x1e.sluice.api.converter.v1.Dtype\x12;\n\x0cquantization\x18\x08 \x01(\x0e\x32%.sluice.api.converter.v1.Quantization\x12/\n\x06layout\x18\t \x01(\x0b\x32\x1f.sluice.api.converter.v1.Layout\x12\x16\n\x0evocab_multiple\x18\n \x01(\x05\x12\x33\n\x08stacking\x18\x0b \x01(\x0e\x32!.sluice.api.converter.v1.Stacking\x12\x13\n\x0bplain_norms\x18\x0c \x01(\x08\x12\x16\n\x0emax_file_bytes\x18\r \x01(\x03\x12\x15\n\rvalidate_only\x18\x0e \x01(\x08\"\xb3\x02\n\x10\x43onversionReport\x12\x11\n\tconverted\x18\x01 \x03(\t\x12\x0e\n\x06\x63opied\x18\x02 \x03(\t\x12G\n\x07skipped\x18\x03 \x03(\x0b\x32\x36.sluice.api.converter.v1.ConversionReport.SkippedEntry\x12O\n\x0b\x63onflicting\x18\x04 \x03(\x0b\x32:.sluice.api.converter.v1.ConversionReport.ConflictingEntry\x1a.\n\x0cSkippedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x32\n\x10\x43onflictingEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x9e\x02\n\x19\x43onvertCheckpointResponse\x12\x0e\n\x06target\x18\x01 \x01(\t\x12\x12\n\nbyte_count\x18\x02 \x01(\x03\x12 \n\x18largest_group_byte_count\x18\x03 \x01(\x03\x12\x39\n\x06report\x18\x04 \x01(\x0b\x32).sluice.api.converter.v1.ConversionReport\x12P\n\x07\x64igests\x18\x05 \x03(\x0b\x32?.sluice.api.converter.v1.ConvertCheckpointResponse.DigestsEntry\x1a.\n\x0c\x44igestsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"g\n\x17VerifyCheckpointRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x05\x66irst\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\x12\x14\n\x06second\x18\x03 \x01(\tB\x04\xe2\x41\x01\x02\x12\r\n\x05model\x18\x04 \x01(\t\"\x82\x02\n\x18VerifyCheckpointResponse\x12\r\n\x05\x65qual\x18\x01 \x01(\x08\x12\x13\n\x0b\x65qual_count\x18\x02 \x01(\x05\x12S\n\tdifferent\x18\x03 \x03(\x0b\x32@.sluice.api.converter.v1.VerifyCheckpointResponse.DifferentEntry\x12\x12\n\nonly_first\x18\x04 \x03(\t\x12\x13\n\x0bonly_second\x18\x05 \x03(\t\x12\x12\n\nbyte_count\x18\x06 \x01(\x03\x1a\x30\n\x0e\x44ifferentEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xc8\x02\n\x12\x43onversionMetadata\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x0e\n\x06target\x18\x02 \x01(\t\x12\x37\n\x05state\x18\x03 \x01(\x0e\x32(.sluice.api.converter.v1.ConversionState\x12\x12\n\nbyte_count\x18\x04 \x01(\x03\x12\x18\n\x10total_byte_count\x18\x05 \x01(\x03\x12\x14\n\x0ctensor_count\x18\x06 \x01(\x05\x12\x1a\n\x12total_tensor_count\x18\x07 \x01(\x05\x12\x1a\n\x12resumed_byte_count\x18\x08 \x01(\x03\x12,\n\tremaining\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0b\x63reate_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x18\n\x16ListConversionsRequest\"^\n\nConversion\x12\x11\n\toperation\x18\x01 \x01(\t\x12=\n\x08metadata\x18\x02 \x01(\x0b\x32+.sluice.api.converter.v1.ConversionMetadata\"S\n\x17ListConversionsResponse\x12\x38\n\x0b\x63onversions\x18\x01 \x03(\x0b\x32#.sluice.api.converter.v1.Conversion*F\n\x06\x46ormat\x12\x16\n\x12\x46ORMAT_UNSPECIFIED\x10\x00\x12\r\n\tFORMAT_HF\x10\x01\x12\x15\n\x11\x46ORMAT_TORCH_DIST\x10\x02*X\n\x05\x44type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x02\x12\x11\n\rDTYPE_FLOAT16\x10\x03*j\n\x0cQuantization\x12\x1c\n\x18QUANTIZATION_UNSPECIFIED\x10\x00\x12\x1a\n\x16QUANTIZATION_FP8_BLOCK\x10\x01\x12 \n\x1cQUANTIZATION_FP8_BLOCK_UE8M0\x10\x02*O\n\x08Stacking\x12\x18\n\x14STACKING_UNSPECIFIED\x10\x00\x12\x14\n\x10STACKING_STACKED\x10\x01\x12\x13\n\x0fSTACKING_SINGLE\x10\x02*\xcb\x01\n\x0f\x43onversionState\x12 \n\x1c\x43ONVERSION_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x43ONVERSION_STATE_QUEUED\x10\x01\x12\x1c\n\x18\x43ONVERSION_STATE_RUNNING\x10\x02\x12\x1e\n\x1a\x43ONVERSION_STATE_SUCCEEDED\x10\x03\x12\x1b\n\x17\x43ONVERSION_STATE_FAILED\x10\x04\x12\x1e\n\x1a\x43ONVERSION_STATE_CANCELLED\x10\x05\x32\xbd\x03\n\x10\x43onverterService\x12\x99\x01\n\x11\x43onvertCheckpoint\x12\x31.sluice.api.converter.v1.ConvertCheckpointRequest\x1a\x1d.google.longrunning.Operation\"2\xca\x41/\n\x19\x43onvertCheckpointResponse\x12\x12\x43onversionMetadata\x12\x96\x01\n\x10VerifyCheckpoint\x12\x30.sluice.api.converter.v1.VerifyCheckpointRequest\x1a\x1d.google.longrunning.Operation\"1\xca\x41.\n\x18VerifyCheckpointResponse\x12\x12\x43onversionMetadata\x12t\n\x0fListConversions\x12/.sluice.api.converter.v1.ListConversionsRequest\x1a\x30.sluice.api.converter.v1.ListConversionsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n/sluice/api/converter/v1/converter_service.proto\x12\x17sluice.api.converter.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a#google/longrunning/operations.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\":\n\x06Layout\x12\x0e\n\x06tensor\x18\x01 \x01(\x05\x12\x10\n\x08pipeline\x18\x02 \x01(\x05\x12\x0e\n\x06\x65xpert\x18\x03 \x01(\x05\">\n\x06Origin\x12\x17\n\tdirectory\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\r\n\x05\x61llow\x18\x02 \x03(\t\x12\x0c\n\x04\x64\x65ny\x18\x03 \x03(\t\"\x86\x04\n\x18\x43onvertCheckpointRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x06source\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\x12\x14\n\x06target\x18\x03 \x01(\tB\x04\xe2\x41\x01\x02\x12<\n\rtarget_format\x18\x04 \x01(\x0e\x32\x1f.sluice.api.converter.v1.FormatB\x04\xe2\x41\x01\x02\x12\r\n\x05model\x18\x05 \x01(\t\x12/\n\x06origin\x18\x06 \x01(\x0b\x32\x1f.sluice.api.converter.v1.Origin\x12-\n\x05\x64type\x18\x07 \x01(\x0e\x32\x1e.sluice.api.converter.v1.Dtype\x12;\n\x0cquantization\x18\x08 \x01(\x0e\x32%.sluice.api.converter.v1.Quantization\x12/\n\x06layout\x18\t \x01(\x0b\x32\x1f.sluice.api.converter.v1.Layout\x12\x16\n\x0evocab_multiple\x18\n \x01(\x05\x12\x33\n\x08stacking\x18\x0b \x01(\x0e\x32!.sluice.api.converter.v1.Stacking\x12\x13\n\x0bplain_norms\x18\x0c \x01(\x08\x12\x16\n\x0emax_file_bytes\x18\r \x01(\x03\x12\x15\n\rvalidate_only\x18\x0e \x01(\x08\"\xc2\x02\n\x10\x43onversionReport\x12\x11\n\tconverted\x18\x01 \x03(\t\x12\x0e\n\x06\x63opied\x18\x02 \x03(\t\x12G\n\x07skipped\x18\x03 \x03(\x0b\x32\x36.sluice.api.converter.v1.ConversionReport.SkippedEntry\x12O\n\x0b\x63onflicting\x18\x04 \x03(\x0b\x32:.sluice.api.converter.v1.ConversionReport.ConflictingEntry\x12\r\n\x05notes\x18\x05 \x03(\t\x1a.\n\x0cSkippedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x32\n\x10\x43onflictingEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x9e\x02\n\x19\x43onvertCheckpointResponse\x12\x0e\n\x06target\x18\x01 \x01(\t\x12\x12\n\nbyte_count\x18\x02 \x01(\x03\x12 \n\x18largest_group_byte_count\x18\x03 \x01(\x03\x12\x39\n\x06report\x18\x04 \x01(\x0b\x32).sluice.api.converter.v1.ConversionReport\x12P\n\x07\x64igests\x18\x05 \x03(\x0b\x32?.sluice.api.converter.v1.ConvertCheckpointResponse.DigestsEntry\x1a.\n\x0c\x44igestsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"g\n\x17VerifyCheckpointRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x05\x66irst\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\x12\x14\n\x06second\x18\x03 \x01(\tB\x04\xe2\x41\x01\x02\x12\r\n\x05model\x18\x04 \x01(\t\"\x82\x02\n\x18VerifyCheckpointResponse\x12\r\n\x05\x65qual\x18\x01 \x01(\x08\x12\x13\n\x0b\x65qual_count\x18\x02 \x01(\x05\x12S\n\tdifferent\x18\x03 \x03(\x0b\x32@.sluice.api.converter.v1.VerifyCheckpointResponse.DifferentEntry\x12\x12\n\nonly_first\x18\x04 \x03(\t\x12\x13\n\x0bonly_second\x18\x05 \x03(\t\x12\x12\n\nbyte_count\x18\x06 \x01(\x03\x1a\x30\n\x0e\x44ifferentEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xc8\x02\n\x12\x43onversionMetadata\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x0e\n\x06target\x18\x02 \x01(\t\x12\x37\n\x05state\x18\x03 \x01(\x0e\x32(.sluice.api.converter.v1.ConversionState\x12\x12\n\nbyte_count\x18\x04 \x01(\x03\x12\x18\n\x10total_byte_count\x18\x05 \x01(\x03\x12\x14\n\x0ctensor_count\x18\x06 \x01(\x05\x12\x1a\n\x12total_tensor_count\x18\x07 \x01(\x05\x12\x1a\n\x12resumed_byte_count\x18\x08 \x01(\x03\x12,\n\tremaining\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0b\x63reate_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x18\n\x16ListConversionsRequest\"^\n\nConversion\x12\x11\n\toperation\x18\x01 \x01(\t\x12=\n\x08metadata\x18\x02 \x01(\x0b\x32+.sluice.api.converter.v1.ConversionMetadata\"S\n\x17ListConversionsResponse\x12\x38\n\x0b\x63onversions\x18\x01 \x03(\x0b\x32#.sluice.api.converter.v1.Conversion*F\n\x06\x46ormat\x12\x16\n\x12\x46ORMAT_UNSPECIFIED\x10\x00\x12\r\n\tFORMAT_HF\x10\x01\x12\x15\n\x11\x46ORMAT_TORCH_DIST\x10\x02*X\n\x05\x44type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x02\x12\x11\n\rDTYPE_FLOAT16\x10\x03*j\n\x0cQuantization\x12\x1c\n\x18QUANTIZATION_UNSPECIFIED\x10\x00\x12\x1a\n\x16QUANTIZATION_FP8_BLOCK\x10\x01\x12 \n\x1cQUANTIZATION_FP8_BLOCK_UE8M0\x10\x02*O\n\x08Stacking\x12\x18\n\x14STACKING_UNSPECIFIED\x10\x00\x12\x14\n\x10STACKING_STACKED\x10\x01\x12\x13\n\x0fSTACKING_SINGLE\x10\x02*\xcb\x01\n\x0f\x43onversionState\x12 \n\x1c\x43ONVERSION_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x43ONVERSION_STATE_QUEUED\x10\x01\x12\x1c\n\x18\x43ONVERSION_STATE_RUNNING\x10\x02\x12\x1e\n\x1a\x43ONVERSION_STATE_SUCCEEDED\x10\x03\x12\x1b\n\x17\x43ONVERSION_STATE_FAILED\x10\x04\x12\x1e\n\x1a\x43ONVERSION_STATE_CANCELLED\x10\x05\x32\xbd\x03\n\x10\x43onverterService\x12\x99\x01\n\x11\x43onvertCheckpoint\x12\x31.sluice.api.converter.v1.ConvertCheckpointRequest\x1a\x1d.google.longrunning.Operation\"2\xca\x41/\n\x19\x43onvertCheckpointResponse\x12\x12\x43onversionMetadata\x12\x96\x01\n\x10VerifyCheckpoint\x12\x30.sluice.api.converter.v1.VerifyCheckpointRequest\x1a\x1d.google.longrunning.Operation\"1\xca\x41.\n\x18VerifyCheckpointResponse\x12\x12\x43onversionMetadata\x12t\n\x0fListConversions\x12/.sluice.api.converter.v1.ListConversionsRequest\x1a\x30.sluice.api.converter.v1.ListConversionsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -59,16 +59,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONVERTERSERVICE'].methods_by_name['ConvertCheckpoint']._serialized_options = b'\312A/\n\031ConvertCheckpointResponse\022\022ConversionMetadata'
   _globals['_CONVERTERSERVICE'].methods_by_name['VerifyCheckpoint']._loaded_options = None
   _globals['_CONVERTERSERVICE'].methods_by_name['VerifyCheckpoint']._serialized_options = b'\312A.\n\030VerifyCheckpointResponse\022\022ConversionMetadata'
-  _globals['_FORMAT']._serialized_start=2359
-  _globals['_FORMAT']._serialized_end=2429
-  _globals['_DTYPE']._serialized_start=2431
-  _globals['_DTYPE']._serialized_end=2519
-  _globals['_QUANTIZATION']._serialized_start=2521
-  _globals['_QUANTIZATION']._serialized_end=2627
-  _globals['_STACKING']._serialized_start=2629
-  _globals['_STACKING']._serialized_end=2708
-  _globals['_CONVERSIONSTATE']._serialized_start=2711
-  _globals['_CONVERSIONSTATE']._serialized_end=2914
+  _globals['_FORMAT']._serialized_start=2374
+  _globals['_FORMAT']._serialized_end=2444
+  _globals['_DTYPE']._serialized_start=2446
+  _globals['_DTYPE']._serialized_end=2534
+  _globals['_QUANTIZATION']._serialized_start=2536
+  _globals['_QUANTIZATION']._serialized_end=2642
+  _globals['_STACKING']._serialized_start=2644
+  _globals['_STACKING']._serialized_end=2723
+  _globals['_CONVERSIONSTATE']._serialized_start=2726
+  _globals['_CONVERSIONSTATE']._serialized_end=2929
   _globals['_LAYOUT']._serialized_start=211
   _globals['_LAYOUT']._serialized_end=269
   _globals['_ORIGIN']._serialized_start=271
@@ -76,29 +76,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONVERTCHECKPOINTREQUEST']._serialized_start=336
   _globals['_CONVERTCHECKPOINTREQUEST']._serialized_end=854
   _globals['_CONVERSIONREPORT']._serialized_start=857
-  _globals['_CONVERSIONREPORT']._serialized_end=1164
-  _globals['_CONVERSIONREPORT_SKIPPEDENTRY']._serialized_start=1066
-  _globals['_CONVERSIONREPORT_SKIPPEDENTRY']._serialized_end=1112
-  _globals['_CONVERSIONREPORT_CONFLICTINGENTRY']._serialized_start=1114
-  _globals['_CONVERSIONREPORT_CONFLICTINGENTRY']._serialized_end=1164
-  _globals['_CONVERTCHECKPOINTRESPONSE']._serialized_start=1167
-  _globals['_CONVERTCHECKPOINTRESPONSE']._serialized_end=1453
-  _globals['_CONVERTCHECKPOINTRESPONSE_DIGESTSENTRY']._serialized_start=1407
-  _globals['_CONVERTCHECKPOINTRESPONSE_DIGESTSENTRY']._serialized_end=1453
-  _globals['_VERIFYCHECKPOINTREQUEST']._serialized_start=1455
-  _globals['_VERIFYCHECKPOINTREQUEST']._serialized_end=1558
-  _globals['_VERIFYCHECKPOINTRESPONSE']._serialized_start=1561
-  _globals['_VERIFYCHECKPOINTRESPONSE']._serialized_end=1819
-  _globals['_VERIFYCHECKPOINTRESPONSE_DIFFERENTENTRY']._serialized_start=1771
-  _globals['_VERIFYCHECKPOINTRESPONSE_DIFFERENTENTRY']._serialized_end=1819
-  _globals['_CONVERSIONMETADATA']._serialized_start=1822
-  _globals['_CONVERSIONMETADATA']._serialized_end=2150
-  _globals['_LISTCONVERSIONSREQUEST']._serialized_start=2152
-  _globals['_LISTCONVERSIONSREQUEST']._serialized_end=2176
-  _globals['_CONVERSION']._serialized_start=2178
-  _globals['_CONVERSION']._serialized_end=2272
-  _globals['_LISTCONVERSIONSRESPONSE']._serialized_start=2274
-  _globals['_LISTCONVERSIONSRESPONSE']._serialized_end=2357
-  _globals['_CONVERTERSERVICE']._serialized_start=2917
-  _globals['_CONVERTERSERVICE']._serialized_end=3362
+  _globals['_CONVERSIONREPORT']._serialized_end=1179
+  _globals['_CONVERSIONREPORT_SKIPPEDENTRY']._serialized_start=1081
+  _globals['_CONVERSIONREPORT_SKIPPEDENTRY']._serialized_end=1127
+  _globals['_CONVERSIONREPORT_CONFLICTINGENTRY']._serialized_start=1129
+  _globals['_CONVERSIONREPORT_CONFLICTINGENTRY']._serialized_end=1179
+  _globals['_CONVERTCHECKPOINTRESPONSE']._serialized_start=1182
+  _globals['_CONVERTCHECKPOINTRESPONSE']._serialized_end=1468
+  _globals['_CONVERTCHECKPOINTRESPONSE_DIGESTSENTRY']._serialized_start=1422
+  _globals['_CONVERTCHECKPOINTRESPONSE_DIGESTSENTRY']._serialized_end=1468
+  _globals['_VERIFYCHECKPOINTREQUEST']._serialized_start=1470
+  _globals['_VERIFYCHECKPOINTREQUEST']._serialized_end=1573
+  _globals['_VERIFYCHECKPOINTRESPONSE']._serialized_start=1576
+  _globals['_VERIFYCHECKPOINTRESPONSE']._serialized_end=1834
+  _globals['_VERIFYCHECKPOINTRESPONSE_DIFFERENTENTRY']._serialized_start=1786
+  _globals['_VERIFYCHECKPOINTRESPONSE_DIFFERENTENTRY']._serialized_end=1834
+  _globals['_CONVERSIONMETADATA']._serialized_start=1837
+  _globals['_CONVERSIONMETADATA']._serialized_end=2165
+  _globals['_LISTCONVERSIONSREQUEST']._serialized_start=2167
+  _globals['_LISTCONVERSIONSREQUEST']._serialized_end=2191
+  _globals['_CONVERSION']._serialized_start=2193
+  _globals['_CONVERSION']._serialized_end=2287
+  _globals['_LISTCONVERSIONSRESPONSE']._serialized_start=2289
+  _globals['_LISTCONVERSIONSRESPONSE']._serialized_end=2372
+  _globals['_CONVERTERSERVICE']._serialized_start=2932
+  _globals['_CONVERTERSERVICE']._serialized_end=3377
 # @@protoc_insertion_point(module_scope)

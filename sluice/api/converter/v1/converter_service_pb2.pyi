@@ -119,7 +119,7 @@ class ConvertCheckpointRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., source: _Optional[str] = ..., target: _Optional[str] = ..., target_format: _Optional[_Union[Format, str]] = ..., model: _Optional[str] = ..., origin: _Optional[_Union[Origin, _Mapping]] = ..., dtype: _Optional[_Union[Dtype, str]] = ..., quantization: _Optional[_Union[Quantization, str]] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., vocab_multiple: _Optional[int] = ..., stacking: _Optional[_Union[Stacking, str]] = ..., plain_norms: bool = ..., max_file_bytes: _Optional[int] = ..., validate_only: bool = ...) -> None: ...
 
 class ConversionReport(_message.Message):
-    __slots__ = ("converted", "copied", "skipped", "conflicting")
+    __slots__ = ("converted", "copied", "skipped", "conflicting", "notes")
     class SkippedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -138,11 +138,13 @@ class ConversionReport(_message.Message):
     COPIED_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_FIELD_NUMBER: _ClassVar[int]
     CONFLICTING_FIELD_NUMBER: _ClassVar[int]
+    NOTES_FIELD_NUMBER: _ClassVar[int]
     converted: _containers.RepeatedScalarFieldContainer[str]
     copied: _containers.RepeatedScalarFieldContainer[str]
     skipped: _containers.ScalarMap[str, str]
     conflicting: _containers.ScalarMap[str, str]
-    def __init__(self, converted: _Optional[_Iterable[str]] = ..., copied: _Optional[_Iterable[str]] = ..., skipped: _Optional[_Mapping[str, str]] = ..., conflicting: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    notes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, converted: _Optional[_Iterable[str]] = ..., copied: _Optional[_Iterable[str]] = ..., skipped: _Optional[_Mapping[str, str]] = ..., conflicting: _Optional[_Mapping[str, str]] = ..., notes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ConvertCheckpointResponse(_message.Message):
     __slots__ = ("target", "byte_count", "largest_group_byte_count", "report", "digests")
