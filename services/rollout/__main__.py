@@ -10,6 +10,7 @@ from services.rollout.config import RolloutConfig
 from services.rollout.process import RolloutProcess
 from sluice import logs, platform
 from sluice.config import ConfigError, load_config
+from sluice.durable import DirectoryError
 from sluice.runtime.errors import ServiceError
 
 
@@ -26,7 +27,7 @@ def main() -> int:
         if "engine" in config.roles and config.engine.backend != "sglang":
             platform.current()  # before anything imports torch, which a broken plug-in breaks
         return uvloop.run(serve(config))
-    except (ConfigError, platform.PlatformError) as error:
+    except (ConfigError, DirectoryError, platform.PlatformError) as error:
         print(f"services.rollout: {error}", file=sys.stderr)
         return 2
     except ServiceError as error:  # the model cannot be served

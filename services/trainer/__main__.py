@@ -15,6 +15,7 @@ from sluice import logs, platform
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.api.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
 from sluice.config import ConfigError, load_config
+from sluice.durable import DirectoryError
 from sluice.runtime.server import Server
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ def main() -> int:
         if config.ranks.launch == "local":
             platform.declared().visible_devices(range(config.ranks.count))  # are there enough?
         return asyncio.run(serve(config))
-    except (ConfigError, platform.PlatformError) as error:
+    except (ConfigError, DirectoryError, platform.PlatformError) as error:
         print(f"trainer: {error}", file=sys.stderr)
         return 2
 

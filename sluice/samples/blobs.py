@@ -22,7 +22,15 @@ from urllib.parse import quote, unquote
 import xxhash
 
 from sluice import faults
-from sluice.durable import locked, naming, replace_file, sync_path, temporary_path, write_new
+from sluice.durable import (
+    DirectoryError,
+    locked,
+    naming,
+    replace_file,
+    sync_path,
+    temporary_path,
+    write_new,
+)
 
 DIGEST = re.compile(r"[0-9a-f]{32}")
 LINE = 34
@@ -162,15 +170,20 @@ class BlobStore:
     """
 
     def __init__(self, root: Path | str, *, sync: bool = True) -> None:
+        """Make the folders of the store. Raises DirectoryError where they cannot be made."""
         self.root = Path(root)
         self.sync = sync
         self._lock = self.root / "blobs.lock"
         self._blobs = self.root / "blobs"
         self._temporary = self._blobs / "tmp"
         self._pins = self.root / "blob_pins"
-        self.root.mkdir(parents=True, exist_ok=True)
         self._durable_folders: set[str] = set()
-        self._make_folders()
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._make_folders()
+        except OSError as error:
+            where = error.filename or self.root
+            raise DirectoryError(f"store: {where}: {error.strerror}") from None
 
     def put(self, data: bytes | memoryview) -> BlobReference:
         """Store `data`; durable when it returns. Content already there is not written again.

@@ -60,6 +60,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_costs_nothing(stack):
     psutil.Process(training.process.pid).rlimit(psutil.RLIMIT_FSIZE, (4096, 4096))
     line = refusal(training)
     assert any(word in line for word in ("File too large", "disk I/O error", "disk is full")), line
+    assert str(stack.run_dir) in line and "or the store" not in line, "it names the file"
     done = training.rows()[-1]["step"]
     goes_on(stack, "full", done + 3)
 

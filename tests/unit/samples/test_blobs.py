@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,6 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from examples.models.tiny_qwen3 import build_tiny_qwen3
+from sluice.durable import DirectoryError
 from sluice.samples.blobs import (
     COMPACT_LINES,
     BlobDigestError,
@@ -22,6 +27,7 @@ from sluice.samples.blobs import (
     append,
     pin_path,
 )
+from tests.patience import PATIENCE
 
 NOW = -5.0  # a grace that spares nothing, not even what was put this moment
 
@@ -164,6 +170,38 @@ def test_a_folder_that_somebody_removed_is_made_again(store: BlobStore, gone: st
     assert store.get(again) == b"first"
     store.pin("owner", [again.digest])
     assert store.collect(NOW) == []
+
+
+@pytest.mark.parametrize("place", ["{file}/store", "/proc/store", "/sys/store"])
+def test_a_store_that_cannot_be_made_is_told(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    root = place.format(file=tmp_path / "file")
+    with pytest.raises(DirectoryError, match=f"^store: {root}: "):
+        BlobStore(root)
+
+
+@pytest.mark.parametrize("service", ["trainer", "rollout"])
+def test_a_service_whose_store_cannot_be_made_ends_with_one_line(
+    tmp_path: Path, service: str
+) -> None:
+    """A user reads which setting it is, and no trace."""
+    (tmp_path / "file").touch()
+    model = str(build_tiny_qwen3(tmp_path / "model", 0))
+    values: dict[str, object] = {
+        "trainer": {"model": model},
+        "rollout": {"roles": ["episodes"], "router": "127.0.0.1:9", "tokenizer": model},
+    }[service]
+    file = tmp_path / "service.yaml"
+    file.write_text(json.dumps({**values, "store": str(tmp_path / "file" / "store")}))
+    ended = subprocess.run(
+        [sys.executable, "-m", f"services.{service}", "--config", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.splitlines()[-1].endswith("store: Not a directory")
+    assert "Traceback" not in ended.stderr
 
 
 def test_a_store_that_is_gone_is_named_and_not_made_again(store: BlobStore) -> None:
