@@ -167,6 +167,24 @@ async def branch(episode: Episode) -> list[Trajectory]:
     return [short, long]
 
 
+async def worthless(episode: Episode) -> list[Trajectory]:
+    """Two samples, the first worth nothing; the other is for the environment to judge."""
+    both = [episode.begin(), episode.begin()]
+    for trajectory in both:
+        await episode.sample(trajectory, 2)
+    both[0].reward = 0  # type: ignore[assignment]
+    return both
+
+
+async def test_a_reward_of_nothing_is_one(store: Store, models: Models) -> None:
+    """Never that of the neighbour, which the environment gave."""
+    async with running(store, models) as episodes:
+        settings = {"generate": f"{HERE}:worthless", "reward": f"{HERE}:halves"}
+        request = rollout_request(copy_rows(1), settings=settings, sample_count=2)
+        finished = await episodes.finished(request)
+    assert list(finished["g0"].rewards) == [0.0, 1.0, 0.0, 0.5]
+
+
 async def test_samples_of_one_group_may_have_different_columns(
     store: Store, models: Models
 ) -> None:

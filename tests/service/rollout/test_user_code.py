@@ -166,7 +166,7 @@ async def failures(episodes: Episodes, request: Any) -> dict[str, tuple[str, str
         ("broken", "ZeroDivisionError: no mercy"),
         ("impatient", "TimeoutError: a tool of its own"),
         ("leaving", "SystemExit: 3"),
-        ("wordy", "'a lot', not a number"),
+        ("wordy", "rewards[0].reward is 'a lot' (str), not a number"),
     ],
 )
 async def test_a_generate_function_that_fails_fails_its_groups(
@@ -189,10 +189,10 @@ async def test_a_generate_function_that_fails_fails_its_groups(
         ("step", "ENVIRONMENT_FAILED", "TimeoutError: its game server"),
         ("no step", "ENVIRONMENT_FAILED", "gave str, no Step"),
         ("silent", "INVALID_FIELD", "never empty"),
-        ("text", "ENVIRONMENT_FAILED", "not a finite number"),
+        ("text", "ENVIRONMENT_FAILED", "rewards[0].reward is '1' (str), not a number"),
         ("none", "ENVIRONMENT_FAILED", "gave NoneType"),
         ("short", "ENVIRONMENT_FAILED", "1 rewards for 4 responses"),
-        ("nan", "ENVIRONMENT_FAILED", "not a finite number"),
+        ("nan", "ENVIRONMENT_FAILED", "rewards[0] is nan (float), not a finite number"),
         ("exit", "ENVIRONMENT_FAILED", "SystemExit: 3"),
     ],
 )

@@ -115,7 +115,7 @@ class Remote(Grader):
             raise _PassingError(f"{type(error).__name__}: {error}") from None
         except TimeoutError:
             raise _PassingError("an attempt took too long") from None
-        except ValueError as error:  # no JSON
+        except (ValueError, RecursionError) as error:  # no JSON
             raise RewardServiceError(f"{url}: {error}", url=url) from None
         rewards = values.get("rewards") if isinstance(values, Mapping) else None
         try:
