@@ -125,6 +125,13 @@ def linear_logprobs(
     return apply(hidden_TH, weight_VH, targets_T, options)
 
 
+def float32_logits(hidden_TH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
+    """Computes hidden @ weight.T, float32[T, V], also of narrower factors; without a gradient."""
+    out_TV = hidden_TH.new_empty(len(hidden_TH), len(weight_VH), dtype=_wide(weight_VH.dtype))
+    _make_logits(hidden_TH, _factor(weight_VH), out_TV)
+    return out_TV
+
+
 def _check_options(
     temperature: float,
     entropy: EntropyMode,
@@ -319,7 +326,8 @@ class _LinearLogprobs(torch.autograd.Function):
         targets_T: torch.Tensor,
         options: _RowOptions,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        real_VH = _factor(weight_VH[: options.vocab.real_columns(len(weight_VH))], options)
+        real_VH = weight_VH[: options.vocab.real_columns(len(weight_VH))]
+        real_VH = _factor(real_VH) if options.float32 else real_VH
         sums = _RowSums(hidden_TH, len(hidden_TH), options)
         buffer_RV = _chunk_buffer(hidden_TH, real_VH, options)
         for rows in _row_blocks(len(hidden_TH), options.chunk_rows):
@@ -343,7 +351,7 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden_TH, weight_VH, targets_T, entropy_T, max_T, log_total_T = ctx.saved_tensors
         options: _RowOptions = ctx.options
         real = options.vocab.real_columns(len(weight_VH))
-        real_VH = _factor(weight_VH[:real], options)
+        real_VH = _factor(weight_VH[:real]) if options.float32 else weight_VH[:real]
         dtype = log_total_T.dtype
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden_TH = hidden_TH.new_empty(hidden_TH.shape) if needs_hidden else None
@@ -358,7 +366,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 gradients.write(whole, chunk_RV[part], targets_T[whole], chunk_RV[part], options)
             gradient_RV = chunk_RV.to(real_VH.dtype)
             if grad_hidden_TH is not None:
-                grad_hidden_TH[rows] = gradient_RV @ real_VH
+                _multiply(gradient_RV, real_VH, grad_hidden_TH[rows])
             if grad_weight_VH is not None:
                 factor_RH = hidden_TH[rows].to(real_VH.dtype)
                 _add_product(grad_weight_VH[:real], gradient_RV.t(), factor_RH)
@@ -385,11 +393,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _factor(weight_VH: torch.Tensor, options: _RowOptions) -> torch.Tensor:
-    """The weight as products are made with it: in float32 where no narrower one will do."""
+def _factor(weight_VH: torch.Tensor) -> torch.Tensor:
+    """The weight as float32 products are made with it: in float32 where no narrower one will do."""
     device = platform.current()
     wide = device.has_wide_products and weight_VH.device.type == device.device_type
-    return weight_VH.to(_wide(weight_VH.dtype)) if options.float32 and not wide else weight_VH
+    return weight_VH if wide else weight_VH.to(_wide(weight_VH.dtype))
 
 
 def _make_logits(hidden_RH: torch.Tensor, weight_VH: torch.Tensor, out_RV: torch.Tensor) -> None:
@@ -398,6 +406,13 @@ def _make_logits(hidden_RH: torch.Tensor, weight_VH: torch.Tensor, out_RV: torch
         torch.mm(hidden_RH, weight_VH.t(), out=out_RV)
     else:
         torch.mm(hidden_RH, weight_VH.t(), out_dtype=out_RV.dtype, out=out_RV)
+
+
+def _multiply(left_MK: torch.Tensor, right_KN: torch.Tensor, out_MN: torch.Tensor) -> None:
+    if out_MN.dtype == right_KN.dtype:
+        torch.mm(left_MK, right_KN, out=out_MN)
+    else:
+        out_MN.copy_(left_MK @ right_KN)
 
 
 def _sub_blocks(chunk_RV: torch.Tensor, options: _RowOptions) -> list[slice]:

@@ -111,7 +111,9 @@ class TrainerPasses:
             temperature=temperature,
         )
         message = pb.FollowResponse(compute_logprobs=command)
-        scalars = await self._add_column(name, COLUMN_OF_MODEL[model], "logprobs", message)  # type: ignore[index]
+        column = COLUMN_OF_MODEL[model]  # type: ignore[index]
+        scalars = await self._add_column(name, column, "logprobs", message)
+        batch.scored_at[column] = temperature
         _note_mismatch(scalars.metrics)
         return scalars
 
@@ -177,6 +179,7 @@ class TrainerPasses:
         self._check_columns(batch, selection, loss)
         if loss.name != "value" and not request.any_temperature:
             check_temperature(batch, selection, loss.temperature or 1.0)
+            check_scored_at(batch, loss)
         weighed = weigh_pass(batch, selection, loss)
         computed = selection
         if skips_zero_advantage_rows(loss):
@@ -331,6 +334,21 @@ def check_temperature(batch: Batch, selection: np.ndarray, asked: float) -> None
         sampled=f"{found:g}",
         asked=f"{asked:g}",
     )
+
+
+def check_scored_at(batch: Batch, loss: LossSpec) -> None:
+    """Raises TemperatureMismatchError for log-probs of another temperature that the loss reads."""
+    asked = loss.temperature or 1.0
+    for column in sorted(required_columns(loss) & batch.scored_at.keys()):
+        if batch.scored_at[column] != asked:
+            found = f"{batch.scored_at[column]:g}"
+            raise TemperatureMismatchError(
+                f"{column} were computed at temperature {found}, this pass is of {asked:g}: they "
+                "are of another distribution; give one temperature, or allow_other_temperature",
+                column=column,
+                sampled=found,
+                asked=f"{asked:g}",
+            )
 
 
 def _note_truncation(batch: Batch, selection: np.ndarray, found: dict[str, float]) -> None:

@@ -65,7 +65,7 @@ class Batch:
 
     facts: as uploaded. owners: data-parallel rank of each row, int64[N]. present, mask_counts and
     temperatures follow the columns as they are now; `zero_advantage` marks the rows whose
-    advantages are all 0.
+    advantages are all 0. scored_at: temperatures of columns that passes over the batch computed.
     """
 
     batch_id: str
@@ -75,6 +75,7 @@ class Batch:
     present: dict[str, np.ndarray] = field(init=False)
     mask_counts: np.ndarray = field(init=False)
     temperatures: np.ndarray = field(init=False)
+    scored_at: dict[str, float] = field(init=False)
     zero_advantage: np.ndarray = field(init=False)
     rows: dict[str, int] = field(init=False)
     last_plan: tuple[Hashable, PassPlan] | None = None  # and what it was made for
@@ -88,6 +89,7 @@ class Batch:
         self.present = {name: rows.copy() for name, rows in self.facts.present.items()}
         self.mask_counts = self.facts.mask_counts.copy()
         self.temperatures = self.facts.temperatures.copy()
+        self.scored_at = {}
         self.zero_advantage = np.zeros(self.row_count, dtype=np.bool_)
 
     @property

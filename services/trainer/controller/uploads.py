@@ -178,6 +178,7 @@ class ColumnUpdate:
         for row, sample in self._samples.items():
             for name in sample.columns:
                 batch.mark(name, [row])
+                batch.scored_at.pop(name, None)  # whatever it was, it is the caller's now
             if "loss_mask" in sample.columns:
                 batch.mask_counts[row] = count_trained(sample)
             if "temperature" in sample.columns:

@@ -210,7 +210,8 @@ async def test_calls_of_one_row_equal_one_call(client: TrainerClient, aggregatio
             batch, loss, expected_step=step, part_id=part, sample_ids=[part]
         )
     stepped = await client.step_optimizer(step, parts)
-    assert stepped.grad_norm == pytest.approx(whole.grad_norm, rel=1e-6)
+    # float32 sums in another order, of whatever weights the tests before have left
+    assert stepped.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5)
 
 
 async def test_whitened_advantages(client: TrainerClient) -> None:

@@ -68,6 +68,29 @@ async def test_a_row_that_says_nothing_is_taken_and_a_column_may_say_it_later(
     assert_is(error, PRECONDITION, "TEMPERATURE_MISMATCH", sample_id="silent/1", sampled="0.5")
 
 
+async def test_log_probs_of_one_temperature_are_not_compared_with_those_of_another(
+    client: TrainerClient,
+) -> None:
+    """Also of rows that do not say at which they were sampled."""
+    batch = await upload(client, "scored", make_group("scored"))
+    step = (await client.get()).step
+    old = AT_07.model_copy(update={"old_logprobs": "old"})
+    await client.compute_logprobs(batch)
+    error = await refusal(client.forward_backward(batch, old, expected_step=step, part_id="p"))
+    assert_is(error, PRECONDITION, "TEMPERATURE_MISMATCH", column="old_logprobs", sampled="1")
+    await client.forward_backward(batch, AT_07, expected_step=step, part_id="reads no such column")
+    await client.compute_logprobs(batch, temperature=0.7)
+    found = await client.forward_backward(batch, old, expected_step=step, part_id="agrees")
+    assert found.metrics["ratio"] == pytest.approx(1.0, abs=1e-5)
+    await client.compute_logprobs(batch, temperature=1.0)
+    await client.forward_backward(
+        batch, old, expected_step=step, part_id="allowed", allow_other_temperature=True
+    )
+    columns = await client.get_columns(batch, ["old_logprobs"])
+    await client.put_columns(batch, columns)  # the caller's own are what the caller says
+    await client.forward_backward(batch, old, expected_step=step, part_id="own")
+
+
 async def test_the_temperature_of_a_blob_is_read_from_its_facts(
     client: TrainerClient, trainer: RunningTrainer
 ) -> None:

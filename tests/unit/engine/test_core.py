@@ -261,3 +261,20 @@ def test_a_sample_says_where_its_time_went(qwen3: Model, create_core: CreateCore
     assert second.queue >= first.prefill + first.decode  # there is one slot
     assert first.queue + first.prefill + first.decode <= wall
     assert second.queue + second.prefill + second.decode <= wall
+
+
+def test_a_bfloat16_engine_makes_its_logits_in_float32_whatever_weights_it_serves(
+    qwen3: Model,
+) -> None:
+    """Rounded to bfloat16 they put log-probs off by about 1e-2, which a trainer's are not."""
+    serving, _ = open_model(qwen3.directory, torch.bfloat16, torch.device("cpu"))
+    head = serving.module.get_output_embeddings()
+    doubled = {name: weight * 2 for name, weight in serving.parameters().items()}
+    hidden = torch.randn(1, 64, head.in_features, generator=torch.Generator().manual_seed(0)) * 8
+    for _ in range(2):
+        exact = hidden.bfloat16().double() @ head.weight.double().T
+        rounded = torch.nn.functional.linear(hidden.bfloat16(), head.weight)
+        found = head(hidden.bfloat16())
+        assert found.dtype == torch.float32 and found.shape == exact.shape
+        assert (found - exact).abs().max() < 1e-4 < (rounded - exact).abs().mean()
+        serving.swap(serving.fit(doubled))

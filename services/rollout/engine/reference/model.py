@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from services.rollout.engine.reference.attention import IMPLEMENTATION, CacheShape, ForwardPlan
 from services.rollout.engine.versions import checked_manifest, describe_model, reading
 from services.rollout.errors import UnfitWeightsError, UnsupportedModelError
+from sluice.algo.logprobs import float32_logits
 from sluice.weights.manifest import Manifest
 from sluice.weights.shards import load_verified
 
@@ -92,6 +93,8 @@ class ServingModel:
                 name = str(min(report[what]))
                 raise UnfitWeightsError(f"{what} of the checkpoint: {name}", tensor=name)
         self.module = model.to(device).eval().requires_grad_(False)
+        if dtype != torch.float32:
+            _widen(self.module.get_output_embeddings())
         self.vocabulary_size: int = config.get_text_config().vocab_size
         self.max_length: int = config.get_text_config().max_position_embeddings
         self.stop_token_ids = _stop_tokens(model.generation_config, config)
@@ -174,6 +177,16 @@ class ServingModel:
                 retired.append(owner._parameters[leaf])
                 owner._parameters[leaf] = parameters[names[0]]
         return retired
+
+
+def _widen(head: torch.nn.Linear) -> None:
+    """Have `head` make float32 logits: rounded as the model is, log-probs are off by about 1e-2."""
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        logits = float32_logits(hidden.flatten(0, -2), head.weight).unflatten(0, hidden.shape[:-1])
+        return logits if head.bias is None else logits + head.bias
+
+    head.forward = forward  # type: ignore[assignment,method-assign]
 
 
 Owner = tuple[torch.nn.Module, str]
