@@ -145,12 +145,17 @@ _MOMENTS = (("generated", 6), ("uploaded", 3))  # while groups are sampled; whil
 
 
 def _signals() -> Iterable[Disturbance]:
-    for at, passing in _MOMENTS:
-        for process in _PROCESSES:
-            yield Disturbance("kill", process, at, passing)
-            yield Disturbance("pause", process, at, passing)
-        for process in (*_SERVICES, *_RANKS):
-            yield Disturbance("stop", process, at, passing)
+    sampling, training = _MOMENTS
+    for process in _PROCESSES:
+        yield Disturbance("kill", process, *sampling)
+        yield Disturbance("pause", process, *sampling)
+    for process in (*_SERVICES, *_RANKS):
+        yield Disturbance("stop", process, *sampling)
+    for process in ("trainer", *_RANKS, "engine-0", "supervisor", "loop"):
+        yield Disturbance("kill", process, *training)
+        yield Disturbance("pause", process, *training)
+    for process in ("trainer", "rank1"):
+        yield Disturbance("stop", process, *training)
     yield Disturbance("kill again", "rank0", "uploaded", 3)
 
 
@@ -160,6 +165,11 @@ def _files() -> Iterable[Disturbance]:
         # what the run itself resumes from, and what it goes through again since then
         for target in ("ledger", "run checkpoint", "prompts", "ledger log", "metrics", "trace"):
             yield Disturbance(kind, target, "committed", 4, restart=True)
+        for target in ("policy", "optimizer", "random state", "checkpoint record"):
+            yield Disturbance(kind, target, "committed", 4, restart=True)
+            # ... and what a trainer that lost its ranks, or itself, goes back to by itself
+        yield Disturbance(kind, "policy", "uploaded", 3, killed=("rank0",))
+        yield Disturbance(kind, "optimizer", "uploaded", 3, killed=("trainer",))
         yield Disturbance(kind, "blobs consumed", "committed", 4, restart=True)
         yield Disturbance(kind, "blobs generated", "generated", 8)
         yield Disturbance(kind, "blobs generated", "generated", 6, restart=True)
@@ -207,7 +217,7 @@ def _partitions() -> Iterable[Disturbance]:
     kinds: tuple[Literal["stall", "cut"], ...] = ("stall", "cut")
     for kind in kinds:
         for pair in _PAIRS:
-            for at, passing in _MOMENTS if "trainer" in pair else _MOMENTS[:1]:
+            for at, passing in _MOMENTS if pair == "loop-trainer" else _MOMENTS[:1]:
                 yield Disturbance(kind, pair, at, passing, seconds=3.0)
         yield Disturbance(kind, "loop-engine-0", "published", 3, seconds=3.0)
 

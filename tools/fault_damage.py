@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -91,9 +92,9 @@ def _of_checkpoint(pattern: str) -> Callable[[Scene], list[Path]]:
     """Of the trainer checkpoint that the newest run checkpoint names."""
 
     def find(scene: Scene) -> list[Path]:
-        folders = (scene.store / "checkpoints").glob(f"{scene.run_dir.name}-*")
-        newest = max(folders, key=lambda path: path.stat().st_mtime)
-        return sorted(newest.glob(pattern))
+        (newest,) = FILES["run checkpoint"](scene)
+        checkpoint = json.loads(newest.read_text())["checkpoint"]
+        return sorted((scene.store / checkpoint).glob(pattern))
 
     return find
 
@@ -188,6 +189,11 @@ class Disturbing:
     @property
     def is_damage(self) -> bool:
         return self.disturbance.kind in ("flip", "truncate")
+
+    @property
+    def may_end_run(self) -> bool:
+        """Whether a run may end with a line; lost processes and connections it has to outlive."""
+        return self.is_damage or self.disturbance.kind in ("full", "read-only")
 
     def tick(self) -> None:
         """To be called often."""

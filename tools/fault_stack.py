@@ -333,7 +333,8 @@ class FaultRun:
             if process.returncode == -signal.SIGKILL:
                 process = None
                 continue  # as a restart policy would
-            if disturbing is not None and is_told(process.returncode, output):
+            may_end = disturbing is not None and disturbing.may_end_run
+            if disturbing is not None and may_end and is_told(process.returncode, output):
                 self.told.append(output.strip().splitlines()[-1])
                 if len(self.told) >= TELLINGS and disturbing.is_damage:
                     seconds = time.monotonic() - began  # what the run itself needs is destroyed
