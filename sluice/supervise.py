@@ -385,7 +385,9 @@ class Supervisor:
                 await asyncio.sleep(config.interval_seconds)
                 try:
                     await health.Check(
-                        health_pb2.HealthCheckRequest(), timeout=config.timeout_seconds
+                        health_pb2.HealthCheckRequest(),
+                        timeout=config.timeout_seconds,
+                        wait_for_ready=True,  # a refused connection takes its time too
                     )
                 except grpc.aio.AioRpcError as error:
                     if error.code() not in NO_ANSWER:  # whatever it says, it is alive
