@@ -9,6 +9,7 @@ shared to append, exclusive to drop or compact, so that no file vanishes under a
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import re
@@ -32,7 +33,10 @@ from sluice.durable import (
     write_new,
 )
 
+logger = logging.getLogger(__name__)
+
 DIGEST = re.compile(r"[0-9a-f]{32}")
+PIN = re.compile(rb"[+-][0-9a-f]{32}\n")
 LINE = 34
 COMPACT_LINES = 4096  # shorter files are not worth a rewrite
 
@@ -100,8 +104,12 @@ class Replay:
             self.birth, self.offset, self.live = b"", 0, set()
             return
         whole = len(data) - len(data) % LINE
-        for line in data[:whole].decode("ascii").splitlines():
-            (self.live.add if line[0] == "+" else self.live.discard)(line[1:])
+        for line in (data[start : start + LINE] for start in range(0, whole, LINE)):
+            if PIN.fullmatch(line) is None:
+                logger.warning("%s: a damaged line is left out: %r", path, line)
+                continue
+            digest = line[1:-1].decode("ascii")
+            (self.live.add if line[:1] == b"+" else self.live.discard)(digest)
         self.offset += whole
 
 

@@ -232,6 +232,24 @@ def test_a_full_disk_is_told_with_the_file(store: BlobStore, room: int) -> None:
     assert store.pinned("owner") == {pinned.digest}
 
 
+def test_a_damaged_line_of_pins_costs_that_pin_and_no_other(store: BlobStore) -> None:
+    digests = [store.put(bytes([number])).digest for number in range(4)]
+    store.pin("owner", digests)
+    path = pin_path(store.root / "blob_pins", "owner")
+    data = path.read_bytes()
+    for index in range(0, len(data), 3):
+        for bit in (0x80, 0x10, 0x01):
+            path.write_bytes(data[:index] + bytes([data[index] ^ bit]) + data[index + 1 :])
+            left = store.pinned("owner")
+            hit = index // 34  # the first line is no pin
+            assert left >= {d for number, d in enumerate(digests, 1) if number != hit}
+            assert len(left) >= 3
+            store.collect(3600)
+    for size in range(0, len(data), 5):
+        path.write_bytes(data[:size])
+        assert store.pinned("owner") == set(digests[: max(0, size // 34 - 1)])
+
+
 def test_a_synced_store_behaves_alike(tmp_path: Path) -> None:
     store = BlobStore(tmp_path)
     reference = store.put(b"x")
