@@ -19,6 +19,7 @@ TP ?= 1
 ENGINE ?= reference
 ROUNDS ?= 1
 LOAD ?= 8
+MESSAGES ?= 1000
 TESTS ?= tests/service tests/e2e tests/faults
 ENGINE_sglang := build/sglang/.installed
 
@@ -122,6 +123,9 @@ demo-smollm2: $(VENV)/.reference  ## the real SmolLM2-135M learns to add, then t
 fault-matrix: $(VENV)/.dev  ## kills, stops, lost answers, damaged files, full disks, partitions
 	$(RUN) -m tools.fault_matrix
 
+fuzz: $(VENV)/.dev  ## malformed and extreme messages to every RPC of every service, with and without TLS (MESSAGES=, SEED=)
+	$(RUN) -m tools.fuzz --messages $(MESSAGES) --seed $(SEED)
+
 compose-smoke: $(VENV)/.dev  ## build, bring up, train, scrape, kill and recover with docker compose
 	$(RUN) -m tools.compose_smoke
 
@@ -174,5 +178,5 @@ accelerator-check: $(VENV)/.dev  ## the whole system on the device at hand: righ
 clean:  ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help accelerator-wheels accelerator-check setup sglang-cpu test-sglang proto docs lint test house stress-tests test-megatron test-openai demo demo-smollm2 fault-matrix compose-smoke \
+.PHONY: help accelerator-wheels accelerator-check setup sglang-cpu test-sglang proto docs lint test house stress-tests test-megatron test-openai demo demo-smollm2 fault-matrix fuzz compose-smoke \
 	verify bench bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-router bench-router-simulation clean

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mappin
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from urllib.parse import quote
 
 import grpc
 import numpy as np
@@ -37,7 +38,7 @@ from sluice.samples.sample import SCORE_PREFIX, Sample
 logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
-LONGEST_ID = 200  # characters; ids name files
+LONGEST_ID = 200  # bytes as a file is named: with others than letters and digits escaped
 
 
 def finished_event(
@@ -99,8 +100,10 @@ def _turns(mask: np.ndarray) -> int:
 
 def settings_from_proto(request: pb.RolloutRequest) -> GroupSettings:
     """Decodes what all groups have in common. Raises InvalidFieldError."""
-    if len(request.request_id) > LONGEST_ID:
-        raise InvalidFieldError("request_id", f"must not exceed {LONGEST_ID} characters")
+    if len(quote(request.request_id, safe="")) > LONGEST_ID:
+        raise InvalidFieldError(
+            "request_id", f"must not exceed {LONGEST_ID} characters, escaped as in a URL"
+        )
     if request.sample_count < 1:
         raise InvalidFieldError("sample_count", "must be at least 1")
     if request.sampling.seeds:

@@ -323,7 +323,10 @@ async def test_groups_and_seeds_must_fit(refusing: Any) -> None:
     too_many.sample_count = 2**31 - 1
     nul = rollout_request([ROW])
     nul.groups[0].group_id = "a\0b"
+    long = rollout_request([ROW])
+    long.request_id = "\u5c64" * 100  # a file named so has 900 bytes
     for wrong, field in (
+        (long, "request_id"),
         (request, "groups[1].group_id"),
         (no_task, "groups[0].task"),
         (few_seeds, "groups[0].seeds"),

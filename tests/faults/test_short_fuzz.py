@@ -1,0 +1,20 @@
+"""The fuzz of `make fuzz`, with a few messages per RPC."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools import fuzz
+
+
+def test_no_message_does_harm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every RPC of every service, under TLS and a token; `.` leaves the OpenAI port out."""
+    arguments = ("--messages", "8", "--security", "tls", "--only", ".")
+    status = fuzz.main([*arguments, "--directory", str(tmp_path)])
+    output = capsys.readouterr().out
+    assert status == 0, output
+    line = output.splitlines()[-1]
+    assert line.startswith("fuzz: rpcs=")
+    assert "internal=0 unknown=0 died=0 hung=0 rss_growth_mib=" in line

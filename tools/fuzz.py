@@ -1,0 +1,508 @@
+"""Sends every RPC of every service what no honest caller sends; exits 1 if one takes harm.
+
+`python -m tools.fuzz [--messages 1000] [--only TEXT] [--seed 0] [--security both]`
+
+The services run as `sluice up` starts them, in a directory of their own. Each RPC, also those of
+health, reflection and the trainer's port for its ranks, gets so many malformed messages and so
+many of extreme values, without security and with TLS and a token; the OpenAI port gets JSON. No
+answer may be INTERNAL or UNKNOWN, no process may end or stop answering, none may grow. The last
+line is `fuzz: rpcs=<n> messages=<n> internal=<n> unknown=<n> died=<n> hung=<n>
+rss_growth_mib=<x>`: of the process that grew most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import resource
+import signal
+import ssl
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import grpc
+import psutil
+import yaml
+from google.longrunning import operations_pb2
+from google.protobuf import descriptor_pool, message_factory
+from google.protobuf import message as pb_message
+from google.rpc import status_pb2
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from services.rollout.process import ENGINE_SERVICE, ROLLOUT_SERVICE
+from services.router.__main__ import SERVICE as ROUTER_SERVICE
+from sluice.api.common.v1 import wait_service_pb2
+from sluice.api.trainer.v1 import worker_service_pb2  # noqa: F401 - its descriptors
+from sluice.runtime.channel import create_channel
+from sluice.runtime.security import SecurityConfig, TlsConfig, channel_credentials
+from sluice.runtime.server import OPERATIONS_SERVICE, WAIT_SERVICE
+from sluice.supervise import reserve_port
+from tools.fuzz_messages import MessageMaker
+from tools.fuzz_seeds import Places, json_bodies, seeds
+from tools.make_certificates import Authority
+
+TRAINER_SERVICE = "sluice.api.trainer.v1.TrainerService"
+CONVERTER_SERVICE = "sluice.api.converter.v1.ConverterService"
+EVERYWHERE = (
+    WAIT_SERVICE,
+    OPERATIONS_SERVICE,
+    "grpc.health.v1.Health",
+    "grpc.reflection.v1alpha.ServerReflection",
+)
+SERVICES = {  # what each process serves
+    "converter": (CONVERTER_SERVICE,),
+    "engine": (ENGINE_SERVICE,),
+    "episodes": (ROLLOUT_SERVICE,),
+    "trainer": (TRAINER_SERVICE,),
+    "ranks": ("sluice.api.trainer.v1.WorkerService",),  # the trainer's port for them
+    "router": (ROUTER_SERVICE, ENGINE_SERVICE),
+}
+UPLOADED = 5  # messages of a whole batch among the seeds of UploadBatch
+IN_FLIGHT = 32
+CALL_SECONDS = 1.0  # a call may wait for longer than that; the fuzz does not
+ANSWER_SECONDS = 120.0  # a service that does not answer for so long hangs
+START_SECONDS = 300.0
+ESCAPED = Path("/tmp/sluice-fuzz")  # what some messages name as a path
+MOST_BYTES = 6 << 30  # of addresses of each process
+RSS_LIMIT_MIB = 64.0
+SETTLE_SECONDS = 5.0  # before memory is looked at
+WARM_MESSAGES = 30  # of each kind per RPC, before memory is first looked at
+_BAD_CODES = {
+    grpc.StatusCode.INTERNAL.value[0]: "internal",
+    grpc.StatusCode.UNKNOWN.value[0]: "unknown",
+}
+
+
+T = TypeVar("T")
+Send = Callable[[Sequence[bytes]], Awaitable[list[Any]]]
+
+
+@dataclass
+class Findings:
+    """What came of it all."""
+
+    rpcs: set[tuple[str, ...]] = field(default_factory=set)
+    messages: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    codes: Counter[str] = field(default_factory=Counter)
+    growth: float = 0.0  # MiB
+
+    def note(self, kind: str, where: str, what: str) -> None:
+        self.counts[kind] += 1
+        if self.counts[f"{kind} {where}"] < 3:
+            print(f"{kind}: {where}: {what}", flush=True)
+        self.counts[f"{kind} {where}"] += 1
+
+    @property
+    def passed(self) -> bool:
+        bad = sum(self.counts[kind] for kind in ("internal", "unknown", "died", "hung"))
+        return bad == 0 and self.growth <= RSS_LIMIT_MIB
+
+    def line(self) -> str:
+        counts = " ".join(
+            f"{kind}={self.counts[kind]}" for kind in ("internal", "unknown", "died", "hung")
+        )
+        return (
+            f"fuzz: rpcs={len(self.rpcs)} messages={self.messages} {counts}"
+            f" rss_growth_mib={self.growth:.0f}"
+        )
+
+
+@dataclass
+class Stack:
+    """`sluice up` with a process of every kind, small models and tight limits."""
+
+    directory: Path
+    security: SecurityConfig
+    process: subprocess.Popen[bytes] | None = None
+    rank_port: int = 0
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Stack]:
+        self._prepare()
+        with (self.directory / "up.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "sluice.cli", "up", str(self.directory / "services.yaml")],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                preexec_fn=_limit_memory,  # no other thread runs yet
+                stdout=log,
+                stderr=log,
+            )
+        try:
+            self._wait()
+            yield self
+        finally:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+    @property
+    def model(self) -> Path:
+        return self.directory / "model"
+
+    @property
+    def entries(self) -> dict[str, dict[str, Any]]:
+        entries: dict[str, dict[str, Any]] = json.loads(
+            (self.directory / "services.json").read_text()
+        )
+        return entries
+
+    def address(self, process: str) -> str:
+        if process == "ranks":
+            return f"127.0.0.1:{self.rank_port}"
+        return str(self.entries[process]["address"])
+
+    def processes(self) -> dict[str, psutil.Process]:
+        """By name, ranks and other children apart."""
+        found = {}
+        for name, entry in self.entries.items():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(entry["pid"])
+                found[name] = process
+                for index, child in enumerate(process.children(recursive=True)):
+                    found[f"{name} child {index}"] = child
+        return found
+
+    def _prepare(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if not self.model.exists():
+            build = [sys.executable, "-m", "examples.models.tiny_qwen3", str(self.model)]
+            subprocess.run(build, check=True, timeout=START_SECONDS, stderr=subprocess.DEVNULL)
+        with reserve_port("127.0.0.1") as held:
+            self.rank_port = held.getsockname()[1]
+        model = str(self.model)
+        engine = {"model": model, "max_running": 8, "max_model_length": 64, "waiting_limit": 64}
+        episodes = {"orphan_seconds": 1.0, "kept_rollouts": 4, "max_open_rollouts": 16}
+        services: dict[str, Any] = {
+            "router": {"kind": "router", "config": {"proxy": {"wait_seconds": 1.0}}},
+            "converter": {"kind": "converter", "config": {"roots": [str(self.directory)]}},
+            "trainer": {
+                "kind": "trainer",
+                "config": {
+                    "model": model,
+                    "durable": False,
+                    "max_batches": 4,
+                    "ranks": {"listen_port": self.rank_port},
+                },
+            },
+            "engine": {
+                "kind": "rollout",
+                "config": {"roles": ["engine"], "engine": engine, "openai": {}},
+            },
+            "episodes": {
+                "kind": "rollout",
+                "config": {"roles": ["episodes"], "tokenizer": model, "episodes": episodes},
+            },
+        }
+        up = {
+            "run_dir": str(self.directory),
+            "services": services,
+            "security": self.security.model_dump(mode="json"),
+            "restarts": 1000,
+        }
+        (self.directory / "services.yaml").write_text(yaml.safe_dump(up))
+
+    def _wait(self) -> None:
+        assert self.process is not None
+        deadline = time.monotonic() + START_SECONDS
+        while not (self.directory / "services.json").exists():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit((self.directory / "up.log").read_text()[-2000:])
+            time.sleep(0.05)
+
+
+def create_security(directory: Path) -> SecurityConfig:
+    """TLS with certificates on both sides, and a token."""
+    directory.mkdir(parents=True, exist_ok=True)
+    authority = Authority()
+    ca = authority.write(directory / "ca.pem")
+    cert, key = authority.issue(directory, "service")
+    (directory / "token").write_text("sesame")
+    return SecurityConfig(tls=TlsConfig(cert=cert, key=key, ca=ca), token_file=directory / "token")
+
+
+@dataclass
+class Fuzzer:
+    """Sends to the services of one stack."""
+
+    stack: Stack
+    findings: Findings
+    messages: int
+    only: str
+    seed: int
+
+    async def run(self) -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(IN_FLIGHT))
+        places = Places(self.stack.directory, self.stack.model)
+        before = {name: process.pid for name, process in self.stack.processes().items()}
+        count = self.messages
+        self.messages = min(WARM_MESSAGES, count)
+        await self._all(places)
+        self.messages = count
+        sizes = await self._sizes()
+        await self._all(places)
+        after = await self._sizes()
+        for name, pid in before.items():
+            if name in SERVICES and self.stack.processes()[name].pid != pid:
+                self.findings.note("died", name, f"process {pid} is another one by now")
+        if ESCAPED.exists():
+            self.findings.note("internal", "paths", f"a message made {ESCAPED}")
+        for name in sizes.keys() & after.keys():
+            growth = (after[name] - sizes[name]) / 2**20
+            print(f"memory: {name} {sizes[name] / 2**20:.0f} MiB, grew {growth:.1f}", flush=True)
+            self.findings.growth = max(self.findings.growth, growth)
+
+    async def _sizes(self) -> dict[str, int]:
+        await asyncio.sleep(SETTLE_SECONDS)
+        return {name: p.memory_info().rss for name, p in self.stack.processes().items()}
+
+    async def _all(self, places: Places) -> None:
+        for process in SERVICES:
+            others = () if process == "ranks" else EVERYWHERE
+            async with create_channel(self.stack.address(process), self.stack.security) as channel:
+                served = (*SERVICES[process], *others)
+                if others and (more := await _listed(channel) - set(served)):
+                    raise SystemExit(f"{process} serves {more} too: name it in SERVICES")
+                for service in served:
+                    for method in _methods(service):
+                        if self.only in f"{process} {method.full_name}":
+                            await self._fuzz(process, channel, method, places)
+        if "openai".startswith(self.only) or self.only in "engine openai":
+            await self._fuzz_http()
+
+    async def _fuzz(
+        self, process: str, channel: grpc.aio.Channel, method: Any, places: Places
+    ) -> None:
+        name = f"/{method.containing_service.full_name}/{method.name}"
+        where = f"{process} {name}"
+        self.findings.rpcs.add((process, name, str(self.stack.security.tls is not None)))
+        dice = random.Random(f"{self.seed} {where}")
+        if process == "trainer":
+            await self._upload(channel, places)
+        valid = seeds(name, places)
+        maker = MessageMaker(dice, places.names)
+        kind = message_factory.GetMessageClass(method.input_type)
+        coded = [message.SerializePartialToString() for message in valid] or [b""]
+
+        def made() -> Iterator[list[bytes]]:
+            for _ in range(self.messages):
+                data = maker.malformed(coded)
+                yield [data]
+            for _ in range(self.messages):
+                data = maker.extreme(kind, valid)
+                if method.client_streaming and valid:  # what comes before it opens the stream
+                    yield [*coded[: dice.randrange(len(coded) + 1)], data]
+                else:
+                    yield [data]
+
+        answers = message_factory.GetMessageClass(method.output_type).FromString
+        codes: Counter[str] = Counter()
+        began, queue = time.monotonic(), made()
+        with contextlib.ExitStack() as stack:
+            if method.client_streaming:
+                blocking = stack.enter_context(self._blocking_channel(process))
+                send = self._threaded(blocking.stream_stream(name, response_deserializer=answers))
+            else:
+                send = self._awaited(channel.unary_stream(name, response_deserializer=answers))
+
+            async def sender() -> None:
+                for messages in queue:
+                    code = await self._send(send, where, messages)
+                    codes[code.name] += 1
+
+            await asyncio.gather(*(sender() for _ in range(IN_FLIGHT)))
+        self.findings.messages += codes.total()
+        self.findings.codes += codes
+        await self._recover(process, channel, where)
+        answered = ", ".join(f"{code} {count}" for code, count in codes.most_common())
+        print(f"{where}: {time.monotonic() - began:.1f} s: {answered}", flush=True)
+
+    def _blocking_channel(self, process: str) -> grpc.Channel:
+        """For streams of requests: grpc.aio loses the status of some that are refused."""
+        address, tls = self.stack.address(process), self.stack.security.tls
+        if tls is None:
+            return grpc.insecure_channel(address)
+        return grpc.secure_channel(address, channel_credentials(tls))
+
+    def _threaded(self, call: Any) -> Send:
+        token = self.stack.security.token()
+        metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+
+        def run(messages: Sequence[bytes]) -> list[Any]:
+            return list(call(iter(messages), timeout=CALL_SECONDS, metadata=metadata))
+
+        return lambda messages: asyncio.to_thread(run, messages)
+
+    def _awaited(self, call: Any) -> Send:
+        async def run(messages: Sequence[bytes]) -> list[Any]:
+            return [answer async for answer in call(messages[-1], timeout=CALL_SECONDS)]
+
+        return run
+
+    async def _upload(self, channel: grpc.aio.Channel, places: Places) -> None:
+        """Give the trainer the batch that requests name, unless it has it."""
+        method = f"/{TRAINER_SERVICE}/UploadBatch"
+        messages = [each.SerializeToString() for each in seeds(method, places)][:UPLOADED]
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await channel.stream_unary(method)(_each(messages), timeout=ANSWER_SECONDS)
+
+    async def _send(self, send: Send, where: str, messages: Sequence[bytes]) -> grpc.StatusCode:
+        """One call; what it answers is looked through for errors of the server."""
+        try:
+            for answer in await send(messages):
+                self._look(where, answer)
+        except grpc.RpcError as error:
+            code: grpc.StatusCode = error.code()
+            kind = _BAD_CODES.get(code.value[0])
+            if kind is not None:
+                self.findings.note(kind, where, f"{error.details()} for {messages[-1][:200]!r}")
+            return code
+        return grpc.StatusCode.OK
+
+    def _look(self, where: str, message: pb_message.Message) -> None:
+        """Errors stand in answers too: of operations, of groups, of engines."""
+        if isinstance(message, status_pb2.Status):
+            if (kind := _BAD_CODES.get(message.code)) is not None:
+                self.findings.note(kind, where, message.message)
+            return
+        for item, value in message.ListFields():
+            if item.message_type is None or item.message_type.GetOptions().map_entry:
+                continue
+            for one in value if item.is_repeated else (value,):
+                self._look(where, one)
+
+    async def _recover(self, process: str, channel: grpc.aio.Channel, where: str) -> None:
+        """The service answers, and goes on where a message told it to pause or sleep."""
+        if process == "ranks":
+            process, channel = (
+                "trainer",
+                create_channel(self.stack.address("trainer"), self.stack.security),
+            )
+        ask = channel.unary_unary(
+            f"/{WAIT_SERVICE}/ListWaits",
+            request_serializer=wait_service_pb2.ListWaitsRequest.SerializeToString,
+        )
+        listing = channel.unary_unary(
+            f"/{OPERATIONS_SERVICE}/ListOperations",
+            request_serializer=operations_pb2.ListOperationsRequest.SerializeToString,
+            response_deserializer=operations_pb2.ListOperationsResponse.FromString,
+        )
+        try:
+            await ask(wait_service_pb2.ListWaitsRequest(), timeout=ANSWER_SECONDS)
+            request = operations_pb2.ListOperationsRequest()
+            self._look(where, await listing(request, timeout=ANSWER_SECONDS))
+            if process == "engine":
+                await channel.unary_unary(f"/{ENGINE_SERVICE}/Resume")(b"", timeout=ANSWER_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            kind = "hung" if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED else "died"
+            self.findings.note(kind, where, f"it answers no more: {error.details()}")
+
+    async def _fuzz_http(self) -> None:
+        """The OpenAI port of the engine."""
+        security, url = self.stack.security, self.stack.entries["engine"]["openai_url"]
+        context: ssl.SSLContext | bool = True
+        headers = {"Content-Type": "application/json"}
+        if security.tls is not None:
+            assert security.tls.cert is not None
+            context = ssl.create_default_context(cafile=security.tls.ca)
+            context.load_cert_chain(security.tls.cert, security.tls.key)
+            headers["Authorization"] = f"Bearer {security.token()}"
+        base = url.removesuffix("/v1")
+        bodies = json_bodies(random.Random(f"{self.seed} openai"))
+        timeout = aiohttp.ClientTimeout(total=CALL_SECONDS)
+        async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+            for path in ("/v1/chat/completions", "/v1/completions"):
+                self.findings.rpcs.add(("engine", path, str(security.tls is not None)))
+                queue = itertools.islice(bodies, 2 * self.messages)
+
+                async def sender(path: str = path, queue: Iterator[bytes] = queue) -> None:
+                    for body in queue:
+                        self.findings.messages += 1
+                        await self._post(session, base + path, body, context)
+
+                await asyncio.gather(*(sender() for _ in range(IN_FLIGHT)))
+
+    async def _post(
+        self, session: aiohttp.ClientSession, url: str, body: bytes, context: Any
+    ) -> None:
+        try:
+            async with session.post(url, data=body, ssl=context) as answer:
+                text = await answer.text(errors="replace")
+        except TimeoutError:
+            return
+        except aiohttp.ClientError as error:
+            self.findings.note("unknown", url, f"{error!r} for {body[:200]!r}")
+            return
+        if answer.status == 500:
+            self.findings.note("internal", url, f"{text[:200]} for {body[:200]!r}")
+
+
+def _limit_memory() -> None:
+    """A process that asks for far too much fails by itself: the machine does not."""
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+
+
+async def _each(messages: Sequence[T]) -> AsyncIterator[T]:
+    for message in messages:
+        yield message
+
+
+async def _listed(channel: grpc.aio.Channel) -> set[str]:
+    """The services that a process says to have."""
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    names: set[str] = set()
+    async for answer in stub.ServerReflectionInfo(_each([request]), timeout=ANSWER_SECONDS):
+        names |= {service.name for service in answer.list_services_response.service}
+    return names
+
+
+def _methods(service: str) -> Sequence[Any]:
+    found = descriptor_pool.Default().FindServiceByName(service)
+    return list(found.methods)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--messages", type=int, default=1000, help="of each of two kinds per RPC")
+    parser.add_argument("--only", default="", help="part of `PROCESS SERVICE.METHOD`")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--security", choices=("none", "tls", "both"), default="both")
+    parser.add_argument("--directory", type=Path, help="kept; default: a temporary one")
+    flags = parser.parse_args(arguments)
+    findings = Findings()
+    with contextlib.ExitStack() as stack:
+        directory = flags.directory or Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-fuzz-"))
+        )
+        for name in ("none", "tls") if flags.security == "both" else (flags.security,):
+            security = SecurityConfig()
+            if name == "tls":
+                security = create_security(directory / "trust")
+            with Stack(directory / name, security).running() as running:
+                fuzzer = Fuzzer(running, findings, flags.messages, flags.only, flags.seed)
+                asyncio.run(fuzzer.run())
+    print("codes:", ", ".join(f"{code} {count}" for code, count in findings.codes.most_common()))
+    print(findings.line())
+    return 0 if findings.passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
