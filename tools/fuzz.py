@@ -262,7 +262,7 @@ class Fuzzer:
         for name, pid in before.items():
             if name in SERVICES and self.stack.processes()[name].pid != pid:
                 self.findings.note("died", name, f"process {pid} is another one by now")
-        if ESCAPED.exists():
+        if await asyncio.to_thread(ESCAPED.exists):
             self.findings.note("internal", "paths", f"a message made {ESCAPED}")
         for name in sizes.keys() & after.keys():
             growth = (after[name] - sizes[name]) / 2**20

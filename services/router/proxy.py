@@ -229,7 +229,7 @@ class Proxy:
         logger.info("engine %s: %s: %s", proxied.engine, error.code().name, error.details())
         self._release(proxied)  # before the caller hears of it
         if is_last or proxied.outcome is not Outcome.CONNECT_ERROR:
-            trailing = error.trailing_metadata() or ()
+            trailing = tuple(error.trailing_metadata() or ())
             await context.abort(error.code(), error.details() or "", trailing)
 
     async def _lease(

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 import grpc
 import pytest
+from google.rpc import status_pb2
+from grpc_status import rpc_status
 from prometheus_client import CollectorRegistry
 
 from services.router.__main__ import RouterProcess
@@ -25,6 +27,7 @@ from sluice.balance.routing import PoolConfig
 from sluice.config import parse_config
 from sluice.router_client import LeaseClient
 from sluice.runtime.channel import create_channel
+from sluice.runtime.errors import QueueFullError
 from tests.patience import PATIENCE
 
 FOREVER = 600.0  # seconds until an engine of a test is lost, which sends no heartbeats
@@ -92,7 +95,11 @@ class FakeEngine(engine_grpc.EngineServiceServicer):
         self.requests.append(request)
         await self.gate.wait()
         if self.fail is not None:
-            await context.abort(self.fail, "the engine says no")
+            details = QueueFullError("the engine says no").to_status().details
+            status = status_pb2.Status(
+                code=self.fail.value[0], message="the engine says no", details=details
+            )
+            await context.abort_with_status(rpc_status.to_status(status))
         count = request.sample_count or 1
         return engine_pb.GenerateResponse(
             completions=[

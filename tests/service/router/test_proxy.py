@@ -10,6 +10,7 @@ import pytest
 from sluice.api.rollout.v1 import engine_service_pb2 as pb
 from sluice.api.rollout.v1 import engine_service_pb2_grpc as pb_grpc
 from sluice.api.router.v1 import router_service_pb2 as router_pb
+from sluice.runtime.errors import RemoteError, typed_errors
 from tests.patience import PATIENCE
 from tests.service.router.conftest import Clock, eventually, new_id
 
@@ -56,10 +57,11 @@ async def test_an_engines_refusal_is_passed_on_with_its_code(router, stub, start
     engine.fail = grpc.StatusCode.INVALID_ARGUMENT
     await router.register("a", address=engine.address)
     for _ in range(8):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
+        with pytest.raises(RemoteError) as caught, typed_errors():
             await stub.Generate(generate(), timeout=PATIENCE)
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert caught.value.details() == "the engine says no"
+        error = caught.value
+        assert (error.code, error.message) == (engine.fail, "the engine says no")
+        assert error.reason == "QUEUE_FULL" and error.retry_seconds == 1
     assert len(engine.requests) == 8 and router.leases_out() == 0
     listed = await router.stub.ListEngines(router_pb.ListEnginesRequest(), timeout=PATIENCE)
     assert listed.engines[0].state == router_pb.ENGINE_STATE_ACTIVE
