@@ -33,7 +33,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import aiohttp
 import grpc
 import psutil
 import yaml
@@ -52,7 +51,8 @@ from sluice.runtime.security import SecurityConfig, TlsConfig, channel_credentia
 from sluice.runtime.server import OPERATIONS_SERVICE, WAIT_SERVICE
 from sluice.supervise import reserve_port
 from tools.fuzz_messages import MessageMaker
-from tools.fuzz_seeds import Places, json_bodies, seeds
+from tools.fuzz_openai import BODIES, extreme_messages, fuzz_openai, random_messages
+from tools.fuzz_seeds import Places, seeds
 from tools.make_certificates import Authority
 
 TRAINER_SERVICE = "sluice.api.trainer.v1.TrainerService"
@@ -92,7 +92,7 @@ Send = Callable[[Sequence[bytes]], Awaitable[list[Any]]]
 
 
 @dataclass
-class Findings:
+class FuzzOutcome:
     """What came of it all."""
 
     rpcs: set[tuple[str, ...]] = field(default_factory=set)
@@ -243,7 +243,7 @@ class Fuzzer:
     """Sends to the services of one stack."""
 
     stack: Stack
-    findings: Findings
+    findings: FuzzOutcome
     messages: int
     only: str
     seed: int
@@ -284,7 +284,7 @@ class Fuzzer:
                     for method in _methods(service):
                         if self.only in f"{process} {method.full_name}":
                             await self._fuzz(process, channel, method, places)
-        if "openai".startswith(self.only) or self.only in "engine openai":
+        if self.only in "engine openai":
             await self._fuzz_http()
 
     async def _fuzz(
@@ -417,41 +417,34 @@ class Fuzzer:
     async def _fuzz_http(self) -> None:
         """The OpenAI port of the engine."""
         security, url = self.stack.security, self.stack.entries["engine"]["openai_url"]
-        context: ssl.SSLContext | bool = True
-        headers = {"Content-Type": "application/json"}
+        context = None
         if security.tls is not None:
             assert security.tls.cert is not None
             context = ssl.create_default_context(cafile=security.tls.ca)
             context.load_cert_chain(security.tls.cert, security.tls.key)
-            headers["Authorization"] = f"Bearer {security.token()}"
-        base = url.removesuffix("/v1")
-        bodies = json_bodies(random.Random(f"{self.seed} openai"))
-        timeout = aiohttp.ClientTimeout(total=CALL_SECONDS)
-        async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
-            for path in ("/v1/chat/completions", "/v1/completions"):
-                self.findings.rpcs.add(("engine", path, str(security.tls is not None)))
-                queue = itertools.islice(bodies, 2 * self.messages)
-
-                async def sender(path: str = path, queue: Iterator[bytes] = queue) -> None:
-                    for body in queue:
-                        self.findings.messages += 1
-                        await self._post(session, base + path, body, context)
-
-                await asyncio.gather(*(sender() for _ in range(IN_FLIGHT)))
-
-    async def _post(
-        self, session: aiohttp.ClientSession, url: str, body: bytes, context: Any
-    ) -> None:
-        try:
-            async with session.post(url, data=body, ssl=context) as answer:
-                text = await answer.text(errors="replace")
-        except TimeoutError:
-            return
-        except aiohttp.ClientError as error:
-            self.findings.note("unknown", url, f"{error!r} for {body[:200]!r}")
-            return
-        if answer.status == 500:
-            self.findings.note("internal", url, f"{text[:200]} for {body[:200]!r}")
+        extreme = random.Random(self.seed).choices(
+            list(extreme_messages()), k=self.messages * len(BODIES)
+        )
+        malformed = random_messages(self.seed, self.messages * len(BODIES))
+        found = await fuzz_openai(
+            url,
+            itertools.chain(extreme, malformed),
+            token=security.token() or "",
+            tls=context,
+            at_once=IN_FLIGHT,
+            seconds=ANSWER_SECONDS,
+        )
+        self.findings.messages += found.messages
+        for path in BODIES:
+            self.findings.rpcs.add(("engine", path, str(context is not None)))
+        for kind, whats in (
+            ("internal", found.internal),
+            ("hung", found.hung),
+            ("unknown", found.formless),
+        ):
+            for what in whats:
+                self.findings.note(kind, "engine openai", what[:300])
+        print(f"engine openai: {found.messages} messages", flush=True)
 
 
 def _limit_memory() -> None:
@@ -487,7 +480,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--security", choices=("none", "tls", "both"), default="both")
     parser.add_argument("--directory", type=Path, help="kept; default: a temporary one")
     flags = parser.parse_args(arguments)
-    findings = Findings()
+    findings = FuzzOutcome()
     with contextlib.ExitStack() as stack:
         directory = flags.directory or Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-fuzz-"))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -282,40 +280,3 @@ def _others(name: str, places: Places) -> Sequence[pb_message.Message]:
         ],
     }
     return known.get(name, ())
-
-
-_VALUES: tuple[object, ...] = (
-    *(None, True, -1, 0, 2**31, 2**63, 1e308, "", "../", "a\0b", "x" * 5000, [], {}, [[]]),
-    *([None], "\ud800", ["\ud800"], [1] * 10_000, {"a": "\ud800"}),
-)
-_KEYS = (
-    *("model", "messages", "prompt", "n", "max_tokens", "temperature", "top_p", "seed", "stop"),
-    *("logprobs", "top_logprobs", "stream", "tools", "response_format", "logit_bias", "user"),
-)
-
-
-def json_bodies(dice: random.Random) -> Iterator[bytes]:
-    """Bodies for the OpenAI port without end: half of them malformed, half extreme."""
-    whole = {
-        "model": "policy",
-        "messages": [{"role": "user", "content": "1 2"}],
-        "prompt": "1 2",
-        "max_tokens": 2,
-    }
-    while True:
-        text = json.dumps(whole).encode()
-        yield dice.choice(
-            (
-                text[: dice.randrange(len(text))],
-                dice.randbytes(20),
-                b"[" * 5000,
-                b'{"a":' * 5000,
-                text.replace(b"1 2", b"\xed\xa0\x80"),
-                text.replace(b"2}", b"NaN}"),
-            )
-        )
-        body = {**whole, dice.choice(_KEYS): dice.choice(_VALUES)}
-        if dice.random() < 0.3:
-            message = {"role": dice.choice(("user", "tool", 5)), "content": dice.choice(_VALUES)}
-            body["messages"] = [message]
-        yield json.dumps(body).encode()
