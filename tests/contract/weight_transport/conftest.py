@@ -18,7 +18,6 @@ from services.rollout.engine.interface import Engine, PauseMode
 from services.rollout.engine.reference.engine import ReferenceEngine
 from services.rollout.engine.weights import EngineWeights, Transfer
 from sluice import platform
-from sluice.runtime.errors import ServiceError
 from sluice.weights.checkpoint import parse_header
 from sluice.weights.host_cache import HostCache
 from sluice.weights.manifest import delta_name
@@ -95,10 +94,6 @@ class Stage:
         try:
             await self.weights.transfers.join(name, members, SECONDS)
             return await self.weights.prepare(record.version, record.digest, transfer)
-        except ServiceError:  # perhaps before it received anything: senders need not wait for it
-            assert isinstance(self.engine, ReferenceEngine)
-            self.engine._leave_transfer()
-            raise
         finally:
             await asyncio.gather(sending, return_exceptions=True)
 

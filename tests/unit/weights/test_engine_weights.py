@@ -14,7 +14,7 @@ import pytest
 
 from services.rollout.engine.interface import EngineStatus, IncomingWeights, PauseMode
 from services.rollout.engine.weights import EngineWeights, Transfer
-from services.rollout.errors import TransferGroupNotJoinedError
+from services.rollout.errors import DigestMismatchError, TransferGroupNotJoinedError
 from sluice.weights.host_cache import CachedVersion, HostCache
 from sluice.weights.manifest import Manifest
 from sluice.weights.store import WeightStore
@@ -28,7 +28,7 @@ class BareEngine:
     def __init__(self) -> None:
         self.received: list[str] = []
         self.directories: dict[int, Path] = {}
-        self._group = ""
+        self.group = ""
         self._prepared: list[int] = []
         self.serving: int | None = None
         self.restorable: int | None = None
@@ -47,10 +47,10 @@ class BareEngine:
         )
 
     async def join_transfer(self, members: Sequence[Membership], seconds: float) -> None:
-        self._group = members[0].group
+        self.group = members[0].group
 
     async def leave_transfer(self) -> None:
-        self._group = ""
+        self.group = ""
 
     async def prepare(self, version: int, digest: str, directory: Path) -> None:
         self.directories[version] = directory
@@ -62,7 +62,7 @@ class BareEngine:
         return 0.0
 
     async def receive(self, incoming: IncomingWeights) -> None:
-        self.received.append(self._group)
+        self.received.append(self.group)
         self._prepared.append(incoming.manifest.version)
 
 
@@ -182,6 +182,30 @@ async def test_a_transfer_comes_over_the_group_it_names_or_not_at_all(
         await first
     await second
     assert engine.received == ["second"]
+    await weights.close()
+
+
+@pytest.mark.parametrize("damage", ["digest", "manifest"])
+async def test_who_fails_before_a_byte_has_come_leaves_the_group(
+    policy, store, tmp_path, damage: str
+) -> None:
+    """The others would wait for it until their deadline."""
+    record = policy.publish()
+    engine = BareEngine()
+    weights = engine_weights(engine, store, HostCache(tmp_path / "cache", store))
+    member = Membership(address="", group="one", rank=1, world_size=2, backend="gloo")
+    await weights.transfers.join("one", [member], PATIENCE)
+    assert engine.group == "one"
+    digest = record.digest if damage == "manifest" else "0" * 32
+    if damage == "manifest":
+        path = record.directory / "manifest.json"
+        path.write_bytes(path.read_bytes()[:-3])
+    transfer = Transfer(
+        group="one", files=[["model.safetensors"]], bucket_bytes=1, seconds=PATIENCE
+    )
+    with pytest.raises(DigestMismatchError):
+        await weights.prepare(record.version, digest, transfer)
+    assert engine.group == weights.transfers.group == ""
     await weights.close()
 
 
