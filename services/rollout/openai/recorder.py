@@ -1,8 +1,8 @@
 """Records calls on the disk, so that they outlive the worker and any worker may go on.
 
-<store>/records/<group>.open      JSON lines: one answer, a reward, or the end. The first,
-                                  {"born": <random>}, tells it from another file of this name,
-                                  which inodes do not
+<store>/records/<group>.open      JSON lines: one answer, a reward, or the end; after a tab the
+                                  xxh3 of each. The first, {"born": <random>}, tells it from
+                                  another file of this name, which inodes do not
 <store>/records/<group>.closed    its samples are a blob, pinned by `record/<group>`
 <store>/records/.lock             locked for moments
 
@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
 import numpy as np
+import xxhash
 
 from services.rollout.config import OpenAIConfig
 from services.rollout.engine.interface import Delta, FinishReason, Sampling
@@ -243,6 +244,28 @@ def _experts_from_text(text: str) -> np.ndarray | None:
     return wire.experts_from_proto(RoutedExperts.FromString(base64.b64decode(text)), "experts")
 
 
+def _encode_line(line: Line) -> bytes:
+    text = json.dumps(line).encode()
+    return b"%b\t%b\n" % (text, xxhash.xxh3_64_hexdigest(text).encode())
+
+
+def _decode_line(data: bytes) -> Line:
+    """Raises ValueError for a line that was changed."""
+    text, tab, digest = data.rpartition(b"\t")
+    if tab and xxhash.xxh3_64_hexdigest(text).encode() != digest:
+        raise ValueError("another digest")
+    line: Line = json.loads(text if tab else data)  # earlier releases wrote no digest
+    return line
+
+
+def _is_whole(data: bytes) -> bool:
+    """Whether these bytes are a line with its digest."""
+    try:
+        return b"\t" in data and bool(_decode_line(data))
+    except ValueError:
+        return False
+
+
 def _base(texts: Sequence[str], text: str) -> tuple[int | None, str]:
     """Finds the longest text that this one goes on from, and its place, if any."""
     fitting = [(len(each), place) for place, each in enumerate(texts) if text.startswith(each)]
@@ -353,7 +376,8 @@ class Recorder:
         """Forget a group; its blob may then be collected. Raises ApiError."""
 
         def remove() -> None:
-            self._read(name)
+            if self._find(name) is None:
+                raise ApiError(404, "group_not_found", f"no group {name!r} was recorded")
             self._forget(name)
 
         await self._locked(remove)
@@ -387,7 +411,10 @@ class Recorder:
         return group
 
     def _read(self, name: str, *, make: bool = False) -> GroupRecord:
-        """Reads a group as it is on the disk now, where other workers may have written too."""
+        """Reads a group as it is on the disk now, where other workers may have written too.
+
+        Raises ApiError for one that is not there, or was damaged.
+        """
         path = self._find(name)
         if path is None:
             if not make:
@@ -399,18 +426,27 @@ class Recorder:
             file = self._files.get(name)
             if file is None or file.birth != birth:
                 file = _GroupFile(GroupRecord(name), birth)
+            is_cut = os.fstat(lines.fileno()).st_size < file.offset
             lines.seek(file.offset)
             data = lines.read()
         whole = data.rfind(b"\n") + 1  # a crash may have cut off the last line
-        for line in data[:whole].splitlines():
-            file.group.apply(json.loads(line))
+        try:
+            found = [_decode_line(line) for line in data[:whole].splitlines()]
+            if is_cut or _is_whole(data[whole:-1]):
+                raise ValueError
+        except ValueError:
+            self._files.pop(name, None)
+            message = f"{path.name} is not as it was written: delete the group"
+            raise ApiError(409, "record_damaged", message) from None
+        for line in found:
+            file.group.apply(line)
         return self._remember(replace(file, offset=file.offset + whole))
 
     def _append(self, group: GroupRecord, lines: Sequence[Line]) -> None:
         birth, offset = self._files[group.group_id].birth, self._files[group.group_id].offset
-        data = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        data = b"".join(map(_encode_line, lines))
         if not offset:
-            birth = json.dumps({"born": secrets.token_hex(16)}).encode() + b"\n"
+            birth = _encode_line({"born": secrets.token_hex(16)})
             data = birth + data
         with (self._root / f"{quote(group.group_id)}{OPEN}").open("ab") as file:
             file.truncate(offset)

@@ -14,7 +14,7 @@ from services.rollout.engine.interface import Delta, FinishReason
 from services.rollout.openai.generation import Answer
 from services.rollout.openai.prompts import Prompt
 from services.rollout.openai.recorder import Recorder
-from services.rollout.openai.requests import Record
+from services.rollout.openai.requests import ApiError, Record
 from sluice.samples.blobs import BlobStore
 from sluice.samples.sample import VersionSpan
 
@@ -84,3 +84,34 @@ async def test_a_first_line_that_a_crash_cut_off_is_written_again(tmp_path: Path
         path.write_bytes(whole[:cut])
         await recorder(tmp_path).add(NEW, PROMPT, answer(20), [()])
         assert counts(await recorder(tmp_path).describe("g")) == {"new": 1}, f"cut at {cut}"
+
+
+async def test_a_byte_that_changed_on_the_disk_is_never_a_sample(tmp_path: Path) -> None:
+    writer = recorder(tmp_path)
+    await writer.add(OLD, PROMPT, answer(10), [()])
+    await writer.add(NEW, PROMPT, answer(20), [()])
+    path = tmp_path / "records" / "g.open"
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 7):
+        flipped = bytes([whole[place] ^ 1])
+        path.write_bytes(whole[:place] + flipped + whole[place + 1 :])
+        with pytest.raises(ApiError, match=r"g\.open is not as it was written") as refused:
+            await recorder(tmp_path).describe("g")
+        assert (refused.value.status, refused.value.code) == (409, "record_damaged")
+    path.write_bytes(whole[:-1] + b"x")
+    with pytest.raises(ApiError, match="not as it was written"):
+        await recorder(tmp_path).add(NEW, PROMPT, answer(30), [()])
+    path.write_bytes(whole[:-40])
+    with pytest.raises(ApiError, match="not as it was written"):
+        await writer.add(NEW, PROMPT, answer(30), [()])  # which has read on from further than that
+    await writer.delete("g")
+    assert await writer.names() == {"open": [], "closed": []}
+
+
+async def test_lines_of_an_earlier_release_are_read(tmp_path: Path) -> None:
+    await recorder(tmp_path).add(OLD, PROMPT, answer(10), [()])
+    path = tmp_path / "records" / "g.open"
+    lines = path.read_bytes().splitlines()
+    path.write_bytes(b"".join(line.partition(b"\t")[0] + b"\n" for line in lines))
+    await recorder(tmp_path).add(NEW, PROMPT, answer(20), [()])
+    assert counts(await recorder(tmp_path).describe("g")) == {"old": 1, "new": 1}
