@@ -215,9 +215,12 @@ class Receiver:
     async def _run(self, call: Callable[..., T], *arguments: object) -> T:
         running = asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
         either: list[asyncio.Future[Any]] = [running, self._closed]
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:  # also where the caller went away
+            if not running.done():
+                running.add_done_callback(_ignore)
         if not running.done():
-            running.add_done_callback(_ignore)
             raise TransferBrokenError("", "it was left")
         return running.result()
 

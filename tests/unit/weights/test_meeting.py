@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
+import gc
 
 import pytest
 import torch.distributed as dist
 
-from sluice.weights.transfer.group import Meeting
+from sluice.weights.transfer.group import Meeting, Receiver
+from sluice.weights.transfer.plan import Membership
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
@@ -22,3 +25,21 @@ def test_a_meeting_is_found_by_its_address(host: str) -> None:
     store.set("here", "yes")
     assert store.get("here") == b"yes"
     meeting.close()
+
+
+async def test_who_gives_up_a_meeting_leaves_no_error_behind() -> None:
+    """Its thread goes on until nobody came, and that nobody asks for any more."""
+    unheard: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
+    receiver = Receiver()
+    nobody = Membership(address="127.0.0.1:9", group="g", rank=1, world_size=2, backend="gloo")
+    joining = asyncio.create_task(receiver.join([nobody], 0.5))
+    await asyncio.sleep(0)  # the thread has it
+    joining.cancel()
+    await asyncio.gather(joining, return_exceptions=True)
+    await asyncio.to_thread(receiver._thread.shutdown, wait=True)
+    await asyncio.sleep(0)
+    del joining
+    gc.collect()
+    assert unheard == []
+    receiver._closed.cancel()
