@@ -18,6 +18,7 @@ BACKEND ?= reference
 TP ?= 1
 ENGINE ?= reference
 ROUNDS ?= 1
+STEPS ?= 10000
 LOAD ?= 8
 MESSAGES ?= 1000
 TESTS ?= tests/service tests/e2e tests/faults
@@ -75,7 +76,7 @@ setup: $(VENV)/.dev  ## make the virtual environment with everything for work on
 proto: $(VENV)/.dev  ## regenerate sluice/api from protos/
 	$(RUN) tools/gen_protos.py
 
-docs: $(VENV)/.dev  ## regenerate docs/metrics.md from the code
+docs: $(VENV)/.dev  ## regenerate docs/metrics.md and the ports of docs/security.md from the code
 	$(RUN) tools/metrics_docs.py
 
 lint: $(VENV)/.dev  ## style, types, layers, contract, generated files
@@ -125,6 +126,9 @@ fault-matrix: $(VENV)/.dev  ## kills, stops, lost answers, damaged files, full d
 
 fuzz: $(VENV)/.dev  ## malformed and extreme messages to every RPC of every service, with and without TLS (MESSAGES=, SEED=)
 	$(RUN) -m tools.fuzz --messages $(MESSAGES) --seed $(SEED)
+
+soak: $(VENV)/.dev  ## 10,000 tiny steps; memory, descriptors, threads and files of every process stay flat (STEPS=)
+	$(RUN) -m tools.soak --steps $(STEPS)
 
 compose-smoke: $(VENV)/.dev  ## build, bring up, train, scrape, kill and recover with docker compose
 	$(RUN) -m tools.compose_smoke
@@ -178,5 +182,5 @@ accelerator-check: $(VENV)/.dev  ## the whole system on the device at hand: righ
 clean:  ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help accelerator-wheels accelerator-check setup sglang-cpu test-sglang proto docs lint test house stress-tests test-megatron test-openai demo demo-smollm2 fault-matrix fuzz compose-smoke \
+.PHONY: help accelerator-wheels accelerator-check setup sglang-cpu test-sglang proto docs lint test house stress-tests test-megatron test-openai demo demo-smollm2 fault-matrix fuzz soak compose-smoke \
 	verify bench bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-router bench-router-simulation clean

@@ -9,19 +9,21 @@ import argparse
 import sys
 from pathlib import Path
 
+from examples import access
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.cli import exit_code
 from sluice.client import EngineClient, RouterClient
+from sluice.runtime.security import SecurityConfig
 from sluice.supervise import read_services
 
 
-async def main(services: Path, text: str) -> None:
+async def main(services: Path, text: str, security: SecurityConfig) -> None:
     from transformers import AutoTokenizer
 
-    async with RouterClient(read_services(services)["router"]) as router:
+    async with RouterClient(read_services(services)["router"], security) as router:
         engine = (await router.list_engines(router_pb.ROLE_ENGINE))[0]
     tokenizer = AutoTokenizer.from_pretrained(services.parent / "model")
-    async with EngineClient(engine.address) as client:
+    async with EngineClient(engine.address, security) as client:
         completions = await client.generate(
             tokenizer.encode(text), max_new_tokens=5, sample_count=4
         )
@@ -35,5 +37,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("services", type=Path, help="services.json of `sluice up`")
     parser.add_argument("text", help='the prompt, as "1234="')
+    access.add_flags(parser)
     flags = parser.parse_args()
-    sys.exit(exit_code(main(flags.services, flags.text)))
+    sys.exit(exit_code(main(flags.services, flags.text, access.security_of(flags))))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from google.protobuf.struct_pb2 import Struct
 
+from examples import access
 from sluice.algo.spec import AdvantageSpec, LossSpec
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2 as router_pb
@@ -27,6 +28,7 @@ from sluice.client import (
     new_request_id,
 )
 from sluice.runtime import wire
+from sluice.runtime.security import SecurityConfig
 from sluice.samples.blobs import BlobReference
 from sluice.supervise import read_services
 
@@ -79,15 +81,17 @@ async def one_step(
     return sum(rewards) / len(rewards)
 
 
-async def main(services: Path, rows: list[dict[str, str]], steps: int) -> None:
+async def main(
+    services: Path, rows: list[dict[str, str]], steps: int, security: SecurityConfig
+) -> None:
     addresses = read_services(services)
-    async with RouterClient(addresses["router"]) as router:
+    async with RouterClient(addresses["router"], security) as router:
         (engine_entry,) = await router.list_engines(router_pb.ROLE_ENGINE)
         (worker_entry,) = await router.list_engines(router_pb.ROLE_EPISODES)
     async with (
-        TrainerClient(addresses["trainer"]) as trainer,
-        RolloutClient(worker_entry.address) as rollout,
-        EngineClient(engine_entry.address) as engine,
+        TrainerClient(addresses["trainer"], security) as trainer,
+        RolloutClient(worker_entry.address, security) as rollout,
+        EngineClient(engine_entry.address, security) as engine,
     ):
         await update_engine(trainer, engine)
         for step in range(steps):
@@ -101,6 +105,8 @@ if __name__ == "__main__":
     parser.add_argument("services", type=Path, help="services.json of `sluice up`")
     parser.add_argument("rows", type=argparse.FileType(), help="JSONL of `prompt` and `answer`")
     parser.add_argument("steps", type=int, nargs="?", default=100)
+    access.add_flags(parser)
     flags = parser.parse_args()
     lines = [json.loads(line) for line in flags.rows]
-    sys.exit(exit_code(main(flags.services, lines, flags.steps)))
+    security = access.security_of(flags)
+    sys.exit(exit_code(main(flags.services, lines, flags.steps, security)))

@@ -11,15 +11,16 @@ import argparse
 import asyncio
 import json
 import sys
-import urllib.request
 from pathlib import Path
 
 import numpy as np
 
+from examples import access
 from sluice.algo.spec import AdvantageSpec, LossSpec
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.cli import exit_code
 from sluice.client import EngineClient, TrainerClient, new_request_id
+from sluice.runtime.security import SecurityConfig
 from sluice.samples.sample import Sample
 from sluice.samples.tokenizer import TextTokenizer
 from sluice.supervise import read_services
@@ -63,26 +64,27 @@ async def one_step(trainer: TrainerClient, engine: EngineClient, tokenizer: Text
     print(f"step {done.step}  reward {reward:.3f}  gradient norm {done.grad_norm:.3f}")
 
 
-def print_step_number(services: Path) -> None:
+def print_step_number(services: Path, security: SecurityConfig) -> None:
     """Out of the metrics page of the trainer."""
     address = json.loads(services.read_text())["trainer"]["metrics_address"]
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as page:
-        lines = page.read().decode().splitlines()
+    lines = access.read_metrics_page(address, security).splitlines()
     print(*(line for line in lines if line.startswith("sluice_trainer_step_number")), sep="\n")
 
 
-async def main(services: Path) -> None:
+async def main(services: Path, security: SecurityConfig) -> None:
     addresses = read_services(services)
     tokenizer = TextTokenizer(services.parent / "model")
     async with (
-        TrainerClient(addresses["trainer"]) as trainer,
-        EngineClient(addresses["rollout"]) as engine,
+        TrainerClient(addresses["trainer"], security) as trainer,
+        EngineClient(addresses["rollout"], security) as engine,
     ):
         await one_step(trainer, engine, tokenizer)
-    await asyncio.to_thread(print_step_number, services)
+    await asyncio.to_thread(print_step_number, services, security)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("services", type=Path, help="services.json of `sluice up`")
-    sys.exit(exit_code(main(parser.parse_args().services)))
+    access.add_flags(parser)
+    flags = parser.parse_args()
+    sys.exit(exit_code(main(flags.services, access.security_of(flags))))

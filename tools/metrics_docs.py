@@ -1,7 +1,11 @@
-"""Writes docs/metrics.md from the metrics that the services declare; `--check` only compares."""
+"""Writes what docs say of the code: docs/metrics.md, and the ports in docs/security.md.
+
+`--check` only compares.
+"""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
 from collections.abc import Iterator
@@ -86,15 +90,70 @@ def page() -> str:
     return "\n".join(lines)
 
 
+SECURITY = ROOT / "docs" / "security.md"
+BEGIN, END = "<!-- ports: written by `make docs` -->\n", "<!-- end of ports -->\n"
+OPENING = {  # calls that open a port; `bind` alone does not, nor does a client of a store
+    "add_insecure_port",
+    "add_secure_port",
+    "create_server",
+    "HTTPServer",
+    "TCPSite",
+    "TCPStore",
+    "ThreadingHTTPServer",
+    "ThreadingWSGIServer",
+    "free_port",
+    "init_process_group",
+    "listen",
+    "make_server",
+    "start_server",
+    "unix_server",
+}
+PASSED_ON = {  # (module, call): the port is the row of another module
+    ("services.rollout.process", "create_server"),
+    ("sluice.runtime.metrics", "ThreadingWSGIServer"),
+}
+
+
+def opening_calls() -> dict[str, set[str]]:
+    """The calls that open a port, by module of services and library."""
+    found: dict[str, set[str]] = {}
+    for path in sorted((*ROOT.glob("services/**/*.py"), *ROOT.glob("sluice/**/*.py"))):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = node.func if isinstance(node, ast.Call) else None
+            bases = node.bases if isinstance(node, ast.ClassDef) else []
+            for part in (called, *bases):
+                name = getattr(part, "attr", getattr(part, "id", ""))
+                if name in OPENING and (module, name) not in PASSED_ON:
+                    found.setdefault(module, set()).add(name)
+    return found
+
+
+def ports_table() -> str:
+    """Rows that the modules that open ports declare. Raises AttributeError where one does not."""
+    rows = ["| port | listens on | asks for |", "|---|---|---|"]
+    for module in sorted(opening_calls(), key=lambda name: ("runtime" not in name, name)):
+        rows += [f"| {' | '.join(row)} |" for row in importlib.import_module(module).OPEN_PORTS]
+    return "\n".join(rows) + "\n"
+
+
+def security_page() -> str:
+    text = SECURITY.read_text()
+    head, _, rest = text.partition(BEGIN)
+    return head + BEGIN + ports_table() + END + rest.partition(END)[2]
+
+
 def main() -> int:
-    text = page()
+    pages = {PAGE: page(), SECURITY: security_page()}
     if "--check" not in sys.argv:
-        PAGE.write_text(text)
+        for path, text in pages.items():
+            path.write_text(text)
         return 0
-    if not PAGE.exists() or PAGE.read_text() != text:
-        print("docs/metrics.md is not what the code declares; run `make docs`", file=sys.stderr)
-        return 1
-    return 0
+    wrong = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
+    for path in wrong:
+        text = f"{path.relative_to(ROOT)} is not what the code declares; run `make docs`"
+        print(text, file=sys.stderr)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

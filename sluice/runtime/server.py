@@ -35,6 +35,23 @@ from sluice.runtime.waits import Waits
 
 logger = logging.getLogger(__name__)
 
+OPEN_PORTS = (  # (what, where it listens, what it asks for): rows of docs/security.md
+    (
+        "gRPC of trainer, rollout, router and converter",
+        "`server.host`, `server.port`",
+        "certificate and token; health checks need no token",
+    ),
+    (
+        "gRPC of the loop of a run: what it waits for",
+        "`server.host`, `server.port` of the run",
+        "the run's token; TLS where the run has a certificate of its own, or `server` says so",
+    ),
+    (
+        "metrics of each of them",
+        "`server.host`, `server.metrics_port`",
+        "the same; Prometheus has `authorization` and `tls_config` for it",
+    ),
+)
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN

@@ -43,6 +43,13 @@ from sluice.samples.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
+OPEN_PORTS = (
+    (
+        "HTTP of a rollout process, as OpenAI's clients speak it; only with `openai:`",
+        "`server.host`, `openai.port`",
+        "certificate, and the token as the API key; `/health` needs none",
+    ),
+)
 RECORD_HEADER = "X-Sluice-Record"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _NAME = TypeAdapter(Name)

@@ -25,6 +25,13 @@ from sluice.runtime.server import opening, service_interceptor
 # Where collectives listen on fixed ports: beyond those that kernels hand out. A host with two
 # trainers sets the variables of `Platform.collective_ports` itself.
 FIRST_PORT, PORTS_PER_RANK = 61000, 16
+OPEN_PORTS = (
+    (
+        "the trainer's port for its ranks",
+        "`ranks.listen_host`, `ranks.listen_port`",
+        "certificate and token; over loopback a rank expects the name that the trainer advertises",
+    ),
+)
 CLOSE_SECONDS = 2.0  # in which ranks hear that they may end
 
 

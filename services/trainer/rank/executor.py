@@ -43,6 +43,13 @@ from sluice.weights.transfer.plan import plan_shards
 
 logger = logging.getLogger(__name__)
 
+OPEN_PORTS = (
+    (
+        "where ranks meet, and collectives between them (gloo, NCCL ...)",
+        "loopback for ranks of one host; else `MASTER_ADDR` and what the libraries choose",
+        "nothing: libraries open them. Over several hosts give them a network of their own",
+    ),
+)
 MODELS: dict[int, tuple[ModelName, str]] = {
     trainer_pb.ComputeLogprobsRequest.MODEL_POLICY: ("policy", "old_logprobs"),
     trainer_pb.ComputeLogprobsRequest.MODEL_REFERENCE: ("reference", "reference_logprobs"),

@@ -24,6 +24,14 @@ from sluice.weights.manifest import digest_bytes
 from sluice.weights.shards import TORCH_DTYPES
 from sluice.weights.transfer.plan import Bucket, Membership
 
+OPEN_PORTS = (
+    (
+        "where the members of a collective weight transfer meet, and its collectives",
+        "the host that `server.advertise` names, free ports",
+        "nothing: libraries open them, for as long as the transfer lasts",
+    ),
+)
+
 
 class Deadline:
     """Seconds that are left of a budget."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import subprocess
 import sys
@@ -13,8 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from examples import access, generate
 from services.trainer.config import TrainerConfig
-from sluice.client import TrainerClient
+from sluice.client import RemoteError, TrainerClient
 from sluice.config import parse_config
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import ServerConfig
@@ -100,6 +102,29 @@ def test_nothing_listens_beyond_loopback(trained: Stack) -> None:
     assert sum(map(len, found.values())) > len(known_ports(trained))
     hosts = {host for ports in found.values() for host in ports.values()}
     assert hosts <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+
+
+async def test_the_examples_take_tls_and_a_token(
+    trained: Stack, trust: Trust, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By their flags; without, they are refused as anybody."""
+    tls = trust.right.tls
+    assert tls is not None
+    files = {"ca": tls.ca, "cert": tls.cert, "key": tls.key, "token-file": trust.right.token_file}
+    parser = argparse.ArgumentParser()
+    access.add_flags(parser)
+    flags = [part for name, path in files.items() for part in (f"--{name}", str(path))]
+    security = access.security_of(parser.parse_args(flags))
+    assert security == trust.right
+    services = trained.run_dir / "services.json"
+    await generate.main(services, "1234=", security)
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    address = trained.services["trainer"]["metrics_address"]
+    page = await asyncio.to_thread(access.read_metrics_page, address, security)
+    assert "sluice_trainer_step_number" in page
+    for wrong in (trust.tokenless["wrong token"], access.security_of(parser.parse_args([]))):
+        with pytest.raises(RemoteError):
+            await generate.main(services, "1234=", wrong)
 
 
 async def test_a_loop_with_the_wrong_token_ends_in_one_line(trained: Stack, trust: Trust) -> None:
