@@ -31,6 +31,8 @@ from sluice.weights.manifest import (
 from sluice.weights.objects import DirectoryObjects, Objects
 from sluice.weights.staging import Staging, assemble, close_staging, open_staging, sweep_staging
 
+REMEMBERED = 64  # versions whose records a process keeps: it may read one of every step
+
 
 @dataclass(frozen=True, kw_only=True)
 class StoredVersion:
@@ -329,6 +331,8 @@ class WeightStore:
             directory=self._objects.directory(manifest.version),
         )
         self._records[manifest.version] = record
+        while len(self._records) > REMEMBERED:  # others remove versions, and tell nobody
+            self._records.pop(next(iter(self._records)), None)
         return record
 
 

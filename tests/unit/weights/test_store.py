@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import multiprocessing
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -257,6 +259,18 @@ def test_retention_spares_the_used_and_the_pinned(store: WeightStore) -> None:
         store.pin(2, "late")
     with pytest.raises(ValueError, match="keep_last"):
         store.retain(0)
+
+
+def test_a_reader_of_every_version_forgets_the_old_ones(store: WeightStore, tmp_path: Path) -> None:
+    """An engine reads one a step and removes none, so nothing else would tell it to."""
+    reader = WeightStore(tmp_path / "store", durable=False)
+    for number in range(70):
+        record = reader.get(publish(store).version)
+        if not number:
+            first = weakref.ref(record)
+    gc.collect()
+    assert first() is None
+    assert reader.get(1).digest == store.get(1).digest
 
 
 def test_a_durable_store_behaves_alike(tmp_path: Path) -> None:
