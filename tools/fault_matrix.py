@@ -198,7 +198,7 @@ def _matrix(flags: argparse.Namespace, directory: Path) -> Totals:
                 continue
             outcome = disturb(stack, case, reference, flags.seconds)
             totals.add(outcome)
-            _print_row(case.kind, str(case).partition(" ")[2], outcome)
+            _print_row(case.kind, str(case).removeprefix(f"{case.kind} "), outcome)
 
     print(f"{'process':<10} {'fault':<50} {'starts':>6} {'returns':>7} {'seconds':>7}  result")
     with running_stack(directory, wide_services, flags.seconds) as (stack, reference):
