@@ -122,7 +122,7 @@ class Traffic:
                 return
             groups = [(f"{seed}-{call}", rng.randint(1, 12))]
             leases = await client.acquire(
-                LeaseDemand(count=groups[0][1], groups=groups), timeout=90
+                LeaseDemand(count=groups[0][1], groups=groups), timeout=PATIENCE
             )
             await asyncio.sleep(rng.random() / 20)
             client.release(leases, token_counts=[rng.randint(1, 99) for _ in leases])
@@ -131,7 +131,7 @@ class Traffic:
     async def more(self, count: int = 100) -> None:
         """Until `count` more leases have come and gone."""
         wanted = self.done + count
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(PATIENCE):
             while self.done < wanted:
                 assert not any(task.done() for task in self._tasks)
                 await asyncio.sleep(0.02)

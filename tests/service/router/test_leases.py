@@ -144,7 +144,7 @@ async def test_columns_that_do_not_fit_are_named(router, fields, field):
     await router.register("a")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await router.stub.AcquireLeases(
-            pb.AcquireLeasesRequest(client_id="c", **fields), timeout=60
+            pb.AcquireLeasesRequest(client_id="c", **fields), timeout=PATIENCE
         )
     status = rpc_status.from_call(caught.value)
     bad = error_details_pb2.BadRequest()

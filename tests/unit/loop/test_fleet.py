@@ -98,7 +98,7 @@ async def test_a_router_that_restarts_is_waited_for(world):
     engine = await world.add_engine("e")
     fleet = await world.fleet()
     world.router.failures = [grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN]
-    report = await fleet.commit(FIRST, wait_seconds=60)
+    report = await fleet.commit(FIRST, wait_seconds=PATIENCE)
     assert (report.engine_count, engine.weights) == (1, FIRST)
 
 
@@ -121,15 +121,15 @@ async def test_an_engine_that_is_not_deterministic_is_named(world):
     await world.add_engine("loose", deterministic=False)
     fleet = await world.fleet(deterministic=True)
     with pytest.raises(ConfigError, match=r"deterministic: engine loose .* is not"):
-        await fleet.check_deterministic(wait_seconds=60)
+        await fleet.check_deterministic(wait_seconds=PATIENCE)
 
 
 async def test_one_that_comes_later_is_given_no_weights(world):
     good = await world.add_engine("good")
     fleet = await world.fleet(deterministic=True)
-    await fleet.check_deterministic(wait_seconds=60)
+    await fleet.check_deterministic(wait_seconds=PATIENCE)
     loose = await world.add_engine("loose", deterministic=False)
-    report = await fleet.commit(FIRST, wait_seconds=60)
+    report = await fleet.commit(FIRST, wait_seconds=PATIENCE)
     assert report.engine_count == 1
     assert good.weights == FIRST
     assert loose.weights is None  # so that version bounds keep every request away from it
@@ -138,7 +138,7 @@ async def test_one_that_comes_later_is_given_no_weights(world):
 async def test_an_engine_that_comes_late_is_brought_up(world):
     await world.add_engine("first")
     fleet = await world.fleet()
-    await fleet.commit(FIRST, wait_seconds=60)
+    await fleet.commit(FIRST, wait_seconds=PATIENCE)
     late = await world.add_engine("late")
     keeping = asyncio.create_task(fleet.keep_up())
     async with asyncio.timeout(PATIENCE):

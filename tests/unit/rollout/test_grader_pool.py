@@ -310,7 +310,9 @@ async def test_slow_graders_end_at_their_deadline(tmp_path: Path) -> None:
 
 
 async def test_more_slow_graders_than_places_hold_up_no_quick_one(tmp_path: Path) -> None:
-    environments = create_environments(size=1, timeout_seconds=60, slow_seconds=0.1, max_slow=2)
+    environments = create_environments(
+        size=1, timeout_seconds=PATIENCE, slow_seconds=0.1, max_slow=2
+    )
     runner = await grader(environments, marks=str(tmp_path))
     slow = [asyncio.create_task(runner.reward(deed("stall"), ANSWERS)) for _ in range(2)]
     async with asyncio.timeout(PATIENCE):
@@ -333,7 +335,9 @@ async def test_more_slow_graders_than_places_hold_up_no_quick_one(tmp_path: Path
 
 
 async def test_a_slow_call_gives_its_place_away_as_soon_as_it_may(tmp_path: Path) -> None:
-    environments = create_environments(size=1, timeout_seconds=60, slow_seconds=0.1, max_slow=1)
+    environments = create_environments(
+        size=1, timeout_seconds=PATIENCE, slow_seconds=0.1, max_slow=1
+    )
     runner = await grader(environments, marks=str(tmp_path))
     slow = [asyncio.create_task(runner.reward(deed("stall"), ANSWERS)) for _ in range(2)]
     async with asyncio.timeout(PATIENCE):
