@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -197,6 +198,15 @@ def _clipped(text: str, size: int) -> str:
     if len(data) <= size:
         return data.decode()
     return data[: max(size - 3, 0)].decode(errors="ignore") + "…"
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Clear the variables of the frames that an error and its causes came through."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 @contextmanager

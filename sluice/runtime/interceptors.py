@@ -9,7 +9,6 @@ import hmac
 import inspect
 import logging
 import time
-import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -26,6 +25,7 @@ from sluice.runtime.errors import (
     QueueFullError,
     ServiceError,
     UnauthenticatedError,
+    forget_frames,
 )
 from sluice.runtime.messages import MalformedMessageError, RequestRules
 
@@ -269,7 +269,7 @@ class _Method:
             logger.info("%s: %s %s", self._method, error.reason, error)
         elif not isinstance(error, NotImplementedError):  # what generated servicers raise
             logger.error("%s failed", self._method, exc_info=error)
-        _forget_frames(error)
+        forget_frames(error)
         if isinstance(error, UnauthenticatedError) and self._streams_in:
             await asyncio.sleep(REFUSAL_SECONDS)
         elif self._streams_in:
@@ -322,15 +322,6 @@ class _Call:
     start: float
     held: int = 0
     code: grpc.StatusCode = grpc.StatusCode.OK
-
-
-def _forget_frames(error: BaseException | None) -> None:
-    """Clear the variables of the frames that an error and its causes came through."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 def _code_of(error: BaseException) -> grpc.StatusCode:

@@ -16,7 +16,7 @@ from google.protobuf import empty_pb2
 from google.protobuf import message as pb_message
 from google.rpc import status_pb2
 
-from sluice.runtime.errors import InvalidFieldError, NotFoundError, ServiceError
+from sluice.runtime.errors import InvalidFieldError, NotFoundError, ServiceError, forget_frames
 from sluice.runtime.idempotency import RequestTable, cancel_all, has_failed, request_digest
 from sluice.runtime.wire import seconds_of
 
@@ -60,6 +60,7 @@ def _log_bug(task: asyncio.Task[Any]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         level = logging.INFO if isinstance(error, ServiceError) else logging.ERROR
         logger.log(level, "operation %s failed", task.get_name(), exc_info=error)
+        forget_frames(error)  # the request is in them, and the operation is kept
 
 
 def _place_of(token: str, pages: str) -> int:

@@ -124,7 +124,7 @@ def _kv_limit(rank: RankReport) -> int:
     if rank.running_count == 0 or rank.used_tokens <= 0:
         return NO_LIMIT
     each = rank.used_tokens / rank.running_count
-    return max(int(rank.max_tokens * _FILL / each), 1)
+    return min(max(int(rank.max_tokens * _FILL / each), 1), NO_LIMIT)
 
 
 class SpeedTable:

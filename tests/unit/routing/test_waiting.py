@@ -128,6 +128,15 @@ def test_the_cache_limits_credits_too(make_pool):
     assert len(pool.collect("c")) == 15
 
 
+@pytest.mark.parametrize("field", ["used_tokens", "max_tokens"])
+def test_a_report_of_the_largest_number_is_taken(make_pool, field):
+    pool = make_pool(max_running=3)
+    fields = {"running_count": 2, "used_tokens": 1, "max_tokens": 9, field: 2**63 - 1}
+    pool.report_load("e0", [RankReport(**fields)], 1.0)
+    pool.report_load("e0", [RankReport(running_count=0)], 1e6)  # long after
+    assert len(ask(pool, [("a", 9)])[1]) == 3
+
+
 def test_a_slow_engine_gets_short_ones_and_only_when_the_queue_is_long(make_pool):
     pool = make_pool(engines=4, max_running=4)
     for second in range(30):
