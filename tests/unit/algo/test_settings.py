@@ -20,6 +20,7 @@ from sluice.algo.spec import (
     LossName,
     LossSpec,
 )
+from tests.unit.algo.loss_inputs import COLUMNS
 
 NEEDED = {
     "ppo_clip": {"clip_low": 0.2},
@@ -118,16 +119,6 @@ def loss_numbers(spec):
     loss = compute_loss(inputs, spec).loss
     (gradient,) = torch.autograd.grad(loss, leaf)
     return torch.cat([loss[None], gradient.flatten()]).detach().numpy()
-
-
-COLUMNS = (
-    "old_logprobs",
-    "rollout_logprobs",
-    "reference_logprobs",
-    "advantages",
-    "returns",
-    "values",
-)
 
 
 def advantage_numbers(spec):

@@ -21,6 +21,7 @@ from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.config import parse_config
 from sluice.runtime.errors import ServiceError
 from tests.contract.training_backend.cases import build_model
+from tests.unit.trainer.conftest import serving
 from tests.unit.trainer.ranks import until
 from tests.unit.trainer.stage import Stage
 
@@ -96,16 +97,8 @@ def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.fixture
 async def whole(tmp_path: Path, executor: Executor) -> AsyncIterator[WholeStage]:
     stage = WholeStage(tmp_path, executor)
-    await stage.server.start()
-    starting = asyncio.create_task(stage.trainer.start(stage.server.address))
-    await until(lambda: stage.trainer.ranks._incarnation is not None)
-    await stage.connect()
-    await starting
-    yield stage
-    assert stage.rank is not None
-    await stage.rank.leave()
-    await stage.trainer.close()
-    await stage.server.close()
+    async with serving(stage):
+        yield stage
 
 
 def checkpoint(stage: Stage, checkpoint_id: str) -> Path:
