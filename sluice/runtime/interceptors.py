@@ -42,10 +42,14 @@ RPCS_RUNNING = Gauge("sluice_rpc_running", "RPCs under way.", ["method"])
 HEAR_OUT_SECONDS = 1.0  # a refused caller has so long to finish what it sends
 REFUSAL_SECONDS = 0.05  # a caller without a token, of whom nothing is read
 RECEIVE_SECONDS = 60.0  # for the message of a call that has one
+CROWDED_SECONDS = 5.0  # for it while another call waits for the place
 LOG_SECONDS = 1.0  # between two lines on malformed messages of one method
-LARGE_BYTES = 8 << 20  # of a request whose memory is given back
-TRIM_SECONDS = 1.0  # after it
+FREED_BYTES = 8 << 20  # of requests, large or many, whose memory is given back
+FEW_BYTES = 128 << 10  # of them in TRIM_SECONDS: the rest of the last requests, or none
+TRIM_SECONDS = 1.0  # after them
 _MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+_MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None)
+_M_ARENA_MAX = -8  # of malloc.h
 LONGEST_REQUEST_ID = 100  # characters of it in the log
 
 
@@ -61,28 +65,77 @@ async def _hear_out(context: grpc.aio.ServicerContext) -> None:
                 pass
 
 
+def share_one_arena() -> None:
+    """Have all threads allocate from one arena; of each further one glibc keeps up to 64 MiB.
+
+    `malloc_trim` gives back the unused end of the first alone. Threads that run already may have
+    arenas of their own.
+    """
+    if _MALLOPT is not None:
+        _MALLOPT(_M_ARENA_MAX, 1)
+
+
 class RequestRoom:
     """Bounds the bytes of requests that are being received or are held at once.
 
     How large a message is, grpc says once it is there: so only as many calls receive theirs at a
-    time as there is room for the largest of each.
+    time as there is room for the largest of each. While others wait, those that have received for
+    longest make room: callers that begin a message and send no more keep nobody out.
     """
 
     def __init__(self, limit: int, largest: int) -> None:
-        self._limit, self._held = limit, 0
+        self._limit, self._held, self._freed = limit, 0, 0
         self._trimming: asyncio.TimerHandle | None = None
-        self._receiving = asyncio.Semaphore(max(1, limit // largest))
+        self._places = asyncio.Semaphore(max(1, limit // largest))
+        self._waiting = 0  # for a place
+        self._receiving: dict[asyncio.Timeout, float] = {}  # when each began, first to last
 
     async def receive(self, context: grpc.aio.ServicerContext) -> bytes:
-        """Returns the one message of a call. Raises MalformedMessageError and DeadlineError."""
+        """Returns the one message of a call.
+
+        Raises MalformedMessageError, DeadlineError, and QueueFullError for want of a place.
+        """
+        if self._places.locked():
+            await self._wait()
+        else:
+            await self._places.acquire()
+        began = asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(RECEIVE_SECONDS), self._receiving:
+            async with asyncio.timeout_at(began + RECEIVE_SECONDS) as limit:
+                self._receiving[limit] = began
+                if self._waiting:
+                    self._hurry()
                 raw = await context.read()
         except TimeoutError:
+            if limit.when() != began + RECEIVE_SECONDS:
+                raise _crowded("no message came, and others wait to send theirs") from None
             raise DeadlineError(f"no message came in {RECEIVE_SECONDS:g} s") from None
+        finally:
+            self._receiving.pop(limit, None)
+            self._places.release()
         if raw is grpc.aio.EOF:
             raise MalformedMessageError("no message came")
         return cast(bytes, raw)
+
+    async def _wait(self) -> None:
+        """Wait for a place to receive at. Raises QueueFullError."""
+        self._waiting += 1
+        try:
+            self._hurry()
+            async with asyncio.timeout(RECEIVE_SECONDS):
+                await self._places.acquire()
+        except TimeoutError:
+            raise _crowded("too many calls are receiving") from None
+        finally:
+            self._waiting -= 1
+            self._hurry()
+
+    def _hurry(self) -> None:
+        """Give as many of those that receive as there are that wait the shorter time."""
+        for index, (limit, began) in enumerate(self._receiving.items()):
+            seconds = CROWDED_SECONDS if index < self._waiting else RECEIVE_SECONDS
+            if limit.when() != began + seconds and not limit.expired():
+                limit.reschedule(began + seconds)
 
     def hold(self, size: int) -> None:
         """Raises QueueFullError where there is no room."""
@@ -97,14 +150,25 @@ class RequestRoom:
 
     def let_go(self, size: int) -> None:
         self._held -= size
-        if size > LARGE_BYTES and self._trimming is None:
+        self._freed += size
+        if self._freed > FREED_BYTES and self._trimming is None:
             self._trimming = asyncio.get_running_loop().call_later(TRIM_SECONDS, self._trim)
 
     def _trim(self) -> None:
-        """Give back to the system what large messages took: the allocator would keep it."""
-        self._trimming = None
+        """Give back to the system what requests took: the allocator would keep it.
+
+        Again until hardly any were let go before: those that were under way meanwhile are too
+        few by themselves, and each takes several times its bytes.
+        """
+        freed, self._freed, self._trimming = self._freed, 0, None
+        if freed > FEW_BYTES:
+            self._trimming = asyncio.get_running_loop().call_later(TRIM_SECONDS, self._trim)
         if _MALLOC_TRIM is not None:
             _MALLOC_TRIM(0)
+
+
+def _crowded(message: str) -> QueueFullError:
+    return QueueFullError(message, setting="server.max_held_bytes", kind="calls")
 
 
 _FACTORIES = {

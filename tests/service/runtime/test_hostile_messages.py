@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.rollout.v1 import engine_service_pb2_grpc as engine_grpc
+from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.api.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
 from sluice.client import RemoteError, typed_errors
@@ -180,6 +181,22 @@ async def test_requests_that_are_held_are_bounded_in_total(monkeypatch):
         await room.receive(Caller(asyncio.Event()))
 
 
+async def test_callers_that_send_nothing_keep_nobody_out(monkeypatch):
+    monkeypatch.setattr(interceptors, "CROWDED_SECONDS", 0.01)
+    room = RequestRoom(limit=100, largest=50)  # two calls receive at a time
+    silent = [asyncio.create_task(room.receive(Caller(asyncio.Event()))) for _ in range(2)]
+    await asyncio.sleep(0)
+    gate = asyncio.Event()
+    gate.set()
+    for _ in range(2):
+        assert await asyncio.wait_for(room.receive(Caller(gate)), PATIENCE) == b"message"
+    with pytest.raises(QueueFullError) as caught:
+        await silent[0]
+    assert caught.value.metadata["kind"] == "calls"
+    assert not silent[1].done()  # nobody waits for its place any more
+    silent[1].cancel()
+
+
 @pytest.fixture
 def router(tmp_path):
     """A process of its own with a token."""
@@ -232,6 +249,77 @@ async def test_refused_messages_of_30_mb_leave_no_memory_behind(router, tmp_path
                 most = max(most, process.memory_info().rss)
             assert most - before < (64 if security is None else 256) * MIB, reason
             await shrinks(process, before + 64 * MIB)
+
+
+async def test_many_small_messages_leave_no_memory_behind(router, tmp_path):
+    """Each is too small to be worth giving back alone; the allocator keeps them by thread."""
+    process, address = router
+    async with create_channel(address, SecurityConfig(token_file=tmp_path / "token")) as channel:
+        call = channel.unary_unary("/sluice.api.router.v1.RouterService/EndSession")
+        names = [f"{index}" + "x" * 1000 for index in range(4000)]
+        message = router_pb.EndSessionRequest(session_ids=names).SerializeToString()
+        await call(message)
+        before = process.memory_info().rss
+        for _ in range(3):
+            await asyncio.gather(*(call(message) for _ in range(40)))
+        await shrinks(process, before + 32 * MIB)
+
+
+async def test_what_is_let_go_while_memory_is_given_back_is_given_back_too(monkeypatch):
+    """However little it is: the last of many requests may end after the others' second."""
+    given: asyncio.Queue[int] = asyncio.Queue()
+    monkeypatch.setattr(interceptors, "_MALLOC_TRIM", given.put_nowait)
+    monkeypatch.setattr(interceptors, "TRIM_SECONDS", 0.01)
+    room = RequestRoom(1 << 30, 1 << 20)
+    room.hold(interceptors.FREED_BYTES + 1 + MIB)
+    room.let_go(interceptors.FREED_BYTES + 1)
+    async with asyncio.timeout(PATIENCE):
+        await given.get()
+        room.let_go(MIB)
+        for _ in range(2):
+            await given.get()
+    await asyncio.sleep(0.1)
+    assert given.empty()  # and that is all
+
+
+THREADS = """
+import asyncio, sys, threading, time, psutil
+from sluice.runtime.interceptors import FREED_BYTES, RequestRoom
+from sluice.runtime.server import Server, ServerConfig
+
+def take(meeting):
+    held = [b"x" * 100_000 for _ in range(200)]
+    meeting.wait()
+    del held
+    meeting.wait()
+
+async def main(most, seconds):
+    Server(ServerConfig())
+    room, before = RequestRoom(1 << 30, 1 << 20), psutil.Process().memory_info().rss
+    large = b"x" * (30 << 20)  # of which glibc learns to keep as much
+    del large
+    meeting = threading.Barrier(17)
+    threads = [threading.Thread(target=take, args=(meeting,)) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for _ in range(2):
+        await asyncio.to_thread(meeting.wait)
+    for thread in threads:
+        thread.join()
+    room.hold(FREED_BYTES + 1)
+    room.let_go(FREED_BYTES + 1)
+    async with asyncio.timeout(seconds):
+        while psutil.Process().memory_info().rss > before + most:
+            await asyncio.sleep(0.1)
+
+asyncio.run(main(int(sys.argv[1]), float(sys.argv[2])))
+"""
+
+
+def test_what_threads_took_is_given_back_as_well():
+    """320 MB in all, of which arenas of their own would keep most."""
+    arguments = (sys.executable, "-c", THREADS, str(32 * MIB), str(PATIENCE))
+    subprocess.run(arguments, check=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
 
 
 async def test_a_failed_call_lets_go_of_its_request(router, tmp_path):
