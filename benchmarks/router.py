@@ -6,7 +6,9 @@ Both routers, the fake engines and this client share one machine, so requests pe
 contended; processor time of the router's process per decision is the number to compare. Every
 round measures all in turn. What else runs on the machine can only add to a cost, so the least of
 the rounds is judged, for both routers; the median is shown beside it. A decision: a lease acquired
-and the one before it given back, with outcome and token count, in groups of eight.
+and the one before it given back, with outcome and token count, in groups of eight. Of single leases
+the client is counted too: `single_us`, `callers64_us`; sglang-router's costs beside them are its
+own with the client of 1 and of 64 callers counted.
 
 Exits with 1 when a target is missed (see TARGETS).
 """
@@ -28,6 +30,7 @@ from dataclasses import dataclass, field
 import uvloop
 
 from benchmarks.router_http import HttpPool
+from benchmarks.router_leases import LongQueue, cpu_per_lease
 from benchmarks.router_processes import (
     LeaseRouter,
     Measured,
@@ -48,6 +51,9 @@ TARGETS = {  # name: (limit, what)
     "us@1024": (1.0, "CPU us per decision, 1,024 per call"),
     "p50_ms@8": (1.0, "latency of a call of 8, one at a time, ms"),
     MANY_OVER_FEW: (1.5, "CPU at 2,048 targets over 256, 256 per call"),
+    "single_us": (250.0, "CPU us of router and client per lease, one caller"),
+    "callers64_us": (50.0, "CPU us of router and client per lease, 64 callers"),
+    "queued_us": (30.0, "CPU us to give one back and bind the next of 100,000"),
     "rss_mib": (150.0, "resident MiB, 2,048 targets and 100,000 live leases"),
 }
 
@@ -170,9 +176,10 @@ class Lookaside:
 
 async def requests_per_second(
     post: Callable[[], Awaitable[None]], measured: Measured, workers: int, seconds: float
-) -> tuple[float, float]:
-    """(requests per second, router CPU us per request) of workers that post one by one."""
-    count = 0
+) -> tuple[float, float, float]:
+    """(requests per second, CPU us per request of the router, and with this client) of workers
+    that post one by one."""
+    count, here = 0, Measured.this()
     end = time.perf_counter() + seconds
 
     async def work() -> None:
@@ -182,15 +189,16 @@ async def requests_per_second(
             count += 1
 
     await post()
-    before, started = measured.cpu_seconds(), time.perf_counter()
+    before, before_here, started = measured.cpu_seconds(), here.cpu_seconds(), time.perf_counter()
     await asyncio.gather(*(work() for _ in range(workers)))
-    used, elapsed = measured.cpu_seconds() - before, time.perf_counter() - started
-    return count / elapsed, used * 1e6 / count
+    elapsed, used_here = time.perf_counter() - started, here.cpu_seconds() - before_here
+    used = measured.cpu_seconds() - before
+    return count / elapsed, used * 1e6 / count, (used + used_here) * 1e6 / count
 
 
 async def run(binary: str, rounds: int) -> Results:
     results = Results()
-    put = results.values
+    put, queue = results.values, LongQueue()
     async with AsyncExitStack() as stack:
         addresses = await stack.enter_async_context(fake_engines(4))
         few = await stack.enter_async_context(lease_router(addresses, FEW, RANKS))
@@ -207,19 +215,25 @@ async def run(binary: str, rounds: int) -> Results:
                 put[f"us@{count}"].append(cost)
             _, seconds = await cpu_per_decision(few, 8, 1, 4_000)
             put["p50_ms@8"].append(statistics.median(seconds) * 1e3)
+            put["single_us"].append(await cpu_per_lease(few, 1, 3_000))
+            put["callers64_us"].append(await cpu_per_lease(few, 64, 19_200))
+            put["queued_us"].append(queue.cpu_per_release(5_000))
             cost, _ = await cpu_per_decision(many, 256, 4, 400_000)
             put[AT_MANY].append(cost)
             for name, count in (("lookaside 8", 8), ("lookaside 256", 256)):
                 aside = Lookaside(few, count, engines)
-                rate, cost = await requests_per_second(aside.post, few.measured, 64, 2.0)
+                rate, cost, _ = await requests_per_second(aside.post, few.measured, 64, 2.0)
                 await aside.close()
                 put[f"{name}: requests/s"].append(rate)
                 put[f"{name}: us"].append(cost)
-            rate, cost = await requests_per_second(proxy.http.post, proxy.measured, 64, 2.0)
+            _, _, both = await requests_per_second(proxy.http.post, proxy.measured, 1, 1.0)
+            put["sglang-router, client: us@1"].append(both)
+            rate, cost, both = await requests_per_second(proxy.http.post, proxy.measured, 64, 2.0)
+            put["sglang-router, client: us@64"].append(both)
             put["sglang-router: requests/s"].append(rate)
             put["sglang-router: us"].append(cost)
             direct = engines[addresses[0]]
-            rate, _ = await requests_per_second(direct.post, proxy.measured, 64, 1.0)
+            rate, _, _ = await requests_per_second(direct.post, proxy.measured, 64, 1.0)
             put["no router: requests/s"].append(rate)
         put["rss_mib"].append(await resident_when_full(many))
         for pool in engines.values():
@@ -241,7 +255,10 @@ def report(results: Results) -> int:
     ratio = results.best("sglang-router: us") / results.best("us@256")
     print(
         f"router: cpu_us_per_decision={results.best('us@256'):.2f} "
-        f"vs_sglang_router={ratio:.1f} p50_ms={results.best('p50_ms@8'):.2f}"
+        f"vs_sglang_router={ratio:.1f} p50_ms={results.best('p50_ms@8'):.2f} "
+        f"single_us={results.best('single_us'):.0f} "
+        f"callers64_us={results.best('callers64_us'):.0f} "
+        f"queued_us={results.best('queued_us'):.0f}"
     )
     return 0 if reached else 1
 

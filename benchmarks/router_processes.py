@@ -30,10 +30,18 @@ class Measured:
     """A process and its children."""
 
     process: psutil.Process
+    alone: bool = False
+
+    @classmethod
+    def this(cls) -> Measured:
+        """This process alone."""
+        return cls(psutil.Process(), alone=True)
 
     def cpu_seconds(self) -> float:
         """Processor time so far."""
-        family = [self.process, *self.process.children(recursive=True)]
+        family = [self.process]
+        if not self.alone:
+            family += self.process.children(recursive=True)
         return sum(one.cpu_times().user + one.cpu_times().system for one in family)
 
     def resident_mib(self) -> float:
@@ -46,6 +54,7 @@ class LeaseRouter:
 
     measured: Measured
     stub: pb_grpc.RouterServiceStub
+    address: str
 
 
 @dataclass(frozen=True)
@@ -121,7 +130,7 @@ async def lease_router(
                     )
                     request = pb.RegisterEngineRequest(engine=engine)
                     await stub.RegisterEngine(request, timeout=10)
-                yield LeaseRouter(Measured(psutil.Process(process.pid)), stub)
+                yield LeaseRouter(Measured(psutil.Process(process.pid)), stub, address)
 
 
 @asynccontextmanager

@@ -19,6 +19,7 @@ from sluice import logs
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
 from sluice.config import ConfigError, load_config
+from sluice.imports import keep_loaded
 from sluice.runtime.server import Server
 
 SERVICE = "sluice.api.router.v1.RouterService"
@@ -48,6 +49,7 @@ class RouterProcess:
         """Serve until a signal."""
         self.server.stop_on_signals()
         await self.start()
+        keep_loaded()
         try:
             await self.server.run_until_signal()
         finally:
@@ -77,6 +79,7 @@ class RouterProcess:
     async def _let_go(self) -> None:
         await self.server.stopping.wait()
         self.pools.close()
+        self._servicer.end_streams()
 
     async def _tick(self) -> None:
         is_ready = True

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import time
-from collections.abc import AsyncIterator, Sequence, Sized
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Sequence,
+    Sized,
+)
 from typing import Any
 
 import numpy as np
@@ -30,8 +38,8 @@ from sluice.balance.routing import (
     Outcome,
     RankReport,
 )
-from sluice.runtime.errors import InvalidFieldError, NotFoundError
-from sluice.runtime.idempotency import RequestLog
+from sluice.runtime.errors import InvalidFieldError, NotFoundError, ServiceError
+from sluice.runtime.idempotency import RequestLog, cancel_all, has_failed
 from sluice.runtime.waits import Waits
 from sluice.runtime.wire import check_address, duration_of, seconds_of, timestamp_of
 
@@ -46,12 +54,114 @@ _STATES = {
     EngineState.BROKEN: pb.ENGINE_STATE_BROKEN,
     EngineState.LOST: pb.ENGINE_STATE_LOST,
 }
+_HANDFUL = 8  # values that are cheaper one by one
 _REMEMBERED_REQUESTS = 1024
 _TARGET_INDICES = pb.AcquireLeasesResponse.TARGET_INDICES_FIELD_NUMBER
 _LONGEST_WAIT = 600.0  # seconds
 _SETTLING_HEARTBEAT = 1.0  # seconds; an engine that waits to be leased again reports often
+_UNDER_WAY = 1024  # requests that wait, or whose answer does; with so many no more are read
+_WAITING_BYTES = 1 << 26  # of requests that wait; with so many no more are read
+_ANSWER_BYTES = 1 << 20  # of answers, after which a message is full
 NAMED_ENGINES = 8  # in an explanation
 _NOTHING = LeaseRequest(count=0, needs=Needs(), may_wait=True)
+
+
+class _LeaseAnswers:
+    """One client's stream of requests for leases: many under way, each answered on its own.
+
+    Answers go in the order in which they are there; those ready together go together.
+
+    now: answers a request without a wait; later: one that may wait.
+    """
+
+    def __init__(
+        self,
+        now: Callable[[pb.AcquireLeasesRequest], pb.AcquireLeasesResponse],
+        later: Callable[[pb.AcquireLeasesRequest], Awaitable[pb.AcquireLeasesResponse]],
+    ) -> None:
+        self._now, self._later = now, later
+        self._answers: list[pb.StreamedLeaseAnswer] = []  # on their way
+        self._waiting: dict[asyncio.Task[None], int] = {}  # with the bytes of its request
+        self._changed, self._drained = asyncio.Event(), asyncio.Event()
+        self._ending = False
+        self._failed: asyncio.Task[None] | None = None
+
+    def end(self) -> None:
+        """End once what waits has been answered, which the end of a pool hastens."""
+        self._ending = True
+        self._changed.set()
+
+    async def answers(
+        self, messages: AsyncIterator[pb.StreamLeasesRequest]
+    ) -> AsyncGenerator[pb.StreamLeasesResponse, None]:
+        """Yields until the client has no more to ask, or `end`. Raises what `messages` raises."""
+        reading = asyncio.create_task(self._read(messages), name="read lease requests")
+        try:
+            while True:
+                await self._changed.wait()  # for as long as the caller listens
+                self._changed.clear()
+                while self._answers:
+                    yield pb.StreamLeasesResponse(answers=self._next())
+                if (ended := self._failed or reading).done():
+                    ended.result()
+                    return
+                if self._ending and not self._waiting:
+                    return
+        finally:
+            await cancel_all([reading, *self._waiting])
+
+    async def _read(self, messages: AsyncIterator[pb.StreamLeasesRequest]) -> None:
+        try:
+            async for message in messages:
+                for request in message.requests:
+                    while self._is_full():
+                        self._changed.set()
+                        self._drained.clear()
+                        await self._drained.wait()  # for as long as the caller listens
+                    self._take(request.number, request.acquire)
+                self._changed.set()
+        finally:
+            self._changed.set()
+
+    def _is_full(self) -> bool:
+        under_way = len(self._answers) + len(self._waiting)
+        return under_way >= _UNDER_WAY or sum(self._waiting.values()) >= _WAITING_BYTES
+
+    def _take(self, number: int, request: pb.AcquireLeasesRequest) -> None:
+        if seconds_of(request.max_wait) > 0:
+            task = asyncio.create_task(self._wait(number, request), name="wait for leases")
+            self._waiting[task] = request.ByteSize()
+            task.add_done_callback(self._settle)
+            return
+        try:
+            answer = pb.StreamedLeaseAnswer(number=number, leases=self._now(request))
+        except ServiceError as error:
+            answer = pb.StreamedLeaseAnswer(number=number, error=error.to_status())
+        self._answers.append(answer)
+
+    async def _wait(self, number: int, request: pb.AcquireLeasesRequest) -> None:
+        try:
+            answer = pb.StreamedLeaseAnswer(number=number, leases=await self._later(request))
+        except ServiceError as error:
+            answer = pb.StreamedLeaseAnswer(number=number, error=error.to_status())
+        self._answers.append(answer)
+
+    def _settle(self, task: asyncio.Task[None]) -> None:
+        del self._waiting[task]
+        if has_failed(task) and not task.cancelled():
+            self._failed = task
+        self._changed.set()
+        self._drained.set()
+
+    def _next(self) -> list[pb.StreamedLeaseAnswer]:
+        """Takes out the answers of one message."""
+        size = count = 0
+        while count < len(self._answers) and size < _ANSWER_BYTES:
+            size += self._answers[count].ByteSize()
+            count += 1
+        answers, self._answers = self._answers[:count], self._answers[count:]
+        self._drained.set()
+        return answers
 
 
 class RouterServicer(pb_grpc.RouterServiceServicer):
@@ -64,6 +174,12 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
         self._rivals = rivals
         self._requests = RequestLog(_REMEMBERED_REQUESTS)
         self._engines: dict[str, tuple[int, list[pb.Engine]]] = {}  # by pool, of its epoch
+        self._streams: set[_LeaseAnswers] = set()
+
+    def end_streams(self) -> None:
+        """Let go of the clients that stream, as the server stops."""
+        for stream in self._streams:
+            stream.end()
 
     async def close(self) -> None:
         await self._requests.close()
@@ -152,14 +268,33 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
     async def AcquireLeases(
         self, request: pb.AcquireLeasesRequest, context: Any
     ) -> pb.AcquireLeasesResponse:
-        if seconds_of(request.max_wait) > 0:  # a repeat joins the wait
-            response = await self._requests.once(
-                request.request_id, request, lambda: self._acquire_or_wait(request)
-            )
-        else:
-            response = self._requests.once_now(
-                request.request_id, request, lambda: self._acquire(request)
-            )
+        if seconds_of(request.max_wait) > 0:
+            return await self._acquire_later(request)
+        return self._acquire_now(request)
+
+    async def StreamLeases(
+        self, request_iterator: AsyncIterator[pb.StreamLeasesRequest], context: Any
+    ) -> AsyncIterator[pb.StreamLeasesResponse]:
+        stream = _LeaseAnswers(self._acquire_now, self._acquire_later)
+        self._streams.add(stream)
+        try:
+            async with contextlib.aclosing(stream.answers(request_iterator)) as responses:
+                async for response in responses:
+                    yield response
+        finally:
+            self._streams.discard(stream)
+
+    def _acquire_now(self, request: pb.AcquireLeasesRequest) -> pb.AcquireLeasesResponse:
+        response = self._requests.once_now(
+            request.request_id, request, lambda: self._acquire(request)
+        )
+        return self._with_engines(request, response)
+
+    async def _acquire_later(self, request: pb.AcquireLeasesRequest) -> pb.AcquireLeasesResponse:
+        """A repeat joins the wait."""
+        response = await self._requests.once(
+            request.request_id, request, lambda: self._acquire_or_wait(request)
+        )
         return self._with_engines(request, response)
 
     def _with_engines(
@@ -252,7 +387,10 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
             first_lease_id=grant.first_id, ttl=_duration(room.pool.config.client_ttl)
         )
         targets = np.maximum(grant.targets, -1) if grant.queued_count else grant.targets
-        response.MergeFromString(write_column(_TARGET_INDICES, targets))
+        if len(targets) <= _HANDFUL:
+            response.target_indices.extend(targets.tolist())
+        else:
+            response.MergeFromString(write_column(_TARGET_INDICES, targets))
         self._add_news(request, response)
         return response
 
@@ -464,6 +602,8 @@ def released_from_proto(
 
     Raises InvalidFieldError naming the column that does not fit.
     """
+    if len(released.lease_ids) <= _HANDFUL:
+        return _few_released_from_proto(released)
     columns = read_columns(released.SerializeToString())
     ids = np.frombuffer(columns.get(1, b""), dtype="<i8")
     outcomes: NDArray[Any] = _ALL_OK[: len(ids)]
@@ -478,6 +618,22 @@ def released_from_proto(
     if 3 in columns:
         tokens = np.frombuffer(columns[3], dtype="<i4")
         _check_length("released.token_counts", tokens, len(ids))
+    return ids, outcomes, tokens
+
+
+def _few_released_from_proto(
+    released: pb.ReleasedLeases,
+) -> tuple[IntArray, NDArray[Any], NDArray[Any] | None]:
+    """As `released_from_proto`; for a handful an object for each is cheaper."""
+    ids = int_column(released.lease_ids)
+    outcomes: NDArray[Any] = _ALL_OK[: len(ids)]
+    if released.outcomes:
+        outcomes = int_column(released.outcomes)
+        _check_length("released.outcomes", outcomes, len(ids))
+    if not released.token_counts:
+        return ids, outcomes, None
+    tokens = int_column(released.token_counts)
+    _check_length("released.token_counts", tokens, len(ids))
     return ids, outcomes, tokens
 
 

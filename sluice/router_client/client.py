@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import random
 import time
 import uuid
 from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,7 +29,9 @@ from sluice.router_client.lease_book import (
     join,
     renewal,
 )
+from sluice.router_client.lease_stream import LeaseStream, StreamRefusedError
 from sluice.runtime.errors import RemoteError, typed_errors
+from sluice.runtime.idempotency import cancel_all, has_failed
 from sluice.runtime.recovery import Backoff, is_passing
 from sluice.runtime.wire import duration_of, seconds_of
 
@@ -50,10 +54,13 @@ class RouterLink:
 
     def __init__(self, channel: grpc.aio.Channel, rng: random.Random) -> None:
         self.stub = pb_grpc.RouterServiceStub(channel)
+        self._stream = LeaseStream(self.stub)
+        self._has_stream = True
         self._rng = rng
         self._down_until = 0.0
         self._pause = 0.0  # what the last refusal asked for
         self.wants_renewal = False  # before it gives leases: it is not the router known so far
+        self.refuses = False  # it was reached, and cannot give what the last call asked for
 
     @property
     def is_down(self) -> bool:
@@ -75,10 +82,9 @@ class RouterLink:
         self, request: pb.AcquireLeasesRequest, seconds: float
     ) -> pb.AcquireLeasesResponse | None:
         """Returns the answer; None when the same call may succeed later. Raises RemoteError."""
+        self.refuses = False
         try:
-            with typed_errors():
-                answer: pb.AcquireLeasesResponse
-                answer = await self.stub.AcquireLeases(request, timeout=seconds)
+            answer = await self._call(request, seconds)
         except RemoteError as error:
             if not self._may_pass(error):
                 raise
@@ -86,10 +92,29 @@ class RouterLink:
         self.answered()
         return answer
 
+    async def close(self) -> None:
+        """End the stream of requests."""
+        await self._stream.close()
+
+    async def _call(
+        self, request: pb.AcquireLeasesRequest, seconds: float
+    ) -> pb.AcquireLeasesResponse:
+        """Ask on the stream; where that is refused it is said of each request on its own."""
+        if self._has_stream:
+            try:
+                return await self._stream.acquire(request, seconds)
+            except StreamRefusedError as refused:
+                self._has_stream = refused.error.code is not grpc.StatusCode.UNIMPLEMENTED
+        with typed_errors():
+            answer: pb.AcquireLeasesResponse
+            answer = await self.stub.AcquireLeases(request, timeout=seconds)
+            return answer
+
     def _may_pass(self, error: RemoteError) -> bool:
         """Whether trying again helps; notes what a router asks for, or that none is reached."""
         self._pause = error.retry_seconds
         self.wants_renewal = error.reason == Refusal.RENEW_FIRST
+        self.refuses = bool(error.reason) and not self.wants_renewal
         if not is_passing(error):
             return error.retry_seconds > 0  # a refusal of now
         if not error.reason:  # grpc's own: no router answered
@@ -97,6 +122,30 @@ class RouterLink:
                 logger.warning("router: %s; picking engines locally", error.message)
             self._down_until = time.monotonic() + DOWN_SECONDS
         return True
+
+
+@dataclass(eq=False)
+class _Ask:
+    """What one caller asks for; `taken` is done once a router has, or engines are picked."""
+
+    wanted: LeaseDemand
+    tickets: list[Ticket]
+    taken: asyncio.Future[None]
+
+    @property
+    def futures(self) -> list[asyncio.Future[Any]]:
+        return [self.taken, *(ticket.future for ticket in self.tickets)]
+
+    def fail(self, error: RemoteError) -> None:
+        """Tell the caller, whichever of the futures it waits for."""
+        for future in self.futures:
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # that it may be looked at in one of them alone
+
+    def give_up(self) -> None:
+        for future in self.futures:
+            future.cancel()
 
 
 class LeaseClient:
@@ -114,6 +163,7 @@ class LeaseClient:
         seed: int | None = None,
     ) -> None:
         self.client_id = client_id or str(uuid.uuid4())
+        self._request_prefix, self._request_numbers = uuid.uuid4().hex, itertools.count()
         rng = random.Random(seed)
         self._link = RouterLink(channel, rng)
         self._pool = pool
@@ -122,7 +172,8 @@ class LeaseClient:
         self._releases = PendingReleases()
         self._ttl = 30.0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._reclaims: set[asyncio.Task[None]] = set()  # each ends within _CALL_SECONDS
+        self._asks: dict[object, list[_Ask]] = {}  # of this turn of the loop, by kind
+        self._submits: dict[asyncio.Task[None], list[_Ask]] = {}
         self._has_releases = asyncio.Event()
         self._renew_now = asyncio.Event()
         self._renewing = asyncio.Lock()
@@ -156,33 +207,44 @@ class LeaseClient:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        # Those just cut off may have begun some, too.
-        await asyncio.gather(*self._reclaims, return_exceptions=True)
+        for ask in itertools.chain(*self._submits.values()):
+            ask.give_up()
+        if self._submits:  # what a router gives in this moment goes back, too
+            await asyncio.wait(self._submits, timeout=_CALL_SECONDS)
+            await cancel_all(list(self._submits))
         self._book.close()
         await self._send_releases()
+        await self._link.close()
 
     async def request(self, wanted: LeaseDemand) -> list[asyncio.Future[Lease]]:
         """Returns one future per lease, in order; each is done when its lease has a target.
 
         Cancelling a future gives its lease up.
         """
-        loop = asyncio.get_running_loop()
-        tickets = [Ticket(single, loop.create_future()) for single in wanted.singles()]
-        await self._submit(wanted, tickets)
-        return [ticket.future for ticket in tickets]
+        ask = self._ask_for(wanted)
+        futures = [ticket.future for ticket in ask.tickets]
+        try:
+            await ask.taken
+        except asyncio.CancelledError:
+            for future in futures:
+                future.cancel()
+            self.release([f.result() for f in futures if not f.cancelled() and not f.exception()])
+            raise
+        return futures
 
     async def acquire(self, wanted: LeaseDemand, timeout: float = ACQUIRE_SECONDS) -> list[Lease]:  # noqa: ASYNC109
         """Returns all leases once the last one has a target. Cancelling gives all of them up.
 
         Raises TimeoutError after `timeout` seconds.
         """
-        futures: list[asyncio.Future[Lease]] = []
+        futures = [ticket.future for ticket in self._ask_for(wanted).tickets]
         try:
             async with asyncio.timeout(timeout):
-                futures = await self.request(wanted)
-                return list(await asyncio.gather(*futures))
+                return [await future for future in futures]
         except (TimeoutError, asyncio.CancelledError):
-            self.release([f.result() for f in futures if f.done() and not f.cancelled()])
+            for future in futures:
+                future.cancel()
+            self.release([f.result() for f in futures if not f.cancelled() and not f.exception()])
             raise
 
     def release(
@@ -214,47 +276,99 @@ class LeaseClient:
 
     # Asking
 
-    async def _submit(self, wanted: LeaseDemand, tickets: Sequence[Ticket]) -> None:
-        """Ask the router until it takes the request; pick locally while it is down."""
-        request = self._request(wanted, str(uuid.uuid4()))  # the same each time: it counts once
+    def _ask_for(self, wanted: LeaseDemand) -> _Ask:
+        """Ask, with all who ask for leases of the same kind in this turn of the loop."""
+        loop = asyncio.get_running_loop()
+        tickets = [Ticket(single, loop.create_future()) for single in wanted.singles()]
+        ask = _Ask(wanted, tickets, loop.create_future())
+        kind = wanted.kind
+        same = self._asks.get(kind)
+        if same is None:
+            same = self._asks[kind] = []
+            self._start(self._submit_kind(kind), same)
+        same.append(ask)
+        return ask
+
+    async def _submit_kind(self, kind: object) -> None:
+        """Runs in the next turn of the loop, when all who ask together have joined."""
+        same = self._asks.pop(kind)
+        start = count = 0
+        for index, ask in enumerate(same):
+            if index > start and count + ask.wanted.count > _ASKED_AT_ONCE:
+                self._start(self._submit_all(same[start:index]), same[start:index])
+                start, count = index, 0
+            count += ask.wanted.count
+        await self._submit_all(same[start:])
+
+    def _start(self, work: Coroutine[Any, Any, None], asks: list[_Ask]) -> None:
+        """Run what asks a router, to its end though the callers leave: they give back then."""
+        task = asyncio.create_task(work, name="ask for leases")
+        self._submits[task] = asks
+        task.add_done_callback(self._settle)
+
+    def _settle(self, task: asyncio.Task[None]) -> None:
+        asks = self._submits.pop(task)
+        if has_failed(task):
+            for ask in asks:
+                ask.give_up()
+
+    async def _submit_all(self, asks: list[_Ask]) -> None:
+        """Ask for all at once; where that is refused, for each caller alone.
+
+        For one of them may be what is wrong, or there may be room for some.
+        """
+        tickets = [ticket for ask in asks for ticket in ask.tickets]
+        wanted = join([ask.wanted for ask in asks])
+        try:
+            is_taken = await self._submit(wanted, tickets, is_joined=len(asks) > 1)
+        except RemoteError as error:
+            if len(asks) == 1:
+                asks[0].fail(error)
+                return
+            is_taken = False
+        for ask in asks:
+            if not is_taken:
+                self._start(self._submit_all([ask]), [ask])
+            elif not ask.taken.done():
+                ask.taken.set_result(None)
+
+    async def _submit(
+        self, wanted: LeaseDemand, tickets: Sequence[Ticket], *, is_joined: bool = False
+    ) -> bool:
+        """Ask the router until it takes the request; pick locally while it is down.
+
+        is_joined: return False where it has refused it.
+        """
+        # The same each time: it counts once.
+        request = self._request(wanted, f"{self._request_prefix}-{next(self._request_numbers)}")
         try:
             while not all(ticket.future.done() for ticket in tickets):
-                if not self._link.is_down and await self._send(request, tickets):
-                    return
+                if not self._link.is_down:
+                    if await self._send(request, tickets):
+                        return True
+                    if is_joined and self._link.refuses:
+                        return False
                 if not (self._link.is_down and self._book.pick(tickets)):
                     await self._link.pause()
+            return True
         finally:
             self._put_back(request)
 
     async def _send(self, request: pb.AcquireLeasesRequest, tickets: Sequence[Ticket]) -> bool:
         """Send a request; whether the router took it."""
+        response = None
         try:
             response = await self._link.acquire(request, _CALL_SECONDS)
             if response is None and self._link.wants_renewal and await self._renew_first():
                 response = await self._link.acquire(request, _CALL_SECONDS)
-        except asyncio.CancelledError:
-            self._owed = _RENEWALS_TO_DROP
-            # What it gave would be kept from others until two renewals have not named it.
-            for ticket in tickets:
-                ticket.future.cancel()
-            again = pb.AcquireLeasesRequest()
-            again.CopyFrom(request)
-            task = asyncio.create_task(self._reclaim(again, tickets), name="give up leases")
-            self._reclaims.add(task)
-            task.add_done_callback(self._reclaims.discard)
-            raise
+        finally:
+            if response is None:  # what it gave would be kept from others until two renewals
+                self._owed = _RENEWALS_TO_DROP  # have not named it
         if response is None:
-            self._owed = _RENEWALS_TO_DROP
             return False
         request.released.Clear()  # they have arrived
         self._take(response, tickets)
         return True
-
-    async def _reclaim(self, request: pb.AcquireLeasesRequest, tickets: Sequence[Ticket]) -> None:
-        """Learn what a call gave whose caller has left, and give it back."""
-        with contextlib.suppress(RemoteError):
-            if response := await self._link.acquire(request, _CALL_SECONDS):
-                self._take(response, tickets)
 
     def _request(self, wanted: LeaseDemand, request_id: str = "") -> pb.AcquireLeasesRequest:
         releases, self._releases = self._releases, PendingReleases()
@@ -383,6 +497,7 @@ class LeaseClient:
 
     def _ask_again(self, void: Iterable[int]) -> None:
         """Ask again for waiting leases that a restarted router has forgotten."""
+        loop = asyncio.get_running_loop()
         kinds: dict[object, list[tuple[int, Ticket]]] = {}
         for lease_id in sorted(void):
             ticket = self._book.waiting.pop(lease_id, None)
@@ -391,15 +506,16 @@ class LeaseClient:
         for tickets in kinds.values():
             for start in range(0, len(tickets), _ASKED_AT_ONCE):
                 some = dict(tickets[start : start + _ASKED_AT_ONCE])
-                self._run(self._submit_again(some), "ask again for leases")
+                wanted = join([ticket.wanted for ticket in some.values()])
+                ask = _Ask(wanted, list(some.values()), loop.create_future())
+                self._start(self._submit_again(ask, list(some)), [ask])
 
-    async def _submit_again(self, tickets: dict[int, Ticket]) -> None:
-        wanted = join([ticket.wanted for ticket in tickets.values()])
+    async def _submit_again(self, ask: _Ask, lease_ids: Sequence[int]) -> None:
         try:
-            await self._submit(wanted, list(tickets.values()))
+            await self._submit(ask.wanted, ask.tickets)
         except RemoteError as error:
             logger.warning("router: waiting leases not asked for again: %s", error)
-            for lease_id, ticket in tickets.items():
+            for lease_id, ticket in zip(lease_ids, ask.tickets, strict=True):
                 if not ticket.future.done():  # the next renewal hears again that it is void
                     self._book.waiting[lease_id] = ticket
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 import time
 from collections import Counter, OrderedDict
@@ -79,6 +78,8 @@ class LeaseDemand:
 
     def singles(self) -> list[LeaseDemand]:
         """Returns one demand for each of the leases."""
+        if self.count == 1:
+            return [self]
         groups = [[(name, 1)] for name, size in self.groups for _ in range(size)]
         return [
             replace(
@@ -93,23 +94,35 @@ class LeaseDemand:
         ]
 
 
-def join(singles: Sequence[LeaseDemand]) -> LeaseDemand:
-    """Joins single leases of the same kind in one demand."""
-    names = [single.groups[0][0] if single.groups else "" for single in singles]
-    groups = [(name, len(list(run))) for name, run in itertools.groupby(names)]
+def join(demands: Sequence[LeaseDemand]) -> LeaseDemand:
+    """Joins demands of the same kind in one."""
+    if len(demands) == 1:
+        return demands[0]
+    groups: list[tuple[str, int]] = []
+    for demand in demands:
+        for name, size in demand.groups or [("", demand.count)]:
+            if groups and groups[-1][0] == name:
+                size += groups.pop()[1]
+            groups.append((name, size))
+    counts = [demand.count for demand in demands]
     return replace(
-        singles[0],
-        count=len(singles),
-        groups=groups if any(names) else (),
-        expected_tokens=_column([single.expected_tokens for single in singles], 0.0),
-        sessions=_column([single.sessions for single in singles], ""),
-        cached_tokens=_column([single.cached_tokens for single in singles], 0),
+        demands[0],
+        count=sum(counts),
+        groups=groups if any(name for name, _ in groups) else (),
+        expected_tokens=_column(counts, [demand.expected_tokens for demand in demands], 0.0),
+        sessions=_column(counts, [demand.sessions for demand in demands], ""),
+        cached_tokens=_column(counts, [demand.cached_tokens for demand in demands], 0),
     )
 
 
-def _column(cells: Sequence[Sequence[T]], missing: T) -> Sequence[T]:
-    """Of columns of one entry or none; empty where all are."""
-    return [cell[0] if cell else missing for cell in cells] if any(cells) else ()
+def _column(counts: Sequence[int], columns: Sequence[Sequence[T]], missing: T) -> Sequence[T]:
+    """Joins columns, each of a demand's count or empty; empty where all are."""
+    if not any(columns):
+        return ()
+    joined: list[T] = []
+    for count, column in zip(counts, columns, strict=True):
+        joined += column or [missing] * count
+    return joined
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 import grpc
@@ -122,6 +122,7 @@ def _request(generation: Generation, bounds: VersionBounds) -> pb.GenerateReques
         sample_count=generation.sample_count,
         dp_rank=generation.dp_rank,
         versions=bounds_to_proto(bounds),
+        takes_columns=True,
     )
 
 
@@ -161,17 +162,6 @@ class Hints:
 NO_HINTS = Hints()
 
 
-@dataclass
-class _LeaseBatch:
-    """Gathers the leases that are asked for in one turn of the event loop."""
-
-    groups: list[tuple[str, int]] = field(default_factory=list)
-    sessions: list[str] = field(default_factory=list)  # of each sample, "" for none
-    cached_tokens: list[int] = field(default_factory=list)
-    expected_tokens: list[float] = field(default_factory=list)
-    answer: asyncio.Task[list[asyncio.Future[Lease]]] | None = None
-
-
 class LeaseSource(Protocol):
     """Says which engine samples what."""
 
@@ -194,12 +184,11 @@ class LeaseSource(Protocol):
 
 
 class RouterLeases:
-    """Asks the router, with one lease client per pool; groups that start together share a call."""
+    """Asks the router, with one lease client per pool."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
         self._clients: dict[str, LeaseClient] = {}
-        self._batches: dict[tuple[str, VersionBounds], _LeaseBatch] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
     async def request(
@@ -214,26 +203,16 @@ class RouterLeases:
 
         Raises RemoteError when the router refuses for good; waits while no engine will do.
         """
-        kind = pool, bounds
-        batch = self._batches.get(kind)
-        if batch is None:
-            batch = self._batches[kind] = _LeaseBatch()
-            batch.answer = asyncio.create_task(self._ask(pool, bounds), name="request leases")
-        assert batch.answer is not None
-        start = sum(size for _, size in batch.groups)
-        batch.groups.append((group_id, count))
-        batch.sessions += hints.sessions or [""] * count
-        batch.cached_tokens += [hints.cached_tokens] * count
-        batch.expected_tokens += [hints.expected_tokens] * count
-        cancelled = True
-        try:
-            futures = await asyncio.shield(batch.answer)
-            cancelled = False
-        finally:
-            if cancelled:
-                mine = slice(start, start + count)
-                batch.answer.add_done_callback(lambda done: self._give_up_batch(pool, done, mine))
-        return futures[start : start + count]
+        wanted = LeaseDemand(
+            count=count,
+            min_version=bounds.min_version,
+            exact_version=bounds.exact_version,
+            groups=[(group_id, count)],
+            sessions=hints.sessions,
+            cached_tokens=[hints.cached_tokens] * count if hints.sessions else (),
+            expected_tokens=[hints.expected_tokens] * count if hints.expected_tokens else (),
+        )
+        return await self._client(pool).request(wanted)
 
     def release(
         self, pool: str, leases: Sequence[Lease], outcome: router_pb.Outcome, tokens: Sequence[int]
@@ -265,28 +244,6 @@ class RouterLeases:
         await asyncio.gather(*self._ending)
         for client in self._clients.values():
             await client.close()
-
-    async def _ask(self, pool: str, bounds: VersionBounds) -> list[asyncio.Future[Lease]]:
-        """Runs in the next turn of the loop, when all who start together have joined."""
-        batch = self._batches.pop((pool, bounds))
-        has_sessions = any(batch.sessions)
-        wanted = LeaseDemand(
-            count=sum(size for _, size in batch.groups),
-            min_version=bounds.min_version,
-            exact_version=bounds.exact_version,
-            groups=batch.groups,
-            sessions=batch.sessions if has_sessions else (),
-            cached_tokens=batch.cached_tokens if has_sessions else (),
-            expected_tokens=batch.expected_tokens if any(batch.expected_tokens) else (),
-        )
-        return await self._client(pool).request(wanted)
-
-    def _give_up_batch(
-        self, pool: str, done: asyncio.Task[list[asyncio.Future[Lease]]], mine: slice
-    ) -> None:
-        """Gives up the leases of a group that was cancelled while its batch was asked for."""
-        if not done.cancelled() and done.exception() is None:
-            self.give_up(pool, done.result()[mine])
 
     def _client(self, pool: str) -> LeaseClient:
         client = self._clients.get(pool)

@@ -138,7 +138,9 @@ class PartialSamples:
     def add(self, index: int, delta: Delta) -> bool:
         """Take what an engine answered for a sample; false when the engine aborted it."""
         asked = self._budget(index)
-        whole = _append(self._open.pop(index, None), replace(delta, index=index))
+        if delta.index != index:
+            delta = replace(delta, index=index)
+        whole = _append(self._open.pop(index, None), delta)
         aborted = delta.finish_reason is FinishReason.ABORTED
         chunk_ended = delta.finish_reason is FinishReason.LENGTH and len(delta.token_ids) == asked
         is_full = len(whole.token_ids) >= self._prompt.sampling.max_new_tokens
@@ -147,7 +149,8 @@ class PartialSamples:
                 self._open[index] = replace(whole, finish_reason=None)
         else:
             reason = FinishReason.LENGTH if aborted else delta.finish_reason
-            self._done[index] = replace(whole, finish_reason=reason)
+            is_so = whole.finish_reason is reason
+            self._done[index] = whole if is_so else replace(whole, finish_reason=reason)
         return not aborted or is_full
 
     def end(self, index: int) -> None:

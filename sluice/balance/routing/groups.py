@@ -5,7 +5,8 @@ Both are rows by key, taken when a key is new and freed once it idles without a 
 
 from __future__ import annotations
 
-from collections import deque
+import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,7 +80,7 @@ class GroupTable(_KeyedTable):
 
     def __init__(self, idle_seconds: float) -> None:
         super().__init__(idle_seconds)
-        self._idle: deque[int] = deque()  # slots whose last lease ended, oldest first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # slots by the end of their last lease
         self.mean_tokens = 0.0  # of recently finished samples, of any group
         self.seconds_per_token = 0.02  # of groups' first finished samples
         # float64[slot] each. prior: tokens the caller expects, NaN unknown; started: when the
@@ -103,6 +104,19 @@ class GroupTable(_KeyedTable):
         self._used[slots if "" not in keys else slots[slots >= 0]] = now
         return slots, all_new
 
+    def slot(self, key: str, now: float) -> int:
+        """`slots` of one key that is not empty."""
+        slot = self._slots.get(key)
+        if slot is None:
+            (slot,) = self._take([key])
+        self._used[slot] = now
+        return slot
+
+    def expect_of(self, slot: int, tokens: float) -> None:
+        """`expect` of one group."""
+        if not math.isnan(tokens):
+            self.prior[slot] = tokens
+
     def expect(self, slots: IntArray, tokens: FloatArray) -> None:
         """Take the caller's expectations of output tokens per sample; NaN says nothing."""
         has_length = (slots >= 0) & ~np.isnan(tokens)
@@ -119,6 +133,15 @@ class GroupTable(_KeyedTable):
         total = weight * np.nan_to_num(prior) + self.tokens[slots]
         count = weight + self.finished[slots]
         return np.where(count > 0, total / np.maximum(count, 1e-9), np.nan)
+
+    def expected_of(self, slot: int) -> float:
+        """`expected` of one group, without vectors."""
+        prior, total = float(self.prior[slot]), float(self.tokens[slot])
+        count = float(self.finished[slot])
+        if not math.isnan(prior):
+            total += _PRIOR_WEIGHT * prior
+            count += _PRIOR_WEIGHT
+        return total / count if count > 0 else math.nan
 
     def hold(self, slots: IntArray) -> None:
         """Note leases granted to slots[i] (or NO_GROUP), bound or queued."""
@@ -138,8 +161,13 @@ class GroupTable(_KeyedTable):
         if one is None:
             slots = _grouped(slots)
             self.started[slots[np.isnan(self.started[slots])]] = now
-        elif one != NO_GROUP and np.isnan(self.started[one]):
-            self.started[one] = now
+        else:
+            self.start_one(one, now)
+
+    def start_one(self, slot: int, now: float) -> None:
+        """`start` of one sample; the slot may be NO_GROUP."""
+        if slot != NO_GROUP and math.isnan(self.started[slot]):
+            self.started[slot] = now
 
     def finish(self, slots: IntArray, tokens: NDArray[Any] | None, now: float) -> None:
         """Note samples that ended; tokens[i] < 0 says nothing was learnt."""
@@ -149,16 +177,14 @@ class GroupTable(_KeyedTable):
         if one is None:
             self._finish_many(slots, tokens, now)
         elif one != NO_GROUP:
-            self._finish_one(one, len(slots), () if tokens is None else tokens.tolist(), now)
-        while len(self._idle) > _IDLE_LIMIT:
-            self._forget(self._idle.popleft())
+            self.finish_one(one, len(slots), () if tokens is None else tokens.tolist(), now)
 
-    def _finish_one(self, slot: int, count: int, tokens: Sequence[int], now: float) -> None:
-        """Take `count` samples of one group, as most calls bring: cheaper without vectors."""
+    def finish_one(self, slot: int, count: int, tokens: Sequence[int], now: float) -> None:
+        """Note `count` samples of one group, as most calls bring: cheaper without vectors."""
         self.live[slot] -= count
         self._used[slot] = now
         if self.live[slot] <= 0:
-            self._idle.append(slot)
+            self._idles(slot)
         if has_length := [number for number in tokens if number >= 0]:
             total = float(sum(has_length))
             self._learn_pace(slot, float(has_length[0]), total, len(has_length), now)
@@ -175,7 +201,8 @@ class GroupTable(_KeyedTable):
         begins, slots, counts = _runs(slots)
         np.subtract.at(self.live, slots, counts)
         self._used[slots] = now
-        self._idle.extend(dict.fromkeys(slots[self.live[slots] <= 0].tolist()))
+        for slot in slots[self.live[slots] <= 0].tolist():
+            self._idles(slot)
         if tokens is not None:
             self._learn(begins, slots, counts, tokens, now)
 
@@ -205,7 +232,14 @@ class GroupTable(_KeyedTable):
         if length > 0 and age > 0 and self.finished[slot] == 0:
             self.seconds_per_token += _PACE_SHARE * (age / length - self.seconds_per_token)
 
+    def _idles(self, slot: int) -> None:
+        self._idle[slot] = None
+        self._idle.move_to_end(slot)
+        while len(self._idle) > _IDLE_LIMIT:
+            self._forget(next(iter(self._idle)))
+
     def _forget(self, slot: int) -> None:
+        self._idle.pop(slot, None)  # another group may take it
         if self._keys[slot] is not None and self.live[slot] <= 0:
             super()._forget(slot)
 

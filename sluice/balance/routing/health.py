@@ -71,6 +71,11 @@ class LoadReports:
         self._charged_before[first:stop] = charged_ever[first:stop]
         self.kv_limit[first:stop] = NO_LIMIT
 
+    @property
+    def any(self) -> bool:
+        """Whether loads differ from charges."""
+        return self._any
+
     def snapshot(self, charges: IntArray, charged_ever: IntArray, now: float) -> None:
         """Remember the charges of now, at most once per snapshot interval."""
         if self._times and now - self._times[-1] < self._snapshot_seconds:
@@ -80,15 +85,22 @@ class LoadReports:
         if len(self._times) > _SNAPSHOTS:
             del self._times[0], self._snapshots[0]
 
-    def report(self, target: int, rank: RankReport, taken: float, now: float) -> None:
-        """Take a report of the state at time `taken` (<= now); older ones are ignored."""
+    def report(
+        self, target: int, rank: RankReport, taken: float, now: float, credit: int = NO_LIMIT
+    ) -> None:
+        """Take a report of the state at time `taken` (<= now); older ones are ignored.
+
+        Beyond twice the credit of the rank more requests say no more than that it is full, and
+        would be remembered for long after they have gone, or if they never were.
+        """
         if taken <= self._report_time[target]:
             return
-        self._correct(target, rank, taken, now)
+        seen = min(rank.running_count + rank.waiting_count, 2 * credit)
+        self._correct(target, seen, taken, now)
         self._report_time[target] = taken
         self.kv_limit[target] = _kv_limit(rank)
 
-    def _correct(self, target: int, rank: RankReport, taken: float, now: float) -> None:
+    def _correct(self, target: int, seen: int, taken: float, now: float) -> None:
         """Move the difference towards what the charges around `taken` do not explain."""
         after = bisect.bisect_right(self._times, taken)
         if not after or taken - self._times[after - 1] > _NEAR_SECONDS:
@@ -98,7 +110,6 @@ class LoadReports:
         if after < len(self._times):
             later = int(self._snapshots[after][0][target])
             low, high = min(low, later), max(high, later)
-        seen = rank.running_count + rank.waiting_count
         residual = seen - min(max(seen, low), high)
         before = self._report_time[target]
         elapsed = min(now - before, self._smoothing) if before > -math.inf else _FIRST_SECONDS
@@ -114,6 +125,11 @@ class LoadReports:
         young = np.minimum(charges, charged_ever - self._charged_before)
         corrected = charges + np.rint(self._external).astype(np.int64)
         return np.maximum(corrected, np.maximum(young, 0))
+
+    def load_of(self, target: int, charge: int, charged_ever: int) -> int:
+        """`load` of one target, without vectors."""
+        young = min(charge, charged_ever - int(self._charged_before[target]))
+        return max(charge + round(float(self._external[target])), young, 0)
 
 
 def _kv_limit(rank: RankReport) -> int:

@@ -72,6 +72,16 @@ class LeaseTable:
         self._ids_of(client).extend_range(first, count)
         return first
 
+    def grant_one(self, client: int, target: int, group: int) -> int:
+        """`grant` of one lease without a session, without vectors."""
+        self._make_room(1)
+        lease = self.next_id
+        self.next_id += 1
+        self._columns[:, lease - self._base] = target, client, FREE, group
+        self.live_count += 1
+        self._ids_of(client).extend_range(lease, 1)
+        return lease
+
     def adopt(self, client: int, ids: IntArray, targets: IntArray) -> None:
         """Record leases that an earlier process granted, or this one before their client expired;
         none of `ids` may be live here."""
@@ -115,6 +125,14 @@ class LeaseTable:
         """Columns of live leases."""
         return LeaseColumns(ids, *self._gather(ids)[[0, 2, 3]])
 
+    def read_one(self, lease: int) -> tuple[int, int, int]:
+        """Target, session and group of a live lease."""
+        if self._base <= lease < self.next_id:
+            target, _, session, group = self._columns[:, lease - self._base].tolist()
+        else:
+            target, _, session, group = self._old[lease]
+        return target, session, group
+
     def is_live(self, client: int, ids: IntArray) -> BoolArray:
         """bool[n]: which ids are live leases of `client`."""
         if self._all_inside(ids):
@@ -140,11 +158,24 @@ class LeaseTable:
             released = self._forget(ids[live])
         if owned := self._ids.get(client):
             owned.live -= len(released)
-            if owned.live <= 0:
-                del self._ids[client]
-            elif owned.size > 2 * owned.live + _FIRST_WINDOW:
-                self._trim(client, owned)
+            self._tidy(client, owned)
         return released, live
+
+    def release_one(self, client: int, lease: int) -> tuple[int, int, int] | None:
+        """`release` of a live lease in the window, without vectors: its target, session and
+        group. None for any other, which changes nothing."""
+        where = lease - self._base
+        if not 0 <= where < self.next_id - self._base:
+            return None
+        target, holder, session, group = self._columns[:, where].tolist()
+        owned = self._ids.get(client)
+        if holder != client or owned is None:
+            return None
+        self._columns[:2, where] = FREE
+        self.live_count -= 1
+        owned.live -= 1
+        self._tidy(client, owned)
+        return target, session, group
 
     def _release_recent(self, client: int, ids: IntArray) -> LeaseColumns | None:
         """What most releases are: live leases in the window, once each; None for others."""
@@ -225,7 +256,13 @@ class LeaseTable:
             owned = self._ids[client] = _ClientIds()
         return owned
 
-    def _trim(self, client: int, owned: _ClientIds) -> None:
+    def _tidy(self, client: int, owned: _ClientIds) -> None:
+        """Forget ids that are no longer live, once they are many beside those that are."""
+        if owned.live <= 0:
+            del self._ids[client]
+            return
+        if owned.size <= 2 * owned.live + _FIRST_WINDOW:
+            return
         ids = self.held_by(client)
         owned.ranges, owned.size = [(ids, 0)], len(ids)
 

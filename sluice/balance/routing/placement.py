@@ -53,7 +53,7 @@ class TargetSelector:
         self._rng = rng
         self._base = max(round(config.step_base / config.step_per_request), 1)
         self._policy = create_policy(config.policy, self._base)
-        self._by_key = config.policy == "cache_aware"
+        self.goes_by_key = config.policy == "cache_aware"
 
     def spread(
         self, fleet: Fleet, groups: IntArray, expected: FloatArray | None, keys: list[str] | None
@@ -64,7 +64,9 @@ class TargetSelector:
         wait are the short ones, and the long ones get the emptiest ranks.
         """
         count = len(groups)
-        hints = PlaceHints(affinity=keys, avoid=self._siblings(groups))
+        # Where all slots are taken there is no choice, and siblings need not be looked for.
+        avoid = self._siblings(groups) if count < fleet.free_count else None
+        hints = PlaceHints(affinity=keys, avoid=avoid)
         targets = self._policy.place(fleet, count, self._rng, hints)
         if len(targets) == count and (count == 1 or expected is None or np.isnan(expected).all()):
             return targets
@@ -74,6 +76,14 @@ class TargetSelector:
         order = self._order(groups, expected) if not keys else np.arange(count)
         placed[order[: len(targets)]] = targets
         return placed
+
+    def pick(self, fleet: Fleet, group: int) -> int:
+        """`spread` of one lease, for which there is a free slot; the group may be NO_GROUP."""
+        avoid = None
+        if group != NO_GROUP and self._groups.live[group] and fleet.free_count > 1:
+            avoid = self._siblings(np.array([group]))
+        hints = NO_HINTS if avoid is None else PlaceHints(avoid=avoid)
+        return int(self._policy.place(fleet, 1, self._rng, hints)[0])
 
     def open_sessions(self, fleet: Fleet, slots: list[int]) -> IntArray:
         """Place new sessions on the ranks with the fewest; their targets, int64[<= len(slots)]."""
@@ -113,7 +123,7 @@ class TargetSelector:
 
     def affinity(self, request: LeaseRequest, chosen: IntArray | slice) -> list[str] | None:
         """A key per chosen lease, where the policy goes by one: its session's or group's."""
-        if not self._by_key:
+        if not self.goes_by_key:
             return None
         keys = list(request.sessions) or [""] * request.count
         start = 0

@@ -13,7 +13,7 @@ import numpy as np
 
 from sluice.balance.routing.groups import NO_GROUP
 from sluice.balance.routing.health import RankReport
-from sluice.balance.routing.leases import QUEUED, ClientRow, LeaseColumns
+from sluice.balance.routing.leases import QUEUED, ClientRow
 from sluice.balance.routing.placement import SessionTargets, TargetSelector
 from sluice.balance.routing.settling import Settling
 from sluice.balance.routing.tables import Tables
@@ -161,6 +161,8 @@ class Pool:
         if request.count and self._settling.owes(client, now):
             raise LeaseRefusedError(Refusal.RENEW_FIRST, f"{client} knew another router", 0.1)
         row = self.tables.clients.touch(client, now)
+        if request.count == 1 and (grant := self._acquire_one(row, request, now)) is not None:
+            return grant
         groups, all_new = self._group_slots(request, now)
         expected = self._placement.expected(request, groups, all_new)
         sticky = self._placement.sticky(request, expected, now)
@@ -185,6 +187,30 @@ class Pool:
             first_id=first, targets=targets, session_count=followed, queued_count=queued_count
         )
 
+    def _acquire_one(self, row: ClientRow, request: LeaseRequest, now: float) -> Grant | None:
+        """`acquire` of one lease that a rank is free for, without vectors; None for any other."""
+        tables, needs = self.tables, request.needs
+        if request.sessions or request.excluded or self._placement.goes_by_key:
+            return None
+        if tables.leases.live_count >= self.config.max_leases or (
+            tables.leases.count_of(row.slot) >= self.config.max_leases_per_client
+        ):
+            return None
+        if self.waiting.has(needs) or not tables.targets.prompt_free_count(needs):
+            return None
+        group = NO_GROUP
+        for name, size in request.groups:
+            if size and name:
+                group = tables.groups.slot(name, now)
+        if request.expected_tokens is not None and group != NO_GROUP:
+            tables.groups.expect_of(group, float(request.expected_tokens[0]))
+        target = self._placement.pick(tables.targets.fleet(needs), group)
+        tables.charge_one(target, group, now)
+        first = tables.leases.grant_one(row.slot, target, group)
+        if group != NO_GROUP:
+            tables.groups.live[group] += 1
+        return Grant(first_id=first, targets=np.array([target]))
+
     def release(
         self,
         client: str,
@@ -200,6 +226,11 @@ class Pool:
         live lease of the client changes nothing.
         """
         row = self.tables.clients.touch(client, now)
+        if len(ids) == 1:
+            one = self.tables.leases.release_one(row.slot, int(ids[0]))
+            if one is not None:
+                self._give_back_one(one, row, now, outcomes, output_tokens)
+                return 1
         released, live = self.tables.leases.release(row.slot, ids)
         if live is not None:
             strange = ~live | (ids < self.tables.leases.first_id)
@@ -207,12 +238,29 @@ class Pool:
             outcomes = None if outcomes is None else outcomes[live]
             output_tokens = None if output_tokens is None else output_tokens[live]
         if outcomes is not None:
-            self._record(released, outcomes, now)
+            self._record(released.targets, outcomes, now)
         self.tables.give_back(released, row, now, output_tokens)
         if output_tokens is not None:
             self.waiting.lengths_changed(released.groups)
         self.waiting.dispatch(now)
         return len(released)
+
+    def _give_back_one(
+        self,
+        lease: tuple[int, int, int],
+        row: ClientRow,
+        now: float,
+        outcomes: IntArray | None,
+        output_tokens: IntArray | None,
+    ) -> None:
+        """Give back one lease (target, session, group) that is just released, without vectors."""
+        if outcomes is not None:
+            self._record(np.array(lease[:1]), outcomes, now)
+        tokens = -1 if output_tokens is None else int(output_tokens[0])
+        self.tables.give_back_one(lease, row, now, tokens)
+        if tokens >= 0:
+            self.waiting.length_changed(lease[2])
+        self.waiting.dispatch(now)
 
     def renew(
         self, client: str, claims: LeaseClaims, now: float, *, known_epoch: int = 0
@@ -368,15 +416,15 @@ class Pool:
             chosen = targets[rest] = self._placement.spread(fleet, groups, lengths, keys)
             self.tables.charge(chosen, groups, now)
 
-    def _record(self, released: LeaseColumns, outcomes: IntArray, now: float) -> None:
+    def _record(self, targets: IntArray, outcomes: IntArray, now: float) -> None:
         """Tell breakers; successes only where one would change something."""
         table = self.tables.targets
         if not table.watched and not any_true(outcomes >= _FIRST_FAILURE):
             return
         failed = (outcomes >= _FIRST_FAILURE) & (outcomes <= _LAST_FAILURE)
-        counted = (outcomes != Outcome.UNKNOWN) & (released.targets >= 0)
+        counted = (outcomes != Outcome.UNKNOWN) & (targets >= 0)
         for index in np.flatnonzero(counted).tolist():
-            engine = table.engine_at(int(released.targets[index]))
+            engine = table.engine_at(int(targets[index]))
             if engine is not None and (failed[index] or engine.row in table.watched):
                 table.record(engine, Outcome(int(outcomes[index])), now)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from sluice.balance.routing.groups import NO_GROUP, GroupTable, SessionTable
+from sluice.balance.routing.groups import NO_GROUP, NO_SESSION, GroupTable, SessionTable
 from sluice.balance.routing.leases import NOBODY, ClientRow, ClientTable, LeaseColumns, LeaseTable
 from sluice.balance.routing.targets import TargetTable
 from sluice.balance.routing.types import (
@@ -85,6 +85,25 @@ class Tables:
         self.targets.uncharge(targets)
         self.sessions.let_go(leases.sessions, now)
         self.groups.finish(leases.groups, tokens, now)
+
+    def charge_one(self, target: int, group: int, now: float) -> None:
+        """`charge` of one lease that has a target, without vectors."""
+        self.targets.charge_one(target)
+        self.groups.start_one(group, now)
+
+    def give_back_one(
+        self, lease: tuple[int, int, int], row: ClientRow, now: float, tokens: int
+    ) -> None:
+        """`give_back` of one lease (target, session, group), without vectors."""
+        target, session, group = lease
+        if target >= 0:
+            self.targets.uncharge_one(target)
+        else:
+            self.clients.queue(row, -1)
+        if session != NO_SESSION:
+            self.sessions.let_go(np.array([session]), now)
+        if group != NO_GROUP:
+            self.groups.finish_one(group, 1, (tokens,), now)
 
     def renew(self, row: ClientRow, claims: LeaseClaims, now: float) -> Renewal:
         """Bring the tables in line with what a client holds.

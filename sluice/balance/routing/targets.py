@@ -94,7 +94,9 @@ class TargetTable:
         self._half_open: set[int] = set()
         self.watched: set[int] = set()  # rows whose breaker would heed a success
         self._fleets: dict[tuple[Needs, bool], Fleet] = {}  # until charges change
-        self._limits: dict[tuple[Needs, bool], IntArray] = {}  # until rows or reports change
+        # Until rows or reports change:
+        self._limits: dict[tuple[Needs, bool], IntArray] = {}
+        self._prompt: dict[Needs, BoolArray] = {}  # bool[m]: not of a slow engine
 
     def __len__(self) -> int:
         return len(self.charges)
@@ -194,8 +196,9 @@ class TargetTable:
         now: float,
     ) -> None:
         """Take an engine's loads (rank by rank) and seconds per token (0 unknown)."""
+        credit = int(self._credit[engine.row])
         for rank, report in enumerate(ranks[: engine.spec.dp_size]):
-            self.load_reports.report(engine.first + rank, report, taken, now)
+            self.load_reports.report(engine.first + rank, report, taken, now, credit)
         running = max((rank.running_count for rank in ranks), default=0)
         if running:
             self.speed.report(engine.row, latency, running, now)
@@ -203,7 +206,9 @@ class TargetTable:
 
     def charge(self, targets: IntArray) -> None:
         """Count one lease on each of `targets` (repeats count)."""
-        if not len(targets):
+        if len(targets) == 1:
+            self.charge_one(int(targets[0]))
+        if len(targets) < 2:
             return
         added = np.bincount(targets, minlength=len(self.charges))
         self.charges += added
@@ -216,7 +221,9 @@ class TargetTable:
 
     def uncharge(self, targets: IntArray) -> None:
         """Take leases off; repeats count."""
-        if not len(targets):
+        if len(targets) == 1:
+            self.uncharge_one(int(targets[0]))
+        if len(targets) < 2:
             return
         removed = np.bincount(targets, minlength=len(self.charges))
         self.charges -= removed
@@ -225,6 +232,32 @@ class TargetTable:
             engine = self._rows[row]
             if engine is not None and removed[engine.first : engine.stop].any():
                 engine.probing = False
+
+    def charge_one(self, target: int) -> None:
+        """Count one lease, without vectors."""
+        self.charged_ever[target] += 1
+        self._count_one(target, 1)
+
+    def uncharge_one(self, target: int) -> None:
+        """Take one lease off, without vectors."""
+        self._count_one(target, -1)
+
+    def _count_one(self, target: int, change: int) -> None:
+        """Change the charge of a target, and the fleets with it."""
+        self.charges[target] += change
+        if self._half_open:
+            self._fleets.clear()
+            engine = self.engine_at(target)
+            if engine is not None and engine.row in self._half_open:
+                engine.probing = change > 0
+            return
+        for key, fleet in self._fleets.items():
+            if fleet.load is not self.charges:
+                charge = int(self.charges[target])
+                load = self.load_reports.load_of(target, charge, int(self.charged_ever[target]))
+                fleet.load[target] = load
+                fleet.limit[target] = self._limits[key][target] - max(charge - load, 0)
+            fleet.recount(target)
 
     def snapshot(self, now: float) -> None:
         """Remember the charges of now, for reports that will be as old as this."""
@@ -271,7 +304,10 @@ class TargetTable:
         fleet = self.fleet(needs)
         if fleet.is_even:
             return fleet.free_count
-        return int(fleet.room[~self._slow(needs)[fleet.engine_of]].sum())
+        prompt = self._prompt.get(needs)
+        if prompt is None:
+            prompt = self._prompt[needs] = ~self._slow(needs)[fleet.engine_of]
+        return int(np.add.reduce(fleet.room[prompt]))
 
     def slow_fleet(self, needs: Needs) -> SlowFleet | None:
         """Slow engines alone, the fastest of them with a free slot; None if there is none."""
@@ -314,6 +350,7 @@ class TargetTable:
     def _forget_fleets(self) -> None:
         self._fleets.clear()
         self._limits.clear()
+        self._prompt.clear()
 
     def able(self, needs: Needs) -> BoolArray:
         """bool[e]: engines that may get leases with these needs."""

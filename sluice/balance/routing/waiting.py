@@ -164,7 +164,7 @@ class PendingQueue:
     def _expected(self, entry: _PendingGroup) -> float:
         if entry.group == NO_GROUP:
             return entry.alone
-        return float(self._groups.expected(np.asarray([entry.group]))[0])
+        return self._groups.expected_of(entry.group)
 
     def _push_known(self, key: _Key, entry: _PendingGroup) -> None:
         self._stamp += 1
@@ -266,6 +266,11 @@ class PendingQueues:
         if not self._lanes:
             return
         for group in np.unique(groups[groups >= 0]).tolist():
+            self.length_changed(group)
+
+    def length_changed(self, group: int) -> None:
+        """Move the siblings of a sample that ended; the group may be NO_GROUP."""
+        if group != NO_GROUP:
             for lane in self._lanes.values():
                 lane.length_changed(group)
 
@@ -303,6 +308,8 @@ class PendingQueues:
         ids = self._pop(lane, free, now)
         if not len(ids):
             return 0
+        if len(ids) == 1 and self._fill_last_slot(int(ids[0]), needs, now):
+            return 1
         columns = self._tables.leases.read(ids)
         single = columns.sessions == NO_SESSION
         targets = np.full(len(ids), QUEUED, dtype=np.int64)
@@ -319,6 +326,18 @@ class PendingQueues:
             lane.push(int(ids[index]), int(columns.groups[index]), np.nan, now)
         self._bind(ids, targets)
         return int((targets >= 0).sum())
+
+    def _fill_last_slot(self, lease: int, needs: Needs, now: float) -> bool:
+        """Bind a lease to the one slot that is free, without vectors; False where the lease has a
+        session or there are more."""
+        fleet = self._tables.targets.fleet(needs)
+        _, session, group = self._tables.leases.read_one(lease)
+        if fleet.free_count != 1 or session != NO_SESSION:
+            return False
+        target = int(fleet.room.argmax())
+        self._tables.charge_one(target, group, now)
+        self._bind_one(lease, target)
+        return True
 
     def _fill_slow(self, needs: Needs, lane: PendingQueue, now: float) -> int:
         """Give a slow engine's free slots to those at the end that are done sooner there.
@@ -369,12 +388,14 @@ class PendingQueues:
         return int(chosen[0]) if len(chosen) else QUEUED
 
     def _bind(self, ids: IntArray, targets: IntArray) -> None:
-        leases, clients = self._tables.leases, self._tables.clients
         for lease, target in zip(ids.tolist(), targets.tolist(), strict=True):
-            if target == QUEUED:
-                continue
-            leases.bind(lease, target)
-            row = clients.at(leases.client_of(lease))
-            clients.queue(row, -1)
-            row.bound.append((lease, target))
-            self.woken.add(row.name)
+            if target != QUEUED:
+                self._bind_one(lease, target)
+
+    def _bind_one(self, lease: int, target: int) -> None:
+        leases, clients = self._tables.leases, self._tables.clients
+        leases.bind(lease, target)
+        row = clients.at(leases.client_of(lease))
+        clients.queue(row, -1)
+        row.bound.append((lease, target))
+        self.woken.add(row.name)

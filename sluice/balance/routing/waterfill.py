@@ -19,7 +19,7 @@ _FEW = 16
 _CANDIDATES = 4  # looked at per lease drawn, to find an engine for each
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Fleet:
     """Shows a placement one row per target (engine, dp rank), and one per engine.
 
@@ -56,6 +56,12 @@ class Fleet:
             is_even = not len(slowdown) or bool((slowdown == slowdown[0]).all())
         free = int(np.add.reduce(room))
         return cls(load, limit, engine_of, starts, slowdown, room, free, is_even)
+
+    def recount(self, target: int) -> None:
+        """Bring its free slots in line with the load and the limit of a target."""
+        room = max(int(self.limit[target]) - int(self.load[target]), 0)
+        self.free_count += room - int(self.room[target])
+        self.room[target] = room
 
 
 def place_level(

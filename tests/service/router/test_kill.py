@@ -184,7 +184,7 @@ async def test_a_call_whose_answer_is_lost_is_sent_again_as_it_was(tmp_path, mon
             request = pb.RegisterEngineRequest(engine=engine)
             await pb_grpc.RouterServiceStub(channel).RegisterEngine(request, timeout=PATIENCE)
             held = await client.acquire(LeaseDemand(count=3), timeout=PATIENCE)
-            faults.arm(lost, "reply.AcquireLeases")
+            faults.arm(lost, "reply.StreamLeases")
             client.release(held[:1])
             again = await client.acquire(LeaseDemand(count=4), timeout=PATIENCE)
             assert not faults.disarm(lost)  # it fired

@@ -113,6 +113,18 @@ class PoolMachine(RuleBasedStateMachine):
             output_tokens=np.full(len(asked), 50),
         )
 
+    @rule(client=clients, outcome=st.sampled_from(list(Outcome)), tokens=st.integers(-1, 900))
+    def release_one(self, client, outcome, tokens) -> None:
+        if not self.held[client]:
+            return
+        lease = int(self.rng.choice(list(self.held[client])))
+        del self.held[client][lease]
+        self.heard[client] = self.now
+        ids, outcomes = np.array([lease]), np.array([outcome])
+        self.pool.release(
+            client, ids, self.now, outcomes=outcomes, output_tokens=np.array([tokens])
+        )
+
     @rule(client=clients)
     def renew(self, client) -> None:
         for lease, target in self.pool.collect(client):
@@ -202,6 +214,22 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.waiting.count == waiting
         load = tables.targets.load()
         assert (load >= 0).all()
+
+    @invariant()
+    def fleets_that_are_kept_equal_fresh_ones(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        targets = self.pool.tables.targets
+        kept, targets._fleets = targets._fleets, {}
+        for (needs, unlimited), fleet in kept.items():
+            fresh = targets.fleet(needs, unlimited=unlimited)
+            assert fleet.load.tolist() == fresh.load.tolist()
+            assert fleet.room.tolist() == fresh.room.tolist()
+            assert fleet.free_count == fresh.free_count
+            fast = targets.prompt_free_count(needs)
+            targets._prompt.clear()
+            assert fast == targets.prompt_free_count(needs)
+        targets._fleets = kept
 
     @invariant()
     def nobody_waits_beside_a_free_slot(self) -> None:

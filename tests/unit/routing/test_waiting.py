@@ -137,6 +137,15 @@ def test_a_report_of_the_largest_number_is_taken(make_pool, field):
     assert len(ask(pool, [("a", 9)])[1]) == 3
 
 
+def test_a_report_of_no_engines_size_closes_one_no_longer_than_one_of_a_full_engine(make_pool):
+    pool = make_pool(max_running=100)
+    for second in range(1, 12):
+        pool.expire(float(second))
+        lie = RankReport(running_count=2**31 - 1, waiting_count=2**31 - 1)
+        pool.report_load("e0", [lie if second == 1 else RankReport(running_count=0)], second + 0.1)
+    assert len(ask(pool, [("a", 9)])[1]) == 9
+
+
 def test_a_slow_engine_gets_short_ones_and_only_when_the_queue_is_long(make_pool):
     pool = make_pool(engines=4, max_running=4)
     for second in range(30):
@@ -172,6 +181,33 @@ def test_leases_given_back_while_they_wait_leave_room_and_no_trace(make_pool):
     assert give_back(pool, bound[0], now=1.0) == [kept["d"][1]]
 
 
+def test_leases_given_back_one_by_one_bind_the_same_as_among_others(make_pool):
+    rng = np.random.default_rng(11)
+    one, beside = (make_pool(engines=3, ranks=2, max_running=2) for _ in range(2))
+    bound: list[int] = []
+    for number in range(40):
+        history = [float(rng.integers(50, 900))] * 5 if number % 2 else None
+        fields = {"sessions": ["s", "", "", "t", ""]} if number % 5 == 0 else {}
+        asked = [
+            ask(pool, [(f"g{number}", 5)], history, float(number), **fields)
+            for pool in (one, beside)
+        ]
+        assert asked[0] == asked[1]
+        bound += asked[0][1]
+    for step in range(150):
+        lease, now = bound.pop(int(rng.integers(len(bound)))), 50.0 + step
+        outcomes = np.array([1 if rng.random() < 0.9 else rng.integers(0, 7), 2])
+        tokens = np.array([rng.integers(-1, 900), 9])
+        ids = np.array([lease, -7])  # of no lease
+        one.release("c", ids[:1], now, outcomes=outcomes[:1], output_tokens=tokens[:1])
+        beside.release("c", ids, now, outcomes=outcomes, output_tokens=tokens)
+        news = one.collect("c")
+        assert news == beside.collect("c")
+        bound += [lease for lease, _ in news]
+    assert one.waiting.count == beside.waiting.count < 60
+    assert one.tables.targets.charges.tolist() == beside.tables.targets.charges.tolist()
+
+
 def test_a_queue_that_is_never_empty_does_not_grow(make_pool):
     pool = make_pool(max_running=1)
     _, (running,) = ask(pool, [("a", 2)])
@@ -181,3 +217,37 @@ def test_a_queue_that_is_never_empty_does_not_grow(make_pool):
     (lane,) = pool.waiting._lanes.values()
     assert lane.count <= 2
     assert len(lane._heap) + len(lane._shortest) < 2500
+
+
+@pytest.mark.parametrize("policy", ["step_time", "min_count", "power_of_two", "round_robin"])
+def test_a_lease_alone_goes_where_it_would_go_the_long_way(make_pool, policy):
+    rng = np.random.default_rng(3)
+    short, long = (make_pool(engines=4, ranks=2, max_running=4, policy=policy) for _ in range(2))
+    held: list[int] = []
+    for step in range(300):
+        now = float(step)
+        if held and rng.random() < 0.45:
+            ids = np.array([held.pop(int(rng.integers(len(held))))])
+            tokens = np.array([rng.integers(1, 900)])
+            for pool in (short, long):
+                pool.release("c", ids, now, output_tokens=tokens)
+            assert short.collect("c") == long.collect("c")
+            continue
+        groups = [[(f"g{rng.integers(20)}", 1)], [("", 1)], []][rng.integers(3)]
+        expected = [None, np.array([np.nan]), np.array([500.0])][rng.integers(3)]
+        fields = {"groups": groups, "expected_tokens": expected, "may_wait": bool(step % 2)}
+        request = LeaseRequest(count=1, **fields)
+        other = LeaseRequest(count=1, excluded=frozenset({"nobody"}), **fields)
+        grants = []
+        for pool, asked in ((short, request), (long, other)):
+            try:
+                grant = pool.acquire("c", asked, now)
+                grants.append((grant.first_id, grant.targets.tolist(), grant.queued_count))
+            except LeaseRefusedError as error:
+                grants.append((error.reason, [], 0))
+        assert grants[0] == grants[1]
+        if grants[0][1]:
+            held.append(int(grants[0][0]))
+    assert short.tables.targets.charges.tolist() == long.tables.targets.charges.tolist()
+    assert short.tables.groups.live.tolist() == long.tables.groups.live.tolist()
+    np.testing.assert_array_equal(short.tables.groups._state, long.tables.groups._state)

@@ -25,11 +25,12 @@ _sym_db = _symbol_database.Default()
 from google.api import field_behavior_pb2 as google_dot_api_dot_field__behavior__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 from sluice.api.common.v1 import sample_pb2 as sluice_dot_api_dot_common_dot_v1_dot_sample__pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)sluice/api/router/v1/router_service.proto\x12\x14sluice.api.router.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a!sluice/api/common/v1/sample.proto\x1a*sluice/api/rollout/v1/engine_service.proto\"\xc7\x03\n\x06\x45ngine\x12\x17\n\tengine_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x15\n\x07\x61\x64\x64ress\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\x12.\n\x04role\x18\x03 \x01(\x0e\x32\x1a.sluice.api.router.v1.RoleB\x04\xe2\x41\x01\x02\x12\x0c\n\x04pool\x18\x04 \x01(\t\x12\x0f\n\x07\x64p_size\x18\x05 \x01(\x05\x12\x19\n\x11max_running_count\x18\x06 \x01(\x05\x12\x39\n\x07weights\x18\x07 \x01(\x0b\x32#.sluice.api.common.v1.WeightVersionH\x00\x88\x01\x01\x12\x13\n\x0bincarnation\x18\x08 \x01(\t\x12\x36\n\x05state\x18\t \x01(\x0e\x32!.sluice.api.router.v1.EngineStateB\x04\xe2\x41\x01\x03\x12\x1b\n\rleased_counts\x18\n \x03(\x05\x42\x04\xe2\x41\x01\x03\x12\x38\n\x0eheartbeat_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x12 \n\x12\x66irst_target_index\x18\x0c \x01(\x05\x42\x04\xe2\x41\x01\x03\x12\x16\n\x08slowdown\x18\r \x01(\x01\x42\x04\xe2\x41\x01\x03\x42\n\n\x08_weights\"\x93\x01\n\x15RegisterEngineRequest\x12\x32\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x1c.sluice.api.router.v1.EngineB\x04\xe2\x41\x01\x02\x12\x13\n\x0bknown_epoch\x18\x02 \x01(\x03\x12\x19\n\x11refused_router_id\x18\x03 \x01(\t\x12\x16\n\x0ekept_router_id\x18\x04 \x01(\t\"\xa3\x01\n\x16RegisterEngineResponse\x12\x35\n\x12heartbeat_interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\x05state\x18\x02 \x01(\x0e\x32!.sluice.api.router.v1.EngineState\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x11\n\trouter_id\x18\x04 \x01(\t\"=\n\x12\x44rainEngineRequest\x12\x17\n\tengine_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x0e\n\x06resume\x18\x02 \x01(\x08\"R\n\x13\x44rainEngineResponse\x12,\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x1c.sluice.api.router.v1.Engine\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"L\n\x12ListEnginesRequest\x12(\n\x04role\x18\x01 \x01(\x0e\x32\x1a.sluice.api.router.v1.Role\x12\x0c\n\x04pool\x18\x02 \x01(\t\"D\n\x13ListEnginesResponse\x12-\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x1c.sluice.api.router.v1.Engine\"K\n\x13WatchEnginesRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x11\n\tclient_id\x18\x02 \x01(\t\x12\x13\n\x0bknown_epoch\x18\x03 \x01(\x03\"T\n\x14WatchEnginesResponse\x12-\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x1c.sluice.api.router.v1.Engine\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"j\n\x0eReleasedLeases\x12\x11\n\tlease_ids\x18\x01 \x03(\x10\x12/\n\x08outcomes\x18\x02 \x03(\x0e\x32\x1d.sluice.api.router.v1.Outcome\x12\x14\n\x0ctoken_counts\x18\x03 \x03(\x0f\"\xc8\x03\n\x14\x41\x63quireLeasesRequest\x12\x17\n\tclient_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\r\n\x05\x63ount\x18\x03 \x01(\x05\x12\x18\n\x0bmin_version\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12\x1a\n\rexact_version\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12\x36\n\x08released\x18\x06 \x01(\x0b\x32$.sluice.api.router.v1.ReleasedLeases\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x11\n\tgroup_ids\x18\x08 \x03(\t\x12\x13\n\x0bgroup_sizes\x18\t \x03(\x05\x12\x1d\n\x15\x65xpected_token_counts\x18\n \x03(\x02\x12\x13\n\x0bsession_ids\x18\x0b \x03(\t\x12\x1b\n\x13\x63\x61\x63hed_token_counts\x18\x0c \x03(\x05\x12+\n\x08max_wait\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0bknown_epoch\x18\x0e \x01(\x03\x12\x1b\n\x13\x65xcluded_engine_ids\x18\x0f \x03(\tB\x0e\n\x0c_min_versionB\x10\n\x0e_exact_version\"\xe4\x01\n\x15\x41\x63quireLeasesResponse\x12\x16\n\x0e\x66irst_lease_id\x18\x01 \x01(\x03\x12\x16\n\x0etarget_indices\x18\x02 \x03(\x0f\x12\x17\n\x0f\x62ound_lease_ids\x18\x03 \x03(\x03\x12\x1c\n\x14\x62ound_target_indices\x18\x04 \x03(\x05\x12-\n\x07\x65ngines\x18\x05 \x03(\x0b\x32\x1c.sluice.api.router.v1.Engine\x12\r\n\x05\x65poch\x18\x06 \x01(\x03\x12&\n\x03ttl\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xa1\x01\n\x12RenewLeasesRequest\x12\x17\n\tclient_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x11\n\tlease_ids\x18\x02 \x03(\x03\x12\x12\n\nengine_ids\x18\x03 \x03(\t\x12\x10\n\x08\x64p_ranks\x18\x04 \x03(\x05\x12\x16\n\x0e\x65ngine_indices\x18\x05 \x03(\x05\x12\x0c\n\x04pool\x18\x06 \x01(\t\x12\x13\n\x0bknown_epoch\x18\x07 \x01(\x03\"\xf8\x01\n\x13RenewLeasesResponse\x12\x16\n\x0evoid_lease_ids\x18\x01 \x03(\x03\x12&\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\radopted_count\x18\x03 \x01(\x05\x12\x15\n\rdropped_count\x18\x04 \x01(\x05\x12\x17\n\x0f\x62ound_lease_ids\x18\x05 \x03(\x03\x12\x1c\n\x14\x62ound_target_indices\x18\x06 \x03(\x05\x12-\n\x07\x65ngines\x18\x07 \x03(\x0b\x32\x1c.sluice.api.router.v1.Engine\x12\r\n\x05\x65poch\x18\x08 \x01(\x03\"<\n\x11\x45ndSessionRequest\x12\x19\n\x0bsession_ids\x18\x01 \x03(\tB\x04\xe2\x41\x01\x02\x12\x0c\n\x04pool\x18\x02 \x01(\t\")\n\x12\x45ndSessionResponse\x12\x13\n\x0b\x65nded_count\x18\x01 \x01(\x05\"\xbc\x01\n\x11ReportLoadRequest\x12\x17\n\tengine_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x33\n\nrank_loads\x18\x02 \x03(\x0b\x32\x1f.sluice.api.rollout.v1.RankLoad\x12\x31\n\x0etime_per_token\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x03\x61ge\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"#\n\x12ReportLoadResponse\x12\r\n\x05known\x18\x01 \x01(\x08*@\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_ENGINE\x10\x01\x12\x11\n\rROLE_EPISODES\x10\x02*\xa7\x01\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x45NGINE_STATE_ACTIVE\x10\x01\x12\x19\n\x15\x45NGINE_STATE_DRAINING\x10\x02\x12\x15\n\x11\x45NGINE_STATE_LOST\x10\x03\x12\x16\n\x12\x45NGINE_STATE_EMPTY\x10\x04\x12\x17\n\x13\x45NGINE_STATE_BROKEN\x10\x05*\xab\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x0e\n\nOUTCOME_OK\x10\x01\x12\x19\n\x15OUTCOME_CONNECT_ERROR\x10\x02\x12\x18\n\x14OUTCOME_SERVER_ERROR\x10\x03\x12\x13\n\x0fOUTCOME_TIMEOUT\x10\x04\x12\x18\n\x14OUTCOME_CLIENT_ERROR\x10\x05\x12\x13\n\x0fOUTCOME_ABORTED\x10\x06\x32\xbd\x06\n\rRouterService\x12k\n\x0eRegisterEngine\x12+.sluice.api.router.v1.RegisterEngineRequest\x1a,.sluice.api.router.v1.RegisterEngineResponse\x12\x62\n\x0b\x44rainEngine\x12(.sluice.api.router.v1.DrainEngineRequest\x1a).sluice.api.router.v1.DrainEngineResponse\x12\x62\n\x0bListEngines\x12(.sluice.api.router.v1.ListEnginesRequest\x1a).sluice.api.router.v1.ListEnginesResponse\x12g\n\x0cWatchEngines\x12).sluice.api.router.v1.WatchEnginesRequest\x1a*.sluice.api.router.v1.WatchEnginesResponse0\x01\x12h\n\rAcquireLeases\x12*.sluice.api.router.v1.AcquireLeasesRequest\x1a+.sluice.api.router.v1.AcquireLeasesResponse\x12\x62\n\x0bRenewLeases\x12(.sluice.api.router.v1.RenewLeasesRequest\x1a).sluice.api.router.v1.RenewLeasesResponse\x12_\n\nEndSession\x12\'.sluice.api.router.v1.EndSessionRequest\x1a(.sluice.api.router.v1.EndSessionResponse\x12_\n\nReportLoad\x12\'.sluice.api.router.v1.ReportLoadRequest\x1a(.sluice.api.router.v1.ReportLoadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)sluice/api/router/v1/router_service.proto\x12\x14sluice.api.router.v1\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\x1a!sluice/api/common/v1/sample.proto\x1a*sluice/api/rollout/v1/engine_service.proto\"\xc7\x03\n\x06\x45ngine\x12\x17\n\tengine_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x15\n\x07\x61\x64\x64ress\x18\x02 \x01(\tB\x04\xe2\x41\x01\x02\x12.\n\x04role\x18\x03 \x01(\x0e\x32\x1a.sluice.api.router.v1.RoleB\x04\xe2\x41\x01\x02\x12\x0c\n\x04pool\x18\x04 \x01(\t\x12\x0f\n\x07\x64p_size\x18\x05 \x01(\x05\x12\x19\n\x11max_running_count\x18\x06 \x01(\x05\x12\x39\n\x07weights\x18\x07 \x01(\x0b\x32#.sluice.api.common.v1.WeightVersionH\x00\x88\x01\x01\x12\x13\n\x0bincarnation\x18\x08 \x01(\t\x12\x36\n\x05state\x18\t \x01(\x0e\x32!.sluice.api.router.v1.EngineStateB\x04\xe2\x41\x01\x03\x12\x1b\n\rleased_counts\x18\n \x03(\x05\x42\x04\xe2\x41\x01\x03\x12\x38\n\x0eheartbeat_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x04\xe2\x41\x01\x03\x12 \n\x12\x66irst_target_index\x18\x0c \x01(\x05\x42\x04\xe2\x41\x01\x03\x12\x16\n\x08slowdown\x18\r \x01(\x01\x42\x04\xe2\x41\x01\x03\x42\n\n\x08_weights\"\x93\x01\n\x15RegisterEngineRequest\x12\x32\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x1c.sluice.api.router.v1.EngineB\x04\xe2\x41\x01\x02\x12\x13\n\x0bknown_epoch\x18\x02 \x01(\x03\x12\x19\n\x11refused_router_id\x18\x03 \x01(\t\x12\x16\n\x0ekept_router_id\x18\x04 \x01(\t\"\xa3\x01\n\x16RegisterEngineResponse\x12\x35\n\x12heartbeat_interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\x05state\x18\x02 \x01(\x0e\x32!.sluice.api.router.v1.EngineState\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x11\n\trouter_id\x18\x04 \x01(\t\"=\n\x12\x44rainEngineRequest\x12\x17\n\tengine_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x0e\n\x06resume\x18\x02 \x01(\x08\"R\n\x13\x44rainEngineResponse\x12,\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x1c.sluice.api.router.v1.Engine\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"L\n\x12ListEnginesRequest\x12(\n\x04role\x18\x01 \x01(\x0e\x32\x1a.sluice.api.router.v1.Role\x12\x0c\n\x04pool\x18\x02 \x01(\t\"D\n\x13ListEnginesResponse\x12-\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x1c.sluice.api.router.v1.Engine\"K\n\x13WatchEnginesRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x11\n\tclient_id\x18\x02 \x01(\t\x12\x13\n\x0bknown_epoch\x18\x03 \x01(\x03\"T\n\x14WatchEnginesResponse\x12-\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x1c.sluice.api.router.v1.Engine\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"j\n\x0eReleasedLeases\x12\x11\n\tlease_ids\x18\x01 \x03(\x10\x12/\n\x08outcomes\x18\x02 \x03(\x0e\x32\x1d.sluice.api.router.v1.Outcome\x12\x14\n\x0ctoken_counts\x18\x03 \x03(\x0f\"\xc8\x03\n\x14\x41\x63quireLeasesRequest\x12\x17\n\tclient_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\r\n\x05\x63ount\x18\x03 \x01(\x05\x12\x18\n\x0bmin_version\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12\x1a\n\rexact_version\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12\x36\n\x08released\x18\x06 \x01(\x0b\x32$.sluice.api.router.v1.ReleasedLeases\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x11\n\tgroup_ids\x18\x08 \x03(\t\x12\x13\n\x0bgroup_sizes\x18\t \x03(\x05\x12\x1d\n\x15\x65xpected_token_counts\x18\n \x03(\x02\x12\x13\n\x0bsession_ids\x18\x0b \x03(\t\x12\x1b\n\x13\x63\x61\x63hed_token_counts\x18\x0c \x03(\x05\x12+\n\x08max_wait\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0bknown_epoch\x18\x0e \x01(\x03\x12\x1b\n\x13\x65xcluded_engine_ids\x18\x0f \x03(\tB\x0e\n\x0c_min_versionB\x10\n\x0e_exact_version\"\xe4\x01\n\x15\x41\x63quireLeasesResponse\x12\x16\n\x0e\x66irst_lease_id\x18\x01 \x01(\x03\x12\x16\n\x0etarget_indices\x18\x02 \x03(\x0f\x12\x17\n\x0f\x62ound_lease_ids\x18\x03 \x03(\x03\x12\x1c\n\x14\x62ound_target_indices\x18\x04 \x03(\x05\x12-\n\x07\x65ngines\x18\x05 \x03(\x0b\x32\x1c.sluice.api.router.v1.Engine\x12\r\n\x05\x65poch\x18\x06 \x01(\x03\x12&\n\x03ttl\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"Y\n\x13StreamLeasesRequest\x12\x42\n\x08requests\x18\x01 \x03(\x0b\x32*.sluice.api.router.v1.StreamedLeaseRequestB\x04\xe2\x41\x01\x02\"i\n\x14StreamedLeaseRequest\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12\x41\n\x07\x61\x63quire\x18\x02 \x01(\x0b\x32*.sluice.api.router.v1.AcquireLeasesRequestB\x04\xe2\x41\x01\x02\"R\n\x14StreamLeasesResponse\x12:\n\x07\x61nswers\x18\x01 \x03(\x0b\x32).sluice.api.router.v1.StreamedLeaseAnswer\"\x94\x01\n\x13StreamedLeaseAnswer\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12=\n\x06leases\x18\x02 \x01(\x0b\x32+.sluice.api.router.v1.AcquireLeasesResponseH\x00\x12#\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x42\t\n\x07outcome\"\xa1\x01\n\x12RenewLeasesRequest\x12\x17\n\tclient_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x11\n\tlease_ids\x18\x02 \x03(\x03\x12\x12\n\nengine_ids\x18\x03 \x03(\t\x12\x10\n\x08\x64p_ranks\x18\x04 \x03(\x05\x12\x16\n\x0e\x65ngine_indices\x18\x05 \x03(\x05\x12\x0c\n\x04pool\x18\x06 \x01(\t\x12\x13\n\x0bknown_epoch\x18\x07 \x01(\x03\"\xf8\x01\n\x13RenewLeasesResponse\x12\x16\n\x0evoid_lease_ids\x18\x01 \x03(\x03\x12&\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\radopted_count\x18\x03 \x01(\x05\x12\x15\n\rdropped_count\x18\x04 \x01(\x05\x12\x17\n\x0f\x62ound_lease_ids\x18\x05 \x03(\x03\x12\x1c\n\x14\x62ound_target_indices\x18\x06 \x03(\x05\x12-\n\x07\x65ngines\x18\x07 \x03(\x0b\x32\x1c.sluice.api.router.v1.Engine\x12\r\n\x05\x65poch\x18\x08 \x01(\x03\"<\n\x11\x45ndSessionRequest\x12\x19\n\x0bsession_ids\x18\x01 \x03(\tB\x04\xe2\x41\x01\x02\x12\x0c\n\x04pool\x18\x02 \x01(\t\")\n\x12\x45ndSessionResponse\x12\x13\n\x0b\x65nded_count\x18\x01 \x01(\x05\"\xbc\x01\n\x11ReportLoadRequest\x12\x17\n\tengine_id\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12\x33\n\nrank_loads\x18\x02 \x03(\x0b\x32\x1f.sluice.api.rollout.v1.RankLoad\x12\x31\n\x0etime_per_token\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x03\x61ge\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"#\n\x12ReportLoadResponse\x12\r\n\x05known\x18\x01 \x01(\x08*@\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_ENGINE\x10\x01\x12\x11\n\rROLE_EPISODES\x10\x02*\xa7\x01\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x45NGINE_STATE_ACTIVE\x10\x01\x12\x19\n\x15\x45NGINE_STATE_DRAINING\x10\x02\x12\x15\n\x11\x45NGINE_STATE_LOST\x10\x03\x12\x16\n\x12\x45NGINE_STATE_EMPTY\x10\x04\x12\x17\n\x13\x45NGINE_STATE_BROKEN\x10\x05*\xab\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x0e\n\nOUTCOME_OK\x10\x01\x12\x19\n\x15OUTCOME_CONNECT_ERROR\x10\x02\x12\x18\n\x14OUTCOME_SERVER_ERROR\x10\x03\x12\x13\n\x0fOUTCOME_TIMEOUT\x10\x04\x12\x18\n\x14OUTCOME_CLIENT_ERROR\x10\x05\x12\x13\n\x0fOUTCOME_ABORTED\x10\x06\x32\xa8\x07\n\rRouterService\x12k\n\x0eRegisterEngine\x12+.sluice.api.router.v1.RegisterEngineRequest\x1a,.sluice.api.router.v1.RegisterEngineResponse\x12\x62\n\x0b\x44rainEngine\x12(.sluice.api.router.v1.DrainEngineRequest\x1a).sluice.api.router.v1.DrainEngineResponse\x12\x62\n\x0bListEngines\x12(.sluice.api.router.v1.ListEnginesRequest\x1a).sluice.api.router.v1.ListEnginesResponse\x12g\n\x0cWatchEngines\x12).sluice.api.router.v1.WatchEnginesRequest\x1a*.sluice.api.router.v1.WatchEnginesResponse0\x01\x12h\n\rAcquireLeases\x12*.sluice.api.router.v1.AcquireLeasesRequest\x1a+.sluice.api.router.v1.AcquireLeasesResponse\x12i\n\x0cStreamLeases\x12).sluice.api.router.v1.StreamLeasesRequest\x1a*.sluice.api.router.v1.StreamLeasesResponse(\x01\x30\x01\x12\x62\n\x0bRenewLeases\x12(.sluice.api.router.v1.RenewLeasesRequest\x1a).sluice.api.router.v1.RenewLeasesResponse\x12_\n\nEndSession\x12\'.sluice.api.router.v1.EndSessionRequest\x1a(.sluice.api.router.v1.EndSessionResponse\x12_\n\nReportLoad\x12\'.sluice.api.router.v1.ReportLoadRequest\x1a(.sluice.api.router.v1.ReportLoadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -58,54 +59,66 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAINENGINEREQUEST'].fields_by_name['engine_id']._serialized_options = b'\342A\001\002'
   _globals['_ACQUIRELEASESREQUEST'].fields_by_name['client_id']._loaded_options = None
   _globals['_ACQUIRELEASESREQUEST'].fields_by_name['client_id']._serialized_options = b'\342A\001\002'
+  _globals['_STREAMLEASESREQUEST'].fields_by_name['requests']._loaded_options = None
+  _globals['_STREAMLEASESREQUEST'].fields_by_name['requests']._serialized_options = b'\342A\001\002'
+  _globals['_STREAMEDLEASEREQUEST'].fields_by_name['acquire']._loaded_options = None
+  _globals['_STREAMEDLEASEREQUEST'].fields_by_name['acquire']._serialized_options = b'\342A\001\002'
   _globals['_RENEWLEASESREQUEST'].fields_by_name['client_id']._loaded_options = None
   _globals['_RENEWLEASESREQUEST'].fields_by_name['client_id']._serialized_options = b'\342A\001\002'
   _globals['_ENDSESSIONREQUEST'].fields_by_name['session_ids']._loaded_options = None
   _globals['_ENDSESSIONREQUEST'].fields_by_name['session_ids']._serialized_options = b'\342A\001\002'
   _globals['_REPORTLOADREQUEST'].fields_by_name['engine_id']._loaded_options = None
   _globals['_REPORTLOADREQUEST'].fields_by_name['engine_id']._serialized_options = b'\342A\001\002'
-  _globals['_ROLE']._serialized_start=3022
-  _globals['_ROLE']._serialized_end=3086
-  _globals['_ENGINESTATE']._serialized_start=3089
-  _globals['_ENGINESTATE']._serialized_end=3256
-  _globals['_OUTCOME']._serialized_start=3259
-  _globals['_OUTCOME']._serialized_end=3430
-  _globals['_ENGINE']._serialized_start=245
-  _globals['_ENGINE']._serialized_end=700
-  _globals['_REGISTERENGINEREQUEST']._serialized_start=703
-  _globals['_REGISTERENGINEREQUEST']._serialized_end=850
-  _globals['_REGISTERENGINERESPONSE']._serialized_start=853
-  _globals['_REGISTERENGINERESPONSE']._serialized_end=1016
-  _globals['_DRAINENGINEREQUEST']._serialized_start=1018
-  _globals['_DRAINENGINEREQUEST']._serialized_end=1079
-  _globals['_DRAINENGINERESPONSE']._serialized_start=1081
-  _globals['_DRAINENGINERESPONSE']._serialized_end=1163
-  _globals['_LISTENGINESREQUEST']._serialized_start=1165
-  _globals['_LISTENGINESREQUEST']._serialized_end=1241
-  _globals['_LISTENGINESRESPONSE']._serialized_start=1243
-  _globals['_LISTENGINESRESPONSE']._serialized_end=1311
-  _globals['_WATCHENGINESREQUEST']._serialized_start=1313
-  _globals['_WATCHENGINESREQUEST']._serialized_end=1388
-  _globals['_WATCHENGINESRESPONSE']._serialized_start=1390
-  _globals['_WATCHENGINESRESPONSE']._serialized_end=1474
-  _globals['_RELEASEDLEASES']._serialized_start=1476
-  _globals['_RELEASEDLEASES']._serialized_end=1582
-  _globals['_ACQUIRELEASESREQUEST']._serialized_start=1585
-  _globals['_ACQUIRELEASESREQUEST']._serialized_end=2041
-  _globals['_ACQUIRELEASESRESPONSE']._serialized_start=2044
-  _globals['_ACQUIRELEASESRESPONSE']._serialized_end=2272
-  _globals['_RENEWLEASESREQUEST']._serialized_start=2275
-  _globals['_RENEWLEASESREQUEST']._serialized_end=2436
-  _globals['_RENEWLEASESRESPONSE']._serialized_start=2439
-  _globals['_RENEWLEASESRESPONSE']._serialized_end=2687
-  _globals['_ENDSESSIONREQUEST']._serialized_start=2689
-  _globals['_ENDSESSIONREQUEST']._serialized_end=2749
-  _globals['_ENDSESSIONRESPONSE']._serialized_start=2751
-  _globals['_ENDSESSIONRESPONSE']._serialized_end=2792
-  _globals['_REPORTLOADREQUEST']._serialized_start=2795
-  _globals['_REPORTLOADREQUEST']._serialized_end=2983
-  _globals['_REPORTLOADRESPONSE']._serialized_start=2985
-  _globals['_REPORTLOADRESPONSE']._serialized_end=3020
-  _globals['_ROUTERSERVICE']._serialized_start=3433
-  _globals['_ROUTERSERVICE']._serialized_end=4262
+  _globals['_ROLE']._serialized_start=3480
+  _globals['_ROLE']._serialized_end=3544
+  _globals['_ENGINESTATE']._serialized_start=3547
+  _globals['_ENGINESTATE']._serialized_end=3714
+  _globals['_OUTCOME']._serialized_start=3717
+  _globals['_OUTCOME']._serialized_end=3888
+  _globals['_ENGINE']._serialized_start=270
+  _globals['_ENGINE']._serialized_end=725
+  _globals['_REGISTERENGINEREQUEST']._serialized_start=728
+  _globals['_REGISTERENGINEREQUEST']._serialized_end=875
+  _globals['_REGISTERENGINERESPONSE']._serialized_start=878
+  _globals['_REGISTERENGINERESPONSE']._serialized_end=1041
+  _globals['_DRAINENGINEREQUEST']._serialized_start=1043
+  _globals['_DRAINENGINEREQUEST']._serialized_end=1104
+  _globals['_DRAINENGINERESPONSE']._serialized_start=1106
+  _globals['_DRAINENGINERESPONSE']._serialized_end=1188
+  _globals['_LISTENGINESREQUEST']._serialized_start=1190
+  _globals['_LISTENGINESREQUEST']._serialized_end=1266
+  _globals['_LISTENGINESRESPONSE']._serialized_start=1268
+  _globals['_LISTENGINESRESPONSE']._serialized_end=1336
+  _globals['_WATCHENGINESREQUEST']._serialized_start=1338
+  _globals['_WATCHENGINESREQUEST']._serialized_end=1413
+  _globals['_WATCHENGINESRESPONSE']._serialized_start=1415
+  _globals['_WATCHENGINESRESPONSE']._serialized_end=1499
+  _globals['_RELEASEDLEASES']._serialized_start=1501
+  _globals['_RELEASEDLEASES']._serialized_end=1607
+  _globals['_ACQUIRELEASESREQUEST']._serialized_start=1610
+  _globals['_ACQUIRELEASESREQUEST']._serialized_end=2066
+  _globals['_ACQUIRELEASESRESPONSE']._serialized_start=2069
+  _globals['_ACQUIRELEASESRESPONSE']._serialized_end=2297
+  _globals['_STREAMLEASESREQUEST']._serialized_start=2299
+  _globals['_STREAMLEASESREQUEST']._serialized_end=2388
+  _globals['_STREAMEDLEASEREQUEST']._serialized_start=2390
+  _globals['_STREAMEDLEASEREQUEST']._serialized_end=2495
+  _globals['_STREAMLEASESRESPONSE']._serialized_start=2497
+  _globals['_STREAMLEASESRESPONSE']._serialized_end=2579
+  _globals['_STREAMEDLEASEANSWER']._serialized_start=2582
+  _globals['_STREAMEDLEASEANSWER']._serialized_end=2730
+  _globals['_RENEWLEASESREQUEST']._serialized_start=2733
+  _globals['_RENEWLEASESREQUEST']._serialized_end=2894
+  _globals['_RENEWLEASESRESPONSE']._serialized_start=2897
+  _globals['_RENEWLEASESRESPONSE']._serialized_end=3145
+  _globals['_ENDSESSIONREQUEST']._serialized_start=3147
+  _globals['_ENDSESSIONREQUEST']._serialized_end=3207
+  _globals['_ENDSESSIONRESPONSE']._serialized_start=3209
+  _globals['_ENDSESSIONRESPONSE']._serialized_end=3250
+  _globals['_REPORTLOADREQUEST']._serialized_start=3253
+  _globals['_REPORTLOADREQUEST']._serialized_end=3441
+  _globals['_REPORTLOADRESPONSE']._serialized_start=3443
+  _globals['_REPORTLOADRESPONSE']._serialized_end=3478
+  _globals['_ROUTERSERVICE']._serialized_start=3891
+  _globals['_ROUTERSERVICE']._serialized_end=4827
 # @@protoc_insertion_point(module_scope)

@@ -3,6 +3,7 @@ import datetime
 from google.api import field_behavior_pb2 as _field_behavior_pb2
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from google.rpc import status_pb2 as _status_pb2
 from sluice.api.common.v1 import sample_pb2 as _sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as _engine_service_pb2
 from google.protobuf.internal import containers as _containers
@@ -218,6 +219,36 @@ class AcquireLeasesResponse(_message.Message):
     epoch: int
     ttl: _duration_pb2.Duration
     def __init__(self, first_lease_id: _Optional[int] = ..., target_indices: _Optional[_Iterable[int]] = ..., bound_lease_ids: _Optional[_Iterable[int]] = ..., bound_target_indices: _Optional[_Iterable[int]] = ..., engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., epoch: _Optional[int] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class StreamLeasesRequest(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[StreamedLeaseRequest]
+    def __init__(self, requests: _Optional[_Iterable[_Union[StreamedLeaseRequest, _Mapping]]] = ...) -> None: ...
+
+class StreamedLeaseRequest(_message.Message):
+    __slots__ = ("number", "acquire")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ACQUIRE_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    acquire: AcquireLeasesRequest
+    def __init__(self, number: _Optional[int] = ..., acquire: _Optional[_Union[AcquireLeasesRequest, _Mapping]] = ...) -> None: ...
+
+class StreamLeasesResponse(_message.Message):
+    __slots__ = ("answers",)
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    answers: _containers.RepeatedCompositeFieldContainer[StreamedLeaseAnswer]
+    def __init__(self, answers: _Optional[_Iterable[_Union[StreamedLeaseAnswer, _Mapping]]] = ...) -> None: ...
+
+class StreamedLeaseAnswer(_message.Message):
+    __slots__ = ("number", "leases", "error")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    leases: AcquireLeasesResponse
+    error: _status_pb2.Status
+    def __init__(self, number: _Optional[int] = ..., leases: _Optional[_Union[AcquireLeasesResponse, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class RenewLeasesRequest(_message.Message):
     __slots__ = ("client_id", "lease_ids", "engine_ids", "dp_ranks", "engine_indices", "pool", "known_epoch")

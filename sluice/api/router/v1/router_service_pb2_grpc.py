@@ -62,6 +62,11 @@ class RouterServiceStub(object):
                 request_serializer=sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.AcquireLeasesRequest.SerializeToString,
                 response_deserializer=sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.AcquireLeasesResponse.FromString,
                 _registered_method=True)
+        self.StreamLeases = channel.stream_stream(
+                '/sluice.api.router.v1.RouterService/StreamLeases',
+                request_serializer=sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.StreamLeasesRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.StreamLeasesResponse.FromString,
+                _registered_method=True)
         self.RenewLeases = channel.unary_unary(
                 '/sluice.api.router.v1.RouterService/RenewLeases',
                 request_serializer=sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.RenewLeasesRequest.SerializeToString,
@@ -121,6 +126,14 @@ class RouterServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StreamLeases(self, request_iterator, context):
+        """As AcquireLeases, for many requests at once and one after the other: each is answered on its
+        own, in any order, and a refused one leaves the others as they are. Ends when the router stops.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RenewLeases(self, request, context):
         """Keeps a client's leases alive; carries them, so that a restarted router knows them again.
         """
@@ -169,6 +182,11 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.AcquireLeases,
                     request_deserializer=sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.AcquireLeasesRequest.FromString,
                     response_serializer=sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.AcquireLeasesResponse.SerializeToString,
+            ),
+            'StreamLeases': grpc.stream_stream_rpc_method_handler(
+                    servicer.StreamLeases,
+                    request_deserializer=sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.StreamLeasesRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.StreamLeasesResponse.SerializeToString,
             ),
             'RenewLeases': grpc.unary_unary_rpc_method_handler(
                     servicer.RenewLeases,
@@ -324,6 +342,33 @@ class RouterService(object):
             '/sluice.api.router.v1.RouterService/AcquireLeases',
             sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.AcquireLeasesRequest.SerializeToString,
             sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.AcquireLeasesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamLeases(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/sluice.api.router.v1.RouterService/StreamLeases',
+            sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.StreamLeasesRequest.SerializeToString,
+            sluice_dot_api_dot_router_dot_v1_dot_router__service__pb2.StreamLeasesResponse.FromString,
             options,
             channel_credentials,
             insecure,
