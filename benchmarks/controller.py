@@ -96,11 +96,15 @@ async def play_rank(address: str, rank: int, world_size: int) -> None:
         while True:
             yield await outgoing.get()
 
+    rows = 0
     async with grpc.aio.insecure_channel(address) as channel:
         async for command in pb_grpc.WorkerServiceStub(channel).Follow(events(), timeout=3600):
             result = pb.CommandResult(sequence=command.sequence)
             if command.WhichOneof("command") == "step":
                 result.step.grad_norm, result.step.learning_rate = 1.0, 1e-6
+            rows += sum(len(stored.rows) for stored in command.add_rows.blobs)
+            if command.compute_advantages.scores_only:
+                result.advantages.scores.extend(row % 2 for row in range(rows))
             outgoing.put_nowait(pb.FollowRequest(result=result))
 
 

@@ -4,6 +4,11 @@ Every method gets the same rows, cap and ranks. Counts are padded to the same nu
 rank, as is the lower bound (Martello and Toth's L2). Over several seeds count/bound is the
 ratio of the sums, every other figure the worst. Seconds are of the CPU: planning takes one
 core, and a busy machine measures the same.
+Rank balance is measured on groups whose siblings are of similar length, prompts not shared:
+with the planner of the trainer, beside groups kept whole and the published rules of verl
+(Karmarkar-Karp over rows, equal counts, by tokens) and slime (first-fit, then Karmarkar-Karp
+over micro-batches, equal counts, by cost).
+
 Exits with 1 when the planner needs more micro-batches than the better first-fit, breaks the
 cap, loses a row, or takes a second for 16,384 rows in 256 parts.
 """
@@ -13,15 +18,17 @@ from __future__ import annotations
 import heapq
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from services.trainer.controller.planning import BareRow, Packing, Planner, describe_bare
 from sluice.balance.planner import (
     PlanLimits,
     PlanRows,
     TransformerShape,
+    assign_owners,
     plan_micro_batches,
     row_costs,
 )
@@ -155,11 +162,11 @@ METHODS = {
 
 
 def fitted(problem: Problem, order: Sequence[int]) -> list[list[int]]:
-    nothing = [0] * len(problem.tokens)
+    nothing = np.zeros(len(problem.tokens), dtype=np.int64)
     table = RowCosts(
-        tokens=problem.tokens,
-        costs=problem.costs,
-        groups=range(len(nothing)),
+        tokens=np.array(problem.tokens),
+        costs=np.array(problem.costs),
+        groups=np.arange(len(nothing)),
         prompt_tokens=nothing,
         prompt_costs=nothing,
     )
@@ -172,24 +179,31 @@ def dealt(problem: Problem, bins: list[list[int]]) -> Ranks:
     return [bins[rank :: problem.limits.data_size] for rank in range(problem.limits.data_size)]
 
 
-def karmarkar_karp(costs: Sequence[float], part_count: int) -> list[list[int]]:
+def karmarkar_karp(
+    costs: Sequence[float], part_count: int, *, equal_size: bool = False
+) -> list[list[int]]:
     """The k-way largest differencing method (Karmarkar and Karp 1982).
 
     A state is `part_count` sums in falling order; the two of the largest spread merge, the
-    largest sum of one with the smallest of the other.
+    largest sum of one with the smallest of the other. equal_size: every state begins with one
+    item a part, so that all parts have as many.
     """
-    sums = [np.zeros(part_count) for _ in costs]
-    merges: list[tuple[int, int, np.ndarray] | None] = [None] * len(costs)
-    for row, cost in enumerate(costs):
-        sums[row][0] = cost
-    heap = [(-cost, row) for row, cost in enumerate(costs)]
+    order = sorted(range(len(costs)), key=lambda item: -costs[item])
+    width = part_count if equal_size else 1
+    assert len(order) % width == 0
+    leaves = [order[start : start + width] for start in range(0, len(order), width)]
+    sums = [np.zeros(part_count) for _ in leaves]
+    merges: list[tuple[int, int, np.ndarray] | None] = [None] * len(leaves)
+    for leaf, items in enumerate(leaves):
+        sums[leaf][:width] = [costs[item] for item in items]
+    heap = [(-(each[0] - each[-1]), leaf) for leaf, each in enumerate(sums)]
     heapq.heapify(heap)
     while len(heap) > 1:
         (_, left), (_, right) = heapq.heappop(heap), heapq.heappop(heap)
         total = sums[left] + sums[right][::-1]
-        order = np.argsort(-total, kind="stable")
-        sums.append(total[order])
-        merges.append((left, right, order))
+        falling = np.argsort(-total, kind="stable")
+        sums.append(total[falling])
+        merges.append((left, right, falling))
         heapq.heappush(heap, (-(sums[-1][0] - sums[-1][-1]), len(sums) - 1))
     parts: list[list[int]] = [[] for _ in range(part_count)]
     stack = [(len(sums) - 1, np.arange(part_count))]
@@ -197,13 +211,93 @@ def karmarkar_karp(costs: Sequence[float], part_count: int) -> list[list[int]]:
         state, place = stack.pop()
         merge = merges[state]
         if merge is None:
-            parts[place[0]].append(state)
+            for slot, item in enumerate(leaves[state]):
+                parts[place[slot]].append(item)
             continue
-        left, right, order = merge
+        left, right, falling = merge
         of_left, of_right = np.empty_like(place), np.empty_like(place)
-        of_left[order], of_right[part_count - 1 - order] = place, place
+        of_left[falling], of_right[part_count - 1 - falling] = place, place
         stack += [(left, of_left), (right, of_right)]
     return parts
+
+
+GROUPS, SIBLINGS, BALANCE_CAP = 64, 16, 16384
+BALANCE_SIZES = (4, 8, 32)
+BALANCE_SEEDS = 5
+
+
+def sibling_problem(law: Callable[..., np.ndarray], seed: int, data_size: int) -> Problem:
+    """Groups one behind the other, rows of one within a tenth of the length of its prompt."""
+    rng = np.random.default_rng(seed)
+    lengths = np.repeat(law(rng, GROUPS), SIBLINGS) * rng.uniform(0.9, 1.1, GROUPS * SIBLINGS)
+    tokens = lengths.clip(32, LONGEST).astype(int).tolist()
+    costs, _ = row_costs(SHAPE, tokens, [])
+    return Problem(tokens, costs, PlanLimits(token_cap=BALANCE_CAP, data_size=data_size))
+
+
+def by_whole_groups(problem: Problem) -> Sequence[Sequence[int]]:
+    totals = np.reshape(problem.costs, (GROUPS, SIBLINGS)).sum(axis=1)
+    owners = np.repeat(assign_owners(totals, problem.limits.data_size), SIBLINGS)
+    return [np.flatnonzero(owners == rank) for rank in range(problem.limits.data_size)]
+
+
+def by_verl(problem: Problem) -> Sequence[Sequence[int]]:
+    return karmarkar_karp(problem.tokens, problem.limits.data_size, equal_size=True)
+
+
+def by_slime(problem: Problem) -> Sequence[Sequence[int]]:
+    bins = fitted(problem, range(len(problem.tokens)))
+    while len(bins) % problem.limits.data_size:  # the largest of several rows is cut in two
+        bins.sort(key=lambda rows: (len(rows) > 1, sum(problem.tokens[row] for row in rows)))
+        rows = sorted(bins.pop(), key=lambda row: -problem.tokens[row])
+        bins += [rows[::2], rows[1::2]]
+    loads = [sum(problem.costs[row] for row in rows) for rows in bins]
+    ranks = karmarkar_karp(loads, problem.limits.data_size, equal_size=True)
+    return [[row for place in rank for row in bins[place]] for rank in ranks]
+
+
+def by_trainer(problem: Problem) -> Sequence[Sequence[int]]:
+    """The planner that a trainer has, from the facts about its rows."""
+    bare = [
+        BareRow(length, min(64, length), row // SIBLINGS)
+        for row, length in enumerate(problem.tokens)
+    ]
+    planner = Planner(SHAPE, problem.limits, Packing(shares_prompts=False))
+    facts = describe_bare(bare)
+    plan = planner.solve(facts, planner.own(facts), np.arange(len(bare)), problem.limits)
+    return [[row for part in rank for row in part] for rank in plan.ranks]
+
+
+RULES: Mapping[str, Callable[[Problem], Sequence[Sequence[int]]]] = {
+    "whole groups": by_whole_groups,
+    "verl": by_verl,
+    "slime": by_slime,
+    "trainer": by_trainer,
+}
+
+
+def rank_balance(problem: Problem, ranks: Sequence[Sequence[int]]) -> float:
+    """Largest by mean cost of a rank."""
+    assert sorted(row for rank in ranks for row in rank) == list(range(len(problem.tokens)))
+    loads = [sum(problem.costs[row] for row in rank) for rank in ranks]
+    return max(loads) / (sum(loads) / len(loads))
+
+
+def measure_balance() -> dict[int, float]:
+    """Print the worst balance of each rule; returns that of the trainer by ranks."""
+    ours: dict[int, float] = {}
+    print(f"{'lengths':>9} {'ranks':>6} " + " ".join(f"{rule:>13}" for rule in RULES))
+    for law in LAWS:
+        for size in BALANCE_SIZES:
+            worst = dict.fromkeys(RULES, 0.0)
+            for seed in range(BALANCE_SEEDS):
+                problem = sibling_problem(law, seed, size)
+                for name, rule in RULES.items():
+                    worst[name] = max(worst[name], rank_balance(problem, rule(problem)))
+            columns = " ".join(f"{value:>13.4f}" for value in worst.values())
+            print(f"{law.__name__:>9} {size:>6} {columns}")
+            ours[size] = max(ours.get(size, 0.0), worst["trainer"])
+    return ours
 
 
 def score(problem: Problem, ranks: Ranks, seconds: float) -> Score:
@@ -284,12 +378,14 @@ def main() -> int:
                     f"{result.imbalance:>10.4f} {result.lockstep:>9.4f} "
                     f"{result.over_cap:>9} {result.seconds:>8.3f}"
                 )
+    balance = measure_balance()
     for fault in broken:
         print(f"FAILED {fault}", file=sys.stderr)
     print(
         f"planner: microbatches/lower_bound={max(result.ratio for result in ours):.4f} "
         f"imbalance={max(result.imbalance for result in ours):.4f} "
-        f"seconds={max(result.seconds for result in ours):.3f}"
+        f"seconds={max(result.seconds for result in ours):.3f} "
+        + " ".join(f"rank_balance_dp{size}={value:.4f}" for size, value in balance.items())
     )
     return 1 if broken else 0
 

@@ -14,13 +14,16 @@ from typing import Any
 import numpy as np
 
 from sluice.balance.planner_packing import (
-    RowCluster,
+    PackedBins,
     RowCosts,
     even_out,
     pack,
+    pack_tighter,
     split_pieces,
     spread,
 )
+
+Column = Sequence[int] | Sequence[float] | np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,12 +161,12 @@ class PlanRows:
     less `prompt_costs` for every further row of a group.
     """
 
-    lengths: Sequence[int]  # prompt + response tokens
-    costs: Sequence[float] | None = None  # of the whole row alone; absent: its tokens
-    owners: Sequence[int] | None = None  # data-parallel rank holding the row; absent: any
-    groups: Sequence[int] | None = None  # group index of the row; absent: nothing is shared
-    prompt_lengths: Sequence[int] | None = None  # needed with groups and by TRUNCATE
-    prompt_costs: Sequence[float] | None = None  # share of `costs`; absent: prompt/length of it
+    lengths: Column  # prompt + response tokens
+    costs: Column | None = None  # of the whole row alone; absent: its tokens
+    owners: Column | None = None  # data-parallel rank holding the row; absent: any
+    groups: Column | None = None  # group index of the row; absent: nothing is shared
+    prompt_lengths: Column | None = None  # needed with groups and by TRUNCATE
+    prompt_costs: Column | None = None  # share of `costs`; absent: prompt/length of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,27 +229,83 @@ class MicroBatchPlan:
     statistics: PlanStatistics
 
 
-def assign_owners(group_costs: Sequence[float], data_size: int) -> list[int]:
-    """Return the data-parallel rank of each group, such that any range of groups is balanced.
+def assign_owners(costs: Column, data_size: int) -> np.ndarray:
+    """Return the data-parallel rank of each item, int64[N]: even over all and over any range.
 
-    Of every `data_size` groups in order each rank gets one, the heaviest going to the rank
-    with the least so far. The loads of two ranks over any contiguous range differ by at
-    most four times the largest cost.
+    Of every `data_size` items in order each rank gets one, the heaviest going to the rank
+    with the least so far; then ranks exchange items of one such window until their totals are
+    even, and hand over single items where that does not do. The loads of two ranks over any
+    contiguous range differ by at most four times the largest cost.
     """
     if data_size < 1:
         raise ValueError(f"data_size must be positive, got {data_size}")
-    owners = [0] * len(group_costs)
-    if data_size == 1:
-        return owners
-    loads = [0.0] * data_size
-    for start in range(0, len(group_costs), data_size):
-        window = range(start, min(start + data_size, len(group_costs)))
-        heaviest_first = sorted(window, key=lambda group: (-group_costs[group], group))
-        lightest_first = sorted(range(data_size), key=lambda rank: (loads[rank], rank))
-        for group, rank in zip(heaviest_first, lightest_first, strict=False):
-            owners[group] = rank
-            loads[rank] += group_costs[group]
+    items = np.asarray(costs, dtype=np.float64)
+    owners = _deal(items, data_size)
+    _even_by_moves(items, owners, np.bincount(owners, items, data_size))
     return owners
+
+
+def _deal(items: np.ndarray, data_size: int) -> np.ndarray:
+    """Give each rank one item of every window, for `assign_owners`: as many to each."""
+    if data_size == 1 or not len(items):
+        return np.zeros(len(items), dtype=np.int64)
+    windows = -(-len(items) // data_size)
+    padded = np.zeros(windows * data_size)
+    padded[: len(items)] = items
+    table = padded.reshape(windows, data_size)
+    falling = np.argsort(-table, axis=1, kind="stable")
+    sorted_costs = np.take_along_axis(table, falling, axis=1)
+    loads = np.zeros(data_size)
+    ranks = np.empty_like(falling)  # of the heaviest of a window, the second, ...
+    for window in range(windows):
+        lightest_first = np.argsort(loads, kind="stable")
+        ranks[window] = lightest_first
+        loads[lightest_first] += sorted_costs[window]
+    item_of = np.empty_like(falling)  # by window and rank
+    np.put_along_axis(item_of, ranks, falling, axis=1)
+    _even_windows(np.take_along_axis(table, item_of, axis=1), item_of, loads)
+    places = np.empty_like(falling)
+    np.put_along_axis(places, item_of, np.broadcast_to(np.arange(data_size), places.shape), axis=1)
+    return places.reshape(-1)[: len(items)]
+
+
+def _even_windows(costs: np.ndarray, item_of: np.ndarray, loads: np.ndarray) -> None:
+    """Exchange items of a window between ranks while that lowers the largest load.
+
+    costs and item_of: [window, rank], changed in place as `loads` is.
+    """
+    for _ in range(8 * len(loads)):
+        heavy = int(loads.argmax())
+        for light in np.argsort(loads, kind="stable")[:_LIGHTEST].tolist():
+            gap = float(loads[heavy] - loads[light])
+            moved = costs[:, heavy] - costs[:, light]
+            distance = np.where((moved > 0) & (moved < gap), np.abs(moved - gap / 2), np.inf)
+            window = int(distance.argmin())
+            if distance[window] < np.inf:
+                break
+        else:
+            return
+        loads[[heavy, light]] += np.array([-1, 1]) * moved[window]
+        for table in (costs, item_of):
+            table[window, [heavy, light]] = table[window, [light, heavy]]
+
+
+def _even_by_moves(items: np.ndarray, owners: np.ndarray, loads: np.ndarray) -> None:
+    """Hand items of the heaviest rank to the lightest while it has a hundredth above the mean."""
+    for _ in range(8 * len(loads)):
+        heavy, light = int(loads.argmax()), int(loads.argmin())
+        gap = float(loads[heavy] - loads[light])
+        if loads[heavy] <= 1.01 * loads.mean():
+            return
+        distance = np.where((owners == heavy) & (items < gap), np.abs(items - gap / 2), np.inf)
+        item = int(distance.argmin())
+        if distance[item] == np.inf:
+            return
+        owners[item] = light
+        loads[[heavy, light]] += np.array([-1, 1]) * items[item]
+
+
+_LIGHTEST = 4  # ranks that an exchange is looked for with
 
 
 def plan_micro_batches(rows: PlanRows, limits: PlanLimits) -> MicroBatchPlan:
@@ -262,16 +321,16 @@ def plan_micro_batches(rows: PlanRows, limits: PlanLimits) -> MicroBatchPlan:
     allowed = limits.usable_micro_batches
     if allowed is not None and rows.owners is None:
         allowed *= limits.data_size
-    packed, leftover = [], []
+    leftover: list[int] = []
+    if allowed is not None:
+        fits = _fitting(table, shares, limits.cap, allowed)
+        leftover = np.flatnonzero(~fits).tolist()
+        shares = [share[fits[share]] for share in shares]
     ranks_per_share = limits.data_size // len(shares)
     step = limits.micro_batch_multiple * ranks_per_share
-    for share in shares:
-        content, left = _pack_prefix(table, share, limits.cap, step, allowed)
-        packed.append(content)
-        leftover += left
-    needed = max(-(-len(content) // ranks_per_share) for content in packed)
-    multiple = limits.micro_batch_multiple
-    count = max(1, -(-needed // multiple)) * multiple
+    packed = _pack_shares(table, shares, limits.cap, step)
+    needed = max(-(-len(content.bins) // step) for content in packed)
+    count = max(1, needed) * limits.micro_batch_multiple
     ranks = [
         rank
         for content in packed
@@ -279,49 +338,64 @@ def plan_micro_batches(rows: PlanRows, limits: PlanLimits) -> MicroBatchPlan:
     ]
     return MicroBatchPlan(
         ranks=tuple(ranks),
-        leftover=tuple(sorted(leftover)),
+        leftover=tuple(leftover),
         truncated=truncated,
         statistics=_statistics(table, ranks, limits.cap),
     )
 
 
-def _shares(rows: PlanRows, data_size: int) -> list[list[int]]:
+def _shares(rows: PlanRows, data_size: int) -> list[np.ndarray]:
     """Rows that may go to the same ranks: all of them, or those of each owner."""
     if rows.owners is None:
-        return [list(range(len(rows.lengths)))]
-    shares: list[list[int]] = [[] for _ in range(data_size)]
-    for row, owner in enumerate(rows.owners):
-        shares[owner].append(row)
-    return shares
+        return [np.arange(len(rows.lengths))]
+    owners = np.asarray(rows.owners)
+    return [np.flatnonzero(owners == rank) for rank in range(data_size)]
 
 
-def _pack_prefix(
-    table: RowCosts, share: list[int], cap: int, step: int, allowed: int | None
-) -> tuple[list[list[RowCluster]], list[int]]:
-    """Pack as many leading groups as fit `allowed` bins; returns the rows left out."""
-    packed = pack(table, share, cap, step)
-    if allowed is None or len(packed) <= allowed:
-        return packed, []
-    members: dict[int, list[int]] = {}
-    for row in share:
-        members.setdefault(table.groups[row], []).append(row)
-    groups = list(members.values())
-    packed = []
-    fitting, high = 0, len(groups) - 1
-    while fitting < high:
-        middle = (fitting + high + 1) // 2
-        candidate = pack(table, [row for group in groups[:middle] for row in group], cap, step)
-        if len(candidate) <= allowed:
-            fitting, packed = middle, candidate
-        else:
-            high = middle - 1
-    if fitting == 0:
-        raise GroupTooLargeError(groups[0][0], len(pack(table, groups[0], cap)), allowed)
-    return packed, [row for group in groups[fitting:] for row in group]
+def _pack_shares(
+    table: RowCosts, shares: Sequence[np.ndarray], cap: int, step: int
+) -> list[PackedBins]:
+    """Pack each share into bins, counted in full steps of `step`.
+
+    All run as many as the fullest, so that only that is packed as well as can be.
+    """
+    packed = [pack(table, share, cap) for share in shares]
+    steps = [-(-len(content.bins) // step) for content in packed]
+    while True:
+        fullest = steps.index(max(steps))
+        tighter = pack_tighter(table, shares[fullest], cap, packed[fullest])
+        if -(-len(tighter.bins) // step) == steps[fullest]:
+            return packed
+        packed[fullest], steps[fullest] = tighter, -(-len(tighter.bins) // step)
+
+
+def _fitting(table: RowCosts, shares: Sequence[np.ndarray], cap: int, allowed: int) -> np.ndarray:
+    """Tell the rows of as many leading groups as fit `allowed` bins of every share, bool[N]."""
+
+    def count(share: np.ndarray) -> int:
+        packed = pack(table, share, cap)
+        if len(packed.bins) > allowed:
+            packed = pack_tighter(table, share, cap, packed)
+        return len(packed.bins)
+
+    def needed(group_count: int) -> int:
+        return max(count(share[order[share] < group_count]) for share in shares)
+
+    _, first, group_of = np.unique(table.groups, return_index=True, return_inverse=True)
+    order = np.argsort(np.argsort(first))[group_of]  # groups by when they first come
+    fitting, high = 0, len(first)
+    if needed(high) <= allowed:
+        fitting = high
+    while fitting < high - 1:
+        middle = (fitting + high) // 2
+        fitting, high = (middle, high) if needed(middle) <= allowed else (fitting, middle)
+    if fitting == 0 < len(first):
+        raise GroupTooLargeError(int(first.min()), needed(1), allowed)
+    return order < fitting
 
 
 def _schedule(
-    table: RowCosts, packed: list[list[RowCluster]], rank_count: int, count: int, cap: int
+    table: RowCosts, packed: PackedBins, rank_count: int, count: int, cap: int
 ) -> list[tuple[tuple[int, ...], ...]]:
     """Balance packed rows over `rank_count` ranks of `count` micro-batches, costliest first."""
     bin_count = rank_count * count
@@ -334,12 +408,14 @@ def _schedule(
         local[rank_of == rank] = np.arange(count)
         even_out(arrangement, local, rounds=4 * count)
     rows_of: list[list[int]] = [[] for _ in range(bin_count)]
-    pieces = [piece for content in packed for piece in content]
-    for piece, place in zip(pieces, arrangement.bin_of.tolist(), strict=True):
-        rows_of[place] += piece.rows
-    costliest_first = np.argsort(-arrangement.loads, kind="stable").tolist()
+    for rows, place in zip(packed.pieces.rows, arrangement.bin_of.tolist(), strict=True):
+        rows_of[place] += rows
+    costliest_first = np.argsort(-arrangement.loads, kind="stable")
     return [
-        tuple(tuple(sorted(rows_of[place])) for place in costliest_first if rank_of[place] == rank)
+        tuple(
+            tuple(sorted(rows_of[place]))
+            for place in costliest_first[rank_of[costliest_first] == rank].tolist()
+        )
         for rank in range(rank_count)
     ]
 
@@ -348,7 +424,7 @@ def _assign_bins(loads: np.ndarray, rank_count: int) -> np.ndarray:
     """The rank of each bin: equal counts, bins of like cost at the same position."""
     order = np.argsort(-loads, kind="stable")
     rank_of = np.empty(len(loads), dtype=np.int64)
-    rank_of[order] = assign_owners(loads[order].tolist(), rank_count)
+    rank_of[order] = _deal(loads[order], rank_count)
     return rank_of
 
 
@@ -358,15 +434,15 @@ def _statistics(
     bins = [content for rank in ranks for content in rank]
     rows = np.array([row for content in bins for row in content], dtype=np.int64)
     place_of = np.repeat(np.arange(len(bins)), [len(content) for content in bins])
-    _, groups = np.unique(np.asarray(table.groups)[rows], return_inverse=True)
-    _, firsts = np.unique(place_of * len(table.tokens) + groups, return_index=True)
-    prompts = np.asarray(table.prompt_tokens)[rows]
-    prompt_costs = np.asarray(table.prompt_costs)[rows]
-    own_costs = np.asarray(table.costs)[rows] - prompt_costs
-    costs = np.bincount(place_of, own_costs, len(bins))
-    costs += np.bincount(place_of[firsts], prompt_costs[firsts], len(bins))
+    order = np.lexsort((table.groups[rows], place_of))
+    rows, place_of = rows[order], place_of[order]
+    groups, prompts = table.groups[rows], table.prompt_tokens[rows]
+    firsts = np.ones(len(rows), dtype=np.bool_)
+    firsts[1:] = (groups[1:] != groups[:-1]) | (place_of[1:] != place_of[:-1])
+    prompt_costs = np.where(firsts, 0, table.prompt_costs[rows])
+    costs = np.bincount(place_of, table.costs[rows] - prompt_costs, len(bins))
     costs = costs.reshape(len(ranks), -1)
-    tokens = int((np.asarray(table.tokens)[rows] - prompts).sum() + prompts[firsts].sum())
+    tokens = int(table.tokens[rows].sum() - prompts[~firsts].sum())
     if not tokens:
         costs = np.ones_like(costs)
     mean = float(costs.sum(axis=1).mean())
@@ -382,58 +458,74 @@ def _statistics(
 
 def _tabulate(rows: PlanRows, limits: PlanLimits) -> tuple[RowCosts, dict[int, int]]:
     """Check the columns and apply the oversize policy; returns the tokens kept of cut rows."""
-    _check_columns(rows, limits)
-    tokens = list(rows.lengths)
-    costs = [float(cost) for cost in (tokens if rows.costs is None else rows.costs)]
-    prompts = [0] * len(tokens) if rows.prompt_lengths is None else list(rows.prompt_lengths)
-    truncated: dict[int, int] = {}
-    for row, length in enumerate(tokens):
-        if length <= limits.cap or limits.oversize is OversizePolicy.ALONE:
-            continue
+    lengths = np.array(rows.lengths, dtype=np.int64)
+    prompts = np.zeros_like(lengths)
+    if rows.prompt_lengths is not None:
+        prompts = _column(rows, "prompt_lengths", np.int64)
+    costs = lengths.astype(np.float64)
+    if rows.costs is not None:
+        costs = _column(rows, "costs", np.float64)
+    _check_columns(rows, limits, lengths, costs)
+    cut = np.flatnonzero(lengths > limits.cap)
+    if limits.oversize is OversizePolicy.ALONE:
+        cut = cut[:0]
+    for row in cut.tolist():
         if limits.oversize is OversizePolicy.ERROR or prompts[row] >= limits.cap:
-            raise OversizeRowError(row, length, limits.cap)
-        truncated[row] = tokens[row] = limits.cap
-        costs[row] *= limits.cap / length
+            raise OversizeRowError(row, int(lengths[row]), limits.cap)
+    costs[cut] *= limits.cap / lengths[cut]
+    tokens = lengths.copy()
+    tokens[cut] = limits.cap
+    groups = np.arange(len(tokens))
+    prompt_costs = np.zeros(len(tokens))
     if rows.groups is None:
-        prompts = [0] * len(tokens)
-    prompt_costs = (
-        [
-            cost * prompt / length
-            for cost, prompt, length in zip(costs, prompts, tokens, strict=True)
-        ]
-        if rows.prompt_costs is None or rows.groups is None
-        else list(rows.prompt_costs)
-    )
+        prompts = np.zeros_like(tokens)
+    else:
+        groups = _column(rows, "groups", np.int64)
+        _check_groups(groups, prompts, lengths, has_prompts=rows.prompt_lengths is not None)
+        prompt_costs = costs * prompts / tokens
+        if rows.prompt_costs is not None:
+            prompt_costs = _column(rows, "prompt_costs", np.float64)
     table = RowCosts(
         tokens=tokens,
         costs=costs,
-        groups=range(len(tokens)) if rows.groups is None else list(rows.groups),
+        groups=groups,
         prompt_tokens=prompts,
         prompt_costs=prompt_costs,
     )
-    return table, truncated
+    return table, dict.fromkeys(cut.tolist(), limits.cap)
 
 
-def _check_columns(rows: PlanRows, limits: PlanLimits) -> None:
-    count = len(rows.lengths)
-    for name in ("costs", "owners", "groups", "prompt_lengths", "prompt_costs"):
-        column = getattr(rows, name)
-        if column is not None and len(column) != count:
-            raise ValueError(f"{name} has {len(column)} rows, lengths has {count}")
-    if any(length < 1 for length in rows.lengths):
+def _column(rows: PlanRows, name: str, dtype: type) -> np.ndarray:
+    column: np.ndarray = np.array(getattr(rows, name), dtype=dtype)
+    if len(column) != len(rows.lengths):
+        raise ValueError(f"{name} has {len(column)} rows, lengths has {len(rows.lengths)}")
+    return column
+
+
+def _check_columns(
+    rows: PlanRows, limits: PlanLimits, lengths: np.ndarray, costs: np.ndarray
+) -> None:
+    if (lengths < 1).any():
         raise ValueError("lengths must be positive")
-    if rows.costs is not None and not all(0 < cost < math.inf for cost in rows.costs):
+    if not ((costs > 0) & (costs < math.inf)).all():
         raise ValueError("costs must be positive and finite")
-    if rows.owners is not None and not all(0 <= rank < limits.data_size for rank in rows.owners):
-        raise ValueError(f"owners must be below data_size {limits.data_size}")
-    if rows.groups is None:
-        return
-    if rows.prompt_lengths is None:
+    if rows.owners is not None:
+        owners = _column(rows, "owners", np.int64)
+        if not ((owners >= 0) & (owners < limits.data_size)).all():
+            raise ValueError(f"owners must be below data_size {limits.data_size}")
+
+
+def _check_groups(
+    groups: np.ndarray, prompts: np.ndarray, lengths: np.ndarray, *, has_prompts: bool
+) -> None:
+    if not has_prompts:
         raise ValueError("groups need prompt_lengths")
-    prompts: dict[int, int] = {}
-    for row, group in enumerate(rows.groups):
-        prompt = rows.prompt_lengths[row]
-        if not 0 <= prompt <= rows.lengths[row]:
-            raise ValueError(f"row {row} has a prompt of {prompt} in {rows.lengths[row]} tokens")
-        if prompts.setdefault(group, prompt) != prompt:
-            raise ValueError(f"row {row} has another prompt length than its group {group}")
+    wrong = np.flatnonzero((prompts < 0) | (prompts > lengths))
+    if len(wrong):
+        row = int(wrong[0])
+        raise ValueError(f"row {row} has a prompt of {prompts[row]} in {lengths[row]} tokens")
+    _, first, group_of = np.unique(groups, return_index=True, return_inverse=True)
+    wrong = np.flatnonzero(prompts != prompts[first][group_of])
+    if len(wrong):
+        row = int(wrong[0])
+        raise ValueError(f"row {row} has another prompt length than its group {groups[row]}")

@@ -6,60 +6,71 @@ A fixed number of bins is filled by spreading pieces over them, largest first, a
 from __future__ import annotations
 
 import heapq
+import itertools
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
-
-N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowCosts:
-    """Tokens and costs of rows. Rows of one group in one bin share `prompt_*`.
+    """Tokens and costs of N rows. Rows of one group in one bin share `prompt_*`.
 
     A row that shares nothing is a group of its own.
     """
 
-    tokens: Sequence[int]
-    costs: Sequence[float]
-    groups: Sequence[int]
-    prompt_tokens: Sequence[int]
-    prompt_costs: Sequence[float]
+    tokens: np.ndarray  # int64[N]
+    costs: np.ndarray  # float64[N]
+    groups: np.ndarray  # int64[N]
+    prompt_tokens: np.ndarray  # int64[N]
+    prompt_costs: np.ndarray  # float64[N]
 
-    def tokens_of(self, rows: Sequence[int]) -> int:
-        """Return the tokens of these rows in one bin: each group's prompt once, all responses."""
-        if len(rows) == 1:
-            return self.tokens[rows[0]]
-        return self._add_up(rows, self.tokens, self.prompt_tokens)
-
-    def cost_of(self, rows: Sequence[int]) -> float:
-        """Return the cost of these rows in one bin."""
-        if len(rows) == 1:
-            return self.costs[rows[0]]
-        return self._add_up(rows, self.costs, self.prompt_costs)
-
-    def shared_tokens(self, bins: Sequence[Sequence[int]]) -> int:
-        """Return the tokens of the prompts in all bins, which siblings in one bin share."""
-        firsts = {(place, self.groups[row]): row for place, rows in enumerate(bins) for row in rows}
-        return sum([self.prompt_tokens[row] for row in firsts.values()])
-
-    def _add_up(self, rows: Sequence[int], whole: Sequence[N], prompt: Sequence[N]) -> N:
-        firsts = {self.groups[row]: row for row in rows}.values()
-        return sum([whole[row] - prompt[row] for row in rows]) + sum(
-            [prompt[row] for row in firsts]
-        )
+    @property
+    def own_tokens(self) -> np.ndarray:
+        """What a row adds to a bin that holds its prompt."""
+        return self.tokens - self.prompt_tokens
 
 
 @dataclass(frozen=True)
-class RowCluster:
+class Pieces:
     """Rows that stay together: one row, or rows of one group that share a prompt."""
 
-    rows: tuple[int, ...]
-    tokens: int
-    cost: float
+    rows: Sequence[Sequence[int]]  # of each piece
+    tokens: np.ndarray  # int64[pieces]
+    costs: np.ndarray  # float64[pieces]
+
+    @classmethod
+    def of(cls, table: RowCosts, rows: Sequence[Sequence[int]]) -> Pieces:
+        """Add up what these rows take, siblings of one piece with one prompt."""
+        if not rows:
+            return cls([], np.empty(0, np.int64), np.empty(0))
+        counts = np.fromiter(map(len, rows), np.int64, len(rows))
+        flat = np.fromiter(itertools.chain.from_iterable(rows), np.int64, int(counts.sum()))
+        starts = np.cumsum(counts) - counts
+        prompts, prompt_costs = table.prompt_tokens[flat], table.prompt_costs[flat]
+        tokens = np.add.reduceat(table.tokens[flat] - prompts, starts) + prompts[starts]
+        costs = np.add.reduceat(table.costs[flat] - prompt_costs, starts) + prompt_costs[starts]
+        alone = counts == 1  # a difference and a sum would round
+        costs[alone] = table.costs[flat[starts[alone]]]
+        return cls(rows, tokens, costs)
+
+
+@dataclass(frozen=True)
+class PackedBins:
+    """Pieces in bins: `bins[b]` are the pieces of bin b."""
+
+    pieces: Pieces
+    bins: Sequence[Sequence[int]]
+
+    @property
+    def bin_of(self) -> np.ndarray:
+        """int64[pieces]."""
+        bin_of = np.empty(len(self.pieces.rows), dtype=np.int64)
+        for place, content in enumerate(self.bins):
+            bin_of[content] = place
+        return bin_of
 
 
 class _Rooms:
@@ -101,20 +112,19 @@ def first_fit(table: RowCosts, order: Sequence[int], cap: int) -> list[list[int]
 
     A row over the cap gets a bin that nothing joins.
     """
-    total = sum(map(table.tokens.__getitem__, order))
+    order_N = np.asarray(order, dtype=np.int64)
+    total = int(table.tokens[order_N].sum())
     # Two bins of a first-fit together hold more than one cap.
     rooms = _Rooms(min(len(order), 2 * total // cap + 2), cap)
     bins: list[list[int]] = []
     alone: list[list[int]] = []
     homes: dict[int, list[int]] = {}
-    tokens, groups, prompt_tokens = table.tokens, table.groups, table.prompt_tokens
     tree, leaves = rooms.tree, rooms.leaves
-    for row in order:
-        whole, group = tokens[row], groups[row]
+    columns = (order_N, table.tokens[order_N], table.groups[order_N], table.own_tokens[order_N])
+    for row, whole, group, added in zip(*(each.tolist() for each in columns), strict=True):
         if whole > cap:
             alone.append([row])
             continue
-        added = whole - prompt_tokens[row]
         places = homes.get(group)
         if places is None:
             places = homes[group] = []
@@ -131,30 +141,146 @@ def first_fit(table: RowCosts, order: Sequence[int], cap: int) -> list[list[int]
     return alone + bins
 
 
-def pack(table: RowCosts, rows: Sequence[int], cap: int, step: int = 1) -> list[list[RowCluster]]:
-    """Pack into the fewest bins found, counted in full steps of `step` bins.
+def pack(table: RowCosts, rows: np.ndarray, cap: int) -> PackedBins:
+    """Pack siblings together, as far as they fit, the largest first. Quick, seldom the best."""
+    pieces = _siblings(table, rows, cap)
+    return PackedBins(pieces, _first_fit_falling(pieces.tokens.tolist(), cap))
 
-    Never more steps than first-fit in the given order or by falling length. Of equal counts
-    the packing that repeats the fewest prompts is taken.
+
+_SPARE_BINS = 1 / 500  # of all that are needed: not worth the time that a search takes
+
+
+def pack_tighter(table: RowCosts, rows: np.ndarray, cap: int, packed: PackedBins) -> PackedBins:
+    """Return the packing of the fewest bins found, `packed` among others.
+
+    The search ends where `_SPARE_BINS` or less of them could be spared.
+    Never more than first-fit in the given order or by falling length, nor another one than
+    `packed` without need: that repeats prompts.
     """
-    falling = sorted(rows, key=lambda row: (-table.tokens[row], row))
-    candidates = [first_fit(table, falling, cap), first_fit(table, rows, cap)]
-    chunks, chunk_tokens = _whole_groups(table, rows, cap)
-    shares = len(chunks) < len(rows)
-    if shares:
-        candidates.append(first_fit(table, [row for chunk in chunks for row in chunk], cap))
-    fewest = 0 if shares else min_bin_count([table.tokens[row] for row in rows], cap)
-    if min(map(len, candidates)) > fewest:
-        filled = fill_bins(chunk_tokens, cap)
-        if filled is not None:
-            candidates.append([[row for chunk in bin_ for row in chunks[chunk]] for bin_ in filled])
-    steps = [-(-len(bins) // step) for bins in candidates]
-    equal = [bins for bins, count in zip(candidates, steps, strict=True) if count == min(steps)]
-    best = min(equal, key=table.shared_tokens) if shares and len(equal) > 1 else equal[0]
-    return [_pieces_of(table, content) for content in best]
+    bound, pieces = _bin_bound(table, rows, cap), packed.pieces
+    falling = rows[np.lexsort((rows, -table.tokens[rows]))]
+    methods: list[Callable[[], list[list[int]] | None]] = [
+        lambda: first_fit(table, rows.tolist(), cap),
+        lambda: _filled(pieces, cap, fewest),
+    ]
+    if len(pieces.rows) < len(rows):  # else `packed` is that already
+        methods.insert(0, lambda: first_fit(table, falling.tolist(), cap))
+    best, fewest = None, len(packed.bins)
+    for method in methods:
+        if fewest - bound <= bound * _SPARE_BINS:
+            break
+        bins = method()
+        if bins is not None and len(bins) < fewest:
+            best, fewest = bins, len(bins)
+    return packed if best is None else _regroup(table, best)
 
 
-def min_bin_count(tokens: Sequence[int], cap: int) -> int:
+def _filled(pieces: Pieces, cap: int, fewest: int) -> list[list[int]] | None:
+    """Fill bins with whole pieces. None when that cannot take less than `fewest` of them."""
+    if min_bin_count(pieces.tokens, cap) >= fewest:
+        return None
+    filled = fill_bins(pieces.tokens.tolist(), cap)
+    if filled is None:
+        return None
+    return [[row for piece in content for row in pieces.rows[piece]] for content in filled]
+
+
+def _siblings(table: RowCosts, rows: np.ndarray, cap: int) -> Pieces:
+    """Groups, the largest first; one over the cap is cut."""
+    groups, own = table.groups[rows], table.own_tokens
+    order = np.lexsort((rows, -table.tokens[rows], groups))
+    rows, groups = rows[order], groups[order]
+    starts = np.flatnonzero(np.concatenate(([True], groups[1:] != groups[:-1])))[: len(rows)]
+    ends = [*starts[1:].tolist(), len(rows)]
+    if not len(rows):
+        return Pieces.of(table, [])
+    sizes = np.add.reduceat(own[rows], starts) + table.prompt_tokens[rows[starts]]
+    listed, content = rows.tolist(), []
+    for start, end, fits in zip(starts.tolist(), ends, (sizes <= cap).tolist(), strict=True):
+        if fits or end - start == 1:
+            content.append(listed[start:end])
+            continue
+        room = cap - int(table.prompt_tokens[listed[start]])
+        parts = _first_fit_falling(own[rows[start:end]].tolist(), room)
+        content += [[listed[start + index] for index in part] for part in parts]
+    pieces = Pieces.of(table, content)
+    firsts = np.fromiter((rows[0] for rows in content), np.int64, len(content))
+    falling = np.lexsort((firsts, -pieces.tokens))
+    return Pieces([content[i] for i in falling], pieces.tokens[falling], pieces.costs[falling])
+
+
+def _first_fit_falling(sizes: Sequence[int], cap: int) -> list[list[int]]:
+    """First-fit of sizes in falling order, bin by bin: what the first one takes, then the second.
+
+    An item over the cap is alone.
+    """
+    if len(sizes) <= _FEW:
+        return _first_fit_few(sizes, cap)
+    left = _Remaining(sizes)
+    bins: list[list[int]] = []
+    smallest = sizes[-1] if len(sizes) else 0
+    seed = 0
+    while (seed := left.at_or_after(seed)) < len(sizes):
+        content = [left.take(seed)]
+        room, position = cap - sizes[seed], seed
+        while room >= smallest:
+            position = left.first_at_most(room, position)
+            if position >= len(sizes):
+                break
+            content.append(left.take(position))
+            room -= sizes[position]
+        bins.append(content)
+    return bins
+
+
+_FEW = 32  # items that are placed faster one by one
+
+
+def _first_fit_few(sizes: Sequence[int], cap: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    rooms: list[int] = []
+    for item, size in enumerate(sizes):
+        for place, room in enumerate(rooms):
+            if size <= room:
+                bins[place].append(item)
+                rooms[place] -= size
+                break
+        else:
+            bins.append([item])
+            rooms.append(cap - size)
+    return bins
+
+
+def _bin_bound(table: RowCosts, rows: np.ndarray, cap: int) -> int:
+    """A lower bound on the bins of any packing; where prompts are shared, one that ignores most.
+
+    Every bin holds one prompt at least, and so many rows at most as the shortest would fit.
+    """
+    if not len(rows):
+        return 0
+    own, room = np.sort(table.own_tokens[rows]), cap - int(table.prompt_tokens[rows].min())
+    most = max(1, int(np.searchsorted(np.cumsum(own), room, side="right")))
+    return max(min_bin_count(own, max(1, room)), -(-len(rows) // most))
+
+
+def _regroup(table: RowCosts, bins: Sequence[Sequence[int]]) -> PackedBins:
+    """Make pieces of the siblings that share a bin."""
+    counts = [len(content) for content in bins]
+    rows = np.fromiter(itertools.chain.from_iterable(bins), np.int64, sum(counts))
+    place_of = np.repeat(np.arange(len(bins)), counts)
+    groups = table.groups[rows]
+    order = np.lexsort((groups, place_of))
+    rows, groups, place_of = rows[order], groups[order], place_of[order]
+    first = np.ones(len(rows), dtype=np.bool_)
+    first[1:] = (groups[1:] != groups[:-1]) | (place_of[1:] != place_of[:-1])
+    starts = np.flatnonzero(first)
+    listed = rows.tolist()
+    content = [listed[a:b] for a, b in itertools.pairwise([*starts.tolist(), len(listed)])]
+    ends = np.searchsorted(place_of[starts], np.arange(len(bins) + 1)).tolist()
+    return PackedBins(Pieces.of(table, content), [range(a, b) for a, b in itertools.pairwise(ends)])
+
+
+def min_bin_count(tokens: Sequence[int] | np.ndarray, cap: int) -> int:
     """Returns a lower bound on the bins any packing needs: L2 of Martello and Toth (1990).
 
     Items over the cap count as one bin each.
@@ -172,31 +298,6 @@ def min_bin_count(tokens: Sequence[int], cap: int) -> int:
     spare = (huge_start - small_end) * cap - (sums[huge_start] - sums[small_end])
     unplaced = np.maximum(0, sums[small_end] - sums[small_start] - spare)
     return int(large_count + np.max(-(-unplaced // cap)))
-
-
-def _whole_groups(
-    table: RowCosts, rows: Sequence[int], cap: int
-) -> tuple[list[list[int]], list[int]]:
-    """Groups and their tokens, the largest first; one over the cap is cut."""
-    members: dict[int, list[int]] = {}
-    for row in rows:
-        members.setdefault(table.groups[row], []).append(row)
-    chunks = []
-    for group in members.values():
-        group.sort(key=lambda row: (-table.tokens[row], row))
-        chunks += [group] if table.tokens_of(group) <= cap else first_fit(table, group, cap)
-    falling = sorted((-table.tokens_of(chunk), chunk[0], chunk) for chunk in chunks)
-    return [chunk for _, _, chunk in falling], [-negative for negative, _, _ in falling]
-
-
-def _pieces_of(table: RowCosts, content: Sequence[int]) -> list[RowCluster]:
-    members: dict[int, list[int]] = {}
-    for row in content:
-        members.setdefault(table.groups[row], []).append(row)
-    return [
-        RowCluster(tuple(rows), table.tokens_of(rows), table.cost_of(rows))
-        for rows in members.values()
-    ]
 
 
 # Bits shifted before giving up: some hundredths of a second.
@@ -302,59 +403,51 @@ class Arrangement:
         self.bin_of[piece] = target
 
 
-def split_pieces(
-    packed: Sequence[Sequence[RowCluster]], table: RowCosts, count: int
-) -> list[list[RowCluster]]:
+def split_pieces(packed: PackedBins, table: RowCosts, count: int) -> PackedBins:
     """Halve the costliest pieces of several rows until there are `count` pieces, if rows suffice.
 
     A shared prompt is then encoded more than once: cheaper than a micro-batch without work.
     """
-    content = [list(pieces) for pieces in packed]
-    missing = count - sum(len(pieces) for pieces in content)
-    heap = [
-        (-piece.cost, place, piece.rows)
-        for place, pieces in enumerate(content)
-        for piece in pieces
-        if len(piece.rows) > 1
-    ]
+    missing = count - len(packed.pieces.rows)
+    if missing <= 0:
+        return packed
+    content = [list(rows) for rows in packed.pieces.rows]
+    bins = [list(places) for places in packed.bins]
+    costs, bin_of = packed.pieces.costs.tolist(), packed.bin_of.tolist()
+    heap = [(-costs[piece], piece) for piece, rows in enumerate(content) if len(rows) > 1]
     heapq.heapify(heap)
     for _ in range(missing):
         if not heap:
             break
-        _, place, rows = heapq.heappop(heap)
-        content[place] = [piece for piece in content[place] if piece.rows != rows]
-        ordered = sorted(rows, key=lambda row: (-table.costs[row], row))
-        for half in (ordered[::2], ordered[1::2]):
-            piece = RowCluster(tuple(half), table.tokens_of(half), table.cost_of(half))
-            content[place].append(piece)
-            if len(half) > 1:
-                heapq.heappush(heap, (-piece.cost, place, piece.rows))
-    return content
+        _, piece = heapq.heappop(heap)
+        ordered = sorted(content[piece], key=lambda row: (-table.costs[row], row))
+        halves = [ordered[::2], ordered[1::2]]
+        bins[bin_of[piece]].append(len(content))
+        bin_of.append(bin_of[piece])
+        content[piece] = halves[0]
+        content.append(halves[1])
+        for half, place in zip(Pieces.of(table, halves).costs.tolist(), (piece, -1), strict=True):
+            place %= len(content)
+            if len(content[place]) > 1:
+                heapq.heappush(heap, (-half, place))
+    return PackedBins(Pieces.of(table, content), bins)
 
 
-def spread(packed: Sequence[Sequence[RowCluster]], count: int, cap: int) -> Arrangement:
+def spread(packed: PackedBins, count: int, cap: int) -> Arrangement:
     """Arrange the pieces of `packed` in `count` bins, the costliest bin as light as found.
 
     A bin stays empty only if there are fewer pieces than bins. `packed` must not have more
     than `count` bins: it is the arrangement when spreading anew does not fit.
     """
-    assert len(packed) <= count
-    pieces = [piece for content in packed for piece in content]
-    tokens = np.array([piece.tokens for piece in pieces], dtype=np.int64)
-    costs = np.array([piece.cost for piece in pieces], dtype=np.float64)
-    as_packed = np.repeat(np.arange(len(packed)), [len(content) for content in packed])
-    choices = [
-        _arrange(tokens, costs, bin_of, count, cap)
-        for bin_of in (
-            _largest_first(costs, tokens, count, cap),
-            _largest_first(tokens.astype(np.float64), tokens, count, cap),
-        )
-        if bin_of is not None
-    ]
-    if not choices:
-        choices = [_arrange(tokens, costs, as_packed, count, cap)]
-        fill_empty_bins(choices[0])
-    return min(choices, key=lambda choice: float(choice.loads.max(initial=0.0)))
+    assert len(packed.bins) <= count
+    tokens, costs = packed.pieces.tokens, packed.pieces.costs
+    for keys in (costs, tokens.astype(np.float64)):
+        bin_of = _largest_first(keys, tokens, count, cap)
+        if bin_of is not None:
+            return _arrange(tokens, costs, bin_of, count, cap)
+    arrangement = _arrange(tokens, costs, packed.bin_of, count, cap)
+    fill_empty_bins(arrangement)
+    return arrangement
 
 
 def fill_empty_bins(arrangement: Arrangement) -> None:
@@ -403,17 +496,20 @@ def _largest_first(keys: np.ndarray, tokens: np.ndarray, count: int, cap: int) -
     Longest processing time first (Graham 1969) under a cap; None when a piece finds no room.
     """
     bin_of = np.empty(len(keys), dtype=np.int64)
-    loads = np.zeros(count)
-    rooms = np.full(count, cap, dtype=np.int64)
-    alone = np.flatnonzero(tokens > cap)
-    bin_of[alone] = np.arange(len(alone))
-    rooms[: len(alone)] = 0
-    loads[: len(alone)] = keys[alone]
-    open_loads = loads.copy()
-    for piece in np.lexsort((np.arange(len(keys)), -keys)).tolist():
-        size = int(tokens[piece])
-        if size > cap:
-            continue
+    order = np.lexsort((np.arange(len(keys)), -keys))
+    alone = tokens[order] > cap
+    bin_of[order[alone]] = np.arange(np.count_nonzero(alone))
+    order, empty = order[~alone], np.arange(np.count_nonzero(alone), count)
+    first = order[: len(empty)]  # one each for the empty bins
+    bin_of[first] = empty[: len(first)]
+    rooms, loads = np.zeros(count, dtype=np.int64), np.zeros(count)
+    rooms[empty] = cap
+    rooms[empty[: len(first)]] -= tokens[first]
+    loads[empty[: len(first)]] = keys[first]
+    open_loads = np.where(rooms > 0, loads, np.inf)
+    left = order[len(first) :]
+    columns = (left.tolist(), tokens[left].tolist(), keys[left].tolist())
+    for piece, size, key in zip(*columns, strict=True):
         target = int(open_loads.argmin())
         if rooms[target] < size:
             fitting = np.flatnonzero(rooms >= size)
@@ -422,7 +518,7 @@ def _largest_first(keys: np.ndarray, tokens: np.ndarray, count: int, cap: int) -
             target = int(fitting[loads[fitting].argmin()])
         bin_of[piece] = target
         rooms[target] -= size
-        loads[target] += keys[piece]
+        loads[target] += key
         open_loads[target] = loads[target] if rooms[target] else np.inf
     return bin_of
 

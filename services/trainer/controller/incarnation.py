@@ -16,6 +16,7 @@ from services.trainer.errors import (
     CommandTooLargeError,
     RankError,
     RankLostError,
+    RanksPartedError,
 )
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
@@ -151,7 +152,8 @@ class RankIncarnation:
         """Give every rank the command, or its own, and wait for all answers in rank order.
 
         Raises the error of the lowest rank that answered with one, and RankLostError when a
-        rank dies or is not done in time; the latter ends the incarnation.
+        rank dies or is not done in time; the latter ends the incarnation, as does an answer that
+        ranks are parted from each other.
         """
         if self.lost.done():
             raise self.lost.result()
@@ -171,9 +173,17 @@ class RankIncarnation:
             await self._gather(pending, self._config.command_timeout)
         finally:
             del self._pending[sequence]
-        for rank, result in sorted(pending.results.items()):
-            if result.HasField("error"):
-                raise RankError(rank, result.error)
+        errors = [
+            RankError(rank, result.error)
+            for rank, result in sorted(pending.results.items())
+            if result.HasField("error")
+        ]
+        for error in errors:
+            if error.reason == RanksPartedError.reason:
+                self.fail(error)
+                raise error
+        if errors:
+            raise errors[0]
         return [result for _, result in sorted(pending.results.items())]
 
     def reporting(self, results: Sequence[pb.CommandResult]) -> list[pb.CommandResult]:

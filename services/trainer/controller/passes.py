@@ -35,7 +35,7 @@ from services.trainer.errors import (
     SkippedTooOftenError,
     TemperatureMismatchError,
 )
-from sluice.algo.aggregation import Moments
+from sluice.algo.aggregation import Moments, relative_scores
 from sluice.algo.spec import AdvantageSpec, LossSpec, required_columns
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
@@ -48,6 +48,7 @@ COLUMN_OF_MODEL = {
     trainer_pb.ComputeLogprobsRequest.MODEL_REFERENCE: "reference_logprobs",
 }
 NO_TOKENS = "no trained tokens"
+SCORES_PER_COMMAND = 100_000  # of 8 bytes
 ROWS_PER_COMMAND = 50_000  # a row takes at most 16 bytes of a command, which has 1 MiB
 
 
@@ -133,6 +134,8 @@ class TrainerPasses:
             batch_id=batch.batch_id, advantage=advantage_to_proto(spec), moments_only=spec.whitens
         )
         with metrics.PASS_SECONDS.labels("advantages").time():
+            if spec.compares_siblings:
+                await self._exchange_scores(batch, command, spec)
             if spec.whitens:
                 totals = await self._advantages(ranks, command)
                 merged = merge_moments([result.advantages.moments for result in totals])
@@ -309,11 +312,55 @@ class TrainerPasses:
     ) -> list[pb.CommandResult]:
         return ranks.reporting(await ranks.run(pb.FollowResponse(compute_advantages=command)))
 
+    async def _exchange_scores(
+        self, batch: Batch, command: pb.AdvantagesCommand, spec: AdvantageSpec
+    ) -> None:
+        """Give every rank the scores of its rows relative to their siblings on all ranks."""
+        ranks, data_size = self._ranks.incarnation, self._planner.limits.data_size
+        rows_of = [np.flatnonzero(batch.owners == rank) for rank in range(data_size)]
+        if len(rows_of) == 1:
+            return
+        question = pb.AdvantagesCommand()
+        question.CopyFrom(command)
+        question.scores_only, question.moments_only = True, False
+        results = [result.advantages for result in await self._advantages(ranks, question)]
+        relative = await asyncio.to_thread(compare_siblings, batch, rows_of, results, spec)
+
+        def part(start: int) -> Build:
+            def build(data_rank: int) -> pb.FollowResponse:
+                answer = pb.AdvantagesCommand(batch_id=batch.batch_id, advantage=command.advantage)
+                rows = rows_of[data_rank][start : start + SCORES_PER_COMMAND]
+                answer.relative.scores.extend(relative[rows].tolist())
+                return pb.FollowResponse(compute_advantages=answer)
+
+            return build
+
+        for start in range(0, max(map(len, rows_of)), SCORES_PER_COMMAND):
+            await ranks.run(part(start))
+
     async def _sum(self, ranks: RankIncarnation, builds: Sequence[Build]) -> pb.PassSums:
         sums = []
         for build in builds:
             sums += [result.sums for result in ranks.reporting(await ranks.run(build))]
         return add_sums(sums)
+
+
+def compare_siblings(
+    batch: Batch,
+    rows_of: Sequence[np.ndarray],
+    results: Sequence[pb.AdvantageResult],
+    spec: AdvantageSpec,
+) -> np.ndarray:
+    """Return the relative score of every row, float64[N]; `rows_of` and `results` are by rank."""
+    scores, episodes = np.zeros(batch.row_count), np.zeros(batch.row_count, dtype=np.int64)
+    for rows, result in zip(rows_of, results, strict=True):
+        scores[rows] = result.scores
+        if result.episodes:
+            episodes[rows] = result.episodes
+    ids: list[int | str] = list(batch.facts.sample_ids)
+    for row in np.flatnonzero(batch.present.get("episode", ())).tolist():
+        ids[row] = int(episodes[row])
+    return np.array(relative_scores(scores.tolist(), batch.facts.group_ids, ids, spec))
 
 
 def check_temperature(batch: Batch, selection: np.ndarray, asked: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -73,6 +74,51 @@ def limits_of(config: TrainerConfig, layout: trainer_pb.ParallelLayout) -> PlanL
     )
 
 
+EVEN = 1.005  # largest by mean cost of a rank that is not worth another prompt pass
+STEADY, RANGES = 1.02, 8  # the same of each eighth of a batch, where groups are kept whole
+
+
+@dataclass(frozen=True)
+class Siblings:
+    """Rows that share a prompt: int64[N], which set of them, and which place in it.
+
+    Sets are numbered by when they first come. counts: rows of each. least: the micro-batches
+    that it needs at least.
+    """
+
+    set_of: np.ndarray
+    place: np.ndarray
+    counts: np.ndarray
+    least: np.ndarray
+
+    @classmethod
+    def of(cls, facts: RowFacts, cap: int) -> Siblings:
+        _, first, index = np.unique(facts.prompts, return_index=True, return_inverse=True)
+        set_of = np.argsort(np.argsort(first))[index]
+        first.sort()
+        counts = np.bincount(set_of)
+        order = np.argsort(set_of, kind="stable")
+        place = np.empty_like(set_of)
+        place[order] = np.arange(len(order)) - (np.cumsum(counts) - counts)[set_of[order]]
+        prompts = facts.prompt_lengths
+        responses = np.bincount(set_of, facts.lengths - prompts)
+        least = np.ceil(responses / np.maximum(cap - prompts[first], 1)).astype(np.int64)
+        return cls(set_of, place, counts, np.clip(least, 1, counts))
+
+    def parts(self, split: int | None) -> tuple[np.ndarray, np.ndarray]:
+        """Split every set into 2 ** `split` times as many parts as it needs, even ones.
+
+        None leaves sets whole. Returns the part of each row, and the first row of each part; parts
+        are in order.
+        """
+        whole = np.ones_like(self.counts)
+        part_counts = whole if split is None else np.minimum(self.least << split, self.counts)
+        start = (np.cumsum(part_counts) - part_counts)[self.set_of]
+        part_of = start + self.place * part_counts[self.set_of] // self.counts[self.set_of]
+        _, first_row = np.unique(part_of, return_index=True)
+        return part_of, first_row
+
+
 class Planner:
     """Plans passes over batches for one model and one set of ranks."""
 
@@ -82,20 +128,42 @@ class Planner:
         self._shape, self.limits, self.packing = shape, limits, packing or Packing()
 
     def own(self, facts: RowFacts) -> np.ndarray:
-        """Choose the data-parallel rank of each row, int64[N]: whole groups, balanced by cost."""
-        groups: dict[str, int] = {}
-        group_of = [groups.setdefault(group, len(groups)) for group in facts.group_ids]
+        """Choose the data-parallel rank of each row, int64[N], balanced by cost over any range.
+
+        Siblings that share a prompt stay together: all of them, so that one rank reads them, where
+        that is as even, over any eighth of the rows too; else as many as one micro-batch holds,
+        unless the ranks are done earlier when more of them encode it: then half as many do, or a
+        quarter.
+        """
+        data_size = self.limits.data_size
         costs, prompt_costs = self._costs(facts, np.arange(len(facts.lengths)))
-        totals = np.zeros(len(groups))
-        np.add.at(totals, group_of, costs)
-        if self.packing.shares_prompts:
-            _, first_rows = np.unique(facts.prompts, return_index=True)
-            repeated = np.setdiff1d(np.arange(len(facts.prompts)), first_rows)
-            np.subtract.at(
-                totals, np.asarray(group_of)[repeated], np.asarray(prompt_costs)[repeated]
-            )
-        owners = assign_owners(totals.tolist(), self.limits.data_size)
-        return np.array([owners[group] for group in group_of], dtype=np.int64)
+        if data_size == 1 or not len(costs):
+            return np.zeros(len(costs), dtype=np.int64)
+        if not self.packing.shares_prompts:
+            prompt_costs = np.zeros_like(costs)
+        siblings, own_costs = Siblings.of(facts, self.limits.cap), costs - prompt_costs
+        best, least, ideal = np.empty(0, dtype=np.int64), np.inf, 0.0
+        eighth = np.arange(len(costs)) * RANGES // len(costs)
+        for split in itertools.chain([None], itertools.count()):
+            if split is not None and not self.packing.shares_prompts:
+                return assign_owners(costs, data_size)
+            part_of, first_row = siblings.parts(split)
+            part_costs = np.bincount(part_of, own_costs) + prompt_costs[first_row]
+            owners = assign_owners(part_costs, data_size)[part_of]
+            _, firsts = np.unique(siblings.set_of * data_size + owners, return_index=True)
+            loads = np.bincount(owners, own_costs, data_size)  # and each prompt once on a rank
+            loads += np.bincount(owners[firsts], prompt_costs[firsts], data_size)
+            largest, ideal = float(loads.max()), ideal or float(loads.mean())
+            if split is None:
+                ranges = np.bincount(eighth * data_size + owners, costs, RANGES * data_size)
+                steady = ranges.reshape(RANGES, data_size)
+                if not (steady.max(axis=1) <= STEADY * steady.mean(axis=1)).all():
+                    continue
+            if largest < least:
+                best, least = owners, largest
+            if largest <= EVEN * ideal or len(first_row) == len(costs):
+                return best
+        raise AssertionError("not reached")
 
     def plan(self, batch: Batch, selection: np.ndarray) -> PassPlan:
         """Return micro-batches of the selected rows, where they lie.
@@ -125,11 +193,11 @@ class Planner:
         try:
             plan = plan_micro_batches(
                 PlanRows(
-                    lengths=lengths.tolist(),
+                    lengths=lengths,
                     costs=costs,
-                    owners=owners[selection].tolist(),
-                    groups=facts.prompts[selection].tolist() if shares else None,
-                    prompt_lengths=facts.prompt_lengths[selection].tolist(),
+                    owners=owners[selection],
+                    groups=facts.prompts[selection] if shares else None,
+                    prompt_lengths=facts.prompt_lengths[selection],
                     prompt_costs=prompt_costs if shares else None,
                 ),
                 limits,
@@ -147,15 +215,12 @@ class Planner:
             truncated={rows[index]: kept for index, kept in plan.truncated.items()},
         )
 
-    def _costs(self, facts: RowFacts, selection: np.ndarray) -> tuple[list[float], list[float]]:
+    def _costs(self, facts: RowFacts, selection: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         lengths, lengths_of = np.unique(facts.lengths[selection], return_inverse=True)
         prompts, prompts_of = np.unique(facts.prompt_lengths[selection], return_inverse=True)
         costs, _ = row_costs(self._shape, lengths.tolist(), [])
         _, prompt_costs = row_costs(self._shape, [], prompts.tolist())
-        return (
-            np.asarray(costs)[lengths_of].tolist(),
-            np.asarray(prompt_costs)[prompts_of].tolist(),
-        )
+        return np.asarray(costs)[lengths_of], np.asarray(prompt_costs)[prompts_of]
 
 
 def weigh_pass(batch: Batch, selection: np.ndarray, loss: LossSpec) -> PassWeights:

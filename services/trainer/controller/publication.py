@@ -74,6 +74,11 @@ class Publisher:
         if self._removing is not None:
             await asyncio.gather(self._removing, return_exceptions=True)
 
+    def check_targets(self, targets: Sequence[Target]) -> None:
+        """Raises TransferDisabledError."""
+        if targets and self._sender is None:
+            raise TransferDisabledError("this trainer sends no weights: set transfer.enabled")
+
     @in_turn
     async def publish(
         self,
@@ -82,8 +87,7 @@ class Publisher:
         pause_mode: engine_pb.PauseMode = engine_pb.PAUSE_MODE_UNSPECIFIED,
     ) -> Publication:
         """Publish a new version, and send it to `targets`. Raises TransferDisabledError."""
-        if targets and self._sender is None:
-            raise TransferDisabledError("this trainer sends no weights: set transfer.enabled")
+        self.check_targets(targets)
         with metrics.PUBLISH_SECONDS.time():
             publication = await self._store_version(on_allocated)
         if targets and self._sender is not None:

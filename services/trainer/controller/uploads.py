@@ -6,6 +6,7 @@ Inline rows are spooled to the blob store, of blobs only the facts are read.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
@@ -99,17 +100,20 @@ def read_batch(
 
     Raises NotFoundError, DataLossError, OversizeSampleError or InvalidFieldError.
     """
+    parts = [read_known_facts(blobs, reference) for reference in references]
+    known = [each for each in parts if each is not None]
+    facts = RowFacts.join(known)
+    if len(known) < len(parts) or not limits.keep(facts):
+        known = [find_facts(blobs, reference, limits) for reference in references]
+        facts = RowFacts.join(known)
     stored: list[StoredRows] = []
-    parts: list[RowFacts] = []
     row = 0
-    for reference in references:
-        parts.append(find_facts(blobs, reference, limits))
-        count = len(parts[-1].lengths)
+    for reference, part in zip(references, known, strict=True):
+        count = len(part.lengths)
         for first in range(0, count, SPOOL_ROWS):
             rows = min(SPOOL_ROWS, count - first)
             stored.append(StoredRows(reference, row + first, rows, first))
         row += count
-    facts = RowFacts.join(parts)
     if len(set(facts.sample_ids)) < len(facts.sample_ids):
         seen: set[str] = set()
         for sample_id in facts.sample_ids:
@@ -124,14 +128,25 @@ def read_batch(
 def find_facts(blobs: BlobStore, reference: BlobReference, limits: RowLimits) -> RowFacts:
     """Return the facts about the rows of a blob, as the ranks hold those.
 
-    They are read, without the rows. A blob is read whole, and so checked, where they are absent
-    (older versions wrote none), damaged, or of rows that the ranks cut or refuse.
+    A blob is read whole, and so checked, where none are known or rows are cut or refused.
     """
-    with blob_errors(reference), suppress(InvalidGroupError):
-        facts = read_facts(blobs.locate(reference))
-        if facts is not None and limits.keep(facts):
-            return facts
+    facts = read_known_facts(blobs, reference)
+    if facts is not None and limits.keep(facts):
+        return facts
     return describe_rows(read_rows(blobs, reference, limits))
+
+
+def read_known_facts(blobs: BlobStore, reference: BlobReference) -> RowFacts | None:
+    """Read what a blob says about its rows, without those.
+
+    None where that is absent (older versions wrote none) or damaged. Raises NotFoundError.
+    """
+    try:
+        return read_facts(blobs.locate(reference))
+    except InvalidGroupError:
+        return None
+    except BlobNotFoundError as error:
+        raise NotFoundError("blob", error.digest) from None
 
 
 Columns = Mapping[str, np.ndarray | float]
@@ -243,20 +258,23 @@ def add_rows(batch: Batch) -> list[Build]:
 
 
 def _add_rows(batch: Batch, start: int, end: int) -> Build:
-    commands: dict[int, pb.AddRows] = {}
-    for stored in batch.stored[start:end]:
-        owners = batch.owners[stored.first_row : stored.first_row + stored.count]
-        for data_rank in set(owners.tolist()):
-            indices = np.flatnonzero(owners == data_rank)
-            command = commands.setdefault(data_rank, pb.AddRows(batch_id=batch.batch_id))
-            command.blobs.add(
-                blob=blob_to_proto(stored.blob),
-                indices=(indices + stored.first_index).tolist(),
-                rows=(indices + stored.first_row).tolist(),
-            )
+    stored = batch.stored[start:end]
+    blobs = [blob_to_proto(each.blob) for each in stored]
+    firsts = np.array([each.first_row for each in stored])
+    offsets = firsts - [each.first_index for each in stored]
+    rows_N = np.arange(firsts[0], firsts[-1] + stored[-1].count)
+    owners = batch.owners[rows_N]
 
     def build(data_rank: int) -> pb.FollowResponse:
-        command = commands.get(data_rank) or pb.AddRows(batch_id=batch.batch_id)
+        command = pb.AddRows(batch_id=batch.batch_id)
+        owned = rows_N[owners == data_rank]
+        places = np.searchsorted(firsts, owned, side="right") - 1
+        rows, indices = owned.tolist(), (owned - offsets[places]).tolist()
+        bounds = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(rows)]
+        for first, last in itertools.pairwise(bounds if rows else ()):
+            command.blobs.add(
+                blob=blobs[places[first]], indices=indices[first:last], rows=rows[first:last]
+            )
         return pb.FollowResponse(add_rows=command)
 
     return build

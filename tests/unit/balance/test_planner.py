@@ -83,12 +83,11 @@ def grouped_rows(draw: st.DrawFn, data_size: int) -> PlanRows:
     owners: list[int] = []
     for group in range(draw(st.integers(0, 8))):
         prompt = draw(st.integers(1, CAP - 1))
-        owner = draw(st.integers(0, data_size - 1))
         for response in draw(st.lists(st.integers(1, CAP - prompt), min_size=1, max_size=8)):
             lengths.append(prompt + response)
             prompts.append(prompt)
             groups.append(group)
-            owners.append(owner)
+            owners.append(draw(st.integers(0, data_size - 1)))
     return PlanRows(
         lengths=lengths,
         groups=groups,

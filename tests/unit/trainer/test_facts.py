@@ -57,13 +57,26 @@ def old_blob(samples: Sequence[Sample]) -> bytes:
     return bytes(sink.getvalue().to_pybytes())
 
 
-def with_facts(samples: Sequence[Sample], facts: RowFacts) -> bytes:
-    """The group with facts that its writer got wrong, under their digest."""
+def old_text(facts: RowFacts) -> str:
+    """The facts as they were written when every number was text."""
+    names = ("lengths", "prompt_lengths", "prompts", "mask_counts", "oldest_versions")
+    document = {name: getattr(facts, name).tolist() for name in names}
+    present = {
+        name: True if rows.all() else np.flatnonzero(rows).tolist()
+        for name, rows in facts.present.items()
+    }
+    temperatures = [None if np.isnan(each) else each for each in facts.temperatures.tolist()]
+    ids = {"sample_ids": list(facts.sample_ids), "group_ids": list(facts.group_ids)}
+    return json.dumps({**document, **ids, "temperatures": temperatures, "present": present})
+
+
+def with_facts(samples: Sequence[Sample], text: str, key: bytes = arrow.FACTS_KEY) -> bytes:
+    """The group with other facts, such as a writer may get wrong, under their digest."""
     with pa.ipc.open_file(arrow.encode_group(samples)) as reader:
         batch = reader.get_batch(0)
-    text = facts.to_json().encode()
-    digest = xxhash.xxh3_128_hexdigest(text).encode()
-    metadata = {**batch.schema.metadata, arrow.FACTS_KEY: text, arrow.FACTS_DIGEST_KEY: digest}
+    facts = text.encode()
+    digest = xxhash.xxh3_128_hexdigest(facts).encode()
+    metadata = {arrow.FORMAT_KEY: arrow.FORMAT, key: facts, arrow.FACTS_DIGEST_KEY: digest}
     sink = pa.BufferOutputStream()
     schema = batch.schema.with_metadata(metadata)
     with pa.ipc.new_file(sink, schema) as writer:
@@ -118,7 +131,7 @@ def test_facts_tell_what_the_rows_are() -> None:
 
 
 def test_facts_of_before_temperatures_were_kept_have_none() -> None:
-    document = json.loads(describe_rows(group()).to_json())
+    document = json.loads(old_text(describe_rows(group())))
     del document["temperatures"]
     assert np.isnan(RowFacts.from_json(json.dumps(document)).temperatures).all()
     for wrong in ([0.7], ["x"] * 4, 0.7, None):
@@ -161,9 +174,8 @@ def test_a_flipped_byte_is_noticed(blobs: BlobStore) -> None:
     """Wherever it is in what the controller reads: facts are right, or the blob is refused."""
     data = arrow.encode_group(group())
     text = describe_rows(group()).to_json()
-    first = data.rindex(text.encode())  # in the footer, which readers use
-    footer = len(data) - 10 - int.from_bytes(data[-10:-6], "little")
-    places = range(footer, len(data), 3)
+    first = data.index(text.encode())  # in front of the rows, which is what readers use
+    places = range(0, 16 + int.from_bytes(data[12:16], "little"), 3)
     refused = set()
     for place in places:
         reference = blobs.put(data)
@@ -186,6 +198,28 @@ def test_blobs_without_facts_are_read_whole(blobs: BlobStore) -> None:
     foreign = blobs.put(old_blob([make_sample("g/0", [1], [50])]))
     with pytest.raises(InvalidFieldError, match=r"0\.\.49"):
         find_facts(blobs, foreign, LIMITS)
+
+
+def test_facts_of_an_older_version_are_read(blobs: BlobStore) -> None:
+    """As numbers in text; no row is read for them either."""
+    text = old_text(describe_rows(group()))
+    data = with_facts(group(), text, arrow.OLD_FACTS_KEY)
+    reference = blobs.put(data)
+    assert same(arrow.read_facts(data) or describe_rows([]), describe_rows(group()))
+    flip(blobs, reference, data.index(np.concatenate([r.token_ids for r in group()]).tobytes()))
+    assert same(find_facts(blobs, reference, LIMITS), describe_rows(group()))
+    flip(blobs, reference, data.index(text.encode()) + 20)
+    with pytest.raises(DataLossError):
+        find_facts(blobs, reference, LIMITS)
+
+
+def test_facts_of_very_many_rows_are_read_without_them(blobs: BlobStore) -> None:
+    """They are longer than what is read at first."""
+    samples = [make_sample(f"g/{row}", [1, 2], [3, 4, row % 50]) for row in range(3000)]
+    data = arrow.encode_group(samples)
+    reference = blobs.put(data)
+    flip(blobs, reference, data.index(samples[0].token_ids.tobytes()))
+    assert same(find_facts(blobs, reference, LIMITS), describe_rows(samples))
 
 
 def test_rows_are_checked_where_they_are_read(blobs: BlobStore) -> None:
@@ -220,7 +254,8 @@ CHANGES: dict[str, Callable[[RowFacts], RowFacts]] = {
 @pytest.mark.parametrize("what", CHANGES)
 def test_facts_that_are_not_those_of_the_rows_are_refused(blobs: BlobStore, what: str) -> None:
     """A plan that was made of them would be wrong, and so would the divisor of the loss."""
-    reference = blobs.put(with_facts(group(), CHANGES[what](describe_rows(group()))))
+    wrong = CHANGES[what](describe_rows(group())).to_json()
+    reference = blobs.put(with_facts(group(), wrong))
     find_facts(blobs, reference, LIMITS)
     add(blobs, reference, [0, 1])
     with pytest.raises(InvalidFieldError, match=f"{what} of sample 'g/2'") as caught:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.trainer.backend import Row
-from services.trainer.backends.reference.model import PackedLayout, attend, pack
+from services.trainer.backends.reference.model import (
+    AGAIN_FACTOR,
+    LONG_TOKENS,
+    PASS_TOKENS,
+    PackedLayout,
+    attend,
+    pack,
+    split_rows,
+)
 
 GROUPS = st.lists(
     st.tuples(
@@ -65,7 +74,22 @@ def pasts(layout: PackedLayout) -> list[list[int]]:
 def test_every_response_token_is_predicted_from_exactly_its_own_past(
     groups: list[tuple[int, list[int], bool]],
 ) -> None:
-    rows = make_rows(groups)
+    check_pasts(make_rows(groups))
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        (30, [600, 600, 590, 300, 70, 5, 1], True),  # causal, with others of their length or alone
+        (700, [560, 540, 540, 513, 512, 90, 3], False),  # behind a longer prompt: in blocks
+        (520, [1100, 521, 521], False),
+    ],
+)
+def test_long_rows_see_exactly_their_own_past(group: tuple[int, list[int], bool]) -> None:
+    check_pasts(make_rows([group, (5, [4, 4], False)]))
+
+
+def check_pasts(rows: list[Row]) -> None:
     layout = pack(rows)
     seen = pasts(layout)
     at = 0
@@ -91,6 +115,62 @@ def test_prompts_stand_once_and_padding_is_bounded(
     assert len(layout.token_ids) == needed
     assert layout.longest == max(len(row.token_ids) for row in rows)
     for bucket in layout.buckets:
-        padded = bucket.count * bucket.query_length
-        real = padded if bucket.kept is None else len(bucket.kept)
-        assert padded < 2 * real or padded == real
+        real = int(bucket.queries.count_nonzero()) + bucket.count  # padding stands at 0
+        assert len(bucket.queries) < 2 * real
+
+
+def pairs_of(layout: PackedLayout) -> int:
+    """Pairs of a query and a key that the attention of a pack looks at."""
+    pairs = 0
+    for bucket in layout.buckets:
+        before = bucket.key_length - bucket.query_length
+        each = bucket.query_length * bucket.key_length
+        if bucket.mask is None:  # a block looks at keys that its last query sees
+            block = min(LONG_TOKENS, bucket.query_length) if before else 1
+            each = bucket.query_length * (before + (bucket.query_length + block) // 2)
+        pairs += bucket.count * each
+    return pairs
+
+
+@pytest.mark.parametrize(
+    ("prompt", "responses"),
+    [(128, [2048] * 4), (128, [4000, 8000]), (900, [901, 3000, 2000]), (4000, [2049, 1025, 600])],
+)
+def test_long_rows_are_attended_as_cheaply_together_as_apart(
+    prompt: int, responses: list[int]
+) -> None:
+    layout = pack(make_rows([(prompt, responses, False)]))
+    apart = sum((prompt + response) ** 2 // 2 for response in responses)
+    assert pairs_of(layout) <= 1.01 * apart
+    masks = [bucket.mask for bucket in layout.buckets if bucket.mask is not None]
+    assert all(mask.shape[-2] <= LONG_TOKENS for mask in masks)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([1, 100, PASS_TOKENS // AGAIN_FACTOR, 2000, 9000]),  # prompt
+            st.lists(st.integers(1, 3000), min_size=1, max_size=5),  # responses
+            st.just(False),
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_passes_have_every_row_once_and_never_a_long_prompt_twice(
+    groups: list[tuple[int, list[int], bool]],
+) -> None:
+    rows = make_rows(groups)
+    parts = list(split_rows(rows))
+    assert sorted(row.sample_id for part in parts for row in part) == [r.sample_id for r in rows]
+    places: dict[int, list[int]] = {group: [] for group in range(len(groups))}
+    for index, part in enumerate(parts):
+        for group in {int(row.group_id) for row in part}:
+            places[group].append(index)
+    for group, (prompt, _, _) in enumerate(groups):
+        assert len(places[group]) == 1 or prompt * AGAIN_FACTOR <= PASS_TOKENS
+    if all(prompt * AGAIN_FACTOR <= PASS_TOKENS for prompt, _, _ in groups):
+        longest = max(len(row.token_ids) for row in rows)
+        assert all(len(pack(part).token_ids) < PASS_TOKENS + longest for part in parts)
+        assert all(len(pack(part).token_ids) > PASS_TOKENS - 2 * len(part) for part in parts[:-1])

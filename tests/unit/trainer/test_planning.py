@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,10 @@ from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.config import TrainerConfig
 from services.trainer.controller import passes
 from services.trainer.controller.planning import (
+    BareRow,
     Packing,
     Planner,
+    describe_bare,
     find_missing,
     limits_of,
     packing_of,
@@ -25,7 +29,13 @@ from sluice.algo.layout import SequenceLayout
 from sluice.algo.spec import LossSpec
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
-from sluice.balance.planner import OversizePolicy, PlanLimits, TransformerShape
+from sluice.balance.planner import (
+    OversizePolicy,
+    PlanLimits,
+    TransformerShape,
+    forward_flops,
+)
+from sluice.samples.sample import RowFacts
 from tests.unit.trainer.rows import make_batch, make_samples
 
 SHAPE = TransformerShape(
@@ -48,16 +58,13 @@ def loss_of(aggregation: str) -> LossSpec:
 
 @settings(max_examples=40, deadline=None)
 @given(groups=GROUPS, data_size=st.integers(1, 4))
-def test_groups_stay_whole_and_every_selected_row_runs_once(
+def test_every_selected_row_runs_once_where_it_lies(
     groups: list[list[int]], data_size: int
 ) -> None:
     planner = Planner(SHAPE, PlanLimits(token_cap=24, data_size=data_size))
     samples = make_samples(groups)
     batch = make_batch(samples)
     batch.owners = planner.own(batch.facts)
-    for group in set(batch.facts.group_ids):
-        rows = [row for row, name in enumerate(batch.facts.group_ids) if name == group]
-        assert len({int(batch.owners[row]) for row in rows}) == 1
     selection = np.arange(0, len(samples), 2)
     plan = planner.plan(batch, selection)
     assert len({len(rank) for rank in plan.ranks}) == 1
@@ -73,6 +80,107 @@ def test_groups_stay_whole_and_every_selected_row_runs_once(
             assert tokens <= 24
     ran = sorted(row for rank in plan.ranks for part in rank for row in part)
     assert ran == selection.tolist()
+
+
+def largest_cost(facts: RowFacts, owners: Sequence[int], *, shares: bool) -> float:
+    """Of a rank that encodes each of its prompts once, or that of every row."""
+    costs: dict[int, float] = {}
+    seen = set()
+    for row, rank in enumerate(owners):
+        prompt, key = int(facts.prompt_lengths[row]), (rank, int(facts.prompts[row]))
+        saved = forward_flops(SHAPE, prompt) if shares and key in seen else 0.0
+        seen.add(key)
+        cost = forward_flops(SHAPE, int(facts.lengths[row])) - saved
+        costs[rank] = costs.get(rank, 0.0) + cost
+    return max(costs.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    groups=st.lists(
+        st.tuples(st.integers(1, 60), st.lists(st.integers(1, 60), min_size=1, max_size=4)),
+        min_size=1,
+        max_size=3,
+    ),
+    data_size=st.integers(2, 3),
+    shares=st.booleans(),
+)
+def test_rows_go_where_ranks_are_done_soonest(
+    groups: list[tuple[int, list[int]]], data_size: int, shares: bool
+) -> None:
+    """Beside the best of all ways to give rows to ranks, and groups kept whole."""
+    rows = [
+        BareRow(prompt + response, prompt, group)
+        for group, (prompt, responses) in enumerate(groups)
+        for response in responses
+    ][:7]
+    facts = describe_bare(rows)
+    limits = PlanLimits(token_cap=1000, data_size=data_size)
+    own = Planner(SHAPE, limits, Packing(shares_prompts=shares)).own(facts)
+    found = largest_cost(facts, own.tolist(), shares=shares)
+    every_way = itertools.product(range(data_size), repeat=len(rows))
+    best = min(largest_cost(facts, owners, shares=shares) for owners in every_way)
+    assert found <= 1.5 * best
+    whole = itertools.product(range(data_size), repeat=len(groups))
+    kept = min(
+        largest_cost(facts, [owners[row.group or 0] for row in rows], shares=shares)
+        for owners in whole
+    )
+    assert found <= 1.2 * kept
+
+
+def sibling_rows(prompt: int, response: int, groups: int) -> RowFacts:
+    """Groups of 16, of which some are ten times as long as others, siblings nearly the same."""
+    random = np.random.default_rng(0)
+    scale = np.repeat(random.lognormal(0, 0.8, groups).clip(0.2, 4), 16)
+    lengths = (response * scale * random.uniform(0.9, 1.1, len(scale))).astype(int)
+    return describe_bare(
+        [BareRow(prompt + int(n), prompt, row // 16) for row, n in enumerate(lengths)]
+    )
+
+
+@pytest.mark.parametrize("data_size", [4, 8, 32])
+@pytest.mark.parametrize("shares", [False, True])
+def test_siblings_of_similar_length_are_even_over_ranks(data_size: int, shares: bool) -> None:
+    facts = sibling_rows(prompt=50, response=1000, groups=64)
+    limits = PlanLimits(token_cap=16384, data_size=data_size)
+    planner = Planner(SHAPE, limits, Packing(shares_prompts=shares))
+    plan = planner.solve(facts, planner.own(facts), np.arange(len(facts.lengths)), limits)
+    assert plan.statistics.imbalance <= 1.02
+
+
+def ranks_of_groups(facts: RowFacts, owners: np.ndarray) -> list[int]:
+    return [len(set(owners[facts.prompts == each].tolist())) for each in set(facts.prompts)]
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_groups_stay_whole_where_ranks_are_even_over_every_part_of_the_batch(shares: bool) -> None:
+    """One rank reads a group's blob then, not all of them."""
+    lengths = np.random.default_rng(0).integers(900, 1100, 1024 * 4)
+    rows = [BareRow(50 + int(n), 50, row // 4) for row, n in enumerate(lengths)]
+    facts = describe_bare(rows)
+    planner = Planner(
+        SHAPE, PlanLimits(token_cap=16384, data_size=4), Packing(shares_prompts=shares)
+    )
+    owners = planner.own(facts)
+    assert ranks_of_groups(facts, owners) == [1] * 1024
+    for part in np.array_split(np.arange(len(rows)), 8):
+        loads = np.bincount(owners[part], facts.lengths[part])
+        assert loads.max() <= 1.03 * loads.mean()
+    if not shares:
+        few = describe_bare(rows[: 16 * 4])  # two groups an eighth, over four ranks
+        assert max(ranks_of_groups(few, planner.own(few))) > 1
+
+
+def test_siblings_stay_together_where_their_prompt_is_most_of_the_work() -> None:
+    facts = sibling_rows(prompt=4000, response=20, groups=64)
+    limits = PlanLimits(token_cap=16384, data_size=4)
+    owners = Planner(SHAPE, limits).own(facts)
+    for prompt in set(facts.prompts.tolist()):
+        assert len(set(owners[facts.prompts == prompt].tolist())) == 1
+    facts = sibling_rows(prompt=4000, response=20, groups=8)
+    apart = Planner(SHAPE, limits, Packing(shares_prompts=False)).own(facts)
+    assert len(set(apart[:16].tolist())) == 4, "which is nothing to a backend that shares none"
 
 
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
