@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import time
 import uuid
@@ -31,6 +30,7 @@ from sluice.api.rollout.v1 import rollout_service_pb2 as rollout_pb
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.api.router.v1 import router_service_pb2_grpc as pb_grpc
 from sluice.client import RemoteError, typed_errors
+from sluice.imports import keep_loaded
 from sluice.runtime.channel import create_channel
 from sluice.runtime.server import Server
 from sluice.runtime.waits import Waits
@@ -236,7 +236,6 @@ def episodes_description(*, engine_id: str, address: str, pool: str) -> Callable
 
 ENGINE_SERVICE = "sluice.api.rollout.v1.EngineService"
 ROLLOUT_SERVICE = "sluice.api.rollout.v1.RolloutService"
-REMEMBERED_TOKENS = 4_000_000
 WATCH_SECONDS = 1.0
 DRAIN_SHARE = 0.8  # of the server's drain time, for rollouts to settle
 
@@ -300,8 +299,7 @@ class RolloutProcess:
         if openai is not None:
             openai.set_ready()
         await self.server.set_serving()
-        gc.collect()
-        gc.freeze()  # modules stay; looking through them again and again is a third of all work
+        keep_loaded()
         self._register(None if engine is None else engine.engine)
         self._leaving = asyncio.create_task(self._leave(episodes, openai), name="leave")
         if engine is not None:
@@ -362,7 +360,7 @@ class RolloutProcess:
         engine = create_engine(config.engine.backend, config.engine)
         self.engine = engine
         collector = EngineCollector(engine)
-        generations = Generations(engine, REMEMBERED_TOKENS)
+        generations = Generations(engine, config.engine.remembered_tokens)
         store = WeightStore(config.weights_location, durable=config.store_sync)
         weights = EngineWeights(
             engine,

@@ -9,7 +9,10 @@ plans with them reads neither the rows nor the whole file. Files of older versio
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +33,12 @@ from sluice.samples.sample import (
 )
 
 FORMAT_KEY, FORMAT = b"sluice.format", b"1"
-FACTS_KEY, FACTS_DIGEST_KEY = b"sluice.facts", b"sluice.facts_digest"
-_RESERVED = (FORMAT_KEY, FACTS_KEY, FACTS_DIGEST_KEY)
+FACTS_KEY, FACTS_DIGEST_KEY = b"sluice.row_facts", b"sluice.facts_digest"
+OLD_FACTS_KEY = b"sluice.facts"  # numbers as text; who knows no other key reads the rows instead
+_MAX_TOKENS = np.iinfo(np.int32).max
+_RESERVED = (FORMAT_KEY, FACTS_KEY, OLD_FACTS_KEY, FACTS_DIGEST_KEY)
+_OPTIONS = pa.ipc.IpcWriteOptions()  # no older format, whatever the environment asks for
+HEAD_BYTES = 8192  # hold the schema of most files
 
 SPAN_TYPE = pa.struct(
     [
@@ -41,13 +48,14 @@ SPAN_TYPE = pa.struct(
         ("last_token", pa.int32()),
     ]
 )
+_SPANS = pa.list_(SPAN_TYPE)
 FIXED = (
     pa.field("sample_id", pa.string(), nullable=False),
     pa.field("group_id", pa.string(), nullable=False),
     pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
     pa.field("prompt_length", pa.int32(), nullable=False),
     pa.field("finish_reason", pa.string(), nullable=False),
-    pa.field("spans", pa.list_(SPAN_TYPE), nullable=False),
+    pa.field("spans", _SPANS, nullable=False),
 )
 EXPERTS = "routed_experts"  # list of tokens, each layers x choices of fixed size
 _FIXED_NAMES = frozenset([*(field.name for field in FIXED), EXPERTS])
@@ -62,37 +70,42 @@ def encode_group(samples: Sequence[Sample], metadata: Mapping[str, str] | None =
 
     Samples are expected to be valid (`validate_sample`).
     """
-    names = {name: sample.sample_id for sample in samples for name in sample.columns}
-    used = []
-    for name in _in_order(names):
-        if (column := find_column(name)) is None:
-            raise UnknownColumnError(names[name], name)
-        used.append(column)
-    fields = [*FIXED, *(pa.field(column.name, _arrow_type(column)) for column in used)]
+    return encode_view(samples, metadata).tobytes()
+
+
+def encode_view(samples: Sequence[Sample], metadata: Mapping[str, str] | None = None) -> memoryview:
+    """Encode as `encode_group` does, without a copy: of a long group that costs more than the rest.
+
+    (The allocator gives so much memory back each time, and the system clears it anew.)
+    """
+    facts = describe_rows(samples)
+    used, schema = _layout(frozenset(facts.present))
+    if len(used) < len(facts.present):
+        raise _unknown_column(samples)
     arrays = [
-        pa.array([sample.sample_id for sample in samples], pa.string()),
-        pa.array([sample.group_id for sample in samples], pa.string()),
+        pa.array(facts.sample_ids, pa.string()),
+        pa.array(facts.group_ids, pa.string()),
         _lists([sample.token_ids for sample in samples], np.dtype(np.int32)),
-        pa.array([sample.prompt_length for sample in samples], pa.int32()),
+        pa.array(facts.prompt_lengths.astype(np.int32)),
         pa.array([sample.finish_reason for sample in samples], pa.string()),
         _encode_spans(samples),
         *(_encode_column(samples, column) for column in used),
     ]
-    if any(sample.routed_experts is not None for sample in samples):
+    if any([sample.routed_experts is not None for sample in samples]):
         arrays.append(_encode_experts(samples))
-        fields.append(pa.field(EXPERTS, arrays[-1].type))
+        schema = schema.append(pa.field(EXPERTS, arrays[-1].type))
     texts = {key.encode(): value.encode() for key, value in (metadata or {}).items()}
     for key in _RESERVED:
         if key in texts:
             raise ValueError(f"metadata key {key.decode()!r} is reserved")
-    facts = describe_rows(samples).to_json().encode()
-    digest = xxhash.xxh3_128_hexdigest(facts).encode()
-    own = {FORMAT_KEY: FORMAT, FACTS_KEY: facts, FACTS_DIGEST_KEY: digest}
-    schema = pa.schema(fields, metadata={**texts, **own})
+    text = facts.to_json().encode()
+    digest = xxhash.xxh3_128_hexdigest(text).encode()
+    own = {FORMAT_KEY: FORMAT, FACTS_KEY: text, FACTS_DIGEST_KEY: digest}
+    schema = schema.with_metadata({**texts, **own})
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, schema) as writer:
+    with pa.ipc.new_file(sink, schema, options=_OPTIONS) as writer:
         writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
-    return sink.getvalue().to_pybytes()
+    return memoryview(sink.getvalue()).cast("B")  # signed ones are unequal to bytes
 
 
 def decode_group(data: bytes | memoryview, rows: Sequence[int] | None = None) -> list[Sample]:
@@ -157,8 +170,13 @@ def read_facts(source: bytes | memoryview | Path) -> RowFacts | None:
     The source, content or a file, need not be verified: facts have a digest of their own.
     Raises InvalidGroupError.
     """
-    metadata = _open(source).schema.metadata
-    facts = metadata.get(FACTS_KEY)
+    try:
+        head = _read_head(source) if isinstance(source, Path) else source
+        schema = pa.ipc.read_schema(pa.py_buffer(head)[_MAGIC_BYTES:])
+    except (pa.ArrowException, OSError) as error:
+        raise InvalidGroupError(f"not an Arrow file: {error}") from error
+    metadata = _metadata_of(schema)
+    facts = metadata.get(FACTS_KEY) or metadata.get(OLD_FACTS_KEY)
     if facts is None:
         return None
     if xxhash.xxh3_128_hexdigest(facts).encode() != metadata.get(FACTS_DIGEST_KEY):
@@ -169,17 +187,37 @@ def read_facts(source: bytes | memoryview | Path) -> RowFacts | None:
         raise InvalidGroupError(str(error)) from error
 
 
-def _open(source: bytes | memoryview | Path) -> pa.ipc.RecordBatchFileReader:
+_MAGIC_BYTES = 8  # of the format's name, padded; then a marker, a length of 4 bytes, the schema
+
+
+def _read_head(path: Path) -> bytes:
+    """Return what precedes the rows. The footer says it too, and is slower to read."""
+    file = os.open(path, os.O_RDONLY)
     try:
-        is_file = isinstance(source, Path)
-        reader = pa.ipc.open_file(pa.OSFile(str(source)) if is_file else pa.py_buffer(source))
+        head = os.pread(file, HEAD_BYTES, 0)
+        length = int.from_bytes(head[_MAGIC_BYTES + 4 : _MAGIC_BYTES + 8], "little")
+        end = min(_MAGIC_BYTES + 8 + length, os.fstat(file).st_size)
+        return head + os.pread(file, end - len(head), len(head)) if end > len(head) else head
+    finally:
+        os.close(file)
+
+
+def _open(source: bytes | memoryview) -> pa.ipc.RecordBatchFileReader:
+    try:
+        reader = pa.ipc.open_file(pa.py_buffer(source))
     except (pa.ArrowException, OSError) as error:
         raise InvalidGroupError(f"not an Arrow file: {error}") from error
-    if (reader.schema.metadata or {}).get(FORMAT_KEY) != FORMAT:
-        raise InvalidGroupError("not a group of samples, or of another format")
+    _metadata_of(reader.schema)
     if reader.num_record_batches != 1:
         raise InvalidGroupError(f"{reader.num_record_batches} record batches, not one")
     return reader
+
+
+def _metadata_of(schema: pa.Schema) -> dict[bytes, bytes]:
+    metadata: dict[bytes, bytes] = schema.metadata or {}
+    if metadata.get(FORMAT_KEY) != FORMAT:
+        raise InvalidGroupError("not a group of samples, or of another format")
+    return metadata
 
 
 def _in_order(names: Iterable[str]) -> list[str]:
@@ -187,6 +225,23 @@ def _in_order(names: Iterable[str]) -> list[str]:
     found = set(names)
     known = [name for name in COLUMNS if name in found]
     return known + sorted(found - set(known))
+
+
+@lru_cache(maxsize=64)  # groups of a task have the same columns
+def _layout(names: frozenset[str]) -> tuple[Sequence[Column], pa.Schema]:
+    """Return the columns in the order of the file, less those unknown, and the schema with them."""
+    columns = tuple(column for name in _in_order(names) if (column := find_column(name)))
+    fields = [pa.field(column.name, _arrow_type(column)) for column in columns]
+    return columns, pa.schema([*FIXED, *fields])
+
+
+def _unknown_column(samples: Sequence[Sample]) -> UnknownColumnError:
+    return next(
+        UnknownColumnError(sample.sample_id, name)
+        for sample in samples
+        for name in sample.columns
+        if find_column(name) is None
+    )
 
 
 def _arrow_type(column: Column) -> pa.DataType:
@@ -202,14 +257,12 @@ def _lists(values: Sequence[np.ndarray | None], dtype: np.dtype) -> pa.Array:
 
 def _list_array(values: Sequence[np.ndarray | None], flat: pa.Array) -> pa.ListArray:
     """Return the entries of `flat`, as many for each value as it is long."""
-    offsets = np.zeros(len(values) + 1, np.int64)
-    np.cumsum([0 if value is None else len(value) for value in values], out=offsets[1:])
-    if offsets[-1] > np.iinfo(np.int32).max:
-        raise InvalidGroupError(f"a group of {offsets[-1]} tokens; 2^31 - 1 fit")
     absent = [value is None for value in values]
-    return pa.ListArray.from_arrays(
-        pa.array(offsets.astype(np.int32)), flat, mask=pa.array(absent) if any(absent) else None
-    )
+    offsets = [0, *accumulate([0 if value is None else len(value) for value in values])]
+    if offsets[-1] > _MAX_TOKENS:
+        raise InvalidGroupError(f"a group of {offsets[-1]} tokens; 2^31 - 1 fit")
+    mask = pa.array(absent) if True in absent else None
+    return pa.ListArray.from_arrays(np.array(offsets, np.int32), flat, mask=mask)
 
 
 def _encode_column(samples: Sequence[Sample], column: Column) -> pa.Array:
@@ -219,18 +272,10 @@ def _encode_column(samples: Sequence[Sample], column: Column) -> pa.Array:
 
 def _encode_spans(samples: Sequence[Sample]) -> pa.Array:
     spans = [
-        [
-            {
-                "version": span.version,
-                "digest": span.digest,
-                "first_token": span.first_token,
-                "last_token": span.last_token,
-            }
-            for span in sample.spans
-        ]
+        [(span.version, span.digest, span.first_token, span.last_token) for span in sample.spans]
         for sample in samples
     ]
-    return pa.array(spans, pa.list_(SPAN_TYPE))
+    return pa.array(spans, _SPANS)
 
 
 def _encode_experts(samples: Sequence[Sample]) -> pa.ListArray:

@@ -15,8 +15,10 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -30,7 +32,7 @@ from sluice.durable import (
     replace_file,
     sync_path,
     temporary_path,
-    write_new,
+    write_all,
 )
 
 logger = logging.getLogger(__name__)
@@ -169,6 +171,41 @@ class BlobReference:
     size: int
 
 
+class _Draft:
+    """A blob in the making: a file that nobody else looks at until it has the blob's name."""
+
+    def __init__(self, path: Path, directory: Path) -> None:
+        self.path, self.folder = path, path.parent
+        self._source = temporary_path(directory, path.name)
+        self._file = FileIO(self._source, "xb")
+        self._is_named = False
+
+    def write(self, data: bytes | memoryview) -> None:
+        with naming(self._source):
+            write_all(self._file, data)
+
+    def finish(self, *, sync: bool) -> None:
+        """End the file; `sync` waits for the disk, which takes others meanwhile."""
+        with naming(self._source):
+            if sync:
+                os.fsync(self._file.fileno())
+            self._file.close()  # only now: a file that is closed may lose an error of the disk
+
+    def name(self) -> None:
+        """Give it the name of the blob, as young as then; done again it does nothing."""
+        if not self._is_named:
+            os.utime(self._source)
+            self._source.replace(self.path)
+            self._is_named = True
+
+    def discard(self) -> None:
+        """Leave nothing but the blob that has its name."""
+        if not self._is_named:
+            with suppress(OSError):  # what it was to hold is given up
+                self._file.close()
+            self._source.unlink(missing_ok=True)
+
+
 class BlobStore:
     """Blobs in a shared directory; any number of processes and threads.
 
@@ -198,15 +235,38 @@ class BlobStore:
 
         Raises OSError, which names what cannot be written: the store where that itself is gone.
         """
-        reference = BlobReference(xxhash.xxh3_128_hexdigest(data), memoryview(data).nbytes)
-        path = self._path(reference.digest)
-        if not self._renew(path, data):
-            try:
-                self._write(path, data)
-            except FileNotFoundError:  # somebody has removed a folder
-                self._make_folders()
-                self._write(path, data)
+        (reference,) = self.put_all([data])
         return reference
+
+    def put_all(self, contents: Iterable[bytes | memoryview]) -> list[BlobReference]:
+        """Store contents, as `put` does each; all are durable when it returns.
+
+        They share what need not be done for each: the waits for the disk, the lock, and the
+        folders. A content is taken when the one before is written; its file stays open until
+        all are. When it raises, some may be there and others not.
+        """
+        references, drafts = list[BlobReference](), dict[str, _Draft]()
+        try:
+            for data in contents:
+                reference = BlobReference(xxhash.xxh3_128_hexdigest(data), memoryview(data).nbytes)
+                references.append(reference)
+                path = self._path(reference.digest)
+                if reference.digest not in drafts and not self._renew(path, data):
+                    drafts[reference.digest] = draft = self._draft(path)
+                    draft.write(data)
+            # none before all are written: the disk takes them at once
+            for draft in drafts.values():
+                draft.finish(sync=self.sync)
+                faults.point("blob.written")
+            self._name(drafts.values())
+        finally:
+            for draft in drafts.values():
+                draft.discard()
+        for folder in {draft.folder for draft in drafts.values()}:
+            self._sync(folder)
+        for _ in drafts:
+            faults.point("blob.stored")
+        return references
 
     def get(self, reference: BlobReference) -> memoryview:
         """Return content, mapped and checked; raises BlobNotFoundError or BlobDigestError.
@@ -225,14 +285,8 @@ class BlobStore:
         return memoryview(mapped)
 
     def locate(self, reference: BlobReference) -> Path:
-        """Return the file, for readers of parts that have a digest of their own.
-
-        Raises BlobNotFoundError.
-        """
-        path = self._path(reference.digest)
-        if not path.exists():
-            raise BlobNotFoundError(reference.digest)
-        return path
+        """Return where the blob is, if it is, for readers of parts with a digest of their own."""
+        return self._path(reference.digest)
 
     def exists(self, reference: BlobReference) -> bool:
         """Tell whether the blob is there; without a pin it may be collected any moment."""
@@ -305,6 +359,8 @@ class BlobStore:
 
     def _renew(self, path: Path, data: bytes | memoryview) -> bool:
         """Tell whether the content is there and whole; then it is young again, and durable."""
+        if not os.path.lexists(path):  # most are new, and need no lock for that
+            return False
         with locked(self._lock, shared=True):
             try:
                 if path.read_bytes() != data:
@@ -314,7 +370,7 @@ class BlobStore:
                 return False
             self._sync(path)  # its writer may not have come so far
             self._sync(path.parent)
-        self._make_durable(path.parent)
+        self._make_durable([path.parent])
         return True
 
     def _make_folders(self) -> None:
@@ -326,27 +382,36 @@ class BlobStore:
         for directory in (self._blobs, self.root):
             self._sync(directory)
 
-    def _write(self, path: Path, data: bytes | memoryview) -> None:
-        self._make_durable(path.parent)
-        source = temporary_path(self._temporary, path.name)
+    def _draft(self, path: Path) -> _Draft:
         try:
-            write_new(source, data, sync=self.sync)
-            faults.point("blob.written")
-            with locked(self._lock, shared=True):  # the collector may be about to unlink `path`
-                os.utime(source)
-                source.replace(path)
-        except BaseException:
-            source.unlink(missing_ok=True)
-            raise
-        self._sync(path.parent)
-        faults.point("blob.stored")
+            return _Draft(path, self._temporary)
+        except FileNotFoundError:  # somebody has removed a folder
+            self._make_folders()
+            return _Draft(path, self._temporary)
 
-    def _make_durable(self, folder: Path) -> None:
+    def _name(self, drafts: Collection[_Draft]) -> None:
+        folders = {draft.folder for draft in drafts}
+        try:
+            self._make_durable(folders)
+            self._name_locked(drafts)
+        except FileNotFoundError:
+            self._make_folders()
+            self._make_durable(folders)
+            self._name_locked(drafts)
+
+    def _name_locked(self, drafts: Iterable[_Draft]) -> None:
+        with locked(self._lock, shared=True):  # the collector may be about to unlink such a path
+            for draft in drafts:
+                draft.name()
+
+    def _make_durable(self, folders: Iterable[Path]) -> None:
         """A folder that is there may be one that another process has not synced yet."""
-        if folder.name not in self._durable_folders:
+        new = {folder for folder in folders if folder.name not in self._durable_folders}
+        for folder in new:
             folder.mkdir(exist_ok=True)
+        if new:
             self._sync(self._blobs)
-            self._durable_folders.add(folder.name)
+            self._durable_folders.update(folder.name for folder in new)
 
     def _older(self, oldest: float) -> Iterator[Path]:
         for path in self._blobs.glob("[0-9a-f][0-9a-f]/*"):
@@ -361,7 +426,7 @@ class BlobStore:
     def _path(self, digest: str) -> Path:
         if not DIGEST.fullmatch(digest):
             raise BlobNotFoundError(digest)
-        return Path(f"{self._blobs}/{digest[:2]}/{digest}")  # a tenth of the time of `/`
+        return Path(f"{self._blobs}/{digest[:2]}/{digest}")
 
     def _sync(self, path: Path) -> None:
         if self.sync:

@@ -93,6 +93,12 @@ class EngineConfig(Config):
     max_stop_tokens: int = Field(1024, ge=0, description="Stop tokens of one request.")
     max_top_tokens: int = Field(1024, ge=0, description="Likeliest tokens a place, of Score.")
     max_media: int = Field(256, ge=0, description="Files of one request.")
+    remembered_tokens: int = Field(
+        4_000_000,
+        ge=0,
+        description="Of answers kept for requests that are sent again, 128 bytes each; a request"
+        " counts as 16 and a sample as 8 more.",
+    )
     stuck_seconds: float = Field(
         120.0, gt=0, description="Of one step or command; longer, and the engine is not ready."
     )

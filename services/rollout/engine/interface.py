@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from services.rollout.errors import (
     NoTopTokensError,
     PromptTooLongError,
 )
+from sluice.imports import import_named
 from sluice.runtime.errors import InvalidFieldError
 from sluice.samples.sample import VersionSpan
 
@@ -101,6 +101,47 @@ class Timing:
     decode: float
 
 
+class Numbers(Sequence[Any]):
+    """A sequence that is one array: to whom reads it as Python numbers, a tuple of them."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: np.ndarray) -> None:
+        """`array` has one dimension and is not changed any more."""
+        self.array = array
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __getitem__(self, place: Any) -> Any:
+        found = self.array[place]
+        return Numbers(found) if isinstance(place, slice) else found.item()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.array.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __add__(self, other: Sequence[Any]) -> tuple[Any, ...]:
+        return (*self, *other)
+
+    def __radd__(self, other: Sequence[Any]) -> tuple[Any, ...]:
+        return (*other, *self)
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        found = np.asarray(self.array, dtype)
+        return found.copy() if copy and found is self.array else found
+
+
 @dataclass(frozen=True, kw_only=True)
 class Delta:
     """Tokens added to sample `index` of a request; `finish_reason` only on its last one.
@@ -114,9 +155,9 @@ class Delta:
     """
 
     index: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    logprobs_t1: tuple[float, ...]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    logprobs_t1: Sequence[float]
     spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason | None = None
     timing: Timing | None = None
@@ -290,8 +331,7 @@ class Engine(ABC):
 
 def create_engine(name: str, config: EngineConfig) -> Engine:
     """Imports and builds the engine `name` (a key of ENGINES; the config checked it)."""
-    module, _, attribute = ENGINES[name].partition(":")
-    engine: Engine = getattr(importlib.import_module(module), attribute)(config)
+    engine: Engine = import_named(ENGINES[name])(config)
     return engine
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from google.protobuf import duration_pb2
@@ -97,12 +98,14 @@ def _seconds(duration: duration_pb2.Duration, field: str, *, given: bool) -> flo
 
 
 TOKEN_BYTES = 128  # about what a sampled token takes as Python numbers
+DELTA_TOKENS, REQUEST_TOKENS = 8, 16  # what a delta and a request take beside, as so many more
 
 
 def _weight(delta: Delta) -> int:
-    """Returns sampled tokens; routed experts count as so many more."""
+    """Returns sampled tokens; what else there is of it counts as so many more."""
     experts = delta.routed_experts
-    return len(delta.token_ids) + (0 if experts is None else experts.nbytes // TOKEN_BYTES)
+    more = 0 if experts is None else experts.nbytes // TOKEN_BYTES
+    return DELTA_TOKENS + len(delta.token_ids) + more
 
 
 def count_generation(deltas: Sequence[Delta]) -> None:
@@ -152,7 +155,7 @@ class _Run:
 
     def __init__(self, engine: Engine, generation: Generation) -> None:
         self.deltas: list[Delta] = []
-        self.token_count = 0
+        self.token_count = REQUEST_TOKENS
         self.caller_count = 0
         self._grown = asyncio.Event()
         self.task = asyncio.ensure_future(self._consume(engine, generation))
@@ -188,7 +191,7 @@ class Generations:
     """Keeps the requests of one engine by request_id.
 
     A request whose callers have all gone away is aborted. Failures are not remembered. Answers
-    are kept up to `remembered_tokens` sampled tokens in all.
+    are kept up to `remembered_tokens` in all.
     """
 
     def __init__(self, engine: Engine, remembered_tokens: int) -> None:
@@ -257,6 +260,14 @@ def bound_requests(server: Server, config: EngineConfig) -> None:
     server.bound(pb.GenerateRequest, "media", config.max_media, "engine.max_media")
 
 
+def _completions_of(
+    request: pb.GenerateRequest, generation: Generation
+) -> Callable[[Delta], pb.Completion]:
+    """Writes deltas in the form that the caller takes."""
+    temperature, takes_columns = generation.sampling.temperature, request.takes_columns
+    return partial(delta_to_proto, temperature=temperature, takes_columns=takes_columns)
+
+
 class EngineServicer(pb_grpc.EngineServiceServicer):
     """Serves EngineService for one replica."""
 
@@ -281,21 +292,19 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
         deltas = await self._generations.generate(request, generation)
         check_spans(deltas, bounds)
         count_generation(deltas)
-        temperature = generation.sampling.temperature
-        return pb.GenerateResponse(
-            completions=[delta_to_proto(delta, temperature=temperature) for delta in deltas]
-        )
+        to_proto = _completions_of(request, generation)
+        return pb.GenerateResponse(completions=[to_proto(delta) for delta in deltas])
 
     async def StreamGenerate(
         self, request: pb.StreamGenerateRequest, context: Any
     ) -> AsyncIterator[pb.StreamGenerateResponse]:
         bounds = self._checked_bounds(request.generate.versions)
         generation = await self._generation(request.generate, stream=True)
-        temperature = generation.sampling.temperature
+        to_proto = _completions_of(request.generate, generation)
         async for delta in self._generations.stream(request.generate, generation):
             check_spans([delta], bounds)
             count_generation([delta])
-            yield pb.StreamGenerateResponse(delta=delta_to_proto(delta, temperature=temperature))
+            yield pb.StreamGenerateResponse(delta=to_proto(delta))
 
     async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
         self._checked_bounds(request.versions)

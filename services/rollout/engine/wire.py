@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import numpy as np
@@ -16,6 +17,7 @@ from services.rollout.engine.interface import (
     Generation,
     Media,
     MediaKind,
+    Numbers,
     PauseMode,
     Sampling,
     Timing,
@@ -172,14 +174,26 @@ def loads_to_proto(status: EngineStatus) -> list[pb.RankLoad]:
     ]
 
 
-def delta_to_proto(delta: Delta, *, temperature: float) -> pb.Completion:
+def delta_to_proto(
+    delta: Delta, *, temperature: float, takes_columns: bool = False
+) -> pb.Completion:
     """Writes a delta; `logprobs_t1` is left out where it would repeat `logprobs`."""
-    reason = delta.finish_reason
+    reason, plain = delta.finish_reason, () if temperature == 1.0 else delta.logprobs_t1
+    tokens: dict[str, Any] = {
+        "token_ids": delta.token_ids,
+        "logprobs": delta.logprobs,
+        "logprobs_t1": plain,
+    }
+    if takes_columns:
+        kinds = ("<i4", "<f4", "<f4")
+        columns = [
+            np.asarray(values, kind).tobytes()
+            for values, kind in zip(tokens.values(), kinds, strict=True)
+        ]
+        tokens = {"columns": pb.TokenColumns(**dict(zip(tokens, columns, strict=True)))}
     return pb.Completion(
+        **tokens,
         index=delta.index,
-        token_ids=delta.token_ids,
-        logprobs=delta.logprobs,
-        logprobs_t1=() if temperature == 1.0 else delta.logprobs_t1,
         finish_reason=wire.FINISH_REASONS["" if reason is None else reason.value],
         spans=wire.spans_to_proto(delta.spans),
         timing=_timing_to_proto(delta.timing),
@@ -210,14 +224,19 @@ def _join(parts: Sequence[Delta]) -> Delta:
         return parts[0]
     return Delta(
         index=parts[0].index,
-        token_ids=tuple(token for part in parts for token in part.token_ids),
-        logprobs=tuple(value for part in parts for value in part.logprobs),
-        logprobs_t1=tuple(value for part in parts for value in part.logprobs_t1),
+        token_ids=join_numbers([part.token_ids for part in parts], np.int32),
+        logprobs=join_numbers([part.logprobs for part in parts], np.float32),
+        logprobs_t1=join_numbers([part.logprobs_t1 for part in parts], np.float32),
         spans=_join_spans([span for part in parts for span in part.spans]),
         finish_reason=parts[-1].finish_reason,
         timing=parts[-1].timing,
         routed_experts=parts[-1].routed_experts,
     )
+
+
+def join_numbers(parts: Sequence[Sequence[Any]], dtype: type[np.generic]) -> Numbers:
+    """Joins sequences, whether they are arrays or not."""
+    return Numbers(np.concatenate([np.asarray(part, dtype) for part in parts]))
 
 
 def join_experts(earlier: np.ndarray | None, later: np.ndarray | None) -> np.ndarray | None:
@@ -248,18 +267,40 @@ def _join_spans(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
 def delta_from_proto(message: pb.Completion, *, temperature: float) -> Delta:
     """Reads a sample, or what was added to it, of a request at `temperature`."""
     reason = wire.finish_reason_name(message.finish_reason)
-    logprobs = tuple(message.logprobs)
+    token_ids, logprobs, plain = _columns_of(message)
     return Delta(
         index=message.index,
-        token_ids=tuple(message.token_ids),
+        token_ids=token_ids,
         logprobs=logprobs,
-        logprobs_t1=tuple(message.logprobs_t1) or (logprobs if temperature == 1.0 else ()),
+        logprobs_t1=plain or (logprobs if temperature == 1.0 else ()),
         spans=wire.spans_from_proto(message.spans),
         finish_reason=FinishReason(reason) if reason else None,
         timing=_timing_from_proto(message.timing) if message.HasField("timing") else None,
         routed_experts=wire.experts_from_proto(message.routed_experts, "routed_experts")
         if message.HasField("routed_experts")
         else None,
+    )
+
+
+_IDS, _LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
+
+
+def _columns_of(message: pb.Completion) -> tuple[Numbers, Numbers, Numbers]:
+    """Reads tokens and log-probs, in whichever form an engine has sent them."""
+    if not message.HasField("columns"):
+        return (
+            Numbers(np.array(message.token_ids[:], _IDS)),
+            Numbers(np.array(message.logprobs[:], _LOGPROBS)),
+            Numbers(np.array(message.logprobs_t1[:], _LOGPROBS)),
+        )
+    columns = message.columns
+    sizes = {len(columns.token_ids), len(columns.logprobs), len(columns.logprobs_t1)} - {0}
+    if len(sizes) > 1 or any(size % 4 for size in sizes):
+        raise DataLossError(f"columns of a completion differ in length: {sorted(sizes)} bytes")
+    return (
+        Numbers(np.frombuffer(columns.token_ids, _IDS)),
+        Numbers(np.frombuffer(columns.logprobs, _LOGPROBS)),
+        Numbers(np.frombuffer(columns.logprobs_t1, _LOGPROBS)),
     )
 
 

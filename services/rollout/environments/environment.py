@@ -111,7 +111,7 @@ class Response:
     `length` when the tokens of the episode ran out.
     """
 
-    token_ids: tuple[int, ...] = ()
+    token_ids: Sequence[int] = ()
     text: str = ""
     finish_reason: str = ""
     turns: tuple[Turn, ...] = ()

@@ -24,13 +24,16 @@ from services.rollout.environments.environment import (
     TaskError,
     UserCode,
 )
+from sluice.durable import scratch
 from sluice.runtime.errors import DeadlineError, ServiceError
+from sluice.runtime.processes import end_marked
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
+MARK = "SLUICE_ENVIRONMENT"  # a variable of processes that belong together
 WORKER_MODULE = "services.rollout.environments.worker"
 BLOCKED_SECONDS = 1.0  # a loop that does not turn for so long is logged
 STOP_SECONDS = 1.0
@@ -50,12 +53,17 @@ class GraderTimeoutError(DeadlineError):
 
 
 class _Grader:
-    """Owns one process, which takes one call at a time and says nothing unasked."""
+    """Owns one process, which takes one call at a time and says nothing unasked.
+
+    What it and its descendants start is known by a mark in the environment, and their temporary
+    files lie in a folder of their own: both end with it, by whatever it ends.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._process: asyncio.subprocess.Process | None = None
         self._listener: asyncio.Task[None] | None = None
+        self._cleaner: asyncio.Task[None] | None = None
         self._call_id = ""
         self._reply: asyncio.Future[dict[str, Any]] | None = None
 
@@ -79,13 +87,20 @@ class _Grader:
         return await self._reply
 
     async def _start(self) -> asyncio.subprocess.Process:
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", WORKER_MODULE, self._path, str(os.getpid())),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=MAX_LINE_BYTES,
-            start_new_session=True,  # a Ctrl-C is for the service, which ends it
-        )
+        mark = uuid.uuid4().hex
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(scratch("sluice-environment-"))
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", WORKER_MODULE, self._path, str(os.getpid())),
+                env={**os.environ, MARK: mark, "TMPDIR": str(folder)},
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=MAX_LINE_BYTES,
+                start_new_session=True,  # a Ctrl-C is for the service, which ends it
+            )
+            self._cleaner = asyncio.create_task(
+                _clean_up(self._process, mark, stack.pop_all()), name=f"clean up {self._path}"
+            )
         self._listener = asyncio.create_task(self._listen(self._process), name=f"hear {self._path}")
         return self._process
 
@@ -122,7 +137,7 @@ class _Grader:
 
     async def end(self) -> None:
         """Have the process ended, whatever it does, with all that it started, and reap it."""
-        if self._process is None or self._listener is None:
+        if self._process is None or self._listener is None or self._cleaner is None:
             return
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()  # its keeper
@@ -133,8 +148,18 @@ class _Grader:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
             await self._process.wait()
+        await self._cleaner
         self._listener.cancel()
         await asyncio.gather(self._listener, return_exceptions=True)
+
+
+async def _clean_up(
+    process: asyncio.subprocess.Process, mark: str, files: contextlib.ExitStack
+) -> None:
+    """Once it has ended: its keeper may have been killed before it could do it."""
+    await process.wait()
+    await asyncio.to_thread(end_marked, MARK, mark)
+    await asyncio.to_thread(files.close)
 
 
 class GraderPool:

@@ -33,7 +33,7 @@ from services.rollout import metrics
 from sluice import faults
 from sluice.durable import sync_path
 from sluice.runtime.errors import ServiceError
-from sluice.samples.arrow import InvalidGroupError, decode_group, encode_group
+from sluice.samples.arrow import InvalidGroupError, decode_group, encode_view
 from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReference, BlobStore
 from sluice.samples.sample import Sample
 
@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
+TOGETHER = 64  # groups of a write; each has a file open meanwhile, and waits for all
 OPEN, SETTLED = ".open", ".settled"
 OWNER = "rollout/"  # of pins; the request id follows
 ABANDONED_SECONDS = 7 * 24 * 3600.0  # an unsettled rollout nobody came back for
@@ -246,7 +247,7 @@ class Spool:
 
     async def _write_all(self) -> None:
         while self._entries:
-            entries, self._entries = self._entries, []
+            entries, self._entries = self._entries[:TOGETHER], self._entries[TOGETHER:]
             await self._write_batch(entries)
 
     async def _write_batch(self, entries: Sequence[_Entry]) -> None:
@@ -264,11 +265,11 @@ class Spool:
                 await self._write_batch([entry])
 
     def _write(self, entries: Sequence[_Entry]) -> list[BlobReference]:
-        blobs, groups = [], dict[str, dict[str, BlobReference]]()
-        for entry in entries:
-            blob = self._blobs.put(encode_group(entry.samples, entry.metadata))
+        """The groups share the waits for the disk: those of the blobs, and of each journal."""
+        blobs = self._blobs.put_all(encode_view(entry.samples, entry.metadata) for entry in entries)
+        groups: dict[str, dict[str, BlobReference]] = {}
+        for entry, blob in zip(entries, blobs, strict=True):
             groups.setdefault(entry.request_id, {})[entry.group_id] = blob
-            blobs.append(blob)
         for request_id, finished in groups.items():
             self._journals.record(request_id, finished)
         return blobs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -100,10 +101,9 @@ class Trajectory:
     def __init__(self, prompt_token_ids: Sequence[int], number: int = 0) -> None:
         """`number` tells the trajectories of an episode apart."""
         self.prompt_token_ids, self.number = tuple(prompt_token_ids), number
-        self.response: list[int] = []
         self.finish_reason = ""
         self.reward: Reward | None = None  # set by a generate function that rewards itself
-        self._parts: list[tuple[Delta | None, int]] = []  # sampled or not, and how many tokens
+        self._parts: list[tuple[Delta | None, Sequence[int]]] = []  # sampled or not, and tokens
         self._samplings: list[Sampling | None] = []  # of the answers, where known
 
     @classmethod
@@ -116,6 +116,11 @@ class Trajectory:
         return trajectory
 
     @property
+    def response(self) -> tuple[int, ...]:
+        """What follows the prompt."""
+        return tuple(token for _, tokens in self._parts for token in tokens)
+
+    @property
     def token_ids(self) -> tuple[int, ...]:
         """Prompt and response."""
         return (*self.prompt_token_ids, *self.response)
@@ -123,7 +128,7 @@ class Trajectory:
     @property
     def sampled_count(self) -> int:
         """Response tokens that an engine sampled."""
-        return sum(count for delta, count in self._parts if delta is not None)
+        return sum(len(tokens) for delta, tokens in self._parts if delta is not None)
 
     @property
     def answers(self) -> list[Delta]:
@@ -132,46 +137,43 @@ class Trajectory:
 
     def add_sampled(self, delta: Delta, sampling: Sampling | None = None) -> None:
         """Add tokens that an engine sampled after `token_ids`, and how, if that is known."""
-        self._parts.append((delta, len(delta.token_ids)))
+        self._parts.append((delta, delta.token_ids))
         self._samplings.append(sampling)
-        self.response.extend(delta.token_ids)
         self.finish_reason = "" if delta.finish_reason is None else delta.finish_reason.value
 
     def add_observation(self, token_ids: Sequence[int]) -> None:
         """Add tokens that nobody sampled; they are not trained on."""
-        self._parts.append((None, len(token_ids)))
-        self.response.extend(token_ids)
+        self._parts.append((None, tuple(token_ids)))
 
     def end_full(self) -> None:
         """End for lack of room: drop observations nobody answered."""
         while self._parts and self._parts[-1][0] is None:
-            _, count = self._parts.pop()
-            del self.response[len(self.response) - count :]
+            self._parts.pop()
         self.finish_reason = FinishReason.LENGTH.value
 
     def to_sample(self, group_id: str, index: int, reward: Reward, episode: int | None) -> Sample:
         """Makes row `index` of a group; `episode` where one may have several samples."""
+        answers = self.answers
         columns: dict[str, np.ndarray | float] = {
-            "rollout_logprobs": self._signal([d.logprobs for d in self.answers]),
+            "rollout_logprobs": self._signal([d.logprobs for d in answers]),
             "reward": reward.reward,
             **{f"{SCORE_PREFIX}{name}": float(value) for name, value in reward.scores.items()},
             **sampling_columns(self._samplings),
         }
         if reward.raw_reward is not None:
             columns["raw_reward"] = reward.raw_reward
-        if all(len(d.logprobs_t1) == len(d.token_ids) for d in self.answers):
-            columns["rollout_logprobs_t1"] = self._signal([d.logprobs_t1 for d in self.answers])
-        mask = self._mask()
-        if not reward.trained:
-            mask[:] = False
-        if not mask.all():
-            columns["loss_mask"] = mask
+        if all([len(d.logprobs_t1) == len(d.token_ids) for d in answers]):
+            columns["rollout_logprobs_t1"] = self._signal([d.logprobs_t1 for d in answers])
+        if len(answers) < len(self._parts) or not reward.trained:
+            mask = self._mask() & reward.trained
+            if not mask.all():
+                columns["loss_mask"] = mask
         if episode is not None:
             columns["episode"] = float(episode)
         return Sample(
             sample_id=f"{group_id}/{index}",
             group_id=group_id,
-            token_ids=np.array(self.token_ids, dtype=np.int32),
+            token_ids=self._token_array(),
             prompt_length=len(self.prompt_token_ids),
             finish_reason=self.finish_reason,
             columns=columns,
@@ -179,12 +181,20 @@ class Trajectory:
             routed_experts=self._routed_experts(),
         )
 
+    def _token_array(self) -> np.ndarray:
+        """int32[length]."""
+        parts = [np.asarray(tokens, dtype=np.int32) for _, tokens in self._parts]
+        return np.concatenate([_prompt_array(self.prompt_token_ids), *parts])
+
     def _signal(self, values: Sequence[Sequence[float]]) -> np.ndarray:
         """float32[response] from the values of each answer."""
-        if len(self._parts) == 1 and values:
-            return np.array(values[0], dtype=np.float32)
-        signal = np.zeros(len(self.response), dtype=np.float32)
-        signal[self._mask()] = [value for part in values for value in part]
+        arrays = [np.asarray(part, dtype=np.float32) for part in values]
+        if len(self._parts) == 1 and arrays:
+            return arrays[0]
+        mask = self._mask()
+        signal = np.zeros(len(mask), dtype=np.float32)
+        if arrays:
+            signal[mask] = np.concatenate(arrays)
         return signal
 
     def _routed_experts(self) -> np.ndarray | None:
@@ -197,23 +207,30 @@ class Trajectory:
         if experts is None:
             return None
         # Nothing was sampled, and nothing is trained, behind the observations at the end.
-        unknown = len(self.prompt_token_ids) + len(self.response) - 1 - len(experts)
+        length = len(self.prompt_token_ids) + sum(len(tokens) for _, tokens in self._parts)
+        unknown = length - 1 - len(experts)
         return np.concatenate([experts, np.repeat(experts[-1:], unknown, axis=0)])
 
     def _mask(self) -> np.ndarray:
         """bool[response]: sampled."""
-        counts = [count for _, count in self._parts]
+        counts = [len(tokens) for _, tokens in self._parts]
         kinds = np.array([delta is not None for delta, _ in self._parts], dtype=np.bool_)
         return np.repeat(kinds, counts)
 
     def _spans(self) -> tuple[VersionSpan, ...]:
         """Of every answer, counted from the start of the response."""
         spans, offset = list[VersionSpan](), 0
-        for delta, count in self._parts:
+        for delta, tokens in self._parts:
             if delta is not None:
                 spans.extend(span.shifted(offset) for span in delta.spans)
-            offset += count
+            offset += len(tokens)
         return tuple(spans)
+
+
+@lru_cache(maxsize=1)  # siblings share their prompt, and become samples one after the other
+def _prompt_array(token_ids: tuple[int, ...]) -> np.ndarray:
+    """int32[length], not to be written to."""
+    return np.array(token_ids, dtype=np.int32)
 
 
 def response_of(

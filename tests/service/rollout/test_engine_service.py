@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from services.rollout.process import RolloutProcess
@@ -13,7 +14,14 @@ from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as pb
 from sluice.client import EngineClient, RemoteError, new_request_id, typed_errors
 from tests.patience import PATIENCE
-from tests.service.rollout.harness import Store, hold_after, load_weights, named
+from tests.service.rollout.harness import (
+    ENGINE,
+    Store,
+    hold_after,
+    load_weights,
+    named,
+    running_rollout,
+)
 
 PROMPT = (1, 2, 3, 10)
 LONG = {"max_new_tokens": 50, "top_k": 1}  # greedy, so that no stop token comes before
@@ -87,6 +95,43 @@ async def test_a_request_id_runs_once_and_is_answered_again(
     with pytest.raises(RemoteError) as caught:
         await generate(engine, generate_request(request_id=request.request_id, sample_count=2))
     assert caught.value.reason == "REQUEST_ID_REUSED"
+
+
+async def test_columns_hold_what_repeated_fields_do(engine: EngineClient, store: Store) -> None:
+    await load_weights(engine, store.first)
+    form: dict[str, Any] = {"sample_count": 2, "sampling": {"max_new_tokens": 6, "seeds": [1, 2]}}
+    whole = await generate(engine, generate_request(**form))
+    columns = await generate(engine, generate_request(**form, takes_columns=True))
+    asking = generate_request(**form, takes_columns=True)
+    stream = engine.stub.StreamGenerate(pb.StreamGenerateRequest(generate=asking))
+    streamed = [response.delta async for response in stream]
+    for answer in (columns.completions, streamed):
+        assert not any(each.token_ids or each.logprobs for each in answer)
+        for sample in whole.completions:
+            mine = [each.columns for each in answer if each.index == sample.index]
+            ids, logprobs = (
+                np.frombuffer(b"".join(getattr(each, name) for each in mine), kind).tolist()
+                for name, kind in (("token_ids", "<i4"), ("logprobs", "<f4"))
+            )
+            assert (ids, logprobs) == (list(sample.token_ids), list(sample.logprobs))
+
+
+async def test_answers_are_forgotten_however_short_they_are(store: Store) -> None:
+    settings = {**ENGINE, "remembered_tokens": 1000}
+    short = {"sampling": {"max_new_tokens": 2}}
+    async with (
+        running_rollout(store, roles=["engine"], engine=settings) as process,
+        EngineClient(process.server.address) as client,
+    ):
+        await load_weights(client, store.first)
+        requests = [generate_request(**short) for _ in range(60)]
+        for request in requests:
+            await generate(client, request)
+        before = await decoded(client)
+        await generate(client, requests[-1])
+        assert await decoded(client) == before
+        await generate(client, requests[0])
+        assert await decoded(client) > before
 
 
 async def test_seeds_fix_the_draws(engine: EngineClient, store: Store) -> None:

@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -103,14 +104,15 @@ class GrimEnvironment(Environment):
         return len(list(marks.iterdir()))
 
     def _litter(self) -> None:
-        """Starts processes that stay behind: a child, an orphaned daemon, one that is stopped."""
+        """Leaves a folder, and processes: a child, an orphaned daemon, one that is stopped."""
+        folder = tempfile.mkdtemp(prefix="litter-")
         for line in ("sleep 600", "setsid sleep 600 &", "sleep 600 & kill -STOP $$"):
             subprocess.Popen(["sh", "-c", line])
         family = psutil.Process(os.getppid())  # an orphan comes to the keeper
         while sum(child.name() == "sleep" for child in family.children(recursive=True)) < 3:
             time.sleep(0.01)
         for child in family.children(recursive=True):
-            (Path(self._settings.marks) / f"litter-{child.pid}").touch()
+            (Path(self._settings.marks) / f"litter-{child.pid}").write_text(folder)
 
 
 def _chatter() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 
 from services.rollout.config import GraderPoolConfig
@@ -23,6 +24,7 @@ from services.rollout.environments.environment import (
     TaskRequest,
 )
 from services.rollout.environments.isolation import (
+    WORKER_MODULE,
     EnvironmentFailedError,
     GraderCrashedError,
     GraderTimeoutError,
@@ -67,6 +69,11 @@ def values_of(rewards: list[Reward]) -> list[float]:
 
 def pids(marks: Path) -> list[int]:
     return [int(path.name.partition("-")[2]) for path in sorted(marks.iterdir())]
+
+
+def folders(marks: Path) -> set[Path]:
+    """Temporary ones that graders made and left."""
+    return {Path(text) for path in marks.glob("litter-*") if (text := path.read_text())}
 
 
 def is_alive(pid: int) -> bool:
@@ -194,6 +201,25 @@ async def test_what_a_grader_started_ends_with_it(tmp_path: Path, name: str) -> 
             await call
     await environments.close()
     assert not any(is_alive(pid) for pid in pids(tmp_path))
+    assert not [folder for folder in folders(tmp_path) if folder.exists()]
+
+
+async def test_what_a_grader_started_ends_though_its_keeper_is_killed(tmp_path: Path) -> None:
+    """Processes in sessions of their own too, which nobody is the parent of any more."""
+    environments = create_environments(attempts=1)
+    runner = await grader(environments, marks=str(tmp_path))
+    call = asyncio.create_task(runner.reward(deed("stall_with_litter"), ANSWERS))
+    await until_marks(tmp_path, 6)
+    assert all(folder.exists() for folder in folders(tmp_path))
+    (keeper,) = (each for each in psutil.Process().children() if WORKER_MODULE in each.cmdline())
+    keeper.kill()
+    with pytest.raises(GraderCrashedError):
+        await call
+    async with asyncio.timeout(PATIENCE):
+        while any(is_alive(pid) for pid in pids(tmp_path)):
+            await asyncio.sleep(0.01)
+    await environments.close()
+    assert not [folder for folder in folders(tmp_path) if folder.exists()]
 
 
 @pytest.mark.parametrize("name", ["backtrack", "stall_with_litter"])

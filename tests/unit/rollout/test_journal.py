@@ -16,7 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.rollout.episodes.spool import ABANDONED_SECONDS, Journals, Spool, StoreFailedError
+from services.rollout.episodes.spool import (
+    ABANDONED_SECONDS,
+    TOGETHER,
+    Journals,
+    Spool,
+    StoreFailedError,
+)
 from sluice.samples.arrow import decode_group, read_metadata
 from sluice.samples.blobs import BlobReference, BlobStore
 from sluice.samples.sample import Sample
@@ -206,6 +212,42 @@ async def test_groups_spooled_together_share_a_write(blobs: BlobStore) -> None:
         assert read_metadata(data) == {"answer": str(i)}
     progress = await spool.open("r", "body")
     assert progress.finished == {f"g{i}": references[i] for i in range(5)}
+    await spool.close()
+
+
+async def test_groups_spooled_together_share_the_waits_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, waits, sync = TOGETHER, 0, os.fsync
+
+    def counted(descriptor: int) -> None:
+        nonlocal waits
+        waits += 1
+        sync(descriptor)
+
+    blobs = BlobStore(tmp_path)
+    spool = Spool(blobs, Journals(tmp_path, blobs, sync=True))
+    await spool.open("r", "body")
+    monkeypatch.setattr(os, "fsync", counted)
+    await asyncio.gather(*(spool.put("r", samples(f"g{i}"), {}) for i in range(count)))
+    folders = sum(len(name) == 2 for name in os.listdir(tmp_path / "blobs"))
+    assert waits <= count + folders + 4  # new folders; pins and their folder; the journal
+    await spool.close()
+
+
+async def test_any_number_of_groups_that_end_at_once_leave_others_files_to_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has a file open while it is written; calls and engines need some as well."""
+    blobs, open_files = BlobStore(tmp_path), list[int]()
+    spool = Spool(blobs, journals(blobs))
+    await spool.open("r", "body")
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "fsync", lambda _: open_files.append(len(os.listdir("/proc/self/fd"))))
+    names = [f"g{i}" for i in range(3 * TOGETHER)]
+    await asyncio.gather(*(spool.put("r", samples(name), {}) for name in names))
+    assert TOGETHER <= max(open_files) - before <= TOGETHER + 16
+    assert (await spool.open("r", "body")).finished.keys() == set(names)
     await spool.close()
 
 

@@ -25,3 +25,8 @@ def scenario(root: Path, tell: Callable[[str], object]) -> None:
     tell("collected")
     store.unpin("engine")
     tell("unpinned")
+    _, one, _, two = store.put_all([b"kept", b"one!", b"one!", b"two!"])
+    tell(f"put {one.digest}")
+    tell(f"put {two.digest}")
+    store.pin("ledger", [one.digest])
+    tell(f"pinned {one.digest}")

@@ -13,7 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import feather
 
-from sluice.samples.arrow import InvalidGroupError, decode_group, encode_group, read_metadata
+from sluice.samples.arrow import (
+    InvalidGroupError,
+    decode_group,
+    encode_group,
+    encode_view,
+    read_metadata,
+)
 from sluice.samples.blobs import BlobStore
 from sluice.samples.sample import COLUMNS, Sample, UnknownColumnError, VersionSpan
 
@@ -108,6 +114,17 @@ def test_absent_is_neither_zero_nor_empty() -> None:
     assert np.isnan(not_a_number.columns["reward"])
     assert np.isnan(not_a_number.columns["values"]).all()
     assert len(empty.columns["values"]) == 0
+
+
+def test_a_view_is_put_as_its_copy_is(tmp_path: Path) -> None:
+    group = [sample(i, old_logprobs=np.full(3, -1.5, np.float32)) for i in range(3)]
+    copy, view = encode_group(group, {"answer": "\u00e4"}), encode_view(group, {"answer": "\u00e4"})
+    assert copy == view
+    store = BlobStore(tmp_path, sync=False)
+    first = store.put(copy)
+    inode = store.locate(first).stat().st_ino
+    assert store.put(view) == first
+    assert store.locate(first).stat().st_ino == inode  # known as the same, not written anew
 
 
 def test_numbers_are_views_of_the_blob(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
-from services.rollout.engine.interface import Sampling
+from services.rollout.engine.interface import Numbers, Sampling
 from services.rollout.errors import NonFiniteLogitsError
 
 SEGMENT = 256  # vocabulary entries per segment of the two-level search
@@ -216,9 +216,9 @@ def _thresholds(
 class Written:
     """Tokens and log-probabilities of one sample, and the experts of all it drew but the last."""
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    logprobs_t1: tuple[float, ...]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    logprobs_t1: Sequence[float]
     experts: torch.Tensor | None = None  # int16[drawn - 1, mixture layers, chosen], if watched
 
 
@@ -284,12 +284,14 @@ class Outputs:
         firsts = torch.tensor([first for first, _ in extents], device=device)
         columns = (firsts[:, None] + torch.arange(longest, device=device)).clamp_(max=limit)
         place = (torch.tensor(slots, device=device)[:, None], columns)
-        tokens, logprobs = self._tokens[place].tolist(), self._logprobs[place].tolist()
-        plain = self._logprobs_t1[place].tolist() if any(tempered) else logprobs
+        tokens = self._tokens[place].to("cpu", torch.int32).numpy()
+        logprobs = self._logprobs[place].cpu().numpy()
+        plain = self._logprobs_t1[place].cpu().numpy() if any(tempered) else logprobs
         written = []
         for row, (first, end) in enumerate(extents):
-            drawn = tuple(logprobs[row][: end - first])
-            both = tuple(plain[row][: end - first]) if tempered[row] else drawn
+            length = end - first  # copies: a short sample does not keep the rows of all
+            drawn = Numbers(logprobs[row, :length].copy())
+            both = Numbers(plain[row, :length].copy()) if tempered[row] else drawn
             experts = self._experts_of(slots[row], end)
-            written.append(Written(tuple(tokens[row][: end - first]), drawn, both, experts))
+            written.append(Written(Numbers(tokens[row, :length].copy()), drawn, both, experts))
         return written

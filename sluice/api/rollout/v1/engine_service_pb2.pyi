@@ -55,7 +55,7 @@ class VersionBounds(_message.Message):
     def __init__(self, min_version: _Optional[int] = ..., exact_version: _Optional[int] = ...) -> None: ...
 
 class Completion(_message.Message):
-    __slots__ = ("index", "token_ids", "logprobs", "logprobs_t1", "finish_reason", "spans", "timing", "routed_experts")
+    __slots__ = ("index", "token_ids", "logprobs", "logprobs_t1", "finish_reason", "spans", "timing", "routed_experts", "columns")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +64,7 @@ class Completion(_message.Message):
     SPANS_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
     index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
@@ -72,7 +73,18 @@ class Completion(_message.Message):
     spans: _containers.RepeatedCompositeFieldContainer[_sample_pb2.VersionSpan]
     timing: SampleTiming
     routed_experts: _sample_pb2.RoutedExperts
-    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., logprobs_t1: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[_Union[_sample_pb2.FinishReason, str]] = ..., spans: _Optional[_Iterable[_Union[_sample_pb2.VersionSpan, _Mapping]]] = ..., timing: _Optional[_Union[SampleTiming, _Mapping]] = ..., routed_experts: _Optional[_Union[_sample_pb2.RoutedExperts, _Mapping]] = ...) -> None: ...
+    columns: TokenColumns
+    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., logprobs_t1: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[_Union[_sample_pb2.FinishReason, str]] = ..., spans: _Optional[_Iterable[_Union[_sample_pb2.VersionSpan, _Mapping]]] = ..., timing: _Optional[_Union[SampleTiming, _Mapping]] = ..., routed_experts: _Optional[_Union[_sample_pb2.RoutedExperts, _Mapping]] = ..., columns: _Optional[_Union[TokenColumns, _Mapping]] = ...) -> None: ...
+
+class TokenColumns(_message.Message):
+    __slots__ = ("token_ids", "logprobs", "logprobs_t1")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_T1_FIELD_NUMBER: _ClassVar[int]
+    token_ids: bytes
+    logprobs: bytes
+    logprobs_t1: bytes
+    def __init__(self, token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., logprobs_t1: _Optional[bytes] = ...) -> None: ...
 
 class SampleTiming(_message.Message):
     __slots__ = ("queue", "prefill", "decode")
@@ -85,7 +97,7 @@ class SampleTiming(_message.Message):
     def __init__(self, queue: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "sampling", "sample_count", "dp_rank", "versions", "media")
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "sample_count", "dp_rank", "versions", "media", "takes_columns")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +105,7 @@ class GenerateRequest(_message.Message):
     DP_RANK_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     MEDIA_FIELD_NUMBER: _ClassVar[int]
+    TAKES_COLUMNS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: SamplingParams
@@ -100,7 +113,8 @@ class GenerateRequest(_message.Message):
     dp_rank: int
     versions: VersionBounds
     media: _containers.RepeatedCompositeFieldContainer[Media]
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., sample_count: _Optional[int] = ..., dp_rank: _Optional[int] = ..., versions: _Optional[_Union[VersionBounds, _Mapping]] = ..., media: _Optional[_Iterable[_Union[Media, _Mapping]]] = ...) -> None: ...
+    takes_columns: bool
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., sample_count: _Optional[int] = ..., dp_rank: _Optional[int] = ..., versions: _Optional[_Union[VersionBounds, _Mapping]] = ..., media: _Optional[_Iterable[_Union[Media, _Mapping]]] = ..., takes_columns: bool = ...) -> None: ...
 
 class Media(_message.Message):
     __slots__ = ("kind", "blob")

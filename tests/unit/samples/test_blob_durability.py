@@ -1,0 +1,181 @@
+"""What of a store is left when the machine goes down: what was synced, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import resource
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sluice.samples.blobs import BlobStore
+
+
+class Disk:
+    """Keeps what each `fsync` has made durable: contents by inode, and the names in folders.
+
+    Whatever else was written may be there after a crash, or not: a name without its content too.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.contents: dict[int, bytes] = {}
+        self.names: dict[int, dict[str, int]] = {}
+        self.file_syncs = self.folder_syncs = 0
+        self.sizes_at_first_sync: list[int] = []
+
+    def sync(self, descriptor: int) -> None:
+        """What `os.fsync` does; first, what a crash in this moment would leave is looked at."""
+        self.check()
+        inode, path = os.fstat(descriptor).st_ino, Path(f"/proc/self/fd/{descriptor}").readlink()
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            self.folder_syncs += 1
+            self.names[inode] = {entry.name: entry.inode() for entry in os.scandir(path)}
+        else:
+            if not self.file_syncs:
+                drafts = self.root.glob("blobs/tmp/*")
+                self.sizes_at_first_sync = [each.stat().st_size for each in drafts]
+            self.file_syncs += 1
+            self.contents[inode] = path.read_bytes()
+
+    def check(self) -> None:
+        """No name of a blob is seen, today or after a crash, before its content is durable."""
+        for path in self.root.glob("blobs/??/*"):
+            content = self.contents.get(path.stat().st_ino)
+            assert content is not None, f"{path.name} has its name before its content is durable"
+            assert xxhash.xxh3_128_hexdigest(content) == path.name
+
+    def survivors(self) -> dict[str, bytes]:
+        """Blobs by digest, found from the root by durable names alone."""
+        found = {}
+        blobs = self._entries(self.root.stat().st_ino).get("blobs", -1)
+        for folder in self._entries(blobs).values():
+            for name, inode in self._entries(folder).items():
+                if len(name) == 32 and inode in self.contents:
+                    found[name] = self.contents[inode]
+        return found
+
+    def _entries(self, inode: int) -> dict[str, int]:
+        return self.names.get(inode, {})
+
+
+@contextmanager
+def watched(root: Path) -> Iterator[Disk]:
+    disk = Disk(root)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", disk.sync)
+        yield disk
+
+
+def digest(content: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(content)
+
+
+def in_one_folder(count: int) -> list[bytes]:
+    found = (b"%d" % number for number in range(100_000))
+    return [each for each in found if digest(each).startswith("00")][:count]
+
+
+CONTENTS = st.binary(min_size=1, max_size=3) | st.sampled_from(in_one_folder(6))
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches=st.lists(st.lists(CONTENTS, max_size=8), max_size=4))
+def test_what_put_all_has_returned_outlives_the_machine(
+    tmp_path_factory: pytest.TempPathFactory, batches: list[list[bytes]]
+) -> None:
+    root = tmp_path_factory.mktemp("store")
+    with watched(root) as disk:
+        store, promised = BlobStore(root), dict[str, bytes]()
+        for batch in batches:
+            references = store.put_all(iter(batch))
+            assert [reference.digest for reference in references] == list(map(digest, batch))
+            promised |= {digest(content): content for content in batch}
+            disk.check()
+            survivors = disk.survivors()
+            assert {name: survivors.get(name) for name in promised} == promised
+    assert not list(root.glob("blobs/tmp/*"))
+
+
+def test_the_disk_of_the_test_forgets_what_nobody_synced(tmp_path: Path) -> None:
+    """A control: it is not so that all is found again."""
+    with watched(tmp_path) as disk:
+        BlobStore(tmp_path, sync=False).put(b"content")
+        assert disk.survivors() == {}
+        with pytest.raises(AssertionError, match="before its content"):
+            disk.check()
+
+
+def test_a_batch_waits_for_a_folder_once_and_only_when_all_is_written(tmp_path: Path) -> None:
+    contents = in_one_folder(8)
+    with watched(tmp_path) as disk:
+        store = BlobStore(tmp_path)
+        disk.folder_syncs = 0
+        store.put_all(contents)
+        assert disk.file_syncs == len(contents)
+        assert disk.folder_syncs == 2  # the folder's own name, and the names in it
+        assert sorted(disk.sizes_at_first_sync) == sorted(map(len, contents))
+
+
+def test_content_that_comes_twice_is_written_once(tmp_path: Path) -> None:
+    with watched(tmp_path) as disk:
+        store = BlobStore(tmp_path)
+        first, again, other = store.put_all([b"one", b"one", b"two"])
+        assert first == again and first != other
+        assert disk.file_syncs == 2
+    assert bytes(store.get(again)) == b"one"
+
+
+def test_a_batch_that_does_not_fit_is_told_with_the_file_and_leaves_no_draft(
+    tmp_path: Path,
+) -> None:
+    store = BlobStore(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError, match="large") as caught:
+            store.put_all([b"small", b"x" * 200, b"behind"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert digest(b"x" * 200) in str(caught.value.filename)
+    assert not list(tmp_path.glob("blobs/tmp/*"))
+    assert len(os.listdir("/proc/self/fd")) == before
+    contents = [b"small", b"x" * 200, b"behind"]
+    assert [bytes(store.get(each)) for each in store.put_all(contents)] == contents
+
+
+def test_content_that_cannot_be_made_leaves_no_draft(tmp_path: Path) -> None:
+    def contents() -> Iterator[bytes]:
+        yield b"one"
+        raise ValueError("no second one")
+
+    store = BlobStore(tmp_path)
+    with pytest.raises(ValueError, match="second"):
+        store.put_all(contents())
+    assert not list(tmp_path.glob("blobs/tmp/*"))
+    assert not list(tmp_path.glob("blobs/??/*"))
+
+
+def test_an_error_of_the_disk_names_the_file_and_nothing_is_promised(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    calls = 0
+
+    def fail(descriptor: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise OSError(5, os.strerror(5))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(OSError, match="blobs/tmp"):
+            store.put_all([b"one", b"two", b"three"])
+    assert not list(tmp_path.glob("blobs/??/*"))
+    assert not list(tmp_path.glob("blobs/tmp/*"))
