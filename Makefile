@@ -143,7 +143,7 @@ verify: $(VENV)/.dev  ## the long version: three seeds, every algorithm, faults,
 	$(MAKE) demo ENGINE=sglang
 	$(MAKE) fault-matrix test-megatron test-sglang test-openai demo-smollm2 bench
 
-bench: bench-planner bench-logprob bench-router bench-engine bench-convert bench-sync bench-controller  ## side by side, one summary line each
+bench: bench-planner bench-logprob bench-router bench-engine bench-convert bench-sync bench-controller bench-loop bench-demo bench-training  ## side by side, one summary line each
 
 bench-planner: $(VENV)/.dev  ## micro-batch planner against first-fit and others
 	$(RUN) benchmarks/planner.py
@@ -166,6 +166,15 @@ bench-convert: $(VENV)/.dev  ## HF to torch_dist and back beside cp and sync of 
 bench-controller: $(VENV)/.dev  ## processor time and memory of the trainer's controller in a step of 16,384 rows
 	$(RUN) -m benchmarks.controller
 
+bench-loop: $(VENV)/.dev  ## processor time of the loop per group, and of an episode worker per group and token
+	$(RUN) -m benchmarks.loop
+
+bench-demo: $(VENV)/.dev  ## processor time of the demo beside a bare loop that trains the same
+	$(RUN) -m benchmarks.demo
+
+bench-training: $(VENV)/.dev  ## processor time of the reference trainer beside a bare loop, long responses
+	$(RUN) -m benchmarks.training_bare
+
 bench-sync: $(VENV)/.dev  ## weight updates: bytes of a delta, encode, apply, prepare, pause
 	$(RUN) benchmarks/sync.py
 
@@ -183,4 +192,4 @@ clean:  ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 .PHONY: help accelerator-wheels accelerator-check setup sglang-cpu test-sglang proto docs lint test house stress-tests test-megatron test-openai demo demo-smollm2 fault-matrix fuzz soak compose-smoke \
-	verify bench bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-router bench-router-simulation clean
+	verify bench bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-loop bench-demo bench-training bench-router bench-router-simulation clean

@@ -16,6 +16,7 @@ from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.api.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
 from sluice.config import ConfigError, load_config
 from sluice.durable import DirectoryError
+from sluice.imports import keep_loaded
 from sluice.runtime.server import Server
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ async def serve(config: TrainerConfig) -> int:
     server.stop_on_signals()
     await server.start()
     await workers.start()
+    keep_loaded()
     ranks = asyncio.create_task(_keep_ranks(server, trainer, workers.address), name="ranks")
     server.depend_on(ranks)
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from sluice.algo.spec import LossSpec
+from sluice.imports import import_named
 from sluice.weights.manifest import FileEntry, ShardFile
 from sluice.weights.shards import ShardWrite
 
@@ -158,6 +158,5 @@ class TrainingBackend(ABC):
 
 def create_backend(name: str, config: TrainerConfig, mesh: Mesh) -> TrainingBackend:
     """Import and build the backend `name` (a key of BACKENDS; the config checked it)."""
-    module, _, attribute = BACKENDS[name].partition(":")
-    backend: TrainingBackend = getattr(importlib.import_module(module), attribute)(config, mesh)
+    backend: TrainingBackend = import_named(BACKENDS[name])(config, mesh)
     return backend

@@ -103,6 +103,7 @@ class TransferConfig(Config):
     host: where engines reach the ranks; empty is this host's loopback for local ranks, and the
     rank's own host name for others. What is sent there is neither encrypted nor authenticated.
     timeout_seconds: of a whole transfer; attempts: with the engines that are left.
+    max_engines: that one publication may name.
     """
 
     enabled: bool = False
@@ -110,6 +111,7 @@ class TransferConfig(Config):
     bucket_bytes: int = Field(256 << 20, ge=1)
     timeout_seconds: float = Field(60.0, gt=0)
     attempts: int = Field(2, ge=1)
+    max_engines: int = Field(4096, ge=1)
 
 
 class TrainerConfig(ProcessConfig):

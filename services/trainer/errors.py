@@ -176,6 +176,13 @@ class RankLostError(ServiceError):
         self.rank = rank
 
 
+class RanksPartedError(ServiceError):
+    """Ranks lost the connections they compute over: all restart, as where one of them dies."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "RANK_LOST"
+
+
 class TrainerFailedError(ServiceError):
     """The ranks could not be started, or died too often."""
 

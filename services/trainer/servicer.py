@@ -36,6 +36,7 @@ from sluice.runtime.wire import (
     advantage_from_proto,
     blob_from_proto,
     blob_to_proto,
+    check_address,
     column_to_proto,
     columns_from_proto,
     duration_of,
@@ -67,6 +68,8 @@ def bound_requests(server: Server, config: TrainerConfig) -> None:
     server.bound(pb.ForwardBackwardRequest, "sample_ids", *rows)
     multiple = config.max_micro_batch_multiple, "max_micro_batch_multiple"
     server.bound(pb.PlanBatchRequest, "micro_batch_multiple", *multiple)
+    engines = config.transfer.max_engines, "transfer.max_engines"
+    server.bound(pb.PublishWeightsRequest, "engines", *engines)
 
 
 class TrainerServicer(pb_grpc.TrainerServiceServicer):
@@ -335,7 +338,8 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         self, request: pb.PublishWeightsRequest, context: grpc.aio.ServicerContext
     ) -> operations_pb2.Operation:
         metadata = pb.PublishWeightsMetadata(create_time=timestamp_of(time.time()))
-        targets = [Target(engine.engine_id, engine.address) for engine in request.engines]
+        targets = targets_from_proto(request)
+        self._trainer.publisher.check_targets(targets)  # no operation fails over them later
 
         def note(version: int) -> None:
             metadata.version = version
@@ -379,6 +383,17 @@ def logprobs_to_proto(column: str, scalars: PassScalars) -> pb.ComputeLogprobsRe
         response.rollout_mismatch_mean = means["rollout_mismatch"]
         response.rollout_mismatch_max = means["rollout_mismatch_max"]
     return response
+
+
+def targets_from_proto(request: pb.PublishWeightsRequest) -> list[Target]:
+    """Raises InvalidFieldError for an address that is none and an engine that is named twice."""
+    named: set[str] = set()
+    for index, engine in enumerate(request.engines):
+        check_address(engine.address, f"engines[{index}].address")
+        if engine.engine_id in named:
+            raise InvalidFieldError(f"engines[{index}].engine_id", "is named twice")
+        named.add(engine.engine_id)
+    return [Target(engine.engine_id, engine.address) for engine in request.engines]
 
 
 def publication_to_proto(publication: Publication) -> pb.PublishWeightsResponse:

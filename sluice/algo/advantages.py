@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import torch
 
-from sluice.algo.aggregation import Moments
+from sluice.algo.aggregation import Moments, relative_scores
 from sluice.algo.kl import estimate_kl
 from sluice.algo.losses import check_columns
 from sluice.algo.spec import AdvantageSpec, required_columns
@@ -85,7 +85,6 @@ def generalized_advantages(
     return advantages_T, returns_T
 
 
-STD_EPSILON = 1e-6  # of a group's standard deviation, as GRPO implementations have it
 WHITEN_EPSILON = 1e-8
 
 MergeMoments = Callable[[Moments], Moments]
@@ -124,10 +123,15 @@ class AdvantageColumns:
 
 
 def compute_advantages(
-    rows: Sequence[AdvantageRow], spec: AdvantageSpec, merge: MergeMoments | None = None
+    rows: Sequence[AdvantageRow],
+    spec: AdvantageSpec,
+    merge: MergeMoments | None = None,
+    relative: Sequence[float] | None = None,
 ) -> AdvantageColumns:
-    """Computes the advantages of `rows` (whole groups) as `spec` says.
+    """Computes the advantages of `rows` as `spec` says.
 
+    relative: `relative_scores` of these rows among all of their groups; without it the rows are
+    whole groups.
     merge: given this rank's moments returns those of every rank; called exactly once when
     `spec.whitens` and never otherwise, also on a rank without rows, so it may be a collective.
     A row without trained tokens gets zeros, but its reward counts in its group. A group of one
@@ -139,7 +143,9 @@ def compute_advantages(
         _check_row(row, spec, needed)
     packed = _Packed.of(rows)
     kl_T = _kl_of(packed, spec)
-    scores = _scores(rows, spec, packed.split(kl_T) if spec.has_kl else None)
+    scores = list(relative) if relative is not None else _scores(packed, kl_T, spec)
+    if relative is None and spec.compares_siblings:
+        scores = _relative(rows, scores, spec)
     advantages_T, returns_T = _estimate(packed, scores, kl_T, spec)
     gap_T = _teacher_gap(packed, spec)
     if gap_T is not None:
@@ -190,32 +196,6 @@ class _Packed:
         return torch.zeros(self.mask.shape, dtype=torch.float64)
 
 
-def group_moments(rewards: Sequence[float], group_ids: Sequence[str]) -> dict[str, Moments]:
-    """Returns the moments of the rewards of each group; of disjoint parts of a group they merge."""
-    members: dict[str, FloatList] = {}
-    for reward, group in zip(rewards, group_ids, strict=True):
-        members.setdefault(group, []).append(reward)
-    return {group: Moments.of_values(values) for group, values in members.items()}
-
-
-def group_relative(reward: float, group: Moments, *, scale_by_std: bool) -> float:
-    """GRPO (arXiv 2402.03300): (reward - mean) / (standard deviation + 1e-6); 0 in a group of one.
-
-    Without the scale: Dr.GRPO (arXiv 2503.20783).
-    """
-    centered = reward - group.mean
-    if not scale_by_std or group.count < 2:
-        return centered
-    return centered / (group.standard_deviation + STD_EPSILON)
-
-
-def leave_one_out(reward: float, group: Moments) -> float:
-    """RLOO (arXiv 2402.14740): reward - mean of the others; 0 in a group of one."""
-    if group.count < 2:
-        return 0.0
-    return (reward - group.mean) * group.count / (group.count - 1)
-
-
 def whiten(values_T: torch.Tensor, mask_T: torch.Tensor, moments: Moments) -> torch.Tensor:
     """Returns (value - mean) / standard deviation on trained tokens, 0 on others."""
     scaled_T = (values_T - moments.mean) / (moments.standard_deviation + WHITEN_EPSILON)
@@ -254,44 +234,32 @@ def _teacher_gap(packed: _Packed, spec: AdvantageSpec) -> torch.Tensor | None:
     return torch.where(packed.mask, gap_T, 0.0)
 
 
-def _scores(
-    rows: Sequence[AdvantageRow], spec: AdvantageSpec, kl: Sequence[torch.Tensor] | None
-) -> FloatList:
-    """One number a sample: its reward, relative to its group where the estimator is."""
+def score_rows(rows: Sequence[AdvantageRow], spec: AdvantageSpec) -> FloatList:
+    """Returns one number a sample, before its siblings count: its reward, less the KL it pays.
+
+    Raises MissingColumnError and ValueError naming the sample.
+    """
+    needed = required_columns(spec)
+    for row in rows:
+        _check_row(row, spec, needed)
+    packed = _Packed.of(rows)
+    return _scores(packed, _kl_of(packed, spec), spec)
+
+
+def _scores(packed: _Packed, kl_T: torch.Tensor, spec: AdvantageSpec) -> FloatList:
     if spec.reward_column is None:
-        return [0.0] * len(rows)
-    rewards = [float(row.rewards[spec.reward_column]) for row in rows]
-    if spec.name in ("grpo", "rloo") and kl is not None:  # one score: the whole sample's KL
-        rewards = [r - kl_T.sum().item() for r, kl_T in zip(rewards, kl, strict=True)]
-    if spec.name not in ("grpo", "rloo", "reinforce_plus_plus_baseline"):
-        return rewards
-    ids = [row.group_id for row in rows]
-    episodes = _episode_rewards(rows, rewards)
-    groups = group_moments(list(episodes.values()), [group for group, _ in episodes])
-    if spec.name == "rloo":
-        own = [episodes[_episode_of(row)] for row in rows]
-        return [
-            leave_one_out(e, groups[g]) + (r - e if groups[g].count > 1 else 0.0)
-            for r, e, g in zip(rewards, own, ids, strict=True)
-        ]
-    scaled = spec.name == "grpo" and spec.scale_by_std is not False
-    return [
-        group_relative(r, groups[g], scale_by_std=scaled) for r, g in zip(rewards, ids, strict=True)
-    ]
+        return [0.0] * len(packed.rows)
+    rewards = [float(row.rewards[spec.reward_column]) for row in packed.rows]
+    if spec.name in ("grpo", "rloo") and spec.has_kl:  # one score: the whole sample's KL
+        parts = packed.split(kl_T)
+        rewards = [r - part_T.sum().item() for r, part_T in zip(rewards, parts, strict=True)]
+    return rewards
 
 
-def _episode_of(row: AdvantageRow) -> tuple[str, int | str]:
-    return row.group_id, row.sample_id if row.episode is None else row.episode
-
-
-def _episode_rewards(
-    rows: Sequence[AdvantageRow], rewards: FloatList
-) -> dict[tuple[str, int | str], float]:
-    """Mean reward by episode, so that one of many samples weighs no more in its group."""
-    found: dict[tuple[str, int | str], FloatList] = {}
-    for row, reward in zip(rows, rewards, strict=True):
-        found.setdefault(_episode_of(row), []).append(reward)
-    return {key: math.fsum(values) / len(values) for key, values in found.items()}
+def _relative(rows: Sequence[AdvantageRow], scores: FloatList, spec: AdvantageSpec) -> FloatList:
+    groups = [row.group_id for row in rows]
+    episodes = [row.sample_id if row.episode is None else row.episode for row in rows]
+    return relative_scores(scores, groups, episodes, spec)
 
 
 def _estimate(

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sluice.algo.spec import LossSpec
+from sluice.algo.spec import AdvantageSpec, LossSpec
 
 if TYPE_CHECKING:
     import torch
@@ -100,3 +100,56 @@ class Moments:
     def standard_deviation(self) -> float:
         """Of the population the values were drawn from (n - 1); 0 for fewer than two values."""
         return math.sqrt(self.m2 / (self.count - 1)) if self.count > 1 else 0.0
+
+
+STD_EPSILON = 1e-6  # of a group's standard deviation, as GRPO implementations have it
+
+
+def relative_scores(
+    scores: Sequence[float],
+    group_ids: Sequence[str],
+    episodes: Sequence[int | str],
+    spec: AdvantageSpec,
+) -> list[float]:
+    """Returns the score of each sample relative to its group, of which all samples are given.
+
+    episodes: which of the group's rollouts a sample is of; each counts once, by the mean of its
+    samples. The order of samples does not matter at all, nor where they were scored.
+    """
+    members: dict[str, dict[int | str, list[float]]] = {}
+    for score, group, episode in zip(scores, group_ids, episodes, strict=True):
+        members.setdefault(group, {}).setdefault(episode, []).append(score)
+    means = {
+        group: {episode: math.fsum(own) / len(own) for episode, own in parts.items()}
+        for group, parts in members.items()
+    }
+    groups = {group: Moments.of_values(parts.values()) for group, parts in means.items()}
+    if spec.name == "rloo":
+        own = [means[group][episode] for group, episode in zip(group_ids, episodes, strict=True)]
+        return [
+            leave_one_out(mean, groups[group]) + (score - mean if groups[group].count > 1 else 0.0)
+            for score, mean, group in zip(scores, own, group_ids, strict=True)
+        ]
+    scaled = spec.name == "grpo" and spec.scale_by_std is not False
+    return [
+        group_relative(score, groups[group], scale_by_std=scaled)
+        for score, group in zip(scores, group_ids, strict=True)
+    ]
+
+
+def group_relative(reward: float, group: Moments, *, scale_by_std: bool) -> float:
+    """GRPO (arXiv 2402.03300): (reward - mean) / (standard deviation + 1e-6); 0 in a group of one.
+
+    Without the scale: Dr.GRPO (arXiv 2503.20783).
+    """
+    centered = reward - group.mean
+    if not scale_by_std or group.count < 2:
+        return centered
+    return centered / (group.standard_deviation + STD_EPSILON)
+
+
+def leave_one_out(reward: float, group: Moments) -> float:
+    """RLOO (arXiv 2402.14740): reward - mean of the others; 0 in a group of one."""
+    if group.count < 2:
+        return 0.0
+    return (reward - group.mean) * group.count / (group.count - 1)

@@ -37,6 +37,14 @@ class CollectiveMismatchError(RuntimeError):
         )
 
 
+def is_disconnected(error: Exception) -> bool:
+    """Whether a collective failed because connections of its group broke: it never runs again.
+
+    gloo's errors are RuntimeErrors that name the place in its code.
+    """
+    return isinstance(error, dist.DistError) or "gloo/transport/" in str(error)
+
+
 class CollectiveMonitor:
     """Folds every collective into a hash and compares the hashes of all ranks.
 

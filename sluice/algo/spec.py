@@ -165,6 +165,11 @@ class AdvantageSpec(BaseModel):
         return self.name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
     @property
+    def compares_siblings(self) -> bool:
+        """Whether a sample's advantage depends on the rewards of others of its group."""
+        return self.name in ("grpo", "rloo", "reinforce_plus_plus_baseline")
+
+    @property
     def reward_column(self) -> str | None:
         return None if self.name in ("distillation", "provided") else self.reward or "reward"
 

@@ -11,6 +11,7 @@ import torch
 
 from services.trainer.backends.megatron import cpu, upstream
 from sluice.platform import PlatformError
+from tests.megatron.models import build_checkpoint
 from tests.patience import PATIENCE
 
 CONFINED = """
@@ -52,6 +53,17 @@ assert torch.allclose(model.model.rotary_emb.inv_freq, 10000.0**-exponents)
 print("initialised")
 """
 
+LEAN = """
+import sys
+from pathlib import Path
+from services.trainer.backends.megatron import backend
+from services.trainer.backends.megatron.model import PositionRotary
+from services.trainer.backends.megatron.model_config import read_model
+source = read_model(Path(sys.argv[1]))
+PositionRotary(source.hf_config, backend.torch.device("cpu"))
+print(*(name in sys.modules for name in ("transformers", "transformers.modeling_utils")))
+"""
+
 
 def _run(script: str, *arguments: str) -> str:
     command = [sys.executable, "-W", "ignore", "-c", script, *arguments]
@@ -66,6 +78,11 @@ def test_adaptation_stays_inside_megatron() -> None:
 
 def test_transformers_beside_it_initialises_its_buffers(tmp_path: Path) -> None:
     assert _run(BESIDE_TRANSFORMERS, str(tmp_path)) == "initialised"
+
+
+def test_a_rank_imports_no_models_of_transformers(tmp_path: Path) -> None:
+    """They are a fifth of its start; configurations it needs."""
+    assert _run(LEAN, str(build_checkpoint("qwen3", tmp_path))) == "True False"
 
 
 def test_megatron_must_not_be_imported_before() -> None:

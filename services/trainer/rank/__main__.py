@@ -26,6 +26,7 @@ from sluice import logs, platform
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.api.trainer.v1 import worker_service_pb2_grpc as pb_grpc
 from sluice.config import parse_config, read_yaml
+from sluice.imports import keep_loaded, uncollected
 from sluice.runtime.channel import create_channel
 from sluice.runtime.errors import LoadingError, has_lost_status
 from sluice.runtime.processes import end_with_parent
@@ -69,13 +70,15 @@ def _follow(config: TrainerConfig, stream: ControllerStream) -> int:
         _refuse(stream, error)
         return 2
     try:
-        from services.trainer.rank.executor import Executor
+        with uncollected():
+            from services.trainer.rank.executor import Executor
 
         executor = Executor.load(config)
     except FAILURES as error:
         logger.error("the model cannot be loaded", exc_info=error)
         _refuse(stream, error)
         return 1
+    keep_loaded()
     stream.set_activity("")
     stream.send(pb.FollowRequest(ready=executor.describe()))
     for command in stream.commands():

@@ -22,11 +22,17 @@ from services.trainer.backend import (
     create_backend,
 )
 from services.trainer.config import TrainerConfig
-from services.trainer.errors import CheckpointDamagedError, CheckpointMismatchError, disk_errors
+from services.trainer.errors import (
+    CheckpointDamagedError,
+    CheckpointMismatchError,
+    RanksPartedError,
+    disk_errors,
+)
 from services.trainer.rank import FAILURES
-from services.trainer.rank.table import RowTable, add_advantages
+from services.trainer.rank.table import RowTable, add_advantages, report_scores
 from services.trainer.rows import RowLimits
 from sluice import faults, platform
+from sluice.algo.collectives import is_disconnected
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.durable import scratch
@@ -68,6 +74,7 @@ class Executor:
     ) -> None:
         self._backend, self._blobs, self._table = backend, blobs, table
         self._publisher = publisher
+        self._relative_scores: list[float] = []  # of the rows of the batch that they were asked for
 
     @classmethod
     def load(cls, config: TrainerConfig) -> Executor:
@@ -110,7 +117,8 @@ class Executor:
         except FAILURES as error:  # the rank is fit for the next command
             logger.error("%s failed", name, exc_info=error)
             message = f"{type(error).__name__} in {name}: {error}"
-            result.error.CopyFrom(ServiceError(message).to_status())
+            kind = RanksPartedError if is_disconnected(error) else ServiceError
+            result.error.CopyFrom(kind(message).to_status())
         return result
 
     def _add_rows(self, command: pb.AddRows, result: pb.CommandResult) -> None:
@@ -159,8 +167,15 @@ class Executor:
         total.weight = result.sums.token_count
 
     def _compute_advantages(self, command: pb.AdvantagesCommand, result: pb.CommandResult) -> None:
-        spec = advantage_from_proto(command.advantage)
-        add_advantages(self._table.rows(command.batch_id), spec, command, result)
+        spec, rows = advantage_from_proto(command.advantage), self._table.rows(command.batch_id)
+        if command.scores_only:
+            self._relative_scores.clear()
+            report_scores(rows, spec, result)
+        elif command.HasField("relative"):
+            self._relative_scores.extend(command.relative.scores)
+        else:
+            given = self._relative_scores if spec.compares_siblings else []
+            add_advantages(rows, spec, command, result, given or None)
 
     def _forward_backward(self, command: pb.GradientsCommand, result: pb.CommandResult) -> None:
         micro_batches = self._table.micro_batches(command.batch_id, command.micro_batches)

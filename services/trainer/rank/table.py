@@ -14,7 +14,12 @@ from services.trainer.backend import (
     Row,
 )
 from services.trainer.rows import RowLimits, blob_errors, read_rows
-from sluice.algo.advantages import AdvantageColumns, AdvantageRow, compute_advantages
+from sluice.algo.advantages import (
+    AdvantageColumns,
+    AdvantageRow,
+    compute_advantages,
+    score_rows,
+)
 from sluice.algo.aggregation import Moments
 from sluice.algo.spec import AdvantageSpec
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
@@ -161,13 +166,20 @@ def add_advantages(
     spec: AdvantageSpec,
     command: pb.AdvantagesCommand,
     result: pb.CommandResult,
+    relative: Sequence[float] | None = None,
 ) -> None:
-    """Add the columns, or answer with the moments that whitening needs of every rank."""
+    """Add the columns, or answer with the moments that whitening needs of every rank.
+
+    relative: the scores of these rows among their siblings on all ranks; without it the rows
+    are whole groups.
+    """
     order = sorted(rows)
     inputs = [_input(rows[position]) for position in order]
     given = command.moments
     whole = Moments(given.count, given.mean, given.m2) if command.HasField("moments") else None
-    advantages = compute_advantages(inputs, spec, lambda own: own if whole is None else whole)
+    advantages = compute_advantages(
+        inputs, spec, lambda own: own if whole is None else whole, relative
+    )
     result.advantages.moments.count = advantages.moments.count
     result.advantages.moments.mean = advantages.moments.mean
     result.advantages.moments.m2 = advantages.moments.m2
@@ -179,6 +191,15 @@ def add_advantages(
             rows[position].columns["returns"] = advantages.returns[index]
     result.advantages.has_returns = advantages.returns is not None
     _report(rows, order, spec, advantages, result)
+
+
+def report_scores(rows: dict[int, OwnedRow], spec: AdvantageSpec, result: pb.CommandResult) -> None:
+    """Answer with what siblings on other ranks are compared with."""
+    order = sorted(rows)
+    inputs = [_input(rows[position]) for position in order]
+    result.advantages.scores.extend(score_rows(inputs, spec))
+    if any(row.episode is not None for row in inputs):
+        result.advantages.episodes.extend(row.episode or 0 for row in inputs)
 
 
 def _input(row: OwnedRow) -> AdvantageRow:

@@ -92,6 +92,25 @@ async def test_bad_checkpoint_names_are_refused_before_there_is_an_operation(
         assert_is(error, INVALID, "INVALID_FIELD", field="checkpoint")
 
 
+async def test_engines_of_a_publication_are_refused_before_there_is_an_operation(
+    client: TrainerClient,
+) -> None:
+    engine = {"engine_id": "a", "address": "127.0.0.1:9"}
+
+    async def publish(*engines: dict[str, str]) -> RemoteError:
+        request = pb.PublishWeightsRequest(engines=list(engines))
+        return await refusal(client.stub.PublishWeights(request))
+
+    many = ({**engine, "engine_id": f"engine-{index}"} for index in range(5000))
+    error = await publish(*many)
+    assert_is(error, INVALID, "INVALID_FIELD", field="engines", setting="transfer.max_engines")
+    error = await publish(engine, {**engine, "address": "/tmp/engine"})
+    assert_is(error, INVALID, "INVALID_FIELD", field="engines[1].address")
+    error = await publish(engine, engine)
+    assert_is(error, INVALID, "INVALID_FIELD", field="engines[1].engine_id")
+    assert_is(await publish(engine), PRECONDITION, "TRANSFER_DISABLED")
+
+
 async def test_plans_and_uploads_are_bounded(client: TrainerClient) -> None:
     plans: tuple[tuple[dict[str, Any], str], ...] = (
         ({"bare_rows": [{"length": 1}], "micro_batch_multiple": 2**31 - 1}, "micro_batch_multiple"),

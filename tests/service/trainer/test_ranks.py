@@ -1,4 +1,4 @@
-"""Two data-parallel ranks: the numbers of one, and what happens when one stops or dies.
+"""Two and four data-parallel ranks: the numbers of one, and what happens when one stops or dies.
 
 The tests share one trainer and run in order: each but the last leaves it active.
 """
@@ -9,6 +9,7 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -31,6 +32,7 @@ from tests.service.trainer.harness import (
     until,
     upload,
 )
+from tools.fault_network import part_processes
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
@@ -65,44 +67,61 @@ async def both(pair: RunningTrainer) -> AsyncIterator[TrainerClient]:
                 await client.delete_batch(batch)
 
 
-async def test_two_ranks_equal_one(client: TrainerClient, both: TrainerClient) -> None:
-    """Also: a checkpoint of one rank loads into two."""
-    await client.save_checkpoint("for-two")
-    await both.load_checkpoint("checkpoints/for-two")
-    assert (await both.get()).layout.data == 2
+@pytest.fixture(scope="module")
+def quartet(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, trainer: RunningTrainer
+) -> Iterator[RunningTrainer]:
+    """Four ranks that share the store of the session's trainer."""
+    settings = {"store": str(trainer.store), "name": "quartet", "ranks": {"count": 4}}
+    with running_trainer(tmp_path_factory.mktemp("quartet"), model, **settings) as running:
+        yield running
+
+
+async def numbers(client: TrainerClient, spec: AdvantageSpec) -> dict[str, Any]:
+    """All that a step says: columns, loss, gradient norm and the weights after it."""
     samples = make_groups("dp", count=5, seed=77)
-    white = AdvantageSpec(name="reinforce_plus_plus")
-    found = []
-    for each in (client, both):
-        response = await each.upload_batch("dp", len(samples), samples=samples)
-        scored = await each.compute_logprobs(response.batch)
-        scalars = await each.compute_advantages(response.batch, white)
-        columns = await each.get_columns(response.batch, ["advantages", "old_logprobs"])
-        step = (await each.get()).step
-        passed = await each.forward_backward(
-            response.batch, PPO, expected_step=step, part_id="whole"
-        )
-        stepped = await each.step_optimizer(step, ["whole"])
-        after = await each.compute_logprobs(response.batch)
-        found.append(
-            {
-                "mean": scored.mean,
-                "mismatch": scored.rollout_mismatch_mean,
-                "reward": scalars.reward_mean,
-                "advantage": scalars.advantage_abs_mean,
-                "loss": passed.loss,
-                "tokens": passed.token_count,
-                "ratio": passed.metrics["ratio"],
-                "norm": stepped.grad_norm,
-                "after": after.mean,
-                "columns": np.concatenate(
-                    [row[name] for row in columns.values() for name in sorted(row)]
-                ),
-            }
-        )
-    one, two = found
-    np.testing.assert_allclose(two.pop("columns"), one.pop("columns"), atol=1e-5)
-    assert two == pytest.approx(one, rel=1e-5)
+    response = await client.upload_batch("dp", len(samples), samples=samples)
+    scored = await client.compute_logprobs(response.batch)
+    scalars = await client.compute_advantages(response.batch, spec)
+    columns = await client.get_columns(response.batch, ["advantages", "old_logprobs"])
+    step = (await client.get()).step
+    passed = await client.forward_backward(response.batch, PPO, expected_step=step, part_id="whole")
+    stepped = await client.step_optimizer(step, ["whole"])
+    after = await client.compute_logprobs(response.batch)
+    await client.delete_batch(response.batch)
+    return {
+        "mean": scored.mean,
+        "mismatch": scored.rollout_mismatch_mean,
+        "reward": scalars.reward_mean,
+        "advantage": scalars.advantage_abs_mean,
+        "silent": scalars.silent_group_count,
+        "loss": passed.loss,
+        "tokens": passed.token_count,
+        "ratio": passed.metrics["ratio"],
+        "norm": stepped.grad_norm,
+        "after": after.mean,
+        "columns": np.concatenate([row[name] for row in columns.values() for name in sorted(row)]),
+    }
+
+
+async def test_two_and_four_ranks_equal_one(
+    client: TrainerClient, both: TrainerClient, quartet: RunningTrainer
+) -> None:
+    """Also: a checkpoint of one rank loads into two and four. Siblings lie on several ranks."""
+    await client.save_checkpoint("for-all")
+    async with quartet.client() as four:
+        await until(four, lambda now: now.state == ACTIVE)
+        for each, size in ((both, 2), (four, 4)):
+            await each.load_checkpoint("checkpoints/for-all")
+            assert (await each.get()).layout.data == size
+        for name in ("reinforce_plus_plus", "grpo", "rloo", "reinforce_plus_plus_baseline"):
+            one = await numbers(client, AdvantageSpec(name=name))
+            expected = one.pop("columns")
+            for each in (both, four):
+                found = await numbers(each, AdvantageSpec(name=name))
+                np.testing.assert_allclose(found.pop("columns"), expected, atol=1e-5)
+                # a loss is what terms of size 1 leave of each other: float32 rounds those
+                assert found == pytest.approx(one, rel=1e-5, abs=1e-6), name
 
 
 async def test_both_ranks_hold_rows_and_publish_one_version(both: TrainerClient) -> None:
@@ -194,6 +213,24 @@ async def test_a_killed_rank_is_reported_and_the_group_restarts(both: TrainerCli
         await both.forward_backward(batch, PPO, expected_step=saved.step, part_id="again")
     await both.compute_advantages(batch, AdvantageSpec(name="grpo"))
     assert (await train_step(both, batch)) == expected, "the same step again, to the bit"
+
+
+async def test_ranks_that_are_cut_from_each_other_are_lost(both: TrainerClient) -> None:
+    """A caller hears what it hears of a rank that died, and goes back; nothing is left broken."""
+    batch = await upload(both, "cut", make_groups("cut", count=4, seed=9))
+    before = await until(both, lambda now: now.state == ACTIVE)
+    undo = part_processes(*(rank.process_id for rank in before.ranks), "cut")
+    assert undo is not None
+    with pytest.raises(RemoteError) as caught:
+        await train_step(both, batch)
+    undo()
+    assert (caught.value.code, caught.value.reason) == (UNAVAILABLE, "RANK_LOST")
+    await until(
+        both,
+        lambda now: now.state == ACTIVE and now.restart_count == before.restart_count + 1,
+    )
+    await both.compute_advantages(batch, AdvantageSpec(name="grpo"))
+    await train_step(both, batch)
 
 
 async def test_ranks_die_with_the_front(pair: RunningTrainer) -> None:

@@ -16,9 +16,11 @@ from sluice.algo.spec import LossSpec
 from sluice.config import parse_config
 from tests.contract.training_backend.cases import (
     PPO,
+    VOCABULARY,
     Model,
     Oracle,
     build_model,
+    make_row,
     ragged_rows,
     relative_distance,
 )
@@ -54,6 +56,30 @@ def test_every_gradient_equals_autograd(model: Model, tmp_path: Path) -> None:
         reference = expected[name]
         assert reference is not None
         assert relative_distance(gradient, reference) < 1e-4, name
+
+
+def test_gradients_of_long_rows_equal_autograd_in_float64(model: Model, tmp_path: Path) -> None:
+    """Siblings of one length and others, behind a shorter and behind a longer prompt."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(VOCABULARY, (count,), generator=generator).tolist()
+
+    short, long = draw(40), draw(700)
+    rows = [make_row(f"s/{i}", short, draw(n), seed=i) for i, n in enumerate((600, 600, 560, 90))]
+    rows += [make_row(f"l/{i}", long, draw(n), seed=9 + i) for i, n in enumerate((610, 540, 70))]
+    backend, oracle = start(model, tmp_path), Oracle(model.load().double())
+    backend.forward_backward([rows], PPO)
+    oracle.ppo_loss(rows).backward()
+    expected = {name: p.grad for name, p in oracle.model.named_parameters()}
+    for name, gradient in gradients(backend).items():
+        reference = expected[name]
+        assert reference is not None
+        assert relative_distance(gradient.double(), reference) < 1e-4, name
+    found = backend.compute_logprobs([rows], model="policy", temperature=1.0)
+    for row in rows:
+        logprobs = oracle.logprobs(row).detach()
+        torch.testing.assert_close(found[row.sample_id].double(), logprobs, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("loss", [PPO, BONUS])

@@ -18,7 +18,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from services.trainer.backends.megatron.attention import PackAttention
 from services.trainer.backends.megatron.config import MegatronConfig
@@ -61,6 +61,18 @@ class RotaryScalingError(ValueError):
     """The model scales its rotary embedding in a way that is not supported."""
 
 
+def plain_frequencies(hf_config: Any) -> tuple[torch.Tensor, float]:
+    """Those of a rotary embedding without scaling, which transformers keeps with each model.
+
+    Importing one of its models would cost a rank a fifth of its start, for this line.
+    """
+    size = getattr(hf_config, "head_dim", None) or (
+        hf_config.hidden_size // hf_config.num_attention_heads
+    )
+    exponents = torch.arange(0, size, 2, dtype=torch.float) / size
+    return 1.0 / hf_config.rope_parameters["rope_theta"] ** exponents, 1.0
+
+
 class PositionRotary(torch.nn.Module):
     """Angles for given positions, with the inverse frequencies that transformers computes.
 
@@ -70,14 +82,16 @@ class PositionRotary(torch.nn.Module):
 
     def __init__(self, hf_config: Any, device: torch.device) -> None:
         super().__init__()
-        reference = LlamaRotaryEmbedding(hf_config)
-        if reference.rope_type not in SUPPORTED:
+        rope_type = hf_config.rope_parameters["rope_type"]
+        if rope_type not in SUPPORTED:
             raise RotaryScalingError(
-                f"rope_type {reference.rope_type!r} is not one of {', '.join(SUPPORTED)}"
+                f"rope_type {rope_type!r} is not one of {', '.join(SUPPORTED)}"
             )
-        self.attention_scaling = float(reference.attention_scaling)
+        start = plain_frequencies if rope_type == "default" else ROPE_INIT_FUNCTIONS[rope_type]
+        frequencies, scaling = start(hf_config)
+        self.attention_scaling = float(scaling)
         # Not a buffer: a cast of the model to bfloat16 must leave it alone.
-        self.frequencies = reference.inv_freq.to(device=device, dtype=torch.float32)
+        self.frequencies = frequencies.to(device=device, dtype=torch.float32)
 
     def forward(
         self, position_ids: torch.Tensor, mrope_section: object = None, cp_group: object = None

@@ -27,7 +27,7 @@ from services.trainer.backend import (
     StepOutcome,
     TrainingBackend,
 )
-from services.trainer.backends.reference.model import ScoredModel
+from services.trainer.backends.reference.model import ScoredModel, split_rows
 from services.trainer.config import OptimConfig, TrainerConfig
 from sluice import platform
 from sluice.algo.collectives import create_collectives
@@ -71,9 +71,7 @@ class ReferenceBackend(TrainingBackend):
     ) -> dict[str, torch.Tensor]:
         scored = self._policy if model == "policy" else self._load_reference()
         logprobs: dict[str, torch.Tensor] = {}
-        for rows in micro_batches:
-            if not rows:
-                continue
+        for rows in self._passes(micro_batches):
             with self._precision():
                 logprobs_T, _ = scored.score(rows, temperature=temperature, entropy="off")
             parts = logprobs_T.float().cpu().split([row.response_length for row in rows])
@@ -83,9 +81,7 @@ class ReferenceBackend(TrainingBackend):
     @torch.no_grad()
     def compute_values(self, micro_batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
         values: dict[str, torch.Tensor] = {}
-        for rows in micro_batches:
-            if not rows:
-                continue
+        for rows in self._passes(micro_batches):
             with self._precision():
                 values_T = self._policy.value(rows).cpu()
             parts = values_T.split([row.response_length for row in rows])
@@ -95,9 +91,7 @@ class ReferenceBackend(TrainingBackend):
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: LossSpec) -> PassSums:
         total, tokens = 0.0, 0
         sums: dict[str, tuple[float, float]] = {}
-        for rows in micro_batches:
-            if not rows:
-                continue
+        for rows in self._passes(micro_batches):
             outputs_T, entropy_T = self._run(rows, loss)
             terms = compute_loss(pack_rows(rows, loss, outputs_T, entropy_T), loss)
             terms.loss.backward()
@@ -129,6 +123,12 @@ class ReferenceBackend(TrainingBackend):
 
     def close(self) -> None:
         self._reference = None
+
+    def _passes(self, micro_batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
+        """Micro-batches fill an accelerator; a processor is filled by less, within less memory."""
+        for rows in micro_batches:
+            if rows:
+                yield from split_rows(rows) if self._device.type == "cpu" else [rows]
 
     def _run(self, rows: MicroBatch, loss: LossSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probs and entropy, or values and none, float32[R]."""

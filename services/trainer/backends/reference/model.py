@@ -1,8 +1,10 @@
 """A transformers model over packed rows: the pack, attention over it, log-probs and values.
 
-Rows are packed into one sequence in which every distinct prompt of a group stands once: first the
-prompts, then the responses without their last tokens, which predict nothing. Attention, plugged
-into transformers by name, runs over padded buckets of like lengths, all else over the pack.
+Rows are packed into one sequence in which every distinct prompt of a group stands once, followed by
+its longest response; the other responses stand apart, all without their last tokens, which predict
+nothing. Attention, plugged into transformers by name, runs over buckets of like lengths, padded
+where these are short, all else over the pack. No mask has more rows than LONG_TOKENS: long rows are
+attended causally, their prompt included, or block by block where the prompt is longer still.
 """
 
 from __future__ import annotations
@@ -34,6 +36,9 @@ from sluice.algo.logprobs import EntropyMode, linear_logprobs, token_logprobs
 
 IMPLEMENTATION = "sluice_shared_prompt"
 CLUSTER_TOKENS = 64  # siblings' tokens that share one attention call: fills a tile of the kernel
+PASS_TOKENS = 4096  # more at once are no faster on a processor: larger tensors are mapped anew
+AGAIN_FACTOR = 32  # a prompt is encoded again where a pass has so many times its tokens
+LONG_TOKENS = 512  # longer runs are attended without padding, longer masks cut into blocks
 # Their attention is the plain one, of queries, keys, values and a scale.
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 MAX_LOGITS = 1 << 26  # entries in memory at once; larger passes make them in chunks, twice
@@ -78,17 +83,45 @@ def _attend_bucket(
         picked = heads.index_select(1, index)
         return picked.view(len(heads), bucket.count, length, -1).transpose(0, 1)
 
-    out = scaled_dot_product_attention(
-        gather(query, bucket.queries, bucket.query_length),
-        gather(key, bucket.keys, bucket.key_length),
-        gather(value, bucket.keys, bucket.key_length),
-        attn_mask=bucket.mask,
-        is_causal=bucket.mask is None,
-        scale=scaling,
-        enable_gqa=len(query) != len(key),
-    )
+    queries = gather(query, bucket.queries, bucket.query_length)
+    keys = gather(key, bucket.keys, bucket.key_length)
+    values = gather(value, bucket.keys, bucket.key_length)
+    options: Any = {"scale": scaling, "enable_gqa": len(query) != len(key)}
+    if bucket.mask is not None:
+        out = scaled_dot_product_attention(queries, keys, values, attn_mask=bucket.mask, **options)
+    elif bucket.query_length == bucket.key_length:
+        out = scaled_dot_product_attention(queries, keys, values, is_causal=True, **options)
+    else:
+        out = _attend_tail(queries, keys, values, options)
     flat = out.transpose(1, 2).flatten(0, 1)
     return flat if bucket.kept is None else flat.index_select(0, bucket.kept)
+
+
+def _attend_tail(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Any
+) -> torch.Tensor:
+    """Causal attention of [N, heads, R, D] that stand at the end of K > R keys and values.
+
+    Its blocks of queries share one mask, of which each sees the end.
+    """
+    length, total = query.shape[2], key.shape[2]
+    block = min(LONG_TOKENS, length)
+    mask = query.new_zeros(block, total)
+    mask[:, total - block :] = query.new_full((block, block), -torch.inf).triu_(1)
+    outputs = []
+    for left in range((length - 1) // block * block, -1, -block):  # queries behind the block
+        stop = length - left
+        start, seen = max(0, stop - block), total - left
+        outputs.append(
+            scaled_dot_product_attention(
+                query[:, :, start:stop],
+                key[:, :, :seen],
+                value[:, :, :seen],
+                attn_mask=mask[block - (stop - start) :, left:],
+                **options,
+            )
+        )
+    return torch.cat(outputs, dim=2)
 
 
 AttentionInterface.register(IMPLEMENTATION, attend)
@@ -186,11 +219,12 @@ def errors_only() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PromptBucket:
-    """Prompts, or clusters of siblings, whose attention runs as one padded batch of N.
+    """Runs, or clusters of siblings, whose attention is one padded batch of N.
 
     queries: int64[N * R], keys: int64[N * K], positions in the pack (padding stands at 0 and
-    is never seen). mask: bool[R, K] or [N, 1, R, K], None for plain causal attention.
-    kept: int64, the real ones among the N * R outputs, in the order of the pack; None for all.
+    is never seen). mask: bool[R, K] or [N, 1, R, K]; None where the queries are the last R keys
+    and each sees those up to its own. kept: int64, those among the N * R outputs that are of the
+    bucket, in the order of the pack; None for all.
     """
 
     count: int
@@ -262,26 +296,30 @@ class _Table:
 
 @dataclass(frozen=True)
 class _Spans:
-    """Runs of the pack that attend together; int64[N] each.
+    """Stretches of the pack that are attended together; int64[N] each.
 
-    A prompt has no `before_*`; a cluster of siblings follows the prompt found there.
+    A run is a prompt and its longest response, and has nothing before it; a cluster is one or more
+    responses that follow the prompt found in `before_*`.
     """
 
     starts: np.ndarray
     lengths: np.ndarray
-    before_starts: np.ndarray | None = None
-    before_lengths: np.ndarray | None = None
+    before_starts: np.ndarray
+    before_lengths: np.ndarray
+
+    @property
+    def causal(self) -> np.ndarray:
+        """bool[N], where queries of the prompt are made again: cheaper than what a mask hides."""
+        long = (self.lengths > CLUSTER_TOKENS) & (self.before_lengths <= self.lengths)
+        return long | (self.before_lengths == 0)
 
     def size_classes(self) -> np.ndarray:
-        """Equal where lengths have the same power of two: padding at most doubles them."""
-        classes = np.frexp(self.lengths)[1].astype(np.int64)
-        if self.before_lengths is not None:
-            classes += np.frexp(self.before_lengths)[1].astype(np.int64) << 32
-        return classes
+        """Equal where one batch is made of them."""
+        before = _size_class(self.before_lengths) << 32
+        apart = _size_class(self.lengths) + before
+        return np.where(self.causal, _size_class(self.before_lengths + self.lengths), apart)
 
     def pick(self, index: np.ndarray) -> _Spans:
-        if self.before_starts is None or self.before_lengths is None:
-            return _Spans(self.starts[index], self.lengths[index])
         return _Spans(
             self.starts[index],
             self.lengths[index],
@@ -290,45 +328,42 @@ class _Spans:
         )
 
 
+def _size_class(lengths: np.ndarray) -> np.ndarray:
+    """The power of two, so that padding at most doubles them; of long ones the length itself."""
+    return np.where(lengths > LONG_TOKENS, lengths, np.frexp(lengths)[1])
+
+
 def pack(rows: Sequence[Row]) -> PackedLayout:
     """Lays out at least one row; rows of one group with equal prompts share them."""
     table, leaders = _tabulate(rows)
-    prompt_lengths = table.prompt_lengths[leaders]
-    prompt_order = np.argsort(np.frexp(prompt_lengths)[1], kind="stable")
-    prompt_starts = np.empty_like(prompt_lengths)
-    prompt_starts[prompt_order] = _starts(prompt_lengths[prompt_order])
-    clusters = _clusters(table, prompt_lengths)
-    row_order = np.array([row for cluster in clusters for row in cluster], dtype=np.int64)
-    row_starts = np.zeros(len(rows), dtype=np.int64)
-    inner = table.inner[row_order]
-    row_starts[row_order] = prompt_lengths.sum() + _starts(inner)
-
-    source = np.concatenate(
-        [
-            _ranges(table.offsets[leaders][prompt_order], prompt_lengths[prompt_order]),
-            _ranges((table.offsets + table.prompt_lengths)[row_order], inner),
-        ]
-    )
-    positions = np.concatenate(
-        [
-            _ranges(np.zeros_like(prompt_order), prompt_lengths[prompt_order]),
-            _ranges(table.prompt_lengths[row_order], inner),
-        ]
-    )
-    sizes = np.concatenate([prompt_lengths[prompt_order], inner])
-    prompts = _Spans(prompt_starts[prompt_order], prompt_lengths[prompt_order])
+    clusters = [*([leader] for leader in leaders.tolist()), *_clusters(table, leaders)]
     heads = np.array([cluster[0] for cluster in clusters], dtype=np.int64)
-    siblings = _Spans(
-        row_starts[heads],
-        np.array([table.inner[cluster].sum() for cluster in clusters], dtype=np.int64),
-        prompt_starts[table.prompt_of[heads]],
-        table.prompt_lengths[heads],
+    prompts = table.prompt_lengths[heads]
+    lengths = np.array([table.inner[cluster].sum() for cluster in clusters], dtype=np.int64)
+    runs = np.arange(len(clusters)) < len(leaders)
+    spans = _Spans(
+        np.empty_like(prompts),
+        lengths + np.where(runs, prompts, 0),
+        np.empty_like(prompts),
+        np.where(runs, 0, prompts),
     )
-    owners = np.repeat(np.arange(len(sizes)), sizes)
+    order = np.argsort(spans.size_classes(), kind="stable")
+    spans.starts[order] = _starts(spans.lengths[order])
+    prompt_starts = spans.starts[: len(leaders)]
+    spans.before_starts[:] = prompt_starts[table.prompt_of[heads]]
+
+    row_order = np.array([row for place in order for row in clusters[place]], dtype=np.int64)
+    skipped = table.prompt_lengths.copy()  # tokens of each row that stand elsewhere
+    skipped[leaders] = 0
+    sizes = (table.prompt_lengths + table.inner - skipped)[row_order]
+    row_starts = np.zeros(len(rows), dtype=np.int64)
+    row_starts[row_order] = _starts(sizes) + (table.prompt_lengths - skipped)[row_order]
+    source = _ranges((table.offsets + skipped)[row_order], sizes)
+    owners = np.repeat(row_order, sizes)
     return PackedLayout(
         token_ids=torch.from_numpy(table.tokens[source]),
-        position_ids=torch.from_numpy(positions),
-        buckets=(*_buckets(prompts, owners), *_buckets(siblings, owners)),
+        position_ids=torch.from_numpy(_ranges(skipped[row_order], sizes)),
+        buckets=tuple(_buckets(spans.pick(order), owners)),
         predictors=torch.from_numpy(_predictors(table, prompt_starts, row_starts)),
         targets=torch.from_numpy(
             table.tokens[_ranges(table.offsets + table.prompt_lengths, table.responses)]
@@ -337,8 +372,33 @@ def pack(rows: Sequence[Row]) -> PackedLayout:
     )
 
 
+def split_rows(rows: MicroBatch) -> Iterator[list[Row]]:
+    """Cuts rows into passes that end where they have PASS_TOKENS; siblings follow one another.
+
+    Groups are cut only where their prompts, encoded again, are little beside a pass.
+    """
+    if sum(len(row.token_ids) for row in rows) <= PASS_TOKENS:
+        yield list(rows)
+        return
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.group_id, []).append(row)
+    part: list[Row] = []
+    tokens = 0
+    for siblings in groups.values():
+        for row in siblings:
+            cheap = row is siblings[0] or row.prompt_length * AGAIN_FACTOR <= PASS_TOKENS
+            if tokens >= PASS_TOKENS and cheap:
+                yield part
+                part, tokens = [], 0
+            part.append(row)
+            shared = len(part) > 1 and part[-2].group_id == row.group_id
+            tokens += row.response_length if shared else len(row.token_ids)
+    yield part
+
+
 def _tabulate(rows: Sequence[Row]) -> tuple[_Table, np.ndarray]:
-    """The rows as columns, and for each distinct prompt a row that has it."""
+    """The rows as columns, and for each distinct prompt the longest row that has it."""
     tokens = torch.cat([row.token_ids for row in rows]).numpy()
     lengths = np.array([row.token_ids.shape[0] for row in rows], dtype=np.int64)
     prompts = np.array([row.prompt_length for row in rows], dtype=np.int64)
@@ -351,34 +411,33 @@ def _tabulate(rows: Sequence[Row]) -> tuple[_Table, np.ndarray]:
         if key not in seen:
             seen[key] = len(leaders)
             leaders.append(index)
-        prompt_of[index] = seen[key]
+        prompt_of[index] = place = seen[key]
+        if lengths[index] > lengths[leaders[place]]:
+            leaders[place] = index
     table = _Table(tokens, offsets, prompts, lengths - prompts, prompt_of)
     return table, np.array(leaders, dtype=np.int64)
 
 
-def _clusters(table: _Table, prompt_lengths: np.ndarray) -> list[list[int]]:
-    """Siblings in runs of at most CLUSTER_TOKENS tokens, longer ones alone; like sizes together."""
+def _clusters(table: _Table, leaders: np.ndarray) -> list[list[int]]:
+    """The other siblings in runs of at most CLUSTER_TOKENS tokens, longer ones alone."""
     clusters: list[list[int]] = []
     sizes: list[int] = []
     open_clusters: dict[int, int] = {}
-    inner = table.inner.tolist()
-    for row, prompt in enumerate(table.prompt_of.tolist()):
-        if not inner[row]:
+    inner = table.inner
+    inner[leaders] = 0
+    for row, (prompt, size) in enumerate(
+        zip(table.prompt_of.tolist(), inner.tolist(), strict=True)
+    ):
+        if not size:
             continue
         place = open_clusters.get(prompt)
-        if place is None or sizes[place] + inner[row] > CLUSTER_TOKENS:
+        if place is None or sizes[place] + size > CLUSTER_TOKENS:
             place = open_clusters[prompt] = len(clusters)
             clusters.append([])
             sizes.append(0)
         clusters[place].append(row)
-        sizes[place] += inner[row]
-    spans = _Spans(
-        np.empty(0, dtype=np.int64),
-        np.array(sizes, dtype=np.int64),
-        np.empty(0, dtype=np.int64),
-        np.array([table.prompt_lengths[cluster[0]] for cluster in clusters], dtype=np.int64),
-    )
-    return [clusters[place] for place in np.argsort(spans.size_classes(), kind="stable")]
+        sizes[place] += size
+    return clusters
 
 
 def _predictors(table: _Table, prompt_starts: np.ndarray, row_starts: np.ndarray) -> np.ndarray:
@@ -391,36 +450,48 @@ def _predictors(table: _Table, prompt_starts: np.ndarray, row_starts: np.ndarray
 
 def _buckets(spans: _Spans, owners: np.ndarray) -> Iterator[PromptBucket]:
     """Spans follow one another in the pack, sorted by size class."""
-    classes = spans.size_classes()
-    edges = np.flatnonzero(np.diff(classes)) + 1
-    for index in np.split(np.arange(len(classes)), edges):
-        if len(index):
-            yield _bucket(spans.pick(index), owners)
+    edges = np.flatnonzero(np.diff(spans.size_classes())) + 1
+    for index in np.split(np.arange(len(spans.starts)), edges):
+        picked = spans.pick(index)
+        yield _causal_bucket(picked) if picked.causal[0] else _prompt_bucket(picked, owners)
 
 
-def _bucket(spans: _Spans, owners: np.ndarray) -> PromptBucket:
+def _causal_bucket(spans: _Spans) -> PromptBucket:
+    """Every span behind its prompt, if it has one apart, and attended from that on."""
+    ends = spans.before_lengths + spans.lengths
+    longest = int(ends.max())
+    places = np.arange(longest)
+    before = places < spans.before_lengths[:, None]
+    own = ~before & (places < ends[:, None])
+    shifted = spans.starts - spans.before_lengths
+    positions = np.where(before, spans.before_starts[:, None], shifted[:, None]) + places
+    # Padding stands behind the real tokens, where causal attention does not look.
+    index = torch.from_numpy(np.where(before | own, positions, 0).reshape(-1))
+    kept = None if own.all() else torch.from_numpy(np.flatnonzero(own))
+    return PromptBucket(len(ends), longest, longest, index, index, None, kept)
+
+
+def _prompt_bucket(spans: _Spans, owners: np.ndarray) -> PromptBucket:
+    """Every span sees its whole prompt, and of itself each row its own."""
     count, longest = len(spans.starts), int(spans.lengths.max())
-    own, own_real = _padded(spans.starts, spans.lengths, longest)
-    queries = torch.from_numpy(own.reshape(-1))
-    kept = None if own_real.all() else torch.from_numpy(np.flatnonzero(own_real))
-    if spans.before_starts is None or spans.before_lengths is None:
-        # Padding stands behind the real tokens, where causal attention does not look.
-        return PromptBucket(count, longest, longest, queries, queries, None, kept)
     longest_prompt = int(spans.before_lengths.max())
+    own, own_real = _padded(spans.starts, spans.lengths, longest)
     prompt, prompt_real = _padded(spans.before_starts, spans.before_lengths, longest_prompt)
-    owner = np.where(own_real, owners[own], -1)
-    seen_own = (owner[:, :, None] == owner[:, None, :]) & np.tri(longest, dtype=np.bool_)
-    seen_prompt = np.broadcast_to(prompt_real[:, None], (count, longest, longest_prompt))
-    mask = np.concatenate([seen_prompt, seen_own], axis=2)
-    shared = bool((mask == mask[0]).all())
+    mask: np.ndarray | None = None
+    if longest <= LONG_TOKENS:  # else of equal length each, as are their prompts
+        owner = np.where(own_real, owners[own], -1)
+        seen_own = (owner[:, :, None] == owner[:, None, :]) & np.tri(longest, dtype=np.bool_)
+        seen_prompt = np.broadcast_to(prompt_real[:, None], (count, longest, longest_prompt))
+        mask = np.concatenate([seen_prompt, seen_own], axis=2)
+        mask = mask[0] if (mask == mask[0]).all() else mask[:, None]
     return PromptBucket(
         count,
         longest,
         longest_prompt + longest,
-        queries,
+        torch.from_numpy(own.reshape(-1)),
         torch.from_numpy(np.concatenate([prompt, own], axis=1).reshape(-1)),
-        torch.from_numpy(mask[0] if shared else mask[:, None]),
-        kept,
+        None if mask is None else torch.from_numpy(mask),
+        None if own_real.all() else torch.from_numpy(np.flatnonzero(own_real)),
     )
 
 

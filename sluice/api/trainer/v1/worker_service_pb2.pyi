@@ -98,14 +98,18 @@ class CheckpointFile(_message.Message):
     def __init__(self, name: _Optional[str] = ..., size_bytes: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class AdvantageResult(_message.Message):
-    __slots__ = ("moments", "silent_rows", "has_returns")
+    __slots__ = ("moments", "silent_rows", "has_returns", "scores", "episodes")
     MOMENTS_FIELD_NUMBER: _ClassVar[int]
     SILENT_ROWS_FIELD_NUMBER: _ClassVar[int]
     HAS_RETURNS_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    EPISODES_FIELD_NUMBER: _ClassVar[int]
     moments: TokenMoments
     silent_rows: _containers.RepeatedScalarFieldContainer[int]
     has_returns: bool
-    def __init__(self, moments: _Optional[_Union[TokenMoments, _Mapping]] = ..., silent_rows: _Optional[_Iterable[int]] = ..., has_returns: bool = ...) -> None: ...
+    scores: _containers.RepeatedScalarFieldContainer[float]
+    episodes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, moments: _Optional[_Union[TokenMoments, _Mapping]] = ..., silent_rows: _Optional[_Iterable[int]] = ..., has_returns: bool = ..., scores: _Optional[_Iterable[float]] = ..., episodes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TokenMoments(_message.Message):
     __slots__ = ("count", "mean", "m2")
@@ -290,16 +294,26 @@ class ValuesCommand(_message.Message):
     def __init__(self, batch_id: _Optional[str] = ..., micro_batches: _Optional[_Iterable[_Union[MicroBatchRows, _Mapping]]] = ...) -> None: ...
 
 class AdvantagesCommand(_message.Message):
-    __slots__ = ("batch_id", "advantage", "moments_only", "moments")
+    __slots__ = ("batch_id", "advantage", "moments_only", "moments", "scores_only", "relative")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     ADVANTAGE_FIELD_NUMBER: _ClassVar[int]
     MOMENTS_ONLY_FIELD_NUMBER: _ClassVar[int]
     MOMENTS_FIELD_NUMBER: _ClassVar[int]
+    SCORES_ONLY_FIELD_NUMBER: _ClassVar[int]
+    RELATIVE_FIELD_NUMBER: _ClassVar[int]
     batch_id: str
     advantage: _loss_pb2.AdvantageSpec
     moments_only: bool
     moments: TokenMoments
-    def __init__(self, batch_id: _Optional[str] = ..., advantage: _Optional[_Union[_loss_pb2.AdvantageSpec, _Mapping]] = ..., moments_only: bool = ..., moments: _Optional[_Union[TokenMoments, _Mapping]] = ...) -> None: ...
+    scores_only: bool
+    relative: RelativeScores
+    def __init__(self, batch_id: _Optional[str] = ..., advantage: _Optional[_Union[_loss_pb2.AdvantageSpec, _Mapping]] = ..., moments_only: bool = ..., moments: _Optional[_Union[TokenMoments, _Mapping]] = ..., scores_only: bool = ..., relative: _Optional[_Union[RelativeScores, _Mapping]] = ...) -> None: ...
+
+class RelativeScores(_message.Message):
+    __slots__ = ("scores",)
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    scores: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, scores: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class SetColumns(_message.Message):
     __slots__ = ("batch_id", "rows")

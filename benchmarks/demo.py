@@ -1,0 +1,63 @@
+"""What the demo costs beside the same training written as one bare loop.
+
+Both sides are whole processes: imports, building the model, training, ending. They have the same
+seed, learning rate, batch and losses, and take as many steps, one after the other on one machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import fmean
+
+SIDE_SECONDS = 1800
+LEARNED = 0.85  # mean reward of the last ten steps: below, a side has not done the work
+
+
+def run(*arguments: str) -> tuple[str, float]:
+    """Returns the last line a module prints, and the processor time of all its processes."""
+    before = _children_seconds()
+    command = [sys.executable, "-m", *arguments]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, timeout=SIDE_SECONDS, check=True
+    )
+    return done.stdout.splitlines()[-1], _children_seconds() - before
+
+
+def _children_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", default="0")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        line, cpu = run(
+            *("examples.demo", "--seed", options.seed, "--run-dir", str(Path(directory, "demo")))
+        )
+        print(line)
+        figures = dict(word.split("=") for word in line.split() if "=" in word)
+        bare_line, bare_cpu = run(
+            *("benchmarks.bare_loop", str(Path(directory, "bare")), "--seed", options.seed),
+            *("--steps", figures["steps"]),
+        )
+    bare = json.loads(bare_line)
+    reward = fmean(bare["rewards"][-10:])
+    print(f"bare: reward last={reward:.3f} cpu_per_step={bare['cpu_per_step']:.3f}")
+    per_step = float(figures["cpu_per_step"]) / bare["cpu_per_step"]
+    print(
+        f"bench_demo: sluice={cpu:.1f} bare={bare_cpu:.1f} ratio={cpu / bare_cpu:.2f} "
+        f"per_step_ratio={per_step:.2f} startup_cpu={figures['startup_cpu']}"
+    )
+    return 0 if min(reward, float(figures["last"])) >= LEARNED else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
