@@ -195,14 +195,15 @@ async def _own_port(config: CommonRunConfig) -> AsyncIterator[None]:
         with listed_in(server.waits):
             yield
     finally:
-        file.unlink(missing_ok=True)
         await server.stop()
+        with contextlib.suppress(OSError):  # a disk nobody can write: what ended the run is told
+            file.unlink()
 
 
 async def run_training(
-    config: RunConfig, on_end: Callable[[TrainingRun], Awaitable[None]] | None = None
+    config: RunConfig, training: Callable[[TrainingRun], Awaitable[None]] = TrainingRun.train
 ) -> None:
-    """One run, its report and its plot. `on_end` is called before anything is closed."""
+    """One run, its report and its plot. `training` is called once everything has started."""
     addresses: dict[str, str] = {}
     if config.services is not None:
         addresses = read_services(config.services)
@@ -222,9 +223,7 @@ async def run_training(
         run = TrainingRun(config, report, critic)
         try:
             await run.start()
-            await run.train()
-            if on_end is not None:
-                await on_end(run)
+            await training(run)
         finally:
             await run.close()
             if (plot := report.plot()) is not None:

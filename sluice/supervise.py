@@ -33,6 +33,8 @@ from sluice.durable import owned, replace_file
 from sluice.loop.training import active_trainer
 from sluice.runtime.recovery import Backoff, NotReadyError, wait_until_ready
 from sluice.runtime.security import SecurityConfig
+from sluice.weights.errors import FileDigestError
+from sluice.weights.manifest import seal, unseal
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,7 @@ LOOPBACK = "127.0.0.1"  # where services listen that name no host
 RESTART_PAUSES = Backoff(first=0.2, longest=5.0)
 LINGERING_SECONDS = 10.0  # for which processes of a killed supervisor may keep their ports
 PORT_POLL_SECONDS = 0.05
+SEAL = "digest"  # of the file of ports
 NO_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 LASTING_SECONDS = 30.0  # a process that served for so long is not failing in a row
 
@@ -139,7 +142,6 @@ class Supervisor:
         ]
         self._claim = ExitStack()  # of the directory, from start to stop
         self._remembered: dict[str, dict[str, int]] = {}  # ports of the supervisor before
-        self._ended_before = _ended_children_seconds()
 
     @property
     def services_file(self) -> Path:
@@ -198,9 +200,9 @@ class Supervisor:
         self._claim.close()
 
     def cpu_seconds(self) -> float:
-        """Processor time of this process and of all services with their children, so far."""
-        own = resource.getrusage(resource.RUSAGE_SELF)
-        total = own.ru_utime + own.ru_stime + _ended_children_seconds() - self._ended_before
+        """Processor time so far of this process, of all its ended children, and of all services."""
+        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        total = sum(each.ru_utime + each.ru_stime for each in used)
         for service in self._services:
             if service.process is None or service.process.returncode is not None:
                 continue
@@ -261,7 +263,7 @@ class Supervisor:
             if old and port != old:
                 logger.warning("%s: port %d is taken; %d instead", service.name, old, port)
             self._remembered.setdefault(service.name, {})[name] = port
-            ports = json.dumps(self._remembered).encode()
+            ports = seal({"ports": self._remembered}, SEAL)
             replace_file(self._ports_file, ports, temporary=self._ports_file.parent, sync=False)
 
     def _filled_in(self, service: _Service) -> dict[str, Any]:
@@ -456,17 +458,32 @@ class Supervisor:
 
 
 def _read_ports(path: Path) -> dict[str, dict[str, int]]:
-    """By service and name; none where the file is missing or damaged."""
+    """By service and name; none where there was no supervisor before.
+
+    Where the file is damaged, those that stand in the services' configurations.
+    """
     try:
-        found = json.loads(path.read_text())
+        found = unseal(path.read_bytes(), SEAL, path.name)["ports"]
         return {
             str(service): {str(name): int(port) for name, port in ports.items()}
             for service, ports in found.items()
         }
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, AttributeError) as error:
-        logger.warning("%s: %s; services get new ports", path, error)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, FileDigestError) as error:
+        logger.warning("%s: %s; ports are read from the configurations beside it", path, error)
+        return {each.stem: _configured_ports(each) for each in path.parent.glob("*.yaml")}
+
+
+def _configured_ports(path: Path) -> dict[str, int]:
+    """The ports of a configuration that a supervisor filled in; none where it is damaged."""
+    try:
+        config = yaml.safe_load(path.read_bytes())
+        ports = {name: config["server"].get(name) for name in ("port", "metrics_port")}
+        ports["openai"] = (config.get("openai") or {}).get("port")
+        return {name: int(port) for name, port in ports.items() if port is not None}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
+        logger.warning("%s: %s; the service gets new ports", path, error)
         return {}
 
 
@@ -547,11 +564,6 @@ def _read_entries(path: Path) -> dict[str, dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"services: {path} is not a services.json: {error}") from None
     return services
-
-
-def _ended_children_seconds() -> float:
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return ended.ru_utime + ended.ru_stime
 
 
 def _cpu_seconds(process: psutil.Process) -> float:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import math
+import sqlite3
 import sys
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from sluice import faults
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
@@ -19,6 +23,8 @@ from sluice.runtime import wire
 from sluice.samples.blobs import BlobReference
 
 logger = logging.getLogger(__name__)
+
+TOGETHER_SECONDS = 0.005  # groups that finish within it are recorded in one transaction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +56,82 @@ class GroupCounts:
     reward_sum: float = 0.0
 
 
+class Frontier:
+    """The first position that may not be in flight: below it, so many are not dropped."""
+
+    def __init__(self, dropped: Iterable[int]) -> None:
+        self.position = 0
+        self._allowed = self._kept = 0  # positions below it that may be, and are, not dropped
+        self._dropped = set(dropped)  # those that are not below it
+
+    def allow(self, count: int) -> None:
+        """Let so many positions lie below it that are not dropped; never fewer than before."""
+        self._allowed = count
+        self._advance()
+
+    def drop(self, position: int) -> None:
+        """A position is dropped, so that another may take its place."""
+        if position < self.position:
+            self._kept -= 1
+            self._advance()
+        else:
+            self._dropped.add(position)
+
+    def _advance(self) -> None:
+        while self._kept < self._allowed:
+            if self.position in self._dropped:
+                self._dropped.remove(self.position)
+            else:
+                self._kept += 1
+            self.position += 1
+
+
+class GroupsByStep:
+    """Groups by id, counted by a step of each."""
+
+    def __init__(self, step_of: Callable[[LedgerGroup], int]) -> None:
+        self._step_of = step_of
+        self._groups: dict[str, LedgerGroup] = {}
+        self._by_step: dict[int, dict[str, LedgerGroup]] = {}
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __contains__(self, group_id: str) -> bool:
+        return group_id in self._groups
+
+    def add(self, group: LedgerGroup) -> None:
+        self.pop(group.group_id)
+        self._groups[group.group_id] = group
+        self._by_step.setdefault(self._step_of(group), {})[group.group_id] = group
+
+    def pop(self, group_id: str) -> LedgerGroup | None:
+        group = self._groups.pop(group_id, None)
+        if group is not None:
+            step = self._step_of(group)
+            del self._by_step[step][group_id]
+            if not self._by_step[step]:
+                del self._by_step[step]
+        return group
+
+    def count_until(self, step: int) -> int:
+        """Groups of this step and earlier ones."""
+        return sum(len(groups) for each, groups in self._by_step.items() if each <= step)
+
+    def before(self, step: int) -> list[LedgerGroup]:
+        """Groups of earlier steps."""
+        steps = [each for each in self._by_step if each < step]
+        return [group for each in steps for group in self._by_step[each].values()]
+
+    def first(self, count: int) -> list[LedgerGroup]:
+        """So many of the earliest steps; within a step by position."""
+        found: list[LedgerGroup] = []
+        for step in sorted(self._by_step):
+            left, groups = count - len(found), self._by_step[step].values()
+            found += heapq.nsmallest(left, groups, key=lambda group: group.position)
+        return found
+
+
 class RolloutDispatcher:
     """Owns the rollouts in flight. `build_request` makes the Rollout call of some groups.
 
@@ -72,15 +154,23 @@ class RolloutDispatcher:
         self._calls: set[RolloutCall[LedgerGroup]] = set()
         self._cancelling: set[asyncio.Task[None]] = set()
         self._spared: set[str] = set()  # cancelled once; a step waits for them
-        self._ready = {g.group_id: g for g in ledger.groups("generated")}
-        self._pending: dict[str, LedgerGroup] = {}
-        self._unsent = ledger.groups("issued")  # by a run that ended
+        self._frontier = Frontier(ledger.dropped())
+        self._ready = GroupsByStep(lambda group: group.oldest_step)
+        self._usable = GroupsByStep(lambda group: group.oldest_step)  # those before the frontier
+        self._beyond = deque(ledger.groups("generated"))  # the others, by position; some are gone
+        for group in self._beyond:
+            self._ready.add(group)
+        self._pending = GroupsByStep(lambda group: group.issue_step)
+        self._awaited = GroupsByStep(lambda group: group.issue_step)  # those a step waits for
+        self._arrived: list[tuple[LedgerGroup, str]] = []  # and by what a filter rejected them
+        # By a run that ended; a heap by position.
+        self._unsent = [(group.position, group) for group in ledger.groups("issued")]
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._recorded = asyncio.Event()  # a further version of weights; replaced when set
         self._failure: BaseException | None = None
         self._dropped_in_a_row = self._filtered_in_a_row = 0
-        self._step, self._consumed = -1, 0  # groups that the steps before `_step` took
+        self._step = -1
         self._depth = 1 + config.max_staleness  # steps' worth of groups in flight or ready
 
     @property
@@ -94,12 +184,15 @@ class RolloutDispatcher:
     async def fill(self, step: int) -> None:
         """Issue what the schedule allows when `step` steps are done."""
         if step != self._step:
-            self._step, self._consumed = step, self._ledger.consumed_count()
-        self._drop_stale(step)
-        limit = self._limit()
-        again = [replace(g, issue_step=step) for g in self._unsent if g.position < limit]
-        self._unsent = [group for group in self._unsent if group.position >= limit]
-        held = len(self._pending) + len(again) + len(self._usable())
+            self._step = step
+            self._frontier.allow(self._allowed())
+            self._open_up()
+        self._settle_all(self._ready.before(step - self._config.max_staleness))
+        limit = self._frontier.position
+        again = []
+        while self._unsent and self._unsent[0][0] < limit:
+            again.append(replace(heapq.heappop(self._unsent)[1], issue_step=step))
+        held = len(self._pending) + len(again) + len(self._usable)
         first = self._ledger.next_position()
         wanted = self._depth * self._config.groups_per_step * self._config.over_sampling
         last = min(limit, first + math.ceil(wanted) - held)
@@ -109,31 +202,61 @@ class RolloutDispatcher:
             )
             for position in range(first, last)
         ]
-        if fresh:
+        if not fresh and not again:
+            return
+        with self._ledger.transaction():
             self._ledger.issue([(group.position, group.group_id) for group in fresh], step)
+            self._ledger.reissue(again)
+        if fresh:
             faults.point("issued")
-        for group in again:
-            self._ledger.reissue(group.group_id, step, group.attempts)
-        self._pending.update({group.group_id: group for group in (*again, *fresh)})
+        for group in (*again, *fresh):
+            self._pending.add(group)
+            if self._config.over_sampling <= 1 or group.group_id in self._spared:
+                self._awaited.add(group)
         for share in self._workers.split([*again, *fresh]):
             self._start(share)
 
-    def _limit(self) -> int:
-        """The first position that may not be in flight now."""
+    def _allowed(self) -> int:
+        """How many groups the run may have had, besides those dropped, while this step waits.
+
+        A run that went back to a run checkpoint has groups of later steps too, some of them
+        dropped.
+        """
         config = self._config
         ahead = (1 + config.max_staleness) * config.groups_per_step
         spare = math.ceil((config.over_sampling - 1) * ahead)
         left = max(0, config.steps - self._step) * config.groups_per_step
-        limit = base = spare + self._consumed + min(ahead, left)
-        # A run that went back to a run checkpoint has dropped groups of later steps too.
-        while (further := base + self._ledger.dropped_count(below=limit)) > limit:
-            limit = further
-        return limit
+        return spare + self._ledger.consumed_count() + min(ahead, left)
+
+    def _add_ready(self, group: LedgerGroup) -> None:
+        self._ready.add(group)
+        self._usable.add(group)  # what was asked for is before the frontier
+
+    def _pop_ready(self, group_id: str) -> LedgerGroup | None:
+        self._usable.pop(group_id)
+        return self._ready.pop(group_id)
+
+    def _open_up(self) -> None:
+        """The frontier has advanced."""
+        while self._beyond and self._beyond[0].position < self._frontier.position:
+            group = self._beyond.popleft()
+            if group.group_id in self._ready:
+                self._usable.add(group)
+
+    def _record_drop(self, group: LedgerGroup, reason: str) -> None:
+        self._ledger.drop(group.group_id, reason)
+        self._frontier.drop(group.position)
+        self._open_up()
 
     async def take(self, step: int) -> list[LedgerGroup]:
-        """The groups of a step, by position; waits for them. Raises RolloutFailedError."""
+        """The groups of a step, by position; waits for them.
+
+        Raises RolloutFailedError, and sqlite3.Error where the ledger cannot be written.
+        """
         waited = False
         while (chosen := self._choose(step)) is None:
+            if isinstance(self._failure, sqlite3.Error):
+                raise self._failure  # no rollout's: who owns the run directory names the file
             if self._failure is not None:
                 raise _rollout_error(self._failure) from self._failure
             if not self._tasks:
@@ -143,7 +266,7 @@ class RolloutDispatcher:
             self._changed.clear()
             await self.fill(step)  # replaces dropped groups
         for group in chosen:
-            del self._ready[group.group_id]
+            self._pop_ready(group.group_id)
             self._spared.discard(group.group_id)
         self._adapt(step, waited)
         if self._config.over_sampling > 1:
@@ -159,22 +282,27 @@ class RolloutDispatcher:
         """Training that waits wants more in flight; a step's worth left over is one too many."""
         if waited:
             self._depth = min(self._depth + 1, 1 + self._config.max_staleness)
-        elif len(self._usable()) >= self._config.groups_per_step:
+        elif len(self._usable) >= self._config.groups_per_step:
             self._depth = max(self._depth - 1, min(2, 1 + self._config.max_staleness))
 
     def put_back(self, groups: Sequence[LedgerGroup]) -> None:
         """Offer groups again whose step did not happen."""
-        self._ready.update({group.group_id: group for group in groups})
+        for group in groups:
+            self._add_ready(group)
 
     def lose_blob(self, digest: str) -> bool:
         """A blob is gone or damaged: generate its group again. Whether it was ready here."""
         group_id = self._ledger.lose_blob(digest)
-        group = self._ready.pop(group_id or "", None)
+        group = self._pop_ready(group_id or "")
         if group is None:
             return False
         logger.warning("blob %s of group %s is lost", digest, group.group_id)
-        self._unsent.append(replace(group, state="issued", blob=None))
+        self._ask_again(group)
         return True
+
+    def _ask_again(self, group: LedgerGroup) -> None:
+        group = replace(group, state="issued", blob=None)
+        heapq.heappush(self._unsent, (group.position, group))
 
     async def close(self) -> None:
         """Cancel what is in flight and wait for its end."""
@@ -185,67 +313,62 @@ class RolloutDispatcher:
 
     def _choose(self, step: int) -> list[LedgerGroup] | None:
         """The oldest of those that finished; None while it has to wait for others."""
-        size = self._config.groups_per_step
-        ready = sorted(self._usable(), key=lambda group: (group.oldest_step, group.position))
-        if len(ready) < size or self._crowds_out(step, ready[size:]):
+        if len(self._usable) < self._config.groups_per_step or self._crowds_out(step):
             return None
-        return sorted(ready[:size], key=lambda group: group.position)
+        chosen = self._usable.first(self._config.groups_per_step)
+        return sorted(chosen, key=lambda group: group.position)
 
-    def _crowds_out(self, step: int, left: Sequence[LedgerGroup]) -> bool:
-        """Whether groups in flight would grow too old if this step left `left` to later ones.
+    def _crowds_out(self, step: int) -> bool:
+        """Whether groups in flight would grow too old if this step left the others to later ones.
 
         Groups as old as `step + later - max_staleness` have `later` steps behind this one. With
         over-sampling that is the surplus, and only what was spared has to be waited for.
         """
         config = self._config
-        takes_first = config.over_sampling > 1
-        waited_for = self._spared if takes_first else self._pending.keys()
-        pending = [group for name, group in self._pending.items() if name in waited_for]
-        for later in range(1 if takes_first else config.max_staleness + 1):
+        for later in range(1 if config.over_sampling > 1 else config.max_staleness + 1):
             oldest = step + later - config.max_staleness
-            in_flight = sum(group.issue_step <= oldest for group in pending)
-            ready = sum(group.oldest_step <= oldest for group in left)
-            if in_flight and in_flight + ready > later * config.groups_per_step:
+            in_flight = self._awaited.count_until(oldest)
+            left = max(0, self._usable.count_until(oldest) - config.groups_per_step)
+            if in_flight and in_flight + left > later * config.groups_per_step:
                 return True
         return False
 
-    def _usable(self) -> list[LedgerGroup]:
-        """Ready groups; without those of later steps that a run which went back has besides."""
-        limit = self._limit()
-        return [group for group in self._ready.values() if group.position < limit]
-
-    def _drop_stale(self, step: int) -> None:
-        for group in self._stale(step - self._config.max_staleness):
-            self._settle(group)
-
-    def _stale(self, oldest_allowed: int) -> list[LedgerGroup]:
-        return [g for g in self._ready.values() if g.oldest_step < oldest_allowed]
-
     def _settle_surplus(self, oldest_allowed: int) -> None:
         """Cancel or put back what the next step could not use."""
-        late = [g for g in self._pending.values() if g.issue_step < oldest_allowed]
-        for group in (*late, *self._stale(oldest_allowed)):
-            self._settle(group)
+        self._record()
+        late = self._pending.before(oldest_allowed)
+        for _ in self._settle_all([*late, *self._ready.before(oldest_allowed)]):
             faults.point("surplus")
-        self._unsent.sort(key=lambda group: group.position)
-        for call in self._calls:
-            named = call.release(group.group_id for group in late)
+        names = {group.group_id for group in late}
+        for call in self._calls if names else ():
+            named = call.release([name for name in call.waiting if name in names])
             if named and call.request_id:  # a worker may know of them
                 task = asyncio.create_task(self._cancel(call.request_id, named))
                 self._cancelling.add(task)
                 task.add_done_callback(self._cancelling.discard)
 
+    def _settle_all(self, groups: Sequence[LedgerGroup]) -> Sequence[LedgerGroup]:
+        if groups:
+            with self._ledger.transaction():
+                for group in groups:
+                    self._settle(group)
+        return groups
+
     def _settle(self, group: LedgerGroup) -> None:
         """Drop what came too late, or ask for it again."""
         self._counts.surplus += (is_surplus := self._config.over_sampling > 1)
         if self._config.drops_surplus or not is_surplus:
-            self._ledger.drop(group.group_id, "surplus" if is_surplus else "stale")
+            self._record_drop(group, "surplus" if is_surplus else "stale")
         else:
             self._ledger.put_back(group.group_id)
-            self._unsent.append(replace(group, state="issued", blob=None))
+            self._ask_again(group)
             self._spared.add(group.group_id)
-        self._pending.pop(group.group_id, None)
-        self._ready.pop(group.group_id, None)
+        self._pop_pending(group.group_id)
+        self._pop_ready(group.group_id)
+
+    def _pop_pending(self, group_id: str) -> None:
+        self._pending.pop(group_id)
+        self._awaited.pop(group_id)
 
     async def _cancel(self, request_id: str, group_ids: Sequence[str]) -> None:
         """Asks a worker to stop; one that does not hear of it does some work in vain."""
@@ -259,10 +382,15 @@ class RolloutDispatcher:
         seconds = self._config.outage_seconds
         call = RolloutCall(self._workers, self._build_request, self, waiting, seconds)
         self._calls.add(call)  # a step may settle its groups before its task begins
-        task = asyncio.create_task(call.see_through())
+        task = self._begin(call.see_through())
         task.add_done_callback(lambda _: self._calls.discard(call))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Work that groups come of; where it fails, so does the run."""
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -291,7 +419,7 @@ class RolloutDispatcher:
         self._recorded = asyncio.Event()
 
     def finished(self, group: LedgerGroup, finished: pb.FinishedGroup) -> None:
-        """Record a group whose blob is durable."""
+        """Record a group whose blob is durable, with those that finish together."""
         group = replace(
             group,
             state="generated",
@@ -303,15 +431,37 @@ class RolloutDispatcher:
             newest_step=self._ledger.step_of_version(finished.max_version),
         )
         rejected = self._filters.rejected_by(finished) if self._filters else ""
-        if self._ledger.generated(group, f"filtered: {rejected}" if rejected else None):
-            assert group.blob is not None
-            self._count_finished(group, rejected)
-            if not rejected:
-                self._ready[group.group_id] = group
-                self._hold(group.blob)
-        faults.point("generated")
-        self._pending.pop(group.group_id, None)
         self._dropped_in_a_row = 0
+        self._arrived.append((group, rejected))
+        if len(self._arrived) == 1:
+            self._begin(self._record_soon())
+
+    async def _record_soon(self) -> None:
+        await asyncio.sleep(TOGETHER_SECONDS)
+        self._record()
+
+    def _record(self) -> None:
+        """Until then they count as in flight: a run that ends before asks for them again."""
+        arrived, self._arrived = self._arrived, []
+        if not arrived:
+            return
+        with self._ledger.transaction():
+            new = [
+                self._ledger.generated(group, f"filtered: {rejected}" if rejected else None)
+                for group, rejected in arrived
+            ]
+        for (group, rejected), is_new in zip(arrived, new, strict=True):
+            self._pop_pending(group.group_id)
+            if is_new and rejected:
+                self._frontier.drop(group.position)
+                self._open_up()
+            elif is_new:
+                assert group.blob is not None
+                self._add_ready(group)
+                self._hold(group.blob)
+            faults.point("generated")
+            if is_new:
+                self._count_finished(group, rejected)
         self._changed.set()
 
     def _count_finished(self, group: LedgerGroup, rejected: str) -> None:
@@ -329,21 +479,21 @@ class RolloutDispatcher:
     def failed(self, group: LedgerGroup, why: str) -> LedgerGroup | None:
         """Count an attempt; the group as it is asked for again, None if it is dropped."""
         if group.attempts >= self._config.attempts:
-            self._drop(group.group_id, f"failed {group.attempts} times: {why}")
+            self._drop(group, f"failed {group.attempts} times: {why}")
             return None
         group = replace(group, attempts=group.attempts + 1)
-        self._ledger.reissue(group.group_id, group.issue_step, group.attempts)
-        self._pending[group.group_id] = group
+        self._ledger.reissue([group])
+        self._pending.add(group)
         return group
 
     def hopeless(self, group: LedgerGroup, why: str) -> None:
         """Drop a group that would fail again."""
-        self._drop(group.group_id, why)
+        self._drop(group, why)
 
-    def _drop(self, group_id: str, reason: str) -> None:
-        logger.warning("group %s is dropped: %s", group_id, reason)
-        self._ledger.drop(group_id, reason)
-        self._pending.pop(group_id, None)
+    def _drop(self, group: LedgerGroup, reason: str) -> None:
+        logger.warning("group %s is dropped: %s", group.group_id, reason)
+        self._record_drop(group, reason)
+        self._pop_pending(group.group_id)
         self._dropped_in_a_row += 1
         self._changed.set()
         if self._dropped_in_a_row >= self._config.dropped_in_a_row:

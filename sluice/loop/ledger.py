@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import sys
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -34,6 +33,8 @@ CREATE TABLE IF NOT EXISTS groups (
   reason TEXT
 );
 CREATE INDEX IF NOT EXISTS groups_state ON groups (state, position);
+CREATE INDEX IF NOT EXISTS groups_consumed ON groups (consumed_step)
+  WHERE consumed_step IS NOT NULL;
 CREATE TABLE IF NOT EXISTS versions (
   version INTEGER PRIMARY KEY, digest TEXT NOT NULL, step INTEGER NOT NULL
 );
@@ -64,7 +65,7 @@ class LedgerGroup:
 
 
 class Ledger:
-    """One writer, the loop. Every method commits before it returns."""
+    """One writer, the loop. Every method commits before it returns, or with its `transaction`."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,6 +76,8 @@ class Ledger:
             self._db.executescript(_SCHEMA)
             self._columns = {t: self._seal_rows(t, names) for t, names in _columns().items()}
             self.run_id = self._identify()
+            query = "SELECT COUNT(*) FROM groups WHERE state = 'consumed'"
+            self._consumed_count = int(self._db.execute(query).fetchone()[0])
 
     def close(self) -> None:
         self._db.close()
@@ -108,20 +111,21 @@ class Ledger:
 
     def issue(self, groups: Sequence[tuple[int, str]], step: int) -> None:
         """Record (position, group id) before anything is asked of a service."""
-        with self._transaction():
+        with self.transaction():
             self._db.executemany(
                 "INSERT INTO groups (position, group_id, state, issue_step)"
                 " VALUES (?, ?, 'issued', ?)",
                 [(position, group_id, step) for position, group_id in groups],
             )
 
-    def reissue(self, group_id: str, step: int, attempts: int) -> None:
-        """Ask again for a group that failed, or whose run ended: that is no attempt of its own."""
-        self._db.execute(
-            "UPDATE groups SET attempts = ?, issue_step = ?"
-            " WHERE group_id = ? AND state = 'issued'",
-            (attempts, step, group_id),
-        )
+    def reissue(self, groups: Iterable[LedgerGroup]) -> None:
+        """Ask again for groups that failed, or whose run ended: that is no attempt of their own."""
+        with self.transaction():
+            self._db.executemany(
+                "UPDATE groups SET attempts = ?, issue_step = ?"
+                " WHERE group_id = ? AND state = 'issued'",
+                [(group.attempts, group.issue_step, group.group_id) for group in groups],
+            )
 
     def generated(self, group: LedgerGroup, drop_reason: str | None = None) -> bool:
         """Record a group whose blob is durable; false if it was recorded before.
@@ -150,14 +154,16 @@ class Ledger:
 
     def consume(self, group_ids: Iterable[str], step: int) -> None:
         """Record the groups of one optimizer step, all or none. Raises if one is not generated."""
-        with self._transaction():
-            for group_id in group_ids:
+        count = 0
+        with self.transaction():
+            for count, group_id in enumerate(group_ids, 1):  # noqa: B007
                 cursor = self._db.execute(
                     "UPDATE groups SET state = 'consumed', consumed_step = ?"
                     " WHERE group_id = ? AND state = 'generated'",
                     (step, group_id),
                 )
                 assert cursor.rowcount == 1, f"group {group_id} consumed twice or never generated"
+        self._consumed_count += count
 
     def lose_blob(self, digest: str) -> str | None:
         """A blob is gone or damaged: its group is to be generated again. Its id, if any waits."""
@@ -190,6 +196,7 @@ class Ledger:
             " WHERE state = 'consumed' AND consumed_step > ?",
             (step,),
         )
+        self._consumed_count -= cursor.rowcount
         return cursor.rowcount
 
     def groups(self, state: str) -> list[LedgerGroup]:
@@ -202,8 +209,8 @@ class Ledger:
     def needed_blobs(self, step: int) -> set[str]:
         """Digests that a run which goes back to `step` would train on."""
         rows = self._db.execute(
-            "SELECT blob_digest FROM groups WHERE state = 'generated'"
-            " OR (state = 'consumed' AND consumed_step > ?)",
+            "SELECT blob_digest FROM groups WHERE state = 'generated' UNION ALL"
+            " SELECT blob_digest FROM groups WHERE consumed_step > ? AND state = 'consumed'",
             (step,),
         )
         return {digest for (digest,) in rows}
@@ -219,13 +226,12 @@ class Ledger:
         return int(self._db.execute(query).fetchone()[0] or 0)
 
     def consumed_count(self) -> int:
-        query = "SELECT COUNT(*) FROM groups WHERE state = 'consumed'"
-        return int(self._db.execute(query).fetchone()[0])
+        return self._consumed_count
 
-    def dropped_count(self, below: int = sys.maxsize) -> int:
-        """Dropped groups of positions under `below`."""
-        query = "SELECT COUNT(*) FROM groups WHERE state = 'dropped' AND position < ?"
-        return int(self._db.execute(query, (below,)).fetchone()[0])
+    def dropped(self) -> list[int]:
+        """Positions of dropped groups, in order."""
+        query = "SELECT position FROM groups WHERE state = 'dropped' ORDER BY position"
+        return [position for (position,) in self._db.execute(query)]
 
     def record_version(self, version: int, digest: str, step: int) -> None:
         """Which step a weight version holds; staleness is counted in steps."""
@@ -251,7 +257,7 @@ class Ledger:
 
     def _identify(self) -> str:
         """A name for the run that no other run has, in whatever directory."""
-        with self._transaction():
+        with self.transaction():
             row = self._db.execute("SELECT id FROM run").fetchone()
             if row is None:
                 row = (uuid.uuid4().hex[:12],)
@@ -259,8 +265,11 @@ class Ledger:
         return str(row[0])
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        """BEGIN IMMEDIATE ... COMMIT, or ROLLBACK when the block raises."""
+    def transaction(self) -> Iterator[None]:
+        """What the block records is durable together when it ends; nothing of it when it raises."""
+        if self._db.in_transaction:
+            yield
+            return
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield

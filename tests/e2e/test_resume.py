@@ -87,6 +87,34 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(stack):
     assert len(list((training.run_dir / "cuts").glob("*.damaged"))) == 1
 
 
+def test_a_run_of_which_every_checkpoint_is_damaged_is_left_as_it_is(stack):
+    training = stack.train("hopeless", steps=4, checkpoint_every=2)
+    training.finish()
+    cuts = training.run_dir / "cuts"
+    oldest = cuts / "00000002.json"
+    oldest.write_bytes(oldest.read_bytes()[:-5])
+    newest = checkpoint_of(stack, training) / "optimizer.safetensors"
+    intact = newest.read_bytes()
+    flip(newest)
+    before = {path.name: path.read_bytes() for path in cuts.iterdir()}
+    consumed = {group.group_id: group.consumed_step for group in training.groups("consumed")}
+
+    refused = stack.train("hopeless", steps=5, resume=True)
+    output, _ = refused.process.communicate(timeout=PATIENCE)
+    assert refused.process.returncode == 2
+    (line,) = (each for each in output.splitlines() if each.startswith("sluice: "))
+    assert f"no run checkpoint in {cuts} is intact; the newest, of step 4: " in line
+    assert "optimizer.safetensors" in line
+    assert "Traceback" not in output
+    assert {path.name: path.read_bytes() for path in cuts.iterdir()} == before
+    assert {g.group_id: g.consumed_step for g in training.groups("consumed")} == consumed
+
+    newest.write_bytes(intact)  # put back from a copy
+    training = stack.train("hopeless", steps=5, resume=True)
+    training.finish()
+    assert [row["step"] for row in training.rows()] == [1, 2, 3, 4, 5]
+
+
 def test_weights_that_are_not_those_of_the_run_checkpoint_are_no_place_to_go_on_from(stack):
     """Checkpoints of earlier releases have no digests; the weights published from them have."""
     training = stack.train("undigested", steps=2, checkpoint_every=2)

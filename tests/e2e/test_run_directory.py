@@ -65,6 +65,18 @@ def test_a_full_disk_ends_the_run_in_one_line_and_costs_nothing(stack):
     goes_on(stack, "full", done + 3)
 
 
+def test_an_address_file_that_cannot_be_removed_hides_nothing(stack):
+    training = stack.train("unremovable", steps=500)
+    training.wait_for_step(1)
+    address = training.run_dir / "loop.address.json"
+    address.unlink()
+    address.mkdir()
+    output = ended_by(training, signal.SIGTERM)
+    assert training.process.returncode == 128 + signal.SIGTERM, output
+    assert "Traceback" not in output
+    assert "address.json" not in output
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
 def test_a_signal_ends_a_run_in_order(stack, number):
     training = stack.train(f"ended-{number}", steps=500)

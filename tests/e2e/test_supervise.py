@@ -42,6 +42,14 @@ async def pid_after(run_dir, old: int, name="router") -> int:
     return pid
 
 
+def test_what_a_child_used_before_the_services_is_counted(tmp_path):
+    """The model of a demo is built by one."""
+    before = Supervisor(config(tmp_path)).cpu_seconds()
+    burn = "import time\nwhile time.process_time() < 0.5: pass"
+    subprocess.run([sys.executable, "-c", burn], check=True, timeout=PATIENCE)
+    assert Supervisor(config(tmp_path)).cpu_seconds() >= before + 0.4
+
+
 async def test_a_killed_service_comes_back_at_its_address(tmp_path):
     supervisor = Supervisor(config(tmp_path))
     await supervisor.start()
@@ -191,18 +199,38 @@ def test_a_killed_supervisor_leaves_no_service_behind_and_the_next_one_has_its_p
     assert process.wait(timeout=PATIENCE) == 0
 
 
+@pytest.mark.parametrize("damage", ["flipped", "cut", "former release"])
+async def test_ports_are_kept_where_their_file_is_damaged(tmp_path, damage):
+    await (supervisor := Supervisor(config(tmp_path))).start()
+    before = known(tmp_path)
+    await supervisor.stop()
+    file = tmp_path / "services" / "ports.json"
+    text = file.read_text()
+    port = before["address"].rpartition(":")[2]
+    changed = text.replace(port, str(int(port) ^ 1))
+    assert changed != text
+    ports = json.loads(text)["ports"]
+    file.write_text(
+        {"flipped": changed, "cut": text[:-9], "former release": json.dumps(ports)}[damage]
+    )
+    await (supervisor := Supervisor(config(tmp_path))).start()
+    after = known(tmp_path)
+    await supervisor.stop()
+    assert [after[name] for name in ADDRESSES] == [before[name] for name in ADDRESSES]
+
+
 async def test_a_port_that_a_stranger_took_meanwhile_is_replaced(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(supervise, "LINGERING_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         taken = stranger.getsockname()[1]
-        (tmp_path / "services").mkdir()
-        ports = {"router": {"port": taken, "metrics_port": "?"}}
-        (tmp_path / "services" / "ports.json").write_text(json.dumps(ports))
+        (directory := tmp_path / "services").mkdir()
+        (directory / "ports.json").write_text("{")
+        (directory / "router.yaml").write_text(f"server: {{port: {taken}, metrics_port: '?'}}")
         await (supervisor := Supervisor(config(tmp_path))).start()
-        assert "services get new ports" in caplog.text  # for what is no port
+        assert "the service gets new ports" in caplog.text  # for what is no port
         await supervisor.stop()
-        del ports["router"]["metrics_port"]
-        (tmp_path / "services" / "ports.json").write_text(json.dumps(ports))
+        (directory / "ports.json").write_text("{")
+        (directory / "router.yaml").write_text(f"server: {{port: {taken}}}")
         await (supervisor := Supervisor(config(tmp_path))).start()
         assert f"router: port {taken} is taken" in caplog.text
         assert not known(tmp_path)["address"].endswith(f":{taken}")

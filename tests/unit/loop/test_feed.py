@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sqlite3
+from contextlib import closing
 
 import grpc
 import pytest
@@ -175,7 +177,7 @@ async def test_late_groups_are_overtaken_only_while_later_steps_have_room_for_th
     assert await waiting == [f"g{i:07}" for i in range(4, 8)]
     assert await step(world, feed, 2) == [f"g{i:07}" for i in range(8, 12)]
     assert await step(world, feed, 3) == [f"g{i:07}" for i in range(12, 16)]
-    assert world.ledger.dropped_count() == 0
+    assert world.ledger.dropped() == []
     await feed.close()
 
 
@@ -185,7 +187,7 @@ async def test_in_whatever_order_groups_finish_none_grows_too_old(world, seed):
     feed = world.feed(max_staleness=2, steps=12)
     taken = [group for number in range(12) for group in await step(world, feed, number)]
     assert sorted(taken) == [f"g{i:07}" for i in range(48)]
-    assert world.ledger.dropped_count() == 0
+    assert world.ledger.dropped() == []
     for group in world.ledger.groups("consumed"):
         assert group.consumed_step - 1 - group.oldest_step <= 2
     await feed.close()
@@ -268,7 +270,7 @@ async def test_a_failed_group_is_issued_again_then_dropped_and_replaced(world):
     world.episodes.failing = {"g0000001": 1, "g0000002": 5}
     taken = await step(world, feed, 0)
     assert taken == ["g0000000", "g0000001", "g0000003", "g0000004"]
-    assert world.ledger.dropped_count() == 1
+    assert len(world.ledger.dropped()) == 1
     await feed.close()
 
 
@@ -276,7 +278,7 @@ async def test_a_lost_worker_loses_no_group_and_costs_no_attempt(world):
     feed = world.feed(attempts=1)
     world.episodes.breaks = 2
     assert await step(world, feed, 0) == [f"g{i:07}" for i in range(4)]
-    assert world.ledger.dropped_count() == 0
+    assert world.ledger.dropped() == []
     assert len(set(world.episodes.requests)) == 1  # so that a worker goes on where the last was
     await feed.close()
 
@@ -286,7 +288,7 @@ async def test_lost_engines_cost_no_attempt_and_another_trial_is_asked_for(world
     world.episodes.failure = UNAVAILABLE
     world.episodes.failing = {f"g{i:07}": 2 for i in range(4)}
     assert await step(world, feed, 0) == [f"g{i:07}" for i in range(4)]
-    assert world.ledger.dropped_count() == 0
+    assert world.ledger.dropped() == []
     # a worker remembers how a request ended, so the same one would fail again at once
     assert len(set(world.episodes.requests)) == len(world.episodes.requests) == 3
     await feed.close()
@@ -334,6 +336,19 @@ async def test_of_calls_that_fail_together_the_first_is_told(world):
     await feed.close()
 
 
+async def test_a_ledger_that_refuses_a_group_is_told_as_the_disk_not_as_a_rollout(world, tmp_path):
+    """With its own type: by that the run knows which file to name."""
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)) as other:
+        other.execute(
+            "CREATE TRIGGER refusal BEFORE UPDATE OF state ON groups"
+            " BEGIN SELECT RAISE(ABORT, 'disk is full'); END"
+        )
+    feed = world.feed()
+    with pytest.raises(sqlite3.Error, match="disk is full"):
+        await step(world, feed, 0)
+    await feed.close()
+
+
 async def test_a_refused_request_is_an_error_at_once(world):
     feed = world.feed()
     world.episodes.refuses = True
@@ -367,7 +382,7 @@ async def test_groups_too_old_are_dropped_and_replaced(world):
             await asyncio.sleep(0.01)
     world.publish(3)
     assert await step(world, feed, 3) == [f"g{i:07}" for i in range(4, 8)]
-    assert world.ledger.dropped_count() == 4
+    assert len(world.ledger.dropped()) == 4
     await feed.close()
 
 

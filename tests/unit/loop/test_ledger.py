@@ -61,6 +61,33 @@ def test_a_step_is_recorded_whole_or_not_at_all(ledger):
         ledger.consume(["g0"], step=2)
 
 
+def test_what_is_recorded_together_is_there_together_or_not_at_all(ledger):
+    with pytest.raises(ZeroDivisionError), ledger.transaction():
+        ledger.generated(made(0))
+        ledger.drop("g1", "stale")
+        ledger.consume(["g0"], 1 // 0)
+    assert ids(ledger.groups("issued")) == ["g0", "g1", "g2", "g3"]
+    with ledger.transaction():
+        ledger.generated(made(0))
+        ledger.drop("g1", "stale")
+    assert ids(ledger.groups("generated")) == ["g0"]
+    assert ledger.dropped() == [1]
+
+
+def test_consumed_groups_are_counted_across_lives(ledger, tmp_path):
+    for position in range(3):
+        ledger.generated(made(position))
+        ledger.consume([f"g{position}"], position + 1)
+    with pytest.raises(AssertionError):
+        ledger.consume(["g0"], 4)
+    assert ledger.consumed_count() == 3
+    again = Ledger(tmp_path / "ledger.sqlite")
+    assert again.consumed_count() == 3
+    again.roll_back(1)
+    assert again.consumed_count() == len(again.groups("consumed")) == 1
+    again.close()
+
+
 def test_rolling_back_returns_what_came_after_the_run_checkpoint(ledger):
     for position in range(3):
         ledger.generated(made(position))
@@ -100,7 +127,7 @@ def test_a_run_keeps_its_name_and_shares_it_with_no_other(ledger, tmp_path):
 
 def test_a_dropped_group_keeps_its_reason(ledger, tmp_path):
     ledger.drop("g2", "stale")
-    assert ledger.dropped_count() == 1
+    assert len(ledger.dropped()) == 1
     rows = sqlite3.connect(tmp_path / "ledger.sqlite").execute(
         "SELECT group_id, reason FROM groups WHERE state = 'dropped'"
     )

@@ -336,10 +336,14 @@ async def test_what_a_killed_run_had_not_settled_is_asked_for_again(world) -> No
     world.episodes.slow = set(name(4, 5))
     assert await world.step(feed, 0) == name(0, 1, 2, 3)
     await feed.close()
+    killed = world.feed()
     for group_id in name(4, 5):
         finished = world.episodes.finished(group_id, version=1).finished
         (group,) = [g for g in world.ledger.groups("issued") if g.group_id == group_id]
-        world.feed().finished(group, finished)
+        killed.finished(group, finished)
+    async with asyncio.timeout(PATIENCE):
+        while killed.ready_count < 2:
+            await asyncio.sleep(0.01)
     world.episodes.slow = set()
     again = world.feed(over_sampling=1.5)
     assert again.ready_count == 2
