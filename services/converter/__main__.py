@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 
-import torch
 import uvloop
 
 from services.converter.servicer import ConverterConfig, ConverterServicer
 from sluice import logs
 from sluice.api.converter.v1 import converter_service_pb2_grpc as pb_grpc
 from sluice.config import ConfigError, load_config
+from sluice.imports import import_named, keep_loaded
 from sluice.runtime.server import Server
 
 SERVICE = "sluice.api.converter.v1.ConverterService"
@@ -23,6 +23,9 @@ async def serve(config: ConverterConfig) -> None:
     server.add(pb_grpc.add_ConverterServiceServicer_to_server, servicer, SERVICE)
     server.stop_on_signals()
     await server.start()
+    import_named("sluice.weights.convert.conversion:convert")  # torch: not by the first call
+    import_named("torch:set_num_threads")(1)  # threads of a conversion are its own
+    keep_loaded()
     await server.set_serving()
     try:
         await server.run_until_signal()
@@ -32,7 +35,6 @@ async def serve(config: ConverterConfig) -> None:
 
 def main() -> int:
     logs.configure()
-    torch.set_num_threads(1)  # threads of a conversion are its own
     try:
         config = load_config(ConverterConfig)
         uvloop.run(serve(config))

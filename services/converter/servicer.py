@@ -30,9 +30,7 @@ from sluice.runtime.errors import (
     ServiceError,
 )
 from sluice.runtime.server import Server, ServerConfig
-from sluice.weights.convert.conversion import convert, validate
 from sluice.weights.convert.options import OptionError
-from sluice.weights.convert.verify import compare
 from sluice.weights.convert.work import Control, ConversionProgress
 from sluice.weights.errors import (
     LONGEST,
@@ -206,6 +204,8 @@ class ConverterServicer(pb_grpc.ConverterServiceServicer):
         job = _Job("convert", _metadata(request.source, request.target))
 
         def work() -> pb.ConvertCheckpointResponse:
+            from sluice.weights.convert.conversion import convert, validate
+
             if request.validate_only:
                 return wire.conversion_to_proto(validate(source, target, options))
             return wire.conversion_to_proto(convert(source, target, options, job.control))
@@ -221,6 +221,8 @@ class ConverterServicer(pb_grpc.ConverterServiceServicer):
         job = _Job("verify", _metadata(request.first, request.second))
 
         def work() -> pb.VerifyCheckpointResponse:
+            from sluice.weights.convert.verify import compare
+
             return wire.comparison_to_proto(compare(first, second, job.control, model=model))
 
         return self._start(request, job, work)

@@ -79,6 +79,19 @@ class RequestTable(Generic[V]):
                 self._weight -= self._weigh(entry[1])
 
 
+def share_of(
+    max_bytes: int, capacity: int, answer_of: Callable[[V], object]
+) -> Callable[[V], float]:
+    """The weight that keeps at most `capacity` answers and their bytes; never fewer than one."""
+
+    def weigh(value: V) -> float:
+        answer = answer_of(value)
+        size = answer.ByteSize() if isinstance(answer, pb.Message) else 0
+        return min(max_bytes, max(max_bytes // capacity, size))
+
+    return weigh
+
+
 def check_same_body(request_id: str, digest: str, known: str) -> None:
     """Raises RequestIdReusedError where the digests of two requests of one id differ."""
     if digest != known:
@@ -112,12 +125,14 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 class RequestLog:
     """Runs each request id once; repeats share its result, also while it still runs.
 
-    Failures are not remembered, so that a retry runs again. The last `capacity` finished
-    calls are kept.
+    Failures are not remembered, so that a retry runs again. Of finished calls the answers alone
+    are kept: the last `capacity`, and those of no more than `max_bytes`.
     """
 
-    def __init__(self, capacity: int = 1024) -> None:
-        self._calls: RequestTable[asyncio.Future[Any]] = RequestTable(capacity)
+    def __init__(self, capacity: int = 1024, max_bytes: int = 1 << 24) -> None:
+        self._calls: RequestTable[asyncio.Future[Any]] = RequestTable(
+            max_bytes, weigh=share_of(max_bytes, capacity, asyncio.Future.result)
+        )
 
     async def once(
         self, request_id: str, request: pb.Message, run: Callable[[], Awaitable[T]]
@@ -132,7 +147,7 @@ class RequestLog:
         task = self._calls.find(request_id, digest)
         if task is None:
             task = self._calls.add(request_id, digest, asyncio.ensure_future(run()))
-            task.add_done_callback(lambda done: self._settle(request_id, done))
+            task.add_done_callback(lambda done: self._settle(request_id, digest, done))
         # A caller that goes away must not cancel the work others wait for.
         result: T = await asyncio.shield(task)
         return result
@@ -144,10 +159,7 @@ class RequestLog:
         digest = request_digest(request)
         call = self._calls.find(request_id, digest)
         if call is None:
-            result = run()
-            call = self._calls.add(request_id, digest, asyncio.get_running_loop().create_future())
-            call.set_result(result)
-            self._calls.done(request_id, call)
+            call = self._remember(request_id, digest, run())
         known: T = call.result()
         return known
 
@@ -155,8 +167,16 @@ class RequestLog:
         """Cancel what still runs and wait for its end."""
         await cancel_all(list(self._calls))
 
-    def _settle(self, request_id: str, task: asyncio.Future[Any]) -> None:
+    def _settle(self, request_id: str, digest: str, task: asyncio.Future[Any]) -> None:
         if has_failed(task):
             self._calls.discard(request_id, task)
         else:
-            self._calls.done(request_id, task)
+            self._remember(request_id, digest, task.result())
+
+    def _remember(self, request_id: str, digest: str, answer: object) -> asyncio.Future[Any]:
+        """Keep an answer without the task that gave it, which holds all that its caller held."""
+        call = asyncio.get_running_loop().create_future()
+        call.set_result(answer)
+        self._calls.add(request_id, digest, call)
+        self._calls.done(request_id, call)
+        return call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -101,6 +102,14 @@ class _Rule:
     below: Descriptor | None = None  # a message that is looked into
 
 
+@dataclass(frozen=True)
+class _Rules:
+    """The rules of a message type, by field number; names of the fields that must be set."""
+
+    by_number: dict[int, _Rule]
+    required: dict[int, str]
+
+
 @dataclass
 class _Layout:
     """How the bytes of one message type are walked: by field number and wire type."""
@@ -128,7 +137,7 @@ class RequestRules:
         self._name_bound = Bound(self._limits.name_characters, "server.limits.name_characters")
         self._item_bound = Bound(self._limits.items, "server.limits.items")
         self._number_bound = Bound(self._limits.numbers, "server.limits.numbers")
-        self._rules: dict[Descriptor, list[_Rule]] = {}
+        self._rules: dict[Descriptor, _Rules] = {}
         self._layouts: dict[Descriptor, _Layout] = {}
 
     def weigh(self, raw: bytes, parse: Callable[[bytes], Any]) -> int:
@@ -154,12 +163,18 @@ class RequestRules:
         A field marked REQUIRED is set, texts are short and without control characters, counts are
         not negative, durations are sensible and bounds are kept.
         """
-        for rule in self._rules_of(message.DESCRIPTOR):
-            value = getattr(message, rule.name)
-            if rule.required and not (
-                message.HasField(rule.name) if rule.field.has_presence else bool(value)
-            ):
-                raise InvalidFieldError(prefix + rule.name, "is required")
+        rules = self._rules_of(message.DESCRIPTOR)
+        fields = message.ListFields()  # most are not set, and nothing is wrong with those
+        missing = math.inf
+        if rules.required:
+            found = {item.number for item, _ in fields}
+            missing = min((n for n in rules.required if n not in found), default=math.inf)
+        for item, value in fields:
+            if item.number > missing:
+                break
+            rule = rules.by_number.get(item.number)
+            if rule is None:
+                continue
             if rule.bound is not None:
                 self._check_bound(rule, value, prefix)
             if rule.is_text:
@@ -168,7 +183,9 @@ class RequestRules:
                 if (min(value, default=0) if rule.is_repeated else value) < 0:
                     raise InvalidFieldError(prefix + rule.name, "must not be negative")
             elif rule.below is not None:
-                self._check_below(rule, message, value, prefix)
+                self._check_below(rule, value, prefix)
+        if missing in rules.required:
+            raise InvalidFieldError(prefix + rules.required[int(missing)], "is required")
 
     def _check_bound(self, rule: _Rule, value: Any, prefix: str) -> None:
         assert rule.bound is not None
@@ -184,7 +201,7 @@ class RequestRules:
         if _CONTROL.search("".join(texts)):
             raise InvalidFieldError(path, "must not hold control characters")
 
-    def _check_below(self, rule: _Rule, message: pb.Message, value: Any, prefix: str) -> None:
+    def _check_below(self, rule: _Rule, value: Any, prefix: str) -> None:
         path = prefix + rule.name
         if rule.is_map:
             keys = rule.below.fields_by_name["key"]  # type: ignore[union-attr]
@@ -196,16 +213,18 @@ class RequestRules:
         elif rule.is_repeated:
             for index, item in enumerate(value):
                 self.check(item, f"{path}[{index}].")
-        elif message.HasField(rule.name):
+        else:
             if value.DESCRIPTOR.full_name == "google.protobuf.Duration":
                 _check_duration(value, path)
             self.check(value, path + ".")
 
-    def _rules_of(self, descriptor: Descriptor) -> list[_Rule]:
+    def _rules_of(self, descriptor: Descriptor) -> _Rules:
         rules = self._rules.get(descriptor)
         if rules is None:
-            found = (self._rule(each, ()) for each in descriptor.fields)
-            rules = self._rules[descriptor] = [rule for rule in found if rule is not None]
+            found = ((each.number, self._rule(each, ())) for each in descriptor.fields)
+            by_number = {number: rule for number, rule in found if rule is not None}
+            required = {number: rule.name for number, rule in by_number.items() if rule.required}
+            rules = self._rules[descriptor] = _Rules(by_number, required)
         return rules
 
     def _rule(self, item: Any, above: tuple[Descriptor, ...]) -> _Rule | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import logging
 import socket
@@ -100,6 +101,7 @@ class StateCollector(Collector):
 logger = logging.getLogger(__name__)
 
 SILENT_SECONDS = 10.0  # a connection that says nothing for so long is closed
+MOST_CONNECTIONS = 64  # at once; the oldest makes room for a further one
 
 
 class _Handler(WSGIRequestHandler):
@@ -110,16 +112,37 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Server(ThreadingWSGIServer):
-    """Shakes hands in the thread of the connection: a peer that stalls stalls nobody else."""
+    """Shakes hands in the thread of the connection: a peer that stalls stalls nobody else.
+
+    Nor do many: a connection beyond `MOST_CONNECTIONS` closes the one that is open for longest.
+    """
 
     tls: ssl.SSLContext | None = None
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, socket.socket] = {}  # as accepted, as used by now
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            self._open[request] = request
+            if len(self._open) > MOST_CONNECTIONS:
+                oldest = self._open.pop(next(iter(self._open)))
+                socket.socket.shutdown(oldest, socket.SHUT_RDWR)  # its thread reads the end
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         connection: socket.socket = request
         if self.tls is not None:
             connection.settimeout(SILENT_SECONDS)
             try:
-                connection = self.tls.wrap_socket(connection, server_side=True)
+                connection = self._secured(request, self.tls)
             except OSError:  # ssl.SSLError included: no certificate, a wrong one, or no TLS at all
                 return
         try:
@@ -127,6 +150,18 @@ class _Server(ThreadingWSGIServer):
         finally:
             if connection is not request:
                 connection.close()
+
+    def _secured(self, request: socket.socket, tls: ssl.SSLContext) -> ssl.SSLSocket:
+        with self._lock:
+            connection = tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+            if request in self._open:
+                self._open[request] = connection
+        try:
+            connection.do_handshake()
+        except BaseException:
+            connection.close()
+            raise
+        return connection
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         error = sys.exception()

@@ -16,8 +16,14 @@ from google.protobuf import empty_pb2
 from google.protobuf import message as pb_message
 from google.rpc import status_pb2
 
-from sluice.runtime.errors import InvalidFieldError, NotFoundError, ServiceError, forget_frames
-from sluice.runtime.idempotency import RequestTable, cancel_all, has_failed, request_digest
+from sluice.runtime.errors import (
+    InvalidFieldError,
+    NotFoundError,
+    QueueFullError,
+    ServiceError,
+    forget_frames,
+)
+from sluice.runtime.idempotency import RequestTable, cancel_all, request_digest, share_of
 from sluice.runtime.wire import seconds_of
 
 logger = logging.getLogger(__name__)
@@ -30,24 +36,36 @@ _FILTERS = {"": (False, True), "done=true": (True,), "done=false": (False,)}
 
 @dataclass(eq=False)
 class _Operation:
+    """Work that runs, or what came of it: an ended task would keep all that its caller held."""
+
     name: str
-    task: asyncio.Task[pb_message.Message]
-    progress: Progress
     number: int  # in the order of their starts
+    progress: Progress
+    task: asyncio.Task[pb_message.Message] | None
+    result: pb.Operation | None = None
 
     def to_proto(self) -> pb.Operation:
-        operation = pb.Operation(name=self.name, done=self.task.done())
+        if self.result is not None:
+            return self.result
+        operation = pb.Operation(name=self.name)
         operation.metadata.Pack(self.progress())
-        if not self.task.done():
-            return operation
-        if self.task.cancelled():
+        return operation
+
+    def has_failed(self) -> bool:
+        return self.result is not None and self.result.HasField("error")
+
+    def end(self, task: asyncio.Task[pb_message.Message]) -> None:
+        """Put the result of the task in its place."""
+        operation = self.to_proto()
+        operation.done = True
+        if task.cancelled():
             operation.error.code = grpc.StatusCode.CANCELLED.value[0]
             operation.error.message = "cancelled"
-        elif (error := self.task.exception()) is not None:
+        elif (error := task.exception()) is not None:
             operation.error.CopyFrom(_status(error))
         else:
-            operation.response.Pack(self.task.result())
-        return operation
+            operation.response.Pack(task.result())
+        self.result, self.task, self.progress = operation, None, pb.Operation
 
 
 def _status(error: BaseException) -> status_pb2.Status:
@@ -60,7 +78,7 @@ def _log_bug(task: asyncio.Task[Any]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         level = logging.INFO if isinstance(error, ServiceError) else logging.ERROR
         logger.log(level, "operation %s failed", task.get_name(), exc_info=error)
-        forget_frames(error)  # the request is in them, and the operation is kept
+        forget_frames(error)  # the request is in them
 
 
 def _place_of(token: str, pages: str) -> int:
@@ -74,10 +92,23 @@ def _place_of(token: str, pages: str) -> int:
 
 
 class Operations(pb_grpc.OperationsServicer):
-    """Owns the operations of a process; finished ones are kept up to `capacity`."""
+    """Owns the operations of a process.
 
-    def __init__(self, capacity: int = 256) -> None:
-        self._operations: RequestTable[_Operation] = RequestTable(capacity)
+    Of those that have ended the last `capacity` are kept, and those of no more than `max_bytes`.
+    """
+
+    def __init__(
+        self,
+        capacity: int = 256,
+        max_bytes: int = 1 << 24,
+        *,
+        max_running: int = 1024,
+        longest_wait: float = 60.0,
+    ) -> None:
+        self._operations: RequestTable[_Operation] = RequestTable(
+            max_bytes, weigh=share_of(max_bytes, capacity, _Operation.to_proto)
+        )
+        self._longest_wait, self._max_running = longest_wait, max_running
         self._count = 0
         self._tokens_of = secrets.token_hex(4)  # page tokens of another process are unknown here
 
@@ -91,21 +122,31 @@ class Operations(pb_grpc.OperationsServicer):
         """Start `run`, or join the operation that has this request's request_id.
 
         A finished, failed operation of the same id is run again. Raises
-        RequestIdReusedError when the id came with another body.
+        RequestIdReusedError when the id came with another body, QueueFullError when too many
+        run.
         """
         digest = request_digest(request)
         request_id = getattr(request, "request_id", "")
         self._count += 1
         name = f"operations/{kind}-{request_id or self._count}"
         known = self._operations.find(name, digest)
-        if known is None or has_failed(known.task):
+        if known is None or known.has_failed():
+            running = sum(operation.task is not None for operation in self._operations)
+            if running >= self._max_running:
+                raise QueueFullError(
+                    f"{running} operations run or wait", limit=self._max_running, kind="operations"
+                )
             task: asyncio.Task[pb_message.Message] = asyncio.ensure_future(run())
             task.set_name(name)
             task.add_done_callback(_log_bug)
-            operation = _Operation(name, task, progress, self._count)
-            task.add_done_callback(lambda _: self._operations.done(name, operation))
+            operation = _Operation(name, self._count, progress, task)
+            task.add_done_callback(lambda _: self._end(operation, task))
             known = self._operations.add(name, digest, operation)
         return known.to_proto()
+
+    def _end(self, operation: _Operation, task: asyncio.Task[pb_message.Message]) -> None:
+        operation.end(task)
+        self._operations.done(operation.name, operation)
 
     def _find(self, name: str) -> _Operation:
         operation = self._operations.get(name)
@@ -131,7 +172,7 @@ class Operations(pb_grpc.OperationsServicer):
         pages = f"{self._tokens_of}.{filter_text}"
         after = _place_of(request.page_token, pages)
         rest = sorted(
-            (o for o in self._operations if o.number > after and o.task.done() in wanted),
+            (o for o in self._operations if o.number > after and (o.task is None) in wanted),
             key=lambda operation: operation.number,
         )
         page = rest[: min(request.page_size or DEFAULT_PAGE, LARGEST_PAGE)]
@@ -143,29 +184,32 @@ class Operations(pb_grpc.OperationsServicer):
     async def WaitOperation(
         self, request: pb.WaitOperationRequest, context: grpc.aio.ServicerContext
     ) -> pb.Operation:
-        """Wait at most `timeout` (else 30 s), then answer what is known."""
+        """Wait at most `timeout` (else 30 s; never over a minute), then answer what is known."""
         operation = self._find(request.name)
         timeout = seconds_of(request.timeout) if request.HasField("timeout") else 30.0
         remaining = context.time_remaining()
         if remaining is not None:  # answer before the caller's own deadline
             timeout = max(0.0, min(timeout, remaining - 0.2))
-        await asyncio.wait([operation.task], timeout=timeout)
+        if operation.task is not None:
+            await asyncio.wait([operation.task], timeout=min(timeout, self._longest_wait))
         return operation.to_proto()
 
     async def CancelOperation(
         self, request: pb.CancelOperationRequest, context: object
     ) -> empty_pb2.Empty:
-        self._find(request.name).task.cancel()
+        task = self._find(request.name).task
+        if task is not None:
+            task.cancel()
         return empty_pb2.Empty()
 
     async def DeleteOperation(
         self, request: pb.DeleteOperationRequest, context: object
     ) -> empty_pb2.Empty:
-        if not self._find(request.name).task.done():
+        if self._find(request.name).task is not None:
             raise InvalidFieldError("name", "names an operation that still runs")
         self._operations.discard(request.name)
         return empty_pb2.Empty()
 
     async def close(self) -> None:
         """Cancel what still runs and wait for its end."""
-        await cancel_all([operation.task for operation in self._operations])
+        await cancel_all([operation.task for operation in self._operations if operation.task])

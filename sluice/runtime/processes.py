@@ -7,12 +7,15 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from typing import NoReturn
 
 import psutil
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+MARKED_SECONDS = 5.0  # for processes that start others faster than they are killed
+POLL_SECONDS = 0.1
 
 
 def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
@@ -55,6 +58,28 @@ def keep_processes(parent: int) -> None:
         ended |= _reap()
     ended |= _kill_children()
     _end_as(ended[child])
+
+
+def end_marked(variable: str, value: str) -> None:
+    """Kill all processes whose environment has this value of `variable`, and what they start.
+
+    For what a keeper that was killed itself has left behind.
+    """
+    deadline = time.monotonic() + MARKED_SECONDS
+    while (found := _marked(variable, value)) and time.monotonic() < deadline:
+        for process in found:
+            with contextlib.suppress(psutil.Error):  # it has ended
+                process.kill()
+        psutil.wait_procs(found, timeout=POLL_SECONDS)
+
+
+def _marked(variable: str, value: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it has ended, or is another user's
+            if process.environ().get(variable) == value:
+                found.append(process)
+    return found
 
 
 def _reap() -> dict[int, int]:

@@ -25,7 +25,7 @@ from sluice import faults
 from sluice.api.common.v1 import wait_service_pb2_grpc
 from sluice.config import Config, ConfigError
 from sluice.durable import replace_file
-from sluice.runtime.interceptors import RequestRoom, ServiceInterceptor
+from sluice.runtime.interceptors import RequestRoom, ServiceInterceptor, share_one_arena
 from sluice.runtime.messages import Bound, MessageLimits, RequestRules
 from sluice.runtime.metrics import MetricsServer
 from sluice.runtime.operations import Operations
@@ -170,6 +170,7 @@ class Server:
     """
 
     def __init__(self, config: ServerConfig) -> None:
+        share_one_arena()
         self.config = config
         self.waits = Waits()
         self.operations = Operations()
@@ -223,9 +224,21 @@ class Server:
         return f"{self.config.host}:{self._metrics.port}"
 
     async def start(self) -> None:
-        """Open the ports. Raises ConfigError when one is taken."""
+        """Open the ports and tell them. Raises ConfigError when one is taken, and OSError.
+
+        What was open is closed then: nobody is told of it, and grpc complains of what stays open.
+        """
         if self.config.parent:
             end_with_parent(self.config.parent)
+        try:
+            await self._open()
+            self._write_address()
+        except BaseException:
+            await self.stop()
+            raise
+        logger.info("listening on %s, metrics on %s", self.address, self.metrics_address)
+
+    async def _open(self) -> None:
         names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.grpc_server, pool=self.describe(names))
         listen, security = f"{self.config.host}:{self.config.port}", self.config.security
@@ -240,8 +253,6 @@ class Server:
         await self._set_services(NOT_SERVING)  # not ready
         await self._health.set(WAIT_SERVICE, SERVING)
         await self.grpc_server.start()
-        self._write_address()
-        logger.info("listening on %s, metrics on %s", self.address, self.metrics_address)
 
     def _write_address(self) -> None:
         if self.config.address_file is None:

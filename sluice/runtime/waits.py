@@ -82,7 +82,9 @@ class Waits(pb_grpc.WaitServiceServicer):
         return wait
 
     def end(self, wait: Wait) -> None:
-        self._waits.remove(wait)
+        """Idempotent: grpc.aio has called back twice for one call that failed."""
+        if wait in self._waits:
+            self._waits.remove(wait)
 
     async def ListWaits(
         self, request: pb.ListWaitsRequest, context: object

@@ -30,8 +30,7 @@ from sluice.weights.checkpoint import INDEX_NAME, companion_files
 from sluice.weights.convert.options import ConvertOptions
 from sluice.weights.convert.pieces import Content, FileRange, Files
 from sluice.weights.convert.plan import RECORD, digest_record, plan_conversion
-from sluice.weights.convert.stored import CONFIG, METADATA
-from sluice.weights.convert.torch_dist_target import COMMON
+from sluice.weights.convert.stored import COMMON, CONFIG, METADATA
 from sluice.weights.convert.work import (
     JOURNAL,
     Check,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from sluice.imports import uncollected
 from sluice.weights.checkpoint import (
     check_companions,
     check_file,
@@ -36,7 +37,6 @@ from sluice.weights.convert.options import ConvertOptions
 from sluice.weights.convert.pieces import Content, Files
 from sluice.weights.convert.stored import is_torch_dist, read_keys
 from sluice.weights.convert.torch_dist_source import TorchDistSource
-from sluice.weights.convert.torch_dist_target import TorchDistLayout, ToTorchDist
 from sluice.weights.convert.work import Check, ConversionReport, Work
 from sluice.weights.errors import (
     ConflictingTensorError,
@@ -269,6 +269,9 @@ def _check_copies(source: HfSource, weights: WeightMap, files: Files) -> None:
 def _plan_torch_dist(
     source: Path, config: dict[str, object], options: ConvertOptions, files: Files
 ) -> Work:
+    with uncollected():  # only here: torch's own writer brings DTensor and sympy with it
+        from sluice.weights.convert.torch_dist_target import TorchDistLayout, ToTorchDist
+
     weights = read_weights(config, source)
     checkpoint = HfSource(source, files, weights.family.spellings)
     checkpoint.check(weights)

@@ -17,14 +17,14 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
 
+from sluice.imports import uncollected
 from sluice.weights.checkpoint import is_plain_name, load_json
 from sluice.weights.convert.pieces import Files
 from sluice.weights.errors import (
@@ -34,7 +34,11 @@ from sluice.weights.errors import (
     MissingFileError,
 )
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
 METADATA = ".metadata"
+COMMON = "common.pt"  # Megatron's: what all ranks share
 CONFIG = "metadata.json"  # Megatron's; written last
 MALFORMED = (  # what readers of pickles and archives raise for bytes that make no sense
     pickle.UnpicklingError,
@@ -63,34 +67,41 @@ def _member(kind: object, name: str) -> enum.Enum:
     return member
 
 
-_CLASSES = {
-    "torch.distributed.checkpoint.metadata": {
-        name: getattr(metadata, name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    },
-    "torch.distributed.checkpoint.filesystem": {
-        name: getattr(filesystem, name) for name in ("_StorageInfo", "_StoragePrefix")
-    },
-    "torch": {"Size": torch.Size},
-    "torch.serialization": {"_get_layout": torch.serialization._get_layout},
-    "pathlib": {name: getattr(pathlib, name) for name in ("PosixPath", "PurePosixPath", "Path")},
-    "builtins": {"set": set, "frozenset": frozenset, "getattr": _member},
-    "collections": {"OrderedDict": dict},
-}
+@cache
+def _classes() -> dict[str, dict[str, Any]]:
+    with uncollected():  # only here: these bring DTensor and sympy with them
+        from torch.distributed.checkpoint import filesystem, metadata
+
+    return {
+        "torch.distributed.checkpoint.metadata": {
+            name: getattr(metadata, name)
+            for name in (
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorProperties",
+                "TensorStorageMetadata",
+                "_MEM_FORMAT_ENCODING",
+            )
+        },
+        "torch.distributed.checkpoint.filesystem": {
+            name: getattr(filesystem, name) for name in ("_StorageInfo", "_StoragePrefix")
+        },
+        "torch": {"Size": torch.Size},
+        "torch.serialization": {"_get_layout": torch.serialization._get_layout},
+        "pathlib": {
+            name: getattr(pathlib, name) for name in ("PosixPath", "PurePosixPath", "Path")
+        },
+        "builtins": {"set": set, "frozenset": frozenset, "getattr": _member},
+        "collections": {"OrderedDict": dict},
+    }
 
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        kind = _CLASSES.get(module, {}).get(name)
+        kind = _classes().get(module, {}).get(name)
         if kind is not None:
             return kind
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -149,6 +160,7 @@ def read_keys(directory: Path) -> dict[str, StoredKey]:
     Raises MissingFileError, InvalidCheckpointError, DamagedFileError or ForbiddenObjectError.
     """
     _check_finished(directory)
+    tensor_kind = _classes()["torch.distributed.checkpoint.metadata"]["TensorStorageMetadata"]
     try:
         with (directory / METADATA).open("rb") as file:
             document = _MetadataUnpickler(file).load()
@@ -162,7 +174,7 @@ def read_keys(directory: Path) -> dict[str, StoredKey]:
         return {
             key: _key(directory, key, entry, places)
             for key, entry in described.items()
-            if isinstance(entry, metadata.TensorStorageMetadata) and not key.startswith(NOT_WEIGHTS)
+            if isinstance(entry, tensor_kind) and not key.startswith(NOT_WEIGHTS)
         }
     except FileNotFoundError as error:
         raise MissingFileError(METADATA) from error
@@ -173,7 +185,7 @@ def read_keys(directory: Path) -> dict[str, StoredKey]:
 def _key(
     directory: Path,
     key: str,
-    entry: metadata.TensorStorageMetadata,
+    entry: TensorStorageMetadata,
     places: Mapping[tuple[str, tuple[int, ...]], Any],
 ) -> StoredKey:
     chunks, shape, dtype = [], _counts(entry.size), entry.properties.dtype

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from sluice.weights.convert.hf import HfSource
 from sluice.weights.convert.options import ConvertOptions
 from sluice.weights.convert.pieces import Content, FileRange, Files
-from sluice.weights.convert.stored import CONFIG, envelope, save_object
+from sluice.weights.convert.stored import COMMON, CONFIG, envelope, save_object
 from sluice.weights.convert.torch_dist_source import Naming, Place, chunk_name
 from sluice.weights.convert.work import Group, OutputFile, TensorTask
 from sluice.weights.errors import InvalidCheckpointError, MixedTypesError
@@ -40,8 +40,6 @@ from sluice.weights.rules.packing import (
 )
 from sluice.weights.rules.rule import Pack, ShardAxis, Stage
 from sluice.weights.rules.weight_map import Binding, WeightMap
-
-COMMON = "common.pt"
 
 
 @dataclass(frozen=True)

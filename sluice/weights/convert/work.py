@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from sluice.weights.convert.pieces import Content
 from sluice.weights.errors import CancelledConversionError
 from sluice.weights.manifest import digest_bytes
+
+if TYPE_CHECKING:
+    from sluice.weights.convert.pieces import Content
 
 
 @dataclass

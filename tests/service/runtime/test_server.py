@@ -318,3 +318,15 @@ async def test_a_taken_port_is_an_error_of_the_setting(setting):
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"server\.{setting}: .*127\.0\.0\.1:{port}"):
             await Server(ServerConfig(**{setting: port})).start()
+
+
+async def test_a_server_that_cannot_tell_its_address_opens_nothing(tmp_path):
+    nowhere = tmp_path / "file"
+    nowhere.write_text("")
+    server = Server(ServerConfig(address_file=nowhere / "address.json"))
+    with pytest.raises(OSError, match=r"address\.json"):
+        await server.start()
+    for address in (server.address, server.metrics_address):
+        host, _, port = address.rpartition(":")
+        with socket.socket() as caller:
+            assert caller.connect_ex((host, int(port)))

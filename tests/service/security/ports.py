@@ -6,16 +6,17 @@ import asyncio
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator
 
 import grpc
+from grpc_status import rpc_status
 
 from sluice.api.common.v1 import wait_service_pb2, wait_service_pb2_grpc
 from sluice.api.trainer.v1 import worker_service_pb2 as worker_pb
 from sluice.api.trainer.v1 import worker_service_pb2_grpc
 from sluice.client import RemoteError, typed_errors
 from sluice.runtime.channel import create_channel
-from sluice.runtime.security import SecurityConfig
+from sluice.runtime.errors import error_from_status
+from sluice.runtime.security import SecurityConfig, channel_credentials
 from tests.patience import PATIENCE
 
 UNREACHABLE = "UNAVAILABLE/"  # the handshake failed
@@ -35,20 +36,30 @@ async def ask_service(address: str, security: SecurityConfig) -> str:
 
 
 async def ask_workers_port(address: str, security: SecurityConfig) -> str:
-    """Code/reason for one who says to be rank 0, which is connected already."""
+    """Code/reason for one who says to be rank 0, which is connected already.
 
-    async def hello() -> AsyncIterator[worker_pb.FollowRequest]:
-        greeting = worker_pb.RankHello(rank=0, world_size=2, generation=0)
-        yield worker_pb.FollowRequest(hello=greeting)
+    Asked over a blocking channel: grpc.aio may lose the status of a stream that ends as it begins.
+    """
+    return await asyncio.to_thread(_greet, address, security)
 
-    async with create_channel(address, security) as channel:
+
+def _greet(address: str, security: SecurityConfig) -> str:
+    greeting = worker_pb.RankHello(rank=0, world_size=2, generation=0)
+    tls, token = security.tls, security.token()
+    metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+    with (
+        grpc.insecure_channel(address)
+        if tls is None
+        else grpc.secure_channel(address, channel_credentials(tls))
+    ) as channel:
         stub = worker_service_pb2_grpc.WorkerServiceStub(channel)
+        hello = iter([worker_pb.FollowRequest(hello=greeting)])
         try:
-            with typed_errors():
-                async for _ in stub.Follow(hello(), timeout=PATIENCE):
-                    return "OK"
-        except RemoteError as error:
-            return f"{error.code.name}/{error.reason}"
+            next(stub.Follow(hello, timeout=PATIENCE, metadata=metadata))
+        except grpc.RpcError as error:
+            status = rpc_status.from_call(error)
+            reason = "" if status is None else error_from_status(status).reason
+            return f"{error.code().name}/{reason}"
     return "OK"
 
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from sluice.api.rollout.v1 import engine_service_pb2_grpc as engine_grpc
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.client import EngineClient, RouterClient
 from sluice.config import ConfigError, load_config, parse_config
+from sluice.runtime import metrics
 from sluice.runtime.channel import create_channel
 from sluice.runtime.security import SecurityConfig, TlsConfig, server_credentials
 from sluice.runtime.server import Server, ServerConfig
@@ -206,6 +208,25 @@ async def test_a_peer_that_says_nothing_stalls_no_scrape(
         for peer in silent:
             peer.close()
         assert answer == "OK"
+
+
+async def test_many_peers_that_say_nothing_take_no_more_threads_and_stall_no_scrape(
+    trust: Trust, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.runtime.metrics.SILENT_SECONDS", 10 * PATIENCE)
+    async with running_server(security=trust.right) as server:
+        threads, most = threading.active_count(), metrics.MOST_CONNECTIONS
+        port = int(server.metrics_address.rpartition(":")[2])
+        silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(most + 20)]
+        answer = await asyncio.wait_for(ask_metrics(server.metrics_address, trust.right), PATIENCE)
+        assert answer == "OK"
+        silent[0].settimeout(PATIENCE)
+        assert await asyncio.to_thread(silent[0].recv, 1) == b""
+        async with asyncio.timeout(PATIENCE):
+            while threading.active_count() > threads + most + 4:  # of this test, some
+                await asyncio.sleep(0.1)
+        for peer in silent:
+            peer.close()
 
 
 def write_rubbish(directory: Path) -> Path:

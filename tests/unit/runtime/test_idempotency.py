@@ -1,4 +1,7 @@
 import asyncio
+import contextvars
+import gc
+import weakref
 
 import pytest
 
@@ -76,6 +79,43 @@ async def test_finished_calls_beyond_capacity_are_forgotten():
     for name in ("a", "b", "c", "a"):
         await log.once(name, REQUEST, run)
     assert len(runs) == 4
+
+
+async def test_finished_answers_beyond_the_bytes_are_forgotten():
+    log, runs = RequestLog(max_bytes=3000), []
+
+    async def run():
+        runs.append(1)
+        return pb.DiscardGradientsResponse(part_ids=["x" * 1000])
+
+    for name in ("a", "b", "c", "c", "a"):
+        await log.once(name, REQUEST, run)
+    log.once_now("d", REQUEST, lambda: pb.DiscardGradientsResponse(part_ids=["x" * 2900]))
+    for name in ("d", "a"):
+        await log.once(name, REQUEST, run)
+    assert len(runs) == 5
+
+
+async def test_of_a_finished_call_the_answer_alone_is_kept():
+    class Caller:
+        """What the context of a call holds, such as its request."""
+
+    log, held = RequestLog(), contextvars.ContextVar[Caller]("held")
+
+    async def succeed():
+        return 7
+
+    async def call() -> weakref.ref[Caller]:
+        caller = Caller()
+        held.set(caller)
+        await log.once("a", REQUEST, succeed)
+        return weakref.ref(caller)
+
+    caller = await asyncio.create_task(call())
+    await asyncio.sleep(0)  # this task was woken by that one
+    gc.collect()
+    assert caller() is None
+    assert await log.once("a", REQUEST, asyncio.Event().wait) == 7
 
 
 def test_a_table_forgets_what_is_done_by_weight_and_never_what_is_not():

@@ -1,16 +1,20 @@
-"""Operations are listed a page at a time, each once, whatever ends or goes meanwhile."""
+"""Operations: each is listed once, whatever ends meanwhile; how many are kept, and of what."""
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import gc
+import weakref
 from collections.abc import AsyncIterator
 
 import pytest
 from google.longrunning import operations_pb2 as pb
-from google.protobuf import empty_pb2
+from google.protobuf import empty_pb2, wrappers_pb2
 
-from sluice.runtime.errors import InvalidFieldError
+from sluice.runtime.errors import InvalidFieldError, QueueFullError
 from sluice.runtime.operations import Operations
+from tests.patience import PATIENCE
 
 NUMBER = 25
 
@@ -18,8 +22,8 @@ NUMBER = 25
 class Run:
     """Operations that end when they are told to."""
 
-    def __init__(self) -> None:
-        self.operations = Operations()
+    def __init__(self, **limits: float) -> None:
+        self.operations = Operations(**limits)
         self._ends: list[asyncio.Event] = []
         self.names: list[str] = []
 
@@ -29,7 +33,7 @@ class Run:
 
         async def run() -> empty_pb2.Empty:
             await end.wait()
-            return empty_pb2.Empty()
+            return wrappers_pb2.BytesValue(value=bytes(1000))
 
         started = self.operations.start("work", empty_pb2.Empty(), run, empty_pb2.Empty)
         self.names.append(started.name)
@@ -116,3 +120,62 @@ async def test_a_token_is_of_one_process_and_one_filter(run: Run) -> None:
     with pytest.raises(InvalidFieldError, match="page_token"):
         await other.page(page_token=token)
     await other.operations.close()
+
+
+class NoDeadline:
+    """The context of a call whose caller waits for as long as it takes."""
+
+    def time_remaining(self) -> None:
+        return None
+
+
+async def test_a_wait_of_a_year_is_answered_by_what_is_known() -> None:
+    run = Run(longest_wait=0.01)
+    run.start()
+    year = pb.WaitOperationRequest(name=run.names[0], timeout={"seconds": 365 * 86_400})
+    async with asyncio.timeout(PATIENCE):
+        answer = await run.operations.WaitOperation(year, NoDeadline())
+    assert (answer.name, answer.done) == (run.names[0], False)
+    await run.operations.close()
+
+
+async def test_of_those_that_have_ended_so_many_bytes_are_kept() -> None:
+    run = Run(max_bytes=3500)
+    for index in range(5):
+        run.start()
+        await run.end(index)
+    kept = await run.page()
+    assert [operation.name for operation in kept.operations] == run.names[2:]
+    assert all(operation.response.ByteSize() > 1000 for operation in kept.operations)
+
+
+async def test_of_an_ended_operation_what_came_of_it_is_kept_alone(run: Run) -> None:
+    class Caller:
+        """What the context of a call holds, such as its request."""
+
+    held = contextvars.ContextVar[Caller]("held")
+
+    async def call() -> weakref.ref[Caller]:
+        caller = Caller()
+        held.set(caller)
+        run.start()
+        await run.end(NUMBER)
+        return weakref.ref(caller)
+
+    caller = await asyncio.create_task(call())
+    await asyncio.sleep(0)  # this task was woken by that one
+    gc.collect()
+    assert caller() is None
+    answer = await run.page(filter="done=true")
+    assert [operation.name for operation in answer.operations] == [run.names[NUMBER]]
+
+
+async def test_beyond_so_many_that_run_none_is_begun_until_one_has_ended() -> None:
+    run = Run(max_running=2)
+    run.start()
+    run.start()
+    with pytest.raises(QueueFullError):
+        run.start()
+    await run.end(0)
+    run.start()
+    await run.operations.close()

@@ -20,3 +20,13 @@ async def test_a_clock_that_is_set_back_changes_no_age_and_no_order(monkeypatch)
             listed = await waits.ListWaits(pb.ListWaitsRequest(), None)
     assert oldest is not None and 0 <= oldest < 60
     assert [wait.what for wait in listed.waits] == ["the first", "the second"]
+
+
+async def test_a_wait_that_is_ended_twice_is_gone_and_others_stay():
+    """An error in there, a callback of grpc's, would take the place of the call's own."""
+    waits = Waits()
+    call, other = waits.begin("TrainerService.UploadBatch"), waits.begin("a step")
+    waits.end(call)
+    waits.end(call)
+    listed = (await waits.ListWaits(pb.ListWaitsRequest(), None)).waits
+    assert [wait.what for wait in listed] == [other.what]
