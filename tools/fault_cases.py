@@ -78,7 +78,7 @@ KILLS = (
     Fault("episodes", "blob.pinned", 3),
     Fault("episodes", "journal.recorded", 3),
     Fault("episodes", "journal.settled", 2),
-    Fault("router", "done.AcquireLeases", 3),
+    Fault("router", "done.StreamLeases", 3),
     Fault("router", "done.RegisterEngine", 4),
 )
 SCHEDULED = (
@@ -102,7 +102,7 @@ LOST_REPLIES = (
     Fault("trainer", "reply.WaitOperation", 4),
     Fault("episodes", "reply.Rollout", 6),
     Fault("engine-0", "reply.Generate", 2),
-    Fault("router", "reply.AcquireLeases", 3),
+    Fault("router", "reply.StreamLeases", 3),
     Fault("engine-0", "reply.PrepareWeights", 2),
     Fault("engine-1", "reply.CommitWeights", 2),
 )
@@ -133,6 +133,12 @@ class Disturbance:
     restart: bool = False
     timeout: float | None = None  # for services to be ready; None is that of all runs
 
+    @property
+    def needs_namespaces(self) -> bool:
+        """Of the matrix's own: to mount, to have a socket drop what it gets."""
+        is_socket = self.kind == "stall" and self.target.startswith("rank")
+        return is_socket or self.kind == "read-only"
+
     def __str__(self) -> str:
         with_them = f" + {','.join(self.killed)}" if self.killed else ""
         return f"{self.kind} {self.target}{with_them}, {self.at} #{self.passing}"
@@ -140,7 +146,8 @@ class Disturbance:
 
 _SERVICES = ("router", "converter", "trainer", "engine-0", "engine-1", "episodes")
 _RANKS = ("rank0", "rank1")
-_PROCESSES = (*_SERVICES, *_RANKS, "supervisor", "loop")
+_ENVIRONMENT = ("environment", "keeper")  # which computes rewards, and the process that ends it
+_PROCESSES = (*_SERVICES, *_RANKS, *_ENVIRONMENT, "supervisor", "loop")
 _MOMENTS = (("generated", 6), ("uploaded", 3))  # while groups are sampled; while the trainer works
 
 
@@ -149,7 +156,7 @@ def _signals() -> Iterable[Disturbance]:
     for process in _PROCESSES:
         yield Disturbance("kill", process, *sampling)
         yield Disturbance("pause", process, *sampling)
-    for process in (*_SERVICES, *_RANKS):
+    for process in (*_SERVICES, *_RANKS, "environment"):
         yield Disturbance("stop", process, *sampling)
     for process in ("trainer", *_RANKS, "engine-0", "supervisor", "loop"):
         yield Disturbance("kill", process, *training)
@@ -183,11 +190,11 @@ def _files() -> Iterable[Disturbance]:
         # what `sluice up` begins with, and what it tells others
         for target in ("ports", "addresses", "service settings"):
             yield Disturbance(kind, target, "generated", 6, killed=("supervisor",))
-        yield Disturbance("truncate", "services.json", "committed", 4, restart=True)
+    yield Disturbance("truncate", "services.json", "committed", 4, restart=True)
 
 
 def _disks() -> Iterable[Disturbance]:
-    for process in (*_PROCESSES, "all"):
+    for process in (*_SERVICES, *_RANKS, "environment", "supervisor", "loop", "all"):
         yield Disturbance("full", process, "generated", 6)
     for process in ("trainer", "rank0", "rank1", "loop", "all"):
         yield Disturbance("full", process, "stepped", 3)  # a version, then a checkpoint
@@ -209,15 +216,20 @@ _PAIRS = (
     "episodes-engine-1",
     "engine-0-router",
     "engine-1-router",
-    "supervisor-trainer",
+    *(f"supervisor-{service}" for service in _SERVICES),
+    "rank0-trainer",
+    "rank1-trainer",
+    "rank0-rank1",
 )
+
+_AT_WORK = ("loop-trainer", "rank0-trainer", "rank0-rank1")  # parted while the trainer works too
 
 
 def _partitions() -> Iterable[Disturbance]:
     kinds: tuple[Literal["stall", "cut"], ...] = ("stall", "cut")
     for kind in kinds:
         for pair in _PAIRS:
-            for at, passing in _MOMENTS if pair == "loop-trainer" else _MOMENTS[:1]:
+            for at, passing in _MOMENTS if pair in _AT_WORK else _MOMENTS[:1]:
                 yield Disturbance(kind, pair, at, passing, seconds=3.0)
         yield Disturbance(kind, "loop-engine-0", "published", 3, seconds=3.0)
 
@@ -238,7 +250,7 @@ SHORT = (
     Fault("trainer", "done.StepOptimizer", 3),
     Fault("trainer", "rank0.step", 3),
     Fault("rollout", "journal.recorded", 3),
-    Fault("router", "done.AcquireLeases", 3),
+    Fault("router", "done.StreamLeases", 3),
     Fault("trainer", "reply.ForwardBackward", 2),
 )
 SHORT_SCHEDULED = (

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -17,14 +19,17 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from services.rollout.environments.isolation import WORKER_MODULE
 from sluice.loop.ledger import Ledger
 from tools.fault_cases import Disturbance
+from tools.fault_network import part_processes
 
 if TYPE_CHECKING:
     from tools.fault_network import Network
     from tools.fault_stack import Stack
 
 KILLS_IN_A_ROW = 5  # more than a trainer starts its ranks again
+PAIR = re.compile(r"(\w+?(?:-\d)?)-(\w+(?:-\d)?)")  # engine-0-router
 NO_GROWTH = 1  # byte that a file may have on a full disk
 
 
@@ -42,10 +47,16 @@ class Scene:
         return self.stack.directory / "store"
 
     def process_ids(self, target: str) -> list[int]:
-        """Of a service, a rank, the supervisor, the loop, or all of them; those that live."""
+        """Of a service, a rank, an environment or its keeper, the supervisor, the loop, or all.
+
+        Those that live.
+        """
         services = self.stack.services()
         pids = {name: entry["pid"] for name, entry in services.items()}
         pids |= _ranks(pids["trainer"]) | {"loop": self.loop}
+        for entry in services.values():
+            if entry["kind"] == "rollout":
+                pids |= _environment(entry["pid"])
         if self.stack.process is not None:
             pids["supervisor"] = self.stack.process.pid
         if target == "all":
@@ -61,6 +72,18 @@ def _ranks(trainer: int) -> dict[str, int]:
                 rank = child.environ().get("RANK")
                 if rank is not None and "services.trainer.rank" in child.cmdline():
                     found[f"rank{rank}"] = child.pid
+    return found
+
+
+def _environment(worker: int) -> dict[str, int]:
+    """The process of a grader, and the one that ends it and all that it starts."""
+    found = {}
+    with suppress(psutil.Error):
+        for keeper in psutil.Process(worker).children():
+            with suppress(psutil.Error, IndexError):
+                if WORKER_MODULE in keeper.cmdline():
+                    found["keeper"] = keeper.pid
+                    found["environment"] = keeper.children()[0].pid
     return found
 
 
@@ -264,18 +287,28 @@ class Disturbing:
 
     def _protect(self) -> None:
         path = str(DIRECTORIES[self.disturbance.target](self.scene))
-        _run("mount", "--bind", path, path)
+        aside = tempfile.mkdtemp()  # what is open to be written could not become read-only
+        self._undo.append(partial(os.rmdir, aside))
+        _run("mount", "--bind", path, aside)
+        self._undo.append(lambda: _run("umount", "--lazy", aside))
+        _run("mount", "-o", "remount,bind,ro", aside)
+        _run("mount", "--bind", aside, path)
         self._undo.append(lambda: _run("umount", "--lazy", path))
-        _run("mount", "-o", "remount,bind,ro", path)
 
     def _part(self, how: str) -> None:
-        network, target = self.scene.network, self.disturbance.target
+        network = self.scene.network
         assert network is not None, "the stack has forwarders"
-        client, _, server = target.partition("-")
-        if target.startswith("engine-"):
-            client, server = target[:8], target[9:]
+        pair = PAIR.fullmatch(self.disturbance.target)
+        assert pair is not None, self.disturbance.target
+        client, server = pair.groups()
         (pid,) = self._pids(client)
-        self._undo.append(network.part(pid, server, how))
+        if not client.startswith("rank"):
+            self._undo.append(network.part(pid, server, how))
+            return
+        (other,) = self._pids(server)
+        if (undo := part_processes(pid, other, how)) is None:
+            raise NothingToDisturbError(f"{client} and {server} have no connection")
+        self._undo.append(undo)
 
 
 def _send(pid: int, number: signal.Signals) -> None:

@@ -1,6 +1,6 @@
 """Does to a stack of real services what can happen to one, and looks at what came of it.
 
-`python -m tools.fault_matrix [--directory DIR] [--only TEXT] [--seconds 300]`
+`python -m tools.fault_matrix [--directory DIR] [--only TEXT ...] [--at-once 2] [--seconds 300]`
 
 Processes are killed at every kind of durable write and anywhere, stopped, and stopped for a while;
 answers are lost; files are damaged, disks full or read-only; connections stall and break. Each case
@@ -8,22 +8,27 @@ is a short run on a router, a trainer of two ranks, two engines, an episode work
 It must end and have consumed every group once; one that is told in a line what is wrong goes on
 once that is put right. A synchronous one, which is deterministic, must have the weights of an
 undisturbed run to the bit after every step, another one must keep its bound on staleness. No
-process may be left without a parent. Read-only directories need mount namespaces, in which it
-starts itself again where the system allows that.
+process may be left without a parent. Read-only directories need a mount namespace, stalled ranks
+a network of their own: in those it starts itself again where the system allows that.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import fcntl
 import os
 import re
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +55,7 @@ from tools.fault_stack import (
 
 ALL_AT_CHECKPOINT = 2
 DISTURBED_STEPS = 4  # of a run; no disturbance begins later than in the third
+SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 DAMAGE = ("flip", "truncate")  # after which other weights are data that was used unseen
 
 
@@ -75,6 +81,10 @@ class Totals:
         self.hung += outcome.hung
         self.silent += outcome.silent
         self.orphans += outcome.orphans
+
+    def __add__(self, other: Totals) -> Totals:
+        mine, others = dataclasses.astuple(self), dataclasses.astuple(other)
+        return Totals(*map(sum, zip(mine, others, strict=True)))
 
     @property
     def is_clean(self) -> bool:
@@ -119,7 +129,7 @@ def inject(stack: Stack, fault: Fault, reference: Outcome, seconds: float) -> Ou
 def disturb(stack: Stack, disturbance: Disturbance, reference: Outcome, seconds: float) -> Outcome:
     """One case, judged against the undisturbed run: other weights are damaged data that was used.
 
-    Raises MatrixError where there was nothing to disturb.
+    A case with nothing to disturb shows nothing, and counts as lost.
     """
     changes: dict[str, Any] = {
         "steps": DISTURBED_STEPS,
@@ -132,7 +142,7 @@ def disturb(stack: Stack, disturbance: Disturbance, reference: Outcome, seconds:
     try:
         outcome = against(reference, run.run_disturbed(disturbance), disturbance.kind)
     except NothingToDisturbError as error:
-        raise MatrixError(f"{disturbance}: {error}") from None
+        outcome = Outcome(0.0, lost=1, failure=str(error))
     if stack.process is None or stack.process.poll() is not None:
         stack.start(seconds)
         outcome = dataclasses.replace(outcome, lost=outcome.lost + 1, failure="sluice up ended")
@@ -185,55 +195,88 @@ def _print_row(process: str, fault: str, outcome: Outcome) -> None:
         print("    " + outcome.failure.replace("\n", "\n    "), flush=True)
 
 
-def _matrix(flags: argparse.Namespace, directory: Path) -> Totals:
+def _matrix(flags: argparse.Namespace, directory: Path, number: int) -> Totals:
+    """The share with that number of all cases, one after the other on stacks of their own."""
     totals = Totals()
+    share = slice(number, None, flags.at_once)
 
     def disturb_each(
         cases: Iterable[Disturbance], stack: Stack, reference: Outcome, totals: Totals
     ) -> None:
         for case in cases:
-            if flags.only not in str(case):
-                continue
-            if case.kind == "read-only" and not flags.mounts:
-                continue
             outcome = disturb(stack, case, reference, flags.seconds)
             totals.add(outcome)
             _print_row(case.kind, str(case).removeprefix(f"{case.kind} "), outcome)
 
-    print(f"{'process':<10} {'fault':<50} {'starts':>6} {'returns':>7} {'seconds':>7}  result")
-    with running_stack(directory, wide_services, flags.seconds) as (stack, reference):
-        _print_row("-", "undisturbed", reference)
-        for fault in (*KILLS, *SCHEDULED, *LOST_REPLIES):
-            if flags.only not in f"{fault.process}/{fault.name} {fault.schedule}":
-                continue
-            outcome = inject(stack, fault, reference, flags.seconds)
-            totals.add(outcome)
-            schedule = "" if fault.schedule == "sync" else f" {fault.schedule}"
-            _print_row(fault.process, f"{fault.name} #{fault.passing}{schedule}", outcome)
-        if flags.only in "everything":
-            outcome = kill_all(stack, reference, flags.seconds)
-            totals.add(outcome)
-            _print_row("everything", f"run checkpoint of step {ALL_AT_CHECKPOINT}", outcome)
-        disturb_each(DISTURBANCES, stack, reference, totals)
-        print(f"processor time of the services: {stack.cpu_seconds():.0f} s")
-    totals.orphans += len(stack.orphans())
-    chosen = [each for each in PARTITIONS if flags.only in str(each)]
-    if chosen:
+    def is_wanted(name: str) -> bool:
+        return any(text in name for text in flags.only)
+
+    def chosen(cases: Iterable[Disturbance]) -> list[Disturbance]:
+        able = [case for case in cases if flags.unshared or not case.needs_namespaces]
+        return [case for case in able if is_wanted(str(case))][share]
+
+    faults = [
+        fault
+        for fault in (*KILLS, *SCHEDULED, *LOST_REPLIES)
+        if is_wanted(f"{fault.process}/{fault.name} {fault.schedule}")
+    ][share]
+    disturbances, partitions = chosen(DISTURBANCES), chosen(PARTITIONS)
+    kills_all = is_wanted("everything") and not number
+    if faults or disturbances or kills_all:
+        with running_stack(directory, wide_services, flags.seconds) as (stack, reference):
+            _print_row("-", "undisturbed", reference)
+            for fault in faults:
+                outcome = inject(stack, fault, reference, flags.seconds)
+                totals.add(outcome)
+                schedule = "" if fault.schedule == "sync" else f" {fault.schedule}"
+                _print_row(fault.process, f"{fault.name} #{fault.passing}{schedule}", outcome)
+            if kills_all:
+                outcome = kill_all(stack, reference, flags.seconds)
+                totals.add(outcome)
+                _print_row("everything", f"run checkpoint of step {ALL_AT_CHECKPOINT}", outcome)
+            disturb_each(disturbances, stack, reference, totals)
+            print(f"processor time of the services: {stack.cpu_seconds():.0f} s")
+        totals.orphans += len(stack.orphans())
+    if partitions:
         network = Network(list(PARTED))
         parted = directory / "parted"
         with running_stack(parted, wide_services, flags.seconds, network) as (stack, reference):
-            disturb_each(chosen, stack, reference, totals)
+            disturb_each(partitions, stack, reference, totals)
         totals.orphans += len(stack.orphans())
         network.close()
     return totals
 
 
-_OWN_MOUNTS = ("unshare", "--mount", "--map-root-user")
+def _matrices(flags: argparse.Namespace, directory: Path) -> Totals:
+    """All cases, so many at once."""
+    print(
+        f"{'process':<10} {'fault':<50} {'starts':>6} {'returns':>7} {'seconds':>7}  result",
+        flush=True,
+    )
+    with ProcessPoolExecutor(flags.at_once, get_context("spawn")) as pool:
+        shares = [
+            pool.submit(_matrix, flags, directory / f"share-{number}", number)
+            for number in range(flags.at_once)
+        ]
+        totals = Totals()
+        for share in shares:
+            totals += share.result()
+    return totals
 
 
-def _may_mount() -> bool:
+def _raise_loopback() -> None:
+    """In a network of its own, which begins without."""
+    flags = struct.pack("16sH22x", b"lo", IFF_UP)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, flags)
+
+
+_OWN_NAMESPACES = ("unshare", "--mount", "--net", "--map-root-user")
+
+
+def _may_unshare() -> bool:
     try:
-        return subprocess.run([*_OWN_MOUNTS, "true"], check=False, timeout=60).returncode == 0
+        return subprocess.run([*_OWN_NAMESPACES, "true"], check=False, timeout=60).returncode == 0
     except OSError:
         return False
 
@@ -241,19 +284,24 @@ def _may_mount() -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--directory", type=Path, help="kept; default: a temporary one")
-    parser.add_argument("--only", default="", help="cases whose process/fault contains this")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="cases whose process/fault contains one"
+    )
+    parser.add_argument("--at-once", type=int, default=2, help="cases, each on its own stack")
     parser.add_argument("--seconds", type=float, default=300, help="until a case counts as hung")
-    parser.add_argument("--mounts", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--unshared", action="store_true", help=argparse.SUPPRESS)
     flags = parser.parse_args()
-    if not flags.mounts and _may_mount():
-        command = [*_OWN_MOUNTS, sys.executable, "-m", "tools.fault_matrix", *sys.argv[1:]]
-        os.execvp(command[0], [*command, "--mounts"])
+    if not flags.unshared and _may_unshare():
+        command = [*_OWN_NAMESPACES, sys.executable, "-m", "tools.fault_matrix", *sys.argv[1:]]
+        os.execvp(command[0], [*command, "--unshared"])
+    if flags.unshared:
+        _raise_loopback()
     began = time.monotonic()
     if flags.directory is not None:
-        totals = _matrix(flags, flags.directory.absolute())
+        totals = _matrices(flags, flags.directory.absolute())
     else:
         with tempfile.TemporaryDirectory(prefix="sluice-faults-") as temporary:
-            totals = _matrix(flags, Path(temporary))
+            totals = _matrices(flags, Path(temporary))
     print(f"took {time.monotonic() - began:.0f} s")
     print(totals)
     return 0 if totals.is_clean else 1

@@ -1,10 +1,13 @@
-"""Forwarders before the ports of a stack, by which two processes can be parted from each other."""
+"""Parts two processes from each other: by forwarders before ports, or at their own sockets."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import os
 import socket
+import struct
 import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -18,6 +21,9 @@ T = TypeVar("T")
 
 PIECE = 1 << 16
 CALL_SECONDS = 60.0
+PIDFD_GETFD = 438  # the system call, on all architectures
+SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
+DROP_ALL = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # return 0 bytes
 
 
 @dataclass(eq=False)
@@ -155,3 +161,54 @@ def _ports_of(pid: int) -> set[int]:
     with contextlib.suppress(psutil.Error):
         return {each.laddr.port for each in psutil.Process(pid).net_connections() if each.laddr}
     return set()
+
+
+def part_processes(one: int, other: int, how: str) -> Callable[[], None] | None:
+    """Stall or cut the connections that two processes have; returns what undoes it.
+
+    None if they have none. It does not meet connections that are made later.
+    """
+    ends = [*_ends(one, other), *_ends(other, one)]
+    if not ends:
+        return None
+    for end in ends:
+        if how == "cut":
+            with contextlib.suppress(OSError):  # the other end was shut down, and this one knows
+                end.shutdown(socket.SHUT_RDWR)
+        else:
+            program = struct.pack("HP", 1, ctypes.addressof(DROP_ALL))
+            end.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
+
+    def undo() -> None:
+        for end in ends:
+            with end:
+                if how == "stall":
+                    end.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
+
+    return undo
+
+
+def _ends(pid: int, other: int) -> list[socket.socket]:
+    """Duplicates of the sockets by which a process is connected with another one."""
+    opposite = {(end.raddr.port, end.laddr.port) for end in _connections(other)}
+    return [
+        _duplicate(pid, end.fd)
+        for end in _connections(pid)
+        if (end.laddr.port, end.raddr.port) in opposite
+    ]
+
+
+def _connections(pid: int) -> list[Any]:
+    return [each for each in psutil.Process(pid).net_connections("tcp") if each.raddr]
+
+
+def _duplicate(pid: int, descriptor: int) -> socket.socket:
+    """Raises OSError."""
+    process = os.pidfd_open(pid)
+    try:
+        number = ctypes.CDLL(None, use_errno=True).syscall(PIDFD_GETFD, process, descriptor, 0)
+    finally:
+        os.close(process)
+    if number < 0:
+        raise OSError(ctypes.get_errno(), f"descriptor {descriptor} of process {pid}")
+    return socket.socket(fileno=number)

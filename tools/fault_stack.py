@@ -11,7 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,11 @@ import yaml
 
 from examples.demo import write_prompts
 from sluice import faults
-from sluice.client import TrainerClient
+from sluice.api.router.v1 import router_service_pb2 as router_pb
+from sluice.client import Client, RouterClient, TrainerClient
 from sluice.loop.ledger import Ledger
 from sluice.loop.training import wait_for_trainer
+from sluice.runtime.recovery import NotReadyError, wait_until_ready
 from sluice.supervise import read_services
 from tools.fault_cases import Disturbance, Fault
 from tools.fault_damage import Disturbing, Scene, orphans_of
@@ -33,7 +35,8 @@ STEPS, GROUPS, SAMPLES = 5, 4, 4
 STOP_SECONDS = 60.0
 TICK_SECONDS = 0.1
 TELLINGS = 2  # of one run, before it is over
-PARTED = ("router", "trainer", "engine-0", "engine-1", "episodes")
+PARTED = ("router", "converter", "trainer", "engine-0", "engine-1", "episodes")
+REWARD = "tools.fault_reward:matched"
 RETURN = "going back to the last run checkpoint"  # in the log of the loop
 
 
@@ -96,7 +99,11 @@ def wide_services(model: Path) -> dict[str, Any]:
 
 
 _ENGINE = {"max_running": 16, "max_model_length": 16, "deterministic": True}
-_EPISODES = {"kept_rollouts": 4}
+_EPISODES = {
+    "kept_rollouts": 4,
+    "user_modules": ["tools"],
+    "graders": {"size": 1, "timeout_seconds": 10.0, "attempts": 4},  # one of them is stopped
+}
 
 
 def _trainer(model: Path, ranks: int) -> dict[str, Any]:
@@ -118,7 +125,7 @@ def _trainer(model: Path, ranks: int) -> dict[str, Any]:
 class Stack:
     """`sluice up` in a directory, started and ended as often as a test likes.
 
-    With a network all services but the converter are reached through its forwarders.
+    With a network all services are reached through its forwarders.
     """
 
     directory: Path
@@ -189,6 +196,28 @@ class Stack:
                 raise NotUpError((self.directory / "up.log").read_text()[-2000:])
             time.sleep(0.05)
 
+    def wait_whole(self, seconds: float) -> None:
+        """Until all services take work, those too that the last case has killed: else the next
+        one is about fewer of them. Raises NotUpError."""
+        asyncio.run(self._whole(seconds))
+
+    async def _whole(self, seconds: float) -> None:
+        services = read_services(self.directory / "services.json")
+        rollouts = {services[n] for n, each in self.services().items() if each["kind"] == "rollout"}
+        async with RouterClient(services["router"]) as router:
+
+            async def registered() -> None:
+                engines = await router.list_engines()
+                if missing := rollouts - {e.address for e in engines if e.state in _ALIVE}:
+                    raise NotReadyError(f"the router lacks {sorted(missing)}")
+
+            for name, address in services.items():
+                async with Client(address) as client:
+                    await wait_until_ready(name, client.list_waits, seconds, NotUpError)
+            await wait_until_ready("router", registered, seconds, NotUpError)
+        async with TrainerClient(services["trainer"]) as trainer:
+            await wait_for_trainer(trainer, seconds)
+
     def stop(self) -> None:
         """SIGINT, as Ctrl-C would."""
         if self.process is not None and self.process.poll() is None:
@@ -229,6 +258,7 @@ class Stack:
         return total
 
 
+_ALIVE = (router_pb.ENGINE_STATE_ACTIVE, router_pb.ENGINE_STATE_EMPTY)
 _CLI = (sys.executable, "-m", "sluice.cli")
 
 
@@ -273,26 +303,21 @@ class FaultRun:
         """Train to the end; at a point of the loop something is done to the stack."""
         began, armed = time.monotonic(), self.stack.faults / "loop"
         faults.arm(armed, disturbance.at, disturbance.passing, signal.SIGSTOP)
-        try:
+        with ExitStack() as ending:
+            ending.callback(faults.disarm, armed)
             process = self._start()
+            ending.callback(_end, process)  # it could not begin, or the matrix is stopped
             while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
                 if process.poll() is not None or time.monotonic() - began > self.seconds:
                     return self._ended(began, process, f"it did not come to {disturbance.at}")
                 time.sleep(0.01)
-        finally:
-            faults.disarm(armed)
-        scene = Scene(self.stack, self.directory, process.pid, self.stack.network)
-        disturbing = Disturbing(disturbance, scene)
-        try:
+            scene = Scene(self.stack, self.directory, process.pid, self.stack.network)
+            disturbing = Disturbing(disturbance, scene)
+            ending.callback(disturbing.undo)
             disturbing.begin()
             process.send_signal(signal.SIGKILL if disturbance.restart else signal.SIGCONT)
             disturbing.go_on(self.seconds)
             outcome = self._run_to_end(None, process, disturbing)
-        finally:
-            if process.poll() is None:  # it could not begin
-                process.kill()
-                process.communicate()
-            disturbing.undo()
         if missing := disturbing.finish(self.seconds):
             outcome = replace(outcome, hung=True, failure=f"{outcome.failure} {missing}".strip())
         return outcome
@@ -363,10 +388,7 @@ class FaultRun:
                     return None
 
     def _ended(self, began: float, process: subprocess.Popen[str], failure: str) -> Outcome:
-        hung = process.poll() is None
-        if hung:
-            process.kill()
-            process.communicate()
+        hung = _end(process)
         seconds = time.monotonic() - began
         lost = 0 if hung else 1
         return Outcome(seconds, self.starts, self.returns, lost, hung=hung, failure=failure)
@@ -376,6 +398,8 @@ class FaultRun:
         path = self.directory / "run.yaml"
         if not path.exists():
             path.write_text(yaml.safe_dump(self._config()))
+        if not self.starts:
+            self.stack.wait_whole(self.seconds)
         resume = ["--resume"] if self.starts else []
         self.starts += 1
         return subprocess.Popen(
@@ -392,7 +416,7 @@ class FaultRun:
             "run_dir": str(self.directory),
             "services": str(directory / "services.json"),
             "prompts": {"file": str(directory / "prompts.jsonl")},
-            "environment": {"name": "prompts", "settings": {"reward": "position_match"}},
+            "environment": {"name": "prompts", "settings": {"reward": REWARD}},
             "sampling": {"max_new_tokens": 5},
             "groups_per_step": GROUPS,
             "samples_per_group": SAMPLES,
@@ -442,6 +466,15 @@ class FaultRun:
             failure=failure,
             digests=digests,
         )
+
+
+def _end(process: subprocess.Popen[str]) -> bool:
+    """Whether it still ran."""
+    ran = process.poll() is None
+    if ran:
+        process.kill()
+        process.communicate()
+    return ran
 
 
 def is_told(code: int | None, output: str) -> bool:

@@ -4,7 +4,8 @@
 
 The services run as `sluice up` starts them, in a directory of their own. Each RPC, also those of
 health, reflection and the trainer's port for its ranks, gets so many malformed messages and so
-many of extreme values, without security and with TLS and a token; the OpenAI port gets JSON. No
+many of extreme values, without security and with TLS and a token; the OpenAI port gets JSON, the
+metrics ports odd requests, and a loop that waits for its trainer is one of the processes. No
 answer may be INTERNAL or UNKNOWN, no process may end or stop answering, none may grow. The last
 line is `fuzz: rpcs=<n> messages=<n> internal=<n> unknown=<n> died=<n> hung=<n>
 rss_growth_mib=<x>`: of the process that grew most.
@@ -27,9 +28,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,12 +48,21 @@ from services.rollout.process import ENGINE_SERVICE, ROLLOUT_SERVICE
 from services.router.__main__ import SERVICE as ROUTER_SERVICE
 from sluice.api.common.v1 import wait_service_pb2
 from sluice.api.trainer.v1 import worker_service_pb2  # noqa: F401 - its descriptors
+from sluice.cli import LOOP_ADDRESS
 from sluice.runtime.channel import create_channel
+from sluice.runtime.processes import end_with_parent
 from sluice.runtime.security import SecurityConfig, TlsConfig, channel_credentials
 from sluice.runtime.server import OPERATIONS_SERVICE, WAIT_SERVICE
 from sluice.supervise import reserve_port
 from tools.fuzz_messages import MessageMaker
-from tools.fuzz_openai import BODIES, extreme_messages, fuzz_openai, random_messages
+from tools.fuzz_openai import (
+    BODIES,
+    HttpMessage,
+    extreme_messages,
+    fuzz_openai,
+    metrics_messages,
+    random_messages,
+)
 from tools.fuzz_seeds import Places, seeds
 from tools.make_certificates import Authority
 
@@ -70,6 +81,7 @@ SERVICES = {  # what each process serves
     "trainer": (TRAINER_SERVICE,),
     "ranks": ("sluice.api.trainer.v1.WorkerService",),  # the trainer's port for them
     "router": (ROUTER_SERVICE, ENGINE_SERVICE),
+    "loop": (),
 }
 UPLOADED = 5  # messages of a whole batch among the seeds of UploadBatch
 IN_FLIGHT = 32
@@ -134,24 +146,13 @@ class Stack:
     @contextlib.contextmanager
     def running(self) -> Iterator[Stack]:
         self._prepare()
-        with (self.directory / "up.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "sluice.cli", "up", str(self.directory / "services.yaml")],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                preexec_fn=_limit_memory,  # no other thread runs yet
-                stdout=log,
-                stderr=log,
-            )
+        self.process = self._start("up", self.directory / "services.yaml")
         try:
-            self._wait()
-            yield self
+            self._wait(self.process, self.directory / "services.json", "up")
+            with self._loop():
+                yield self
         finally:
-            self.process.send_signal(signal.SIGINT)
-            try:
-                self.process.wait(60)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
+            _end(self.process)
 
     @property
     def model(self) -> Path:
@@ -162,7 +163,46 @@ class Stack:
         entries: dict[str, dict[str, Any]] = json.loads(
             (self.directory / "services.json").read_text()
         )
-        return entries
+        loop: dict[str, Any] = json.loads((self._run / LOOP_ADDRESS).read_text())
+        return {**entries, "loop": loop}
+
+    @property
+    def _run(self) -> Path:
+        return self.directory / "run"
+
+    @contextlib.contextmanager
+    def _loop(self) -> Iterator[None]:
+        """A run that waits for a trainer that never comes."""
+        rows = self.directory / "rows.jsonl"
+        rows.write_text(json.dumps({"prompt": "12=", "answer": "3"}) + "\n")
+        run = {
+            "run_dir": str(self._run),
+            "trainer": "127.0.0.1:9",
+            "store": str(self.directory / "store"),
+            "tokenizer": str(self.model),
+            "rows": {"file": str(rows)},
+            "rows_per_step": 1,
+            "service_timeout_seconds": 1e6,
+            "security": self.security.model_dump(mode="json"),
+        }
+        config = self.directory / "run.yaml"
+        config.write_text(yaml.safe_dump(run))
+        process = self._start("sft", config)
+        try:
+            self._wait(process, self._run / LOOP_ADDRESS, "sft")
+            yield
+        finally:
+            _end(process)
+
+    def _start(self, command: str, config: Path) -> subprocess.Popen[bytes]:
+        with (self.directory / f"{command}.log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "sluice.cli", command, str(config)],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                preexec_fn=partial(_begin_child, os.getpid()),  # no other thread runs yet
+                stdout=log,
+                stderr=log,
+            )
 
     def address(self, process: str) -> str:
         if process == "ranks":
@@ -219,12 +259,11 @@ class Stack:
         }
         (self.directory / "services.yaml").write_text(yaml.safe_dump(up))
 
-    def _wait(self) -> None:
-        assert self.process is not None
+    def _wait(self, process: subprocess.Popen[bytes], file: Path, command: str) -> None:
         deadline = time.monotonic() + START_SECONDS
-        while not (self.directory / "services.json").exists():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit((self.directory / "up.log").read_text()[-2000:])
+        while not file.exists():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit((self.directory / f"{command}.log").read_text()[-2000:])
             time.sleep(0.05)
 
 
@@ -260,8 +299,9 @@ class Fuzzer:
         await self._all(places)
         after = await self._sizes()
         for name, pid in before.items():
-            if name in SERVICES and self.stack.processes()[name].pid != pid:
-                self.findings.note("died", name, f"process {pid} is another one by now")
+            now = self.stack.processes().get(name)
+            if name in SERVICES and (now is None or now.pid != pid):
+                self.findings.note("died", name, f"process {pid} is gone, or another one by now")
         if await asyncio.to_thread(ESCAPED.exists):
             self.findings.note("internal", "paths", f"a message made {ESCAPED}")
         for name in sizes.keys() & after.keys():
@@ -285,7 +325,10 @@ class Fuzzer:
                         if self.only in f"{process} {method.full_name}":
                             await self._fuzz(process, channel, method, places)
         if self.only in "engine openai":
-            await self._fuzz_http()
+            await self._fuzz_openai()
+        for process in SERVICES:
+            if process != "ranks" and self.only in f"{process} metrics":
+                await self._fuzz_metrics(process)
 
     async def _fuzz(
         self, process: str, channel: grpc.aio.Channel, method: Any, places: Places
@@ -414,41 +457,67 @@ class Fuzzer:
             kind = "hung" if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED else "died"
             self.findings.note(kind, where, f"it answers no more: {error.details()}")
 
-    async def _fuzz_http(self) -> None:
-        """The OpenAI port of the engine."""
-        security, url = self.stack.security, self.stack.entries["engine"]["openai_url"]
-        context = None
-        if security.tls is not None:
-            assert security.tls.cert is not None
-            context = ssl.create_default_context(cafile=security.tls.ca)
-            context.load_cert_chain(security.tls.cert, security.tls.key)
+    async def _fuzz_openai(self) -> None:
         extreme = random.Random(self.seed).choices(
             list(extreme_messages()), k=self.messages * len(BODIES)
         )
         malformed = random_messages(self.seed, self.messages * len(BODIES))
+        url = self.stack.entries["engine"]["openai_url"]
+        await self._fuzz_http("engine openai", url, itertools.chain(extreme, malformed), BODIES)
+
+    async def _fuzz_metrics(self, process: str) -> None:
+        messages = metrics_messages(self.seed, 2 * self.messages)
+        url = f"http://{self.stack.entries[process]['metrics_address']}"
+        await self._fuzz_http(f"{process} metrics", url, messages, ("/metrics",), formed=False)
+
+    async def _fuzz_http(
+        self,
+        where: str,
+        url: str,
+        messages: Iterator[HttpMessage],
+        paths: Iterable[str],
+        *,
+        formed: bool = True,
+    ) -> None:
+        """Send to a port of HTTP; `formed` is whether it refuses in OpenAI's form."""
+        security, context = self.stack.security, None
+        if security.tls is not None:
+            assert security.tls.cert is not None
+            context = ssl.create_default_context(cafile=security.tls.ca)
+            context.load_cert_chain(security.tls.cert, security.tls.key)
         found = await fuzz_openai(
             url,
-            itertools.chain(extreme, malformed),
+            messages,
             token=security.token() or "",
             tls=context,
             at_once=IN_FLIGHT,
             seconds=ANSWER_SECONDS,
         )
         self.findings.messages += found.messages
-        for path in BODIES:
-            self.findings.rpcs.add(("engine", path, str(context is not None)))
+        for path in paths:
+            self.findings.rpcs.add((where, path, str(context is not None)))
         for kind, whats in (
             ("internal", found.internal),
             ("hung", found.hung),
-            ("unknown", found.formless),
+            ("unknown", found.formless if formed else ()),
         ):
             for what in whats:
-                self.findings.note(kind, "engine openai", what[:300])
-        print(f"engine openai: {found.messages} messages", flush=True)
+                self.findings.note(kind, where, what[:300])
+        print(f"{where}: {found.messages} messages", flush=True)
 
 
-def _limit_memory() -> None:
-    """A process that asks for far too much fails by itself: the machine does not."""
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _begin_child(parent: int) -> None:
+    """Limit memory, so that not the machine fails, and end when the fuzz does, however it ends."""
+    end_with_parent(parent, signal.SIGTERM)
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
 
 

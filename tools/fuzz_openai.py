@@ -182,6 +182,16 @@ def random_messages(seed: int, count: int) -> Iterator[HttpMessage]:
         yield message
 
 
+def metrics_messages(seed: int, count: int) -> Iterator[HttpMessage]:
+    """What a port that serves `/metrics` alone gets: odd methods, paths, headers, and no body."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        path = rng.choice((b"/metrics", b"/metrics?name[]=%s", b"/metrics?%s", b"/%s"))
+        target = path % rng.choice(NAMES) if b"%s" in path else path
+        headers = (rng.choice(HEADERS),) if rng.random() < 0.3 else ()
+        yield HttpMessage(rng.choice(METHODS), target, b"", headers)
+
+
 async def fuzz_openai(
     url: str,
     messages: Iterator[HttpMessage],

@@ -155,6 +155,11 @@ def _router(name: str) -> Sequence[pb_message.Message]:
                 max_wait={"seconds": 1},  # type: ignore[arg-type]
             ),
         ],
+        "StreamLeases": [
+            router_pb.StreamLeasesRequest(
+                requests=[{"number": 1, "acquire": lease}, {"number": 2, "acquire": lease}]  # type: ignore[list-item]
+            )
+        ],
         "RenewLeases": [
             router_pb.RenewLeasesRequest(
                 client_id="c",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.soak import Series, count_files, judge, process_name, slope
+from tools.soak import Processes, Series, count_files, judge, process_name, replaced, slope
 
 
 def held(**growth: float) -> Series:
@@ -15,7 +15,8 @@ def held(**growth: float) -> Series:
     series, rng = Series(), random.Random(3)
     for step in range(0, 3001, 20):
         start = 50 * min(step, 900) / 900
-        noise = rng.uniform(-0.2, 0.2)
+        noise = rng.uniform(-0.2, 0.2) + growth.get("once", 0) * (step > 1900)
+        noise += growth.get("stairs", 0) * (step // 500) / 2
         series.add(
             step,
             {
@@ -37,6 +38,8 @@ def test_a_slope_is_that_of_least_squares() -> None:
     [
         ({}, True),
         ({"rss_mib": 0.7}, False),
+        ({"stairs": 0.7}, False),
+        ({"once": 4.0}, True),
         ({"descriptors": 1.0}, False),
         ({"threads": 1.0}, False),
         ({"rss_mib": -3.0, "descriptors": -1.0}, True),
@@ -58,7 +61,22 @@ def test_files_of_steps_are_counted_apart(tmp_path: Path) -> None:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    assert count_files(tmp_path) == {"results": 2, "others": 2}
+    found = count_files(tmp_path)
+    for name in ("store/weights/pins/00000003", "tmp/left-too"):  # empty folders are no less
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "store/weights/allocated").mkdir()
+    assert count_files(tmp_path) - found == {"others": 4}
+    assert found["results"] == 4
+
+
+def test_a_process_that_was_replaced_is_named() -> None:
+    lives = {(1, "a"): (0, 60), (2, "b"): (0, 40), (3, "b"): (40, 60), (4, "loop"): (0, 50)}
+    series: Processes = {}
+    for key, (first, last) in lives.items():
+        series[key] = Series()
+        for step in range(first, last + 1, 10):
+            series[key].add(step, {"rss_mib": 1.0})
+    assert replaced(series) == ["b"]
 
 
 def test_processes_are_named_by_what_they_run() -> None:
