@@ -106,6 +106,7 @@ def training(run_dir: Path, prompts: Path, flags: argparse.Namespace) -> RunConf
             "stop_at_reward": 0.9,
             "seed": flags.seed,
             "max_staleness": flags.max_staleness,
+            "service_timeout_seconds": START_SECONDS,
         },
     )
 
@@ -114,7 +115,7 @@ def prepare(run_dir: Path, seed: int) -> None:
     """A fresh model and prompts."""
     # a process of its own, so that torch stays out of the loop's
     build = [sys.executable, "-m", "examples.models.tiny_qwen3", str(run_dir / "model"), str(seed)]
-    subprocess.run(build, check=True, timeout=120, stderr=subprocess.DEVNULL)
+    subprocess.run(build, check=True, timeout=START_SECONDS, stderr=subprocess.DEVNULL)
     write_prompts(run_dir / "prompts.jsonl", seed)
 
 
@@ -153,10 +154,7 @@ def main() -> int:
     if code := exit_code(measured_run(up, run, cost)):
         return code
     first, last = (sum(part) / len(part) for part in (cost.rewards[:5], cost.rewards[-10:]))
-    print(
-        f"demo: reward first={first:.3f} last={last:.3f} steps={len(cost.rewards)} "
-        f"seconds={cost.seconds:.0f} cpu_seconds={cost.cpu_seconds:.1f}"
-    )
+    print(f"demo: reward first={first:.3f} last={last:.3f} {cost.describe()}")
     return 0 if last >= flags.target else 1
 
 

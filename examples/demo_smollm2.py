@@ -161,7 +161,7 @@ def main() -> int:
         return code
     print(
         f"demo-smollm2: reward first={cost.scores[0]:.3f} last={cost.scores[-1]:.3f} "
-        f"steps={len(cost.rewards)} seconds={cost.seconds:.0f} cpu_seconds={cost.cpu_seconds:.1f}"
+        f"{cost.describe()}"
     )
     return 0 if cost.scores[-1] >= flags.target else 1
 

@@ -32,12 +32,25 @@ def empty_directory(run_dir: Path) -> Path:
 
 @dataclass
 class Cost:
-    """Wall time of the whole, and processor time of all processes to the end of training."""
+    """Wall time of the whole, and processor time of all processes, of this one and what it ran too.
+
+    `startup_cpu` is what went by before training began, `training_cpu` what it took to its end.
+    """
 
     seconds: float = 0.0
     cpu_seconds: float = 0.0
+    startup_cpu: float = 0.0
+    training_cpu: float = 0.0
     rewards: list[float] = field(default_factory=list)  # mean of each step
     scores: list[float] = field(default_factory=list)  # held-out, before ... after
+
+    def describe(self) -> str:
+        """The figures for a last line."""
+        return (
+            f"steps={len(self.rewards)} seconds={self.seconds:.0f} "
+            f"cpu_seconds={self.cpu_seconds:.1f} startup_cpu={self.startup_cpu:.1f} "
+            f"cpu_per_step={self.training_cpu / len(self.rewards):.3f}"
+        )
 
 
 async def measured_run(services: UpConfig, config: RunConfig, cost: Cost) -> None:
@@ -45,11 +58,14 @@ async def measured_run(services: UpConfig, config: RunConfig, cost: Cost) -> Non
     start = time.monotonic()
     supervisor = Supervisor(services)
 
-    async def measure(_: TrainingRun) -> None:
-        cost.cpu_seconds = supervisor.cpu_seconds()
+    async def train(run: TrainingRun) -> None:
+        cost.startup_cpu = supervisor.cpu_seconds()
+        await run.train()
+        cost.training_cpu = supervisor.cpu_seconds() - cost.startup_cpu
 
     async with supervised(supervisor):
-        await run_training(config, on_end=measure)
+        await run_training(config, train)
+    cost.cpu_seconds = supervisor.cpu_seconds()
     rows = read_metrics(Path(config.run_dir))
     cost.rewards = [row["reward_mean"] for row in rows if "reward_mean" in row]
     cost.scores = [row["score"] for row in rows if "score" in row]

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from sluice.imports import uncollected
+
 if TYPE_CHECKING:
     import torch
 
@@ -237,7 +239,7 @@ def _counted(platform: Platform, count: int, hint: str, *, required: bool) -> in
 @cache
 def _torch() -> ModuleType:
     """Import torch without its vendor plug-ins, whose failure would make torch unusable."""
-    with _without_autoload():
+    with _without_autoload(), uncollected():
         try:
             return importlib.import_module("torch")
         except ImportError as error:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from sluice.imports import keep_loaded, uncollected
+
 DIGITS, EQUALS, END, PAD = "0123456789", "=", "<end>", "<pad>"
 
 
@@ -15,8 +17,9 @@ def build_tiny_qwen3(
     directory: Path, seed: int = 0, *, hidden_size: int = 64, layers: int = 2, heads: int = 4
 ) -> Path:
     """Write a random Qwen3 (108k parameters by default) and its tokenizer; the same for a seed."""
-    import torch
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    with uncollected():
+        import torch
+        from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -61,3 +64,4 @@ def _digit_tokenizer():  # type: ignore[no-untyped-def]  # tokenizers ships no u
 
 if __name__ == "__main__":
     build_tiny_qwen3(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    keep_loaded()  # a quarter of the whole would be to let go of it

@@ -1,0 +1,86 @@
+"""What the processes import, and that garbage is collected again once they have."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from sluice.imports import import_named, uncollected
+from tests.patience import PATIENCE
+
+MODELS = {"transformers", "megatron", "torch._dynamo", "torch.distributed.tensor", "sympy"}
+SAVING = {"torch.distributed.checkpoint", "torch.distributed.fsdp"}
+TORCH = {"torch", "safetensors.torch"}
+# Each line is a process, or the part of one that is imported later.
+WITHOUT_TORCH = (
+    "services.router.__main__",
+    "services.trainer.__main__",
+    "services.trainer.rank.__main__",  # tells the controller that it is there first
+    "services.rollout.__main__",
+    "services.rollout.episodes.worker",
+    "services.rollout.openai.server",
+    "services.rollout.engine.sglang.engine",
+    "services.rollout.environments.worker",
+    "services.rollout.environments.graders.remote",
+    "services.converter.__main__",
+    "sluice.samples.tokenizer",
+    "sluice.cli",  # with the loop and `sluice up`
+    "sluice.convert_command",
+    "examples.demo",
+)
+WITHOUT_MODELS = (
+    "services.trainer.rank.executor",
+    "sluice.weights.convert.conversion",
+    "sluice.weights.convert.verify",
+    "sluice.weights.transfer.group",
+    "sluice.algo.losses",
+    "sluice.algo.advantages",
+)
+WITH_MODELS = ("services.rollout.engine.reference.engine",)
+WATCHER = """
+import importlib, sys
+forbidden, modules = (words.split(",") for words in sys.argv[1:])
+seen = set()
+for module in modules:
+    importlib.import_module(module)
+    found = {name for name in forbidden if name in sys.modules} - seen
+    seen |= found
+    if found:
+        print(module, *sorted(found))
+"""
+
+
+def importers(modules: tuple[str, ...], forbidden: set[str]) -> dict[str, set[str]]:
+    """Which of `modules`, imported one after the other, is the first to bring what in."""
+    command = [sys.executable, "-c", WATCHER, ",".join(sorted(forbidden)), ",".join(modules)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    return {module: set(found) for module, *found in lines}
+
+
+def test_what_computes_nothing_imports_no_torch() -> None:
+    heavy = TORCH | MODELS | {"matplotlib", "reasoning_gym", "math_verify", "huggingface_hub"}
+    assert importers(WITHOUT_TORCH, heavy) == {}
+
+
+def test_what_runs_no_model_imports_no_library_of_models() -> None:
+    assert importers(WITHOUT_MODELS, MODELS | SAVING) == {}
+
+
+def test_what_runs_one_is_seen_to_import_them() -> None:
+    found = importers(WITH_MODELS, TORCH | MODELS | SAVING)[WITH_MODELS[0]]
+    assert found >= {"torch", "transformers", "torch._dynamo", "torch.distributed.tensor", "sympy"}
+    assert not found & {"megatron", "torch.distributed.checkpoint"}
+
+
+def test_garbage_is_collected_again_after_imports() -> None:
+    with pytest.raises(ModuleNotFoundError), uncollected():
+        assert not gc.isenabled()
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+        import_named("no_such_package.module:name")
+    assert gc.isenabled()
