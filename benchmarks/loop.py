@@ -219,9 +219,10 @@ class Started:
     """A service that has been started, until it serves."""
 
     def __init__(self, module: str, directory: Path, **settings: object) -> None:
-        self._file = directory / f"{module}.address"
+        directory = Path(tempfile.mkdtemp(dir=directory))
+        self._file = directory / "address.json"
         settings["server"] = {"address_file": str(self._file)}
-        config = directory / f"{module}.json"
+        config = directory / "config.json"
         config.write_text(json.dumps({"store": str(directory / "store"), **settings}))
         self.process = psutil.Popen(
             [sys.executable, "-m", module, "--config", str(config)], stdin=subprocess.DEVNULL
@@ -244,10 +245,10 @@ def cpu_seconds(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-async def start_rollout(directory: Path) -> float:
-    """An engine that waits for its first weights."""
-    model = str(directory / "model")
-    started = Started("services.rollout", directory, roles=["engine"], tokenizer=model)
+async def start_rollout(directory: Path, role: str) -> float:
+    """A worker of episodes, which runs no model, or an engine that waits for its first weights."""
+    settings = {"roles": [role], "tokenizer": str(directory / "model"), "router": "localhost:1"}
+    started = Started("services.rollout", directory, **settings)
     try:
         await started.address()
         return cpu_seconds(started.process)
@@ -278,7 +279,8 @@ async def measure() -> str:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         build_tiny_qwen3(directory / "model")
-        rollout, rank = await start_rollout(directory), await start_rank(directory)
+        rollout, rank = await start_rollout(directory, "episodes"), await start_rank(directory)
+        print(f"start_engine: {await start_rollout(directory, 'engine'):.2f}")
     return (
         f"loop: ms_per_group_at_0={at_0:.3f} ms_per_group_at_256k={at_256k:.3f} "
         f"g4096_sync={sync:.3f} g4096_async={asynchronous:.3f} spool_cpu_ms={spool:.2f} "
