@@ -82,7 +82,13 @@ def read_shape(model: str) -> TransformerShape:
 
 
 def check_row(sample: Sample) -> None:
-    """Raise InvalidFieldError naming what of a sample does not fit together."""
+    """Raise InvalidFieldError naming what of a sample does not fit, together or the trainer."""
+    if sample.media:
+        raise InvalidFieldError(
+            "media",
+            f"of sample {sample.sample_id!r} would not be seen: trainers read text only",
+            sample_id=sample.sample_id,
+        )
     try:
         validate_sample(sample)
     except ColumnLengthError as error:

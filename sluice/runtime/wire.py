@@ -21,7 +21,7 @@ from sluice.api.rollout.v1 import rollout_service_pb2 as rollout_pb
 from sluice.api.trainer.v1 import loss_pb2
 from sluice.runtime.errors import InvalidFieldError
 from sluice.samples.blobs import BlobReference
-from sluice.samples.sample import Sample, VersionSpan
+from sluice.samples.sample import MediaSpan, Sample, VersionSpan
 from sluice.weights.convert.options import ConvertOptions, Layout
 
 if TYPE_CHECKING:  # they import torch
@@ -178,6 +178,40 @@ def experts_from_proto(message: sample_pb2.RoutedExperts, field: str) -> np.ndar
     return values.reshape(-1, message.layer_count, message.choice_count)
 
 
+MEDIA_KINDS = {"image": sample_pb2.MEDIA_KIND_IMAGE}
+_MEDIA_NAMES = {number: name for name, number in MEDIA_KINDS.items()}
+
+
+def media_to_proto(media: Iterable[MediaSpan]) -> list[sample_pb2.MediaSpan]:
+    return [
+        sample_pb2.MediaSpan(
+            blob=sample_pb2.BlobReference(digest=span.digest, size_bytes=span.size),
+            kind=MEDIA_KINDS[span.kind],
+            first_token=span.first_token,
+            token_count=span.token_count,
+            grid_thw=span.grid_thw,
+            turn=span.turn,
+        )
+        for span in media
+    ]
+
+
+def media_from_proto(media: Iterable[sample_pb2.MediaSpan]) -> tuple[MediaSpan, ...]:
+    """As they came; a kind that this build does not know has a number for a name."""
+    return tuple(
+        MediaSpan(
+            digest=span.blob.digest,
+            size=span.blob.size_bytes,
+            kind=_MEDIA_NAMES.get(span.kind, str(span.kind)),
+            first_token=span.first_token,
+            token_count=span.token_count,
+            grid_thw=tuple(span.grid_thw),
+            turn=span.turn,
+        )
+        for span in media
+    )
+
+
 def sample_to_proto(sample: Sample) -> sample_pb2.Sample:
     return sample_pb2.Sample(
         sample_id=sample.sample_id,
@@ -188,6 +222,7 @@ def sample_to_proto(sample: Sample) -> sample_pb2.Sample:
         columns={name: column_to_proto(value) for name, value in sample.columns.items()},
         spans=spans_to_proto(sample.spans),
         routed_experts=experts_to_proto(sample.routed_experts),
+        media=media_to_proto(sample.media),
     )
 
 
@@ -204,6 +239,7 @@ def sample_from_proto(message: sample_pb2.Sample, field: str = "sample") -> Samp
         routed_experts=experts_from_proto(message.routed_experts, f"{field}.routed_experts")
         if message.HasField("routed_experts")
         else None,
+        media=media_from_proto(message.media),
     )
 
 

@@ -24,6 +24,7 @@ from sluice.samples.sample import (
     COLUMNS,
     Column,
     InvalidFactsError,
+    MediaSpan,
     RowFacts,
     Sample,
     UnknownColumnError,
@@ -58,7 +59,19 @@ FIXED = (
     pa.field("spans", _SPANS, nullable=False),
 )
 EXPERTS = "routed_experts"  # list of tokens, each layers x choices of fixed size
-_FIXED_NAMES = frozenset([*(field.name for field in FIXED), EXPERTS])
+MEDIA = "media"
+MEDIA_TYPE = pa.struct(
+    [
+        ("digest", pa.string()),
+        ("size", pa.int64()),
+        ("kind", pa.string()),
+        ("first_token", pa.int32()),
+        ("token_count", pa.int32()),
+        ("grid_thw", pa.list_(pa.int32())),
+        ("turn", pa.int32()),
+    ]
+)
+_FIXED_NAMES = frozenset([*(field.name for field in FIXED), EXPERTS, MEDIA])
 
 
 class InvalidGroupError(ValueError):
@@ -94,6 +107,10 @@ def encode_view(samples: Sequence[Sample], metadata: Mapping[str, str] | None = 
     if any([sample.routed_experts is not None for sample in samples]):
         arrays.append(_encode_experts(samples))
         schema = schema.append(pa.field(EXPERTS, arrays[-1].type))
+    if any([sample.media for sample in samples]):
+        spans = [[vars(span) for span in sample.media] for sample in samples]
+        arrays.append(pa.array(spans, pa.list_(MEDIA_TYPE)))
+        schema = schema.append(pa.field(MEDIA, arrays[-1].type))
     texts = {key.encode(): value.encode() for key, value in (metadata or {}).items()}
     for key in _RESERVED:
         if key in texts:
@@ -136,6 +153,7 @@ def decode_group(data: bytes | memoryview, rows: Sequence[int] | None = None) ->
         _scalars(batch, "finish_reason", rows),
         _scalars(batch, "spans", rows),
         _decode_experts(batch, rows),
+        _scalars(batch, MEDIA, rows) if MEDIA in batch.schema.names else [()] * len(rows),
         strict=True,
     )
     return [
@@ -145,7 +163,7 @@ def decode_group(data: bytes | memoryview, rows: Sequence[int] | None = None) ->
 
 
 def _sample(fixed: tuple[Any, ...], columns: Mapping[str, np.ndarray | float]) -> Sample:
-    sample_id, group_id, tokens, prompt_length, finish_reason, spans, experts = fixed
+    sample_id, group_id, tokens, prompt_length, finish_reason, spans, experts, media = fixed
     return Sample(
         sample_id=sample_id,
         group_id=group_id,
@@ -155,6 +173,9 @@ def _sample(fixed: tuple[Any, ...], columns: Mapping[str, np.ndarray | float]) -
         columns=columns,
         spans=tuple(VersionSpan(**span) for span in spans),
         routed_experts=experts,
+        media=tuple(
+            MediaSpan(**{**span, "grid_thw": tuple(span["grid_thw"])}) for span in media or ()
+        ),
     )
 
 

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from sluice.samples.blobs import DIGEST
+
 
 @dataclass(frozen=True, kw_only=True)
 class VersionSpan:
@@ -35,6 +37,31 @@ class VersionSpan:
         return replace(self, first_token=first, last_token=last)
 
 
+MEDIA_KINDS = frozenset({"image"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaSpan:
+    """Equal tokens, `token_count` from `first_token` of the sequence on, stand for a medium.
+
+    digest, size: of its blob, an image as `sluice.samples.images` prepares it. grid_thw: patches
+    by time, height and width. turn: index of the observation that showed it; 0 is the prompt.
+    """
+
+    digest: str
+    size: int
+    kind: str
+    first_token: int
+    token_count: int
+    grid_thw: tuple[int, ...]
+    turn: int = 0
+
+    @property
+    def end(self) -> int:
+        """Index of the token behind it."""
+        return self.first_token + self.token_count
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     """A row of a batch. Per-token columns have the length of the response.
@@ -42,7 +69,7 @@ class Sample:
     `columns` maps a known column name to an array (per token) or a float
     (per sample); an absent name is an absent value, never a zero. `routed_experts`, where a
     mixture of experts sampled: int16[length - 1, mixture layers, chosen], for every token but
-    the last.
+    the last. `media`: what the model was shown besides text, by rising first token.
     """
 
     sample_id: str
@@ -53,6 +80,7 @@ class Sample:
     columns: Mapping[str, np.ndarray | float] = field(default_factory=dict)
     spans: tuple[VersionSpan, ...] = ()
     routed_experts: np.ndarray | None = None
+    media: tuple[MediaSpan, ...] = ()
 
     @property
     def response_length(self) -> int:
@@ -139,7 +167,7 @@ def find_column(name: str) -> Column | None:
 
 
 def validate_sample(sample: Sample) -> None:
-    """Raise InvalidSampleError unless ids, columns and spans fit together."""
+    """Raise InvalidSampleError unless ids, columns, spans and media fit together."""
     tokens = sample.token_ids
     if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.ndim != 1:
         raise InvalidSampleError(
@@ -157,6 +185,7 @@ def validate_sample(sample: Sample) -> None:
         _validate_column(sample, name, values)
     _validate_spans(sample)
     _validate_experts(sample)
+    _validate_media(sample)
 
 
 def _validate_column(sample: Sample, name: str, values: np.ndarray | float) -> None:
@@ -207,11 +236,50 @@ def _validate_experts(sample: Sample) -> None:
         )
 
 
+def _validate_media(sample: Sample) -> None:
+    """Media lie one behind the other, each on equal tokens that are not trained on."""
+    end = 0
+    for index, span in enumerate(sample.media):
+        where = f"media[{index}]"
+        if span.kind not in MEDIA_KINDS:
+            raise InvalidSampleError(sample.sample_id, f"{where}.kind", f"{span.kind!r} is unknown")
+        if not DIGEST.fullmatch(span.digest):
+            raise InvalidSampleError(sample.sample_id, f"{where}.blob", "has no digest")
+        if len(span.grid_thw) != 3 or min(span.grid_thw) < 1:
+            raise InvalidSampleError(
+                sample.sample_id, f"{where}.grid_thw", f"is {list(span.grid_thw)}, no three counts"
+            )
+        if min(span.turn, span.size) < 0:
+            raise InvalidSampleError(sample.sample_id, where, "has a negative turn or size")
+        if span.token_count < 1 or not end <= span.first_token <= span.end <= len(sample.token_ids):
+            raise InvalidSampleError(
+                sample.sample_id,
+                where,
+                f"is {span.token_count} tokens from {span.first_token} on, behind {end}, of "
+                f"{len(sample.token_ids)}",
+            )
+        end = span.end
+        tokens = sample.token_ids[span.first_token : end]
+        if (tokens != tokens[0]).any():
+            raise InvalidSampleError(sample.sample_id, where, "covers tokens that are not equal")
+        first = max(0, span.first_token - sample.prompt_length)
+        last = end - sample.prompt_length
+        mask = sample.columns.get("loss_mask")
+        if last > 0 and (not isinstance(mask, np.ndarray) or mask[first:last].any()):
+            raise InvalidSampleError(
+                sample.sample_id, where, "covers response tokens that loss_mask leaves in"
+            )
+
+
 def truncate_sample(sample: Sample, length: int) -> Sample:
     """Return the sample's first `length` tokens, at least one of them of the response.
 
     Per-token columns and version spans end with it; the reward stays that of the whole sample.
+    A medium that would be cut is left out, with all behind it.
     """
+    for span in sample.media:
+        if sample.prompt_length < span.first_token < length < span.end:
+            length = span.first_token
     if len(sample.token_ids) <= length:
         return sample
     kept = length - sample.prompt_length
@@ -231,6 +299,7 @@ def truncate_sample(sample: Sample, length: int) -> Sample:
         routed_experts=None
         if sample.routed_experts is None
         else sample.routed_experts[: length - 1],
+        media=tuple(span for span in sample.media if span.end <= length),
     )
 
 

@@ -2,10 +2,11 @@ import numpy as np
 import pytest
 
 from sluice.algo.spec import AdvantageSpec, ImportanceSpec, LossSpec
+from sluice.api.common.v1 import sample_pb2
 from sluice.api.trainer.v1 import loss_pb2
 from sluice.runtime import wire
 from sluice.runtime.errors import InvalidFieldError
-from sluice.samples.sample import Sample, VersionSpan
+from sluice.samples.sample import MediaSpan, Sample, VersionSpan
 
 
 def test_a_sample_survives_the_wire_with_presence():
@@ -21,18 +22,30 @@ def test_a_sample_survives_the_wire_with_presence():
             "reward": 0.0,
         },
         spans=(VersionSpan(version=3, digest="d", first_token=0, last_token=1),),
+        media=(
+            MediaSpan(
+                digest="0" * 32,
+                size=9,
+                kind="image",
+                first_token=0,
+                token_count=1,
+                grid_thw=(1, 2, 4),
+                turn=3,
+            ),
+        ),
     )
     back = wire.sample_from_proto(wire.sample_to_proto(sample))
     assert back.columns.keys() == sample.columns.keys()  # a reward of 0 is a reward
     for name, value in sample.columns.items():
         np.testing.assert_array_equal(back.columns[name], value)
     np.testing.assert_array_equal(back.token_ids, sample.token_ids)
-    assert (back.sample_id, back.prompt_length, back.finish_reason, back.spans) == (
-        "g/0",
-        2,
-        "stop",
-        sample.spans,
-    )
+    assert (back.sample_id, back.prompt_length, back.finish_reason) == ("g/0", 2, "stop")
+    assert (back.spans, back.media) == (sample.spans, sample.media)
+
+
+def test_a_medium_of_a_kind_that_came_later_is_not_taken_for_an_image():
+    message = sample_pb2.MediaSpan(kind=7)
+    assert wire.media_from_proto([message])[0].kind == "7"
 
 
 @pytest.mark.parametrize(

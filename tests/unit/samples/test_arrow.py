@@ -21,7 +21,13 @@ from sluice.samples.arrow import (
     read_metadata,
 )
 from sluice.samples.blobs import BlobStore
-from sluice.samples.sample import COLUMNS, Sample, UnknownColumnError, VersionSpan
+from sluice.samples.sample import (
+    COLUMNS,
+    MediaSpan,
+    Sample,
+    UnknownColumnError,
+    VersionSpan,
+)
 
 
 def same(one: Sample, other: Sample) -> bool:
@@ -63,6 +69,18 @@ def samples(draw: st.DrawFn) -> Sample:
         for i in range(draw(st.integers(0, response)))
     )
     experts = draw(st.none() | st.integers(0, 2**15 - 1))
+    media = tuple(
+        MediaSpan(
+            digest=f"{draw(st.integers(0, 2**128 - 1)):032x}",
+            size=draw(st.integers(0, 2**40)),
+            kind="image",
+            first_token=first,
+            token_count=1,
+            grid_thw=(1, 2, draw(st.integers(1, 2**31 - 1))),
+            turn=draw(st.integers(0, 9)),
+        )
+        for first in range(draw(st.integers(0, prompt)))
+    )
     return Sample(
         sample_id=f"{group}/{draw(st.integers(0, 99))}",
         group_id=group,
@@ -74,6 +92,7 @@ def samples(draw: st.DrawFn) -> Sample:
         routed_experts=None
         if experts is None
         else np.arange((prompt + response - 1) * 6, dtype=np.int16).reshape(-1, 3, 2) + experts,
+        media=media,
     )
 
 

@@ -14,10 +14,17 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_ABORTED: _ClassVar[FinishReason]
+
+class MediaKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MEDIA_KIND_UNSPECIFIED: _ClassVar[MediaKind]
+    MEDIA_KIND_IMAGE: _ClassVar[MediaKind]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORTED: FinishReason
+MEDIA_KIND_UNSPECIFIED: MediaKind
+MEDIA_KIND_IMAGE: MediaKind
 
 class BlobReference(_message.Message):
     __slots__ = ("digest", "size_bytes")
@@ -77,8 +84,24 @@ class RoutedExperts(_message.Message):
     experts: bytes
     def __init__(self, layer_count: _Optional[int] = ..., choice_count: _Optional[int] = ..., experts: _Optional[bytes] = ...) -> None: ...
 
+class MediaSpan(_message.Message):
+    __slots__ = ("blob", "kind", "first_token", "token_count", "grid_thw", "turn")
+    BLOB_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    GRID_THW_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    blob: BlobReference
+    kind: MediaKind
+    first_token: int
+    token_count: int
+    grid_thw: _containers.RepeatedScalarFieldContainer[int]
+    turn: int
+    def __init__(self, blob: _Optional[_Union[BlobReference, _Mapping]] = ..., kind: _Optional[_Union[MediaKind, str]] = ..., first_token: _Optional[int] = ..., token_count: _Optional[int] = ..., grid_thw: _Optional[_Iterable[int]] = ..., turn: _Optional[int] = ...) -> None: ...
+
 class Sample(_message.Message):
-    __slots__ = ("sample_id", "group_id", "token_ids", "prompt_length", "finish_reason", "columns", "spans", "routed_experts")
+    __slots__ = ("sample_id", "group_id", "token_ids", "prompt_length", "finish_reason", "columns", "spans", "routed_experts", "media")
     class ColumnsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +117,7 @@ class Sample(_message.Message):
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_FIELD_NUMBER: _ClassVar[int]
     sample_id: str
     group_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -102,4 +126,5 @@ class Sample(_message.Message):
     columns: _containers.MessageMap[str, Column]
     spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
     routed_experts: RoutedExperts
-    def __init__(self, sample_id: _Optional[str] = ..., group_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., columns: _Optional[_Mapping[str, Column]] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., routed_experts: _Optional[_Union[RoutedExperts, _Mapping]] = ...) -> None: ...
+    media: _containers.RepeatedCompositeFieldContainer[MediaSpan]
+    def __init__(self, sample_id: _Optional[str] = ..., group_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., columns: _Optional[_Mapping[str, Column]] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., routed_experts: _Optional[_Union[RoutedExperts, _Mapping]] = ..., media: _Optional[_Iterable[_Union[MediaSpan, _Mapping]]] = ...) -> None: ...

@@ -1,0 +1,277 @@
+"""Images as a checkpoint's own processor sees them.
+
+An image is kept as PNG, RGB and already resized, so that whoever processes it later finds nothing
+to resize: engines and trainers then see the same pixels, and what their processors would do
+differently (torchvision's bicubic is not PIL's) does not come up.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from PIL import Image, ImageOps
+
+from sluice.config import ConfigError
+
+FILE = "preprocessor_config.json"
+# Qwen2.5-VL and Qwen3-VL; a suffix names whose arithmetic a processor uses.
+PROCESSORS = frozenset(f"Qwen2VLImageProcessor{suffix}" for suffix in ("", "Fast", "Pil"))
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
+EXACT_MODES = frozenset({"RGB", "L", "1"})  # RGB says the same as these
+STEEPEST = 200  # one side by the other: from there on the processors of transformers refuse
+CHANNELS = 3
+_PNG_LEVEL = 1  # a fifth of the time of the usual one, and some percent more bytes
+# What Pillow raises for bytes that are no image, or the half of one.
+_BROKEN = (
+    *(OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, OverflowError, TypeError),
+    *(struct.error, zlib.error),
+)
+
+
+class InvalidImageError(ValueError):
+    """An image that no policy may be shown; `reason` is one of `REASONS`."""
+
+    REASONS = (
+        *("IMAGE_BROKEN", "IMAGE_TOO_LARGE", "IMAGE_MODE", "IMAGE_SHAPE", "IMAGE_ANIMATED"),
+        "IMAGE_NOT_PREPARED",
+    )
+
+    def __init__(self, reason: str, message: str) -> None:
+        assert reason in self.REASONS
+        self.reason = reason
+        super().__init__(message)
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """What is taken from outside, before anything of it is decoded."""
+
+    max_bytes: int = 32 << 20
+    max_pixels: int = 1 << 26  # 200 MB once decoded
+
+
+@dataclass(frozen=True)
+class PreparedImage:
+    """PNG of an image already resized; its patches by time, height and width; its tokens."""
+
+    png: bytes
+    grid_thw: tuple[int, int, int]
+    token_count: int
+
+
+@dataclass(frozen=True)
+class ImageRules:
+    """How a checkpoint wants images: `preprocessor_config.json` of the Qwen-VL families.
+
+    min_pixels, max_pixels: of the resized image. mean, std: of values that `rescale` has been
+    multiplied with. resample: Pillow's number of the filter.
+    """
+
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    min_pixels: int
+    max_pixels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    rescale: float
+    resample: int
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> ImageRules:
+        """Read the rules of a HF model directory. Raises ConfigError, also where it has none."""
+        path = directory / FILE
+        try:
+            document = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise ConfigError(f"{path} does not exist: the model takes no images") from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path}: {error}") from None
+        try:
+            return _read_rules(document)
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+    @cached_property
+    def digest(self) -> str:
+        """xxh3-128 of all that decides what a model sees of an image: 32 hexadecimal digits."""
+        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        return xxhash.xxh3_128_hexdigest(text.encode())
+
+    @property
+    def factor(self) -> int:
+        """Pixels by which both sides of a resized image can be divided: those of a token."""
+        return self.patch_size * self.merge_size
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width that an image of this size is given. Raises InvalidImageError.
+
+        Nearest multiples of `factor`; scaled, and rounded to the safe side, where that is not
+        within min_pixels..max_pixels: `smart_resize` of transformers' Qwen2-VL.
+        """
+        if min(height, width) < 1 or max(height, width) > STEEPEST * min(height, width):
+            raise InvalidImageError(
+                "IMAGE_SHAPE", f"an image of {width} x {height} pixels is no picture"
+            )
+        factor = self.factor
+        tall, wide = round(height / factor) * factor, round(width / factor) * factor
+        if tall * wide > self.max_pixels:
+            scale = math.sqrt(height * width / self.max_pixels)
+            tall, wide = (
+                max(factor, math.floor(side / scale / factor) * factor) for side in (height, width)
+            )
+        elif tall * wide < self.min_pixels:
+            scale = math.sqrt(self.min_pixels / (height * width))
+            tall, wide = (math.ceil(side * scale / factor) * factor for side in (height, width))
+        return tall, wide
+
+    def prepare(self, data: bytes, limits: ImageLimits | None = None) -> PreparedImage:
+        """Decode and resize an image of PNG, JPEG, WebP or BMP. Raises InvalidImageError.
+
+        What a camera noted about which way is up is followed. Alpha, palettes and CMYK are
+        refused: there is more than one way to make them RGB.
+        """
+        image = _decode(data, limits or ImageLimits())
+        tall, wide = self.resized(image.height, image.width)
+        if self.resized(tall, wide) != (tall, wide):
+            raise InvalidImageError(
+                "IMAGE_SHAPE",
+                f"an image of {image.width} x {image.height} pixels fits no size that these "
+                f"rules leave as it is: they allow {self.min_pixels}..{self.max_pixels} pixels",
+            )
+        if (image.height, image.width) != (tall, wide):
+            image = image.resize((wide, tall), Image.Resampling(self.resample))
+        file = io.BytesIO()
+        image.save(file, "PNG", compress_level=_PNG_LEVEL)
+        grid = self._grid(tall, wide)
+        return PreparedImage(file.getvalue(), grid, self.count_tokens(grid))
+
+    def count_tokens(self, grid_thw: Sequence[int]) -> int:
+        """Tokens, each of merge_size x merge_size patches, that stand for an image."""
+        return math.prod(grid_thw) // self.merge_size**2
+
+    def patches(self, png: bytes | memoryview) -> tuple[np.ndarray, tuple[int, int, int]]:
+        """What the vision tower takes: float32[patches, values], and the grid they lie in.
+
+        A patch holds CHANNELS x temporal_patch_size x patch_size x patch_size values; those that
+        become one token are neighbours. Raises InvalidImageError for an image that has not been
+        prepared by these rules.
+        """
+        image = _decode(bytes(png), ImageLimits(max_pixels=max(self.max_pixels, self.factor**2)))
+        size = image.height, image.width
+        if self.resized(*size) != size:
+            raise InvalidImageError(
+                "IMAGE_NOT_PREPARED",
+                f"an image of {image.width} x {image.height} pixels was prepared by other rules",
+            )
+        # As transformers computes it, to the last bit.
+        values = (np.asarray(image).astype(np.float64) * self.rescale).astype(np.float32)
+        values -= np.array(self.mean, np.float32)
+        values /= np.array(self.std, np.float32)
+        grid = self._grid(*size)
+        merge, patch = self.merge_size, self.patch_size
+        blocks = values.reshape(grid[1] // merge, merge, patch, grid[2] // merge, merge, patch, -1)
+        blocks = blocks.transpose(0, 3, 1, 4, 6, 2, 5)  # ..., channel, y, x
+        blocks = np.repeat(blocks[..., None, :, :], self.temporal_patch_size, axis=-3)
+        return np.ascontiguousarray(blocks.reshape(math.prod(grid), -1)), grid
+
+    def _grid(self, height: int, width: int) -> tuple[int, int, int]:
+        return 1, height // self.patch_size, width // self.patch_size
+
+
+def _read_rules(document: Mapping[str, Any]) -> ImageRules:
+    """Raises ValueError, TypeError, AttributeError, OverflowError."""
+    if not isinstance(document, dict):
+        raise ValueError("is no object")
+    name = document.get("image_processor_type")
+    if name not in PROCESSORS:
+        raise ValueError(
+            f"image_processor_type {name!r} is not supported; {', '.join(sorted(PROCESSORS))} are"
+        )
+    for step in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+        if document.get(step, True) is not True:
+            raise ValueError(f"{step} is {document[step]!r}: images would not be what is kept")
+    size = document.get("size") or {}
+    smallest = document.get("min_pixels", size.get("shortest_edge"))
+    largest = document.get("max_pixels", size.get("longest_edge"))
+    rules = ImageRules(
+        patch_size=_count(document, "patch_size", 14),
+        temporal_patch_size=_count(document, "temporal_patch_size", 2),
+        merge_size=_count(document, "merge_size", 2),
+        min_pixels=_count({"min_pixels": smallest}, "min_pixels", 56 * 56),
+        max_pixels=_count({"max_pixels": largest}, "max_pixels", 28 * 28 * 1280),
+        mean=_three(document, "image_mean", (0.48145466, 0.4578275, 0.40821073)),  # of CLIP
+        std=_three(document, "image_std", (0.26862954, 0.26130258, 0.27577711)),
+        rescale=float(document.get("rescale_factor", 1 / 255)),
+        resample=int(Image.Resampling(document.get("resample", Image.Resampling.BICUBIC))),
+    )
+    if rules.min_pixels > rules.max_pixels:
+        raise ValueError(f"min_pixels {rules.min_pixels} > max_pixels {rules.max_pixels}")
+    if not math.isfinite(rules.rescale) or rules.rescale <= 0:
+        raise ValueError(f"rescale_factor is {rules.rescale}")
+    if min(rules.std) <= 0:
+        raise ValueError(f"image_std is {list(rules.std)}")
+    return rules
+
+
+def _count(document: Mapping[str, Any], name: str, default: int) -> int:
+    value = document.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 40:
+        raise ValueError(f"{name} is {value!r}, no count")
+    return value
+
+
+def _three(document: Mapping[str, Any], name: str, default: tuple[float, ...]) -> tuple[float, ...]:
+    values = tuple(float(value) for value in document.get(name) or default)
+    if len(values) != CHANNELS or not all(map(math.isfinite, values)):
+        raise ValueError(f"{name} is {list(values)}, not {CHANNELS} numbers")
+    return values
+
+
+def _decode(data: bytes, limits: ImageLimits) -> Image.Image:
+    """RGB, upright. Raises InvalidImageError."""
+    if len(data) > limits.max_bytes:
+        raise InvalidImageError(
+            "IMAGE_TOO_LARGE", f"{len(data):,} bytes, more than {limits.max_bytes:,}"
+        )
+    try:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        _check(image, limits)
+        image.load()
+        return ImageOps.exif_transpose(image).convert("RGB")
+    except InvalidImageError:
+        raise
+    except Image.DecompressionBombError as error:
+        raise InvalidImageError("IMAGE_TOO_LARGE", str(error)) from None
+    except _BROKEN as error:
+        what = f"no image of {', '.join(FORMATS)}, or a part of one: {error}"
+        raise InvalidImageError("IMAGE_BROKEN", what) from None
+
+
+def _check(image: Image.Image, limits: ImageLimits) -> None:
+    """What the header says: pixels are decoded later. Raises InvalidImageError."""
+    if image.width * image.height > limits.max_pixels:
+        raise InvalidImageError(
+            "IMAGE_TOO_LARGE",
+            f"{image.width} x {image.height} pixels, more than {limits.max_pixels:,}",
+        )
+    if getattr(image, "n_frames", 1) > 1:
+        raise InvalidImageError("IMAGE_ANIMATED", f"{image.n_frames} frames: video is not taken")  # type: ignore[attr-defined]
+    if image.mode not in EXACT_MODES or "transparency" in image.info:
+        mode = "transparency" if "transparency" in image.info else f"mode {image.mode}"
+        raise InvalidImageError(
+            "IMAGE_MODE", f"an image with {mode}: convert it to RGB, as it is to be seen"
+        )
