@@ -12,7 +12,8 @@ import json
 import math
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +25,8 @@ from PIL import Image, ImageOps
 
 from sluice.config import ConfigError
 
-FILE = "preprocessor_config.json"
+# The older of the two files that transformers writes holds the rules itself.
+FILE, WHOLE_FILE, PART = "preprocessor_config.json", "processor_config.json", "image_processor"
 # Qwen2.5-VL and Qwen3-VL; a suffix names whose arithmetic a processor uses.
 PROCESSORS = frozenset(f"Qwen2VLImageProcessor{suffix}" for suffix in ("", "Fast", "Pil"))
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
@@ -91,17 +93,19 @@ class ImageRules:
     @classmethod
     def from_directory(cls, directory: Path) -> ImageRules:
         """Read the rules of a HF model directory. Raises ConfigError, also where it has none."""
-        path = directory / FILE
-        try:
-            document = json.loads(path.read_text())
-        except FileNotFoundError:
-            raise ConfigError(f"{path} does not exist: the model takes no images") from None
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{path}: {error}") from None
-        try:
-            return _read_rules(document)
-        except (ValueError, TypeError, AttributeError, OverflowError) as error:
-            raise ConfigError(f"{path}: {error}") from None
+        for path in (directory / WHOLE_FILE, directory / FILE):
+            try:
+                document = json.loads(path.read_text())
+                if path.name == WHOLE_FILE:
+                    if PART not in document:
+                        continue
+                    document = document[PART]
+                return _read_rules(document)
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
+                raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{directory / FILE} does not exist: the model takes no images")
 
     @cached_property
     def digest(self) -> str:
@@ -161,6 +165,13 @@ class ImageRules:
         """Tokens, each of merge_size x merge_size patches, that stand for an image."""
         return math.prod(grid_thw) // self.merge_size**2
 
+    def grid_of(self, png: bytes | memoryview) -> tuple[int, int, int]:
+        """Patches of an image prepared by these rules; reads its size alone.
+
+        Raises InvalidImageError for any other.
+        """
+        return self._grid(*self._check_prepared(_open(png, self._largest)))
+
     def patches(self, png: bytes | memoryview) -> tuple[np.ndarray, tuple[int, int, int]]:
         """What the vision tower takes: float32[patches, values], and the grid they lie in.
 
@@ -168,23 +179,32 @@ class ImageRules:
         become one token are neighbours. Raises InvalidImageError for an image that has not been
         prepared by these rules.
         """
-        image = _decode(bytes(png), ImageLimits(max_pixels=max(self.max_pixels, self.factor**2)))
-        size = image.height, image.width
-        if self.resized(*size) != size:
-            raise InvalidImageError(
-                "IMAGE_NOT_PREPARED",
-                f"an image of {image.width} x {image.height} pixels was prepared by other rules",
-            )
+        image = _decode(png, self._largest)
+        grid = self._grid(*self._check_prepared(image))
         # As transformers computes it, to the last bit.
         values = (np.asarray(image).astype(np.float64) * self.rescale).astype(np.float32)
         values -= np.array(self.mean, np.float32)
         values /= np.array(self.std, np.float32)
-        grid = self._grid(*size)
         merge, patch = self.merge_size, self.patch_size
         blocks = values.reshape(grid[1] // merge, merge, patch, grid[2] // merge, merge, patch, -1)
         blocks = blocks.transpose(0, 3, 1, 4, 6, 2, 5)  # ..., channel, y, x
         blocks = np.repeat(blocks[..., None, :, :], self.temporal_patch_size, axis=-3)
         return np.ascontiguousarray(blocks.reshape(math.prod(grid), -1)), grid
+
+    @property
+    def _largest(self) -> ImageLimits:
+        return ImageLimits(max_pixels=max(self.max_pixels, self.factor**2))
+
+    def _check_prepared(self, image: Image.Image) -> tuple[int, int]:
+        """Returns height and width."""
+        size = image.height, image.width
+        if self.resized(*size) != size or image.mode != "RGB":
+            raise InvalidImageError(
+                "IMAGE_NOT_PREPARED",
+                f"an image of {image.width} x {image.height} pixels, mode {image.mode}, is not "
+                "one that the model's own processor has resized",
+            )
+        return size
 
     def _grid(self, height: int, width: int) -> tuple[int, int, int]:
         return 1, height // self.patch_size, width // self.patch_size
@@ -241,17 +261,30 @@ def _three(document: Mapping[str, Any], name: str, default: tuple[float, ...]) -
     return values
 
 
-def _decode(data: bytes, limits: ImageLimits) -> Image.Image:
+def _decode(data: bytes | memoryview, limits: ImageLimits) -> Image.Image:
     """RGB, upright. Raises InvalidImageError."""
+    image = _open(data, limits)
+    with _naming_broken():
+        image.load()
+        return ImageOps.exif_transpose(image).convert("RGB")
+
+
+def _open(data: bytes | memoryview, limits: ImageLimits) -> Image.Image:
+    """Whose header alone has been read. Raises InvalidImageError."""
     if len(data) > limits.max_bytes:
         raise InvalidImageError(
             "IMAGE_TOO_LARGE", f"{len(data):,} bytes, more than {limits.max_bytes:,}"
         )
-    try:
+    with _naming_broken():
         image = Image.open(io.BytesIO(data), formats=FORMATS)
         _check(image, limits)
-        image.load()
-        return ImageOps.exif_transpose(image).convert("RGB")
+    return image
+
+
+@contextmanager
+def _naming_broken() -> Iterator[None]:
+    try:
+        yield
     except InvalidImageError:
         raise
     except Image.DecompressionBombError as error:

@@ -63,6 +63,9 @@ class Sampling:
     seeds: tuple[int, ...] = ()  # one per sample; empty draws fresh ones
 
 
+TEXT_ONLY = "the model that serves reads text only"
+
+
 class MediaKind(StrEnum):
     IMAGE = "image"
 
@@ -351,7 +354,7 @@ def check_generation(
     sampling = generation.sampling
     _check_tokens("prompt_token_ids", generation.prompt_token_ids, vocabulary_size)
     if generation.media and not reads_media:
-        raise MediaUnsupportedError("the model that serves reads text only")
+        raise MediaUnsupportedError(TEXT_ONLY)
     if sampling.max_new_tokens < 1:
         raise InvalidFieldError("sampling.max_new_tokens", "must be at least 1")
     if not 0 <= sampling.temperature < float("inf"):

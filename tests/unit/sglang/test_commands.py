@@ -69,7 +69,8 @@ def test_the_stand_ins_are_asked_for_on_a_cpu_alone() -> None:
     on_cpu = environment(config, "cpu", ranks=2)
     assert on_cpu["SGLANG_USE_CPU_ENGINE"] == "1"
     assert on_cpu["SGLANG_CPU_OMP_THREADS_BIND"] == "0-1|2-3"
-    assert environment(config, "npu", ranks=2) == {"OMP_NUM_THREADS": "2"}
+    on_npu = {"OMP_NUM_THREADS": "2", "SGLANG_VLM_CACHE_SIZE_MB": "0"}
+    assert environment(config, "npu", ranks=2) == on_npu
 
 
 def test_a_context_is_asked_for_only_where_the_model_has_more() -> None:

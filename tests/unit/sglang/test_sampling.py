@@ -42,6 +42,12 @@ def test_every_parameter_reaches_it() -> None:
     assert told(Sampling(max_new_tokens=5))["top_k"] == -1, "off"
 
 
+def test_a_token_that_stands_for_an_image_ends_a_sample() -> None:
+    generation = Generation(request_id="r", prompt_token_ids=(1,), sampling=SAMPLING)
+    found = sampling_parameters(generation, 0, 5, is_seeded=False, unsampled=(7, 8))
+    assert found["stop_token_ids"] == [3, 4, 7, 8]
+
+
 def test_without_a_seed_no_two_samples_are_told_to_draw_alike() -> None:
     """A deterministic server would take the same one for all."""
     unseeded = Sampling(max_new_tokens=5)

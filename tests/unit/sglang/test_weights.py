@@ -8,12 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from services.rollout.config import RolloutConfig
-from services.rollout.engine.sglang.jobs import is_expansion
 from services.rollout.engine.sglang.samples import of_tokens, versions_of
 from services.rollout.engine.sglang.weights import (
     CheckpointChecksums,
@@ -180,26 +177,3 @@ def test_tags_and_spans() -> None:
     }
     assert versions_of(meta, 3) == [(1, "a"), (1, "a"), (2, "b")]
     assert versions_of(meta, 4) is versions_of({}, 1) is None
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    st.lists(st.integers(0, 5), min_size=1, max_size=12),
-    st.integers(1, 3),
-    st.integers(1, 9),
-)
-def test_a_prompt_may_grow_at_its_placeholders_only(
-    words: list[int], count: int, grows_by: int
-) -> None:
-    placeholder = 9
-    given_tokens = [token for _ in range(count) for token in (*words, placeholder)]
-    read = [
-        copy
-        for token in given_tokens
-        for copy in [token] * (1 + grows_by if token == placeholder else 1)
-    ]
-    assert is_expansion(given_tokens, read, count)
-    assert not is_expansion(given_tokens, read, count - 1)
-    assert not is_expansion(given_tokens, given_tokens, count)  # no image was seen
-    assert not is_expansion(given_tokens, [7, *read], count)
-    assert not is_expansion(given_tokens, read[1:], count)

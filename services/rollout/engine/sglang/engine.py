@@ -8,11 +8,13 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from services.rollout.engine.config import EngineConfig
+from services.rollout.engine.images import ImageReader
 from services.rollout.engine.interface import (
     Delta,
     Engine,
@@ -28,7 +30,7 @@ from services.rollout.engine.sglang.jobs import Job, score
 from services.rollout.engine.sglang.load import Load, SlotLimiter
 from services.rollout.engine.sglang.replica import Replica
 from services.rollout.engine.sglang.samples import Routing, read_routing
-from services.rollout.engine.sglang.servers import dp_size, reads_media
+from services.rollout.engine.sglang.servers import dp_size
 from services.rollout.engine.sglang.weights import (
     DiskVersion,
     check_fit,
@@ -69,7 +71,7 @@ class SglangEngine(Engine):
         self._is_blank = False  # it has slept, and no weights since
         self._jobs: dict[str, Job] = {}
         self._serving: DiskVersion | None = None
-        self._vocabulary, self._reads_media = 0, False
+        self._vocabulary, self._images = 0, ImageReader()
         self._routing: Routing | None = None
         self._changing = asyncio.Lock()  # weights, pauses and restarts, one at a time
         self._paused: PauseMode | None = None
@@ -99,22 +101,30 @@ class SglangEngine(Engine):
         self._check_serving()
         length = self._max_length
         size = len(self._load.by_rank(0))
+        prompt = self._images.expand(generation.prompt_token_ids, generation.media)
         check_generation(
-            generation,
+            replace(generation, prompt_token_ids=prompt),
             self._vocabulary,
             length,
             self._config,
             dp_size=size,
-            reads_media=self._reads_media,
+            reads_media=True,
         )
         name, count = generation.request_id, generation.sample_count
         if name in self._jobs:
             raise DuplicateRequestError(f"request {name!r} is here already", request_id=name)
         if self._load.waiting + count > self._config.waiting_limit:
             raise QueueFullError(f"{self._load.waiting} samples wait already")
-        room = length - len(generation.prompt_token_ids)
+        room = length - len(prompt)
         budget = min(generation.sampling.max_new_tokens, room)
-        job = self._jobs[name] = Job(generation, self._replica.handle, budget, self._routing)
+        job = self._jobs[name] = Job(
+            generation,
+            self._replica.handle,
+            budget,
+            self._routing,
+            expanded=prompt,
+            unsampled=self._images.unsampled,
+        )
         job.start()
         try:
             while count:
@@ -366,7 +376,8 @@ class SglangEngine(Engine):
         vocabulary = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
         if not isinstance(vocabulary, int):
             raise UnfitWeightsError("config.json has no vocab_size")
-        self._vocabulary, self._reads_media = vocabulary, reads_media(config)
+        self._vocabulary = vocabulary
+        self._images = ImageReader.of_model(version.directory, config)
         self._routing = self._routing_of(config)
 
     def _routing_of(self, config: Mapping[str, Any]) -> Routing | None:

@@ -14,7 +14,6 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import grpc
@@ -41,37 +40,16 @@ class PromptAlteredError(ServiceError):
     reason = "PROMPT_ALTERED"
 
 
-def check_prompt(given: Sequence[int], read: Sequence[int], media_count: int) -> None:
-    """Raises PromptAlteredError unless `read` is `given` with its placeholders repeated."""
-    if not is_expansion(given, read, media_count):
+def check_prompt(expected: Sequence[int], read: Sequence[int], media_count: int) -> None:
+    """Raises PromptAlteredError unless what SGLang read is what was to be read."""
+    if list(read) != list(expected):
         raise PromptAlteredError(
-            f"the prompt of {len(given)} tokens with {media_count} images was read as "
-            f"{len(read)} other tokens: the tokenizer does not give back the text's tokens, or "
-            "the placeholders are not those of the model",
-            given=len(given),
+            f"a prompt of {len(expected)} tokens with {media_count} images was read as "
+            f"{len(read)} others: the tokenizer does not give back the text's tokens, or a "
+            "placeholder stands where the model expects none",
+            given=len(expected),
             read=len(read),
         )
-
-
-def is_expansion(given: Sequence[int], read: Sequence[int], media_count: int) -> bool:
-    """Whether both are the same runs of tokens in order, of which 1 to `media_count` have grown.
-
-    Only one token may grow: the placeholder.
-    """
-    before, after = _runs(given), _runs(read)
-    if [token for token, _ in before] != [token for token, _ in after]:
-        return False
-    growth = [
-        (token, after_length - before_length)
-        for (token, before_length), (_, after_length) in zip(before, after, strict=True)
-        if after_length != before_length
-    ]
-    grown = {token for token, _ in growth}
-    return len(grown) == 1 and len(growth) <= media_count and min(by for _, by in growth) > 0
-
-
-def _runs(tokens: Sequence[int]) -> list[tuple[int, int]]:
-    return [(token, len(list(run))) for token, run in groupby(tokens)]
 
 
 ABORT_SECONDS = 0.7  # for SGLang to hand over what it has drawn; then what came is all
@@ -109,9 +87,14 @@ class Job:
         server: ServerHandle,
         budget: int,
         routing: Routing | None = None,
+        *,
+        expanded: Sequence[int] = (),
+        unsampled: Sequence[int] = (),
     ) -> None:
+        """`expanded`: the prompt as the model reads it; `unsampled` tokens end a sample."""
         self.generation, self._server, self._budget = generation, server, budget
-        self._routing = routing
+        self._routing, self._unsampled = routing, unsampled
+        self._expanded = expanded or generation.prompt_token_ids
         self.outcomes: asyncio.Queue[Delta | ServiceError] = asyncio.Queue()
         self._rank, nonce, now = generation.dp_rank, uuid.uuid4().hex, time.monotonic()
         self._samples = [
@@ -131,7 +114,7 @@ class Job:
         self._tasks: set[asyncio.Task[None]] = set()
         self._released = asyncio.Event()  # a slot was given back
         self._cut: list[str] = []  # ended here while SGLang went on
-        self._reserved = len(generation.prompt_token_ids) + budget
+        self._reserved = len(self._expanded) + budget
         self._server.load.arrive(self._rank, len(self._samples))
 
     def start(self) -> None:
@@ -235,7 +218,11 @@ class Job:
             "sampling_params": batch(
                 [
                     sampling_parameters(
-                        self.generation, sample.index, self._budget, is_seeded=seeded
+                        self.generation,
+                        sample.index,
+                        self._budget,
+                        is_seeded=seeded,
+                        unsampled=self._unsampled,
                     )
                     for sample in samples
                 ]
@@ -276,7 +263,7 @@ class Job:
             given, read = list(self.generation.prompt_token_ids), message["prompt_token_ids"]
             # With encoders the placeholders grow later, and out of sight.
             if not (server.capabilities.is_language_only and read == given):
-                check_prompt(given, read, len(self._images))
+                check_prompt(self._expanded, read, len(self._images))
         count = sample.take(message, server.serving(), is_delta=server.capabilities.is_incremental)
         if is_new and sample.began:
             meta = message["meta_info"]

@@ -9,7 +9,7 @@ import base64
 import binascii
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -209,9 +209,14 @@ class PendingSample:
 
 
 def sampling_parameters(
-    generation: Generation, index: int, budget: int, *, is_seeded: bool
+    generation: Generation,
+    index: int,
+    budget: int,
+    *,
+    is_seeded: bool,
+    unsampled: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Returns SGLang's sampling parameters of one sample.
+    """Returns SGLang's sampling parameters of one sample; `unsampled` tokens end it.
 
     A server that is not deterministic refuses seeds; one that is takes 42 where none is given, so
     that all samples of a prompt would be the same (0.5.23).
@@ -222,7 +227,7 @@ def sampling_parameters(
         "temperature": sampling.temperature,
         "top_k": sampling.top_k or -1,
         "top_p": sampling.top_p,
-        "stop_token_ids": list(sampling.stop_token_ids),
+        "stop_token_ids": [*sampling.stop_token_ids, *unsampled],
         "no_stop_trim": True,  # the stop token belongs to the sample
         "stream_interval": 1 if generation.stream else QUIET_INTERVAL,
     }

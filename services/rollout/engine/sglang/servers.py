@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from services.rollout.engine.config import EngineConfig
+from services.rollout.engine.images import reads_media
 from services.rollout.engine.sglang.client import CONTEXT_MARGIN, SglangClient, SGLangRefusedError
 from services.rollout.engine.sglang.weights import read_config
 from services.rollout.errors import EngineFailedError
@@ -148,11 +149,6 @@ def encoder_arguments(
     }
 
 
-def reads_media(document: Mapping[str, Any]) -> bool:
-    """Whether the model of this `config.json` sees."""
-    return "vision_config" in document
-
-
 def dp_size(config: EngineConfig) -> int:
     """Returns the data-parallel ranks of the server that is to be started."""
     return int(config.sglang.server_args.get("dp_size") or 1)
@@ -160,7 +156,9 @@ def dp_size(config: EngineConfig) -> int:
 
 def environment(config: EngineConfig, device: str, ranks: int = 1) -> dict[str, str]:
     """Returns variables added for SGLang's processes; CPU ranks share no core binding."""
-    added: dict[str, str] = {}
+    # SGLang keeps what the vision tower made of an image, and forgets it at no weight update: an
+    # image seen before would be answered with the tower of before (0.5.23).
+    added = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
     if config.threads or config.deterministic:
         added["OMP_NUM_THREADS"] = str(config.threads or 1)
     if device == platform.CPU.device_type:

@@ -1,0 +1,81 @@
+"""Images of a prompt, as an engine is sent them: checked, and as many tokens as they become."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.rollout.engine.interface import TEXT_ONLY, Media
+from services.rollout.errors import MediaUnsupportedError
+from sluice.config import ConfigError
+from sluice.runtime.errors import InvalidFieldError
+from sluice.samples.images import ImageRules, InvalidImageError
+
+_SHOWN = ("image_token_id", "video_token_id")  # of config.json
+
+
+@dataclass(frozen=True)
+class ImageReader:
+    """How one model is shown images.
+
+    placeholder: the token that stands for an image, or none. unsampled: tokens that stand for a
+    medium; a sample ends that draws one, for nothing would be there to see. refusal: why it is
+    shown none.
+    """
+
+    rules: ImageRules | None = None
+    placeholder: int = -1
+    unsampled: tuple[int, ...] = ()
+    refusal: str = TEXT_ONLY
+
+    @classmethod
+    def of_model(cls, directory: Path, config: Mapping[str, Any]) -> ImageReader:
+        """Read what a model of this `config.json` needs; it may still refuse every image."""
+        if not reads_media(config):
+            return cls()
+        tokens = tuple(config[name] for name in _SHOWN if isinstance(config.get(name), int))
+        placeholder = config.get(_SHOWN[0])
+        if not isinstance(placeholder, int):
+            return cls(unsampled=tokens, refusal=f"config.json has no {_SHOWN[0]}")
+        try:
+            rules = ImageRules.from_directory(directory)
+        except ConfigError as error:
+            return cls(unsampled=tokens, refusal=str(error))
+        return cls(rules, placeholder, tokens)
+
+    def expand(self, prompt: Sequence[int], media: Sequence[Media]) -> list[int]:
+        """Return the prompt with every placeholder as often as its image has tokens.
+
+        Raises MediaUnsupportedError, and InvalidFieldError for images that were not prepared as
+        this model's are, or that are not as many as the placeholders.
+        """
+        if not media and self.rules is None:
+            return list(prompt)
+        if self.rules is None:
+            raise MediaUnsupportedError(self.refusal)
+        places = sum(token == self.placeholder for token in prompt)
+        if places != len(media):
+            raise InvalidFieldError(
+                "media", f"are {len(media)}, for {places} placeholders {self.placeholder}"
+            )
+        counts = iter([self._count(index, one) for index, one in enumerate(media)])
+        expanded = list[int]()
+        for token in prompt:
+            expanded += [token] * (next(counts) if token == self.placeholder else 1)
+        return expanded
+
+    def _count(self, index: int, media: Media) -> int:
+        assert self.rules is not None
+        try:
+            return self.rules.count_tokens(self.rules.grid_of(media.data))
+        except InvalidImageError as error:
+            raise InvalidFieldError(
+                f"media[{index}]", str(error), digest=media.digest, image=error.reason
+            ) from None
+
+
+def reads_media(config: Mapping[str, Any]) -> bool:
+    """Whether the model of this `config.json` sees."""
+    return "vision_config" in config
