@@ -153,7 +153,7 @@ def decode_group(data: bytes | memoryview, rows: Sequence[int] | None = None) ->
         _scalars(batch, "finish_reason", rows),
         _scalars(batch, "spans", rows),
         _decode_experts(batch, rows),
-        _scalars(batch, MEDIA, rows) if MEDIA in batch.schema.names else [()] * len(rows),
+        _decode_media(batch, rows),
         strict=True,
     )
     return [
@@ -173,9 +173,7 @@ def _sample(fixed: tuple[Any, ...], columns: Mapping[str, np.ndarray | float]) -
         columns=columns,
         spans=tuple(VersionSpan(**span) for span in spans),
         routed_experts=experts,
-        media=tuple(
-            MediaSpan(**{**span, "grid_thw": tuple(span["grid_thw"])}) for span in media or ()
-        ),
+        media=media,
     )
 
 
@@ -319,6 +317,23 @@ def _decode_experts(batch: pa.RecordBatch, rows: Sequence[int]) -> list[np.ndarr
     flat = array.values.values.values.to_numpy().reshape(-1, layers, choices)
     offsets, valid = array.offsets.to_numpy(), array.is_valid().to_numpy(zero_copy_only=False)
     return [flat[offsets[row] : offsets[row + 1]] if valid[row] else None for row in rows]
+
+
+def _decode_media(batch: pa.RecordBatch, rows: Sequence[int]) -> Sequence[tuple[MediaSpan, ...]]:
+    """Raises InvalidGroupError for a column of another type, or with holes."""
+    if MEDIA not in batch.schema.names:
+        return [()] * len(rows)
+    if batch.schema.field(MEDIA).type != pa.list_(MEDIA_TYPE):
+        raise InvalidGroupError(f"{MEDIA} is {batch.schema.field(MEDIA).type}")
+    spans = batch.column(MEDIA).flatten()
+    if any(
+        part.null_count for part in (spans, *spans.flatten(), spans.field("grid_thw").flatten())
+    ):
+        raise InvalidGroupError(f"{MEDIA} has holes")
+    return [
+        tuple(MediaSpan(**{**span, "grid_thw": tuple(span["grid_thw"])}) for span in row or ())
+        for row in _scalars(batch, MEDIA, rows)
+    ]
 
 
 def _scalars(batch: pa.RecordBatch, name: str, rows: Sequence[int]) -> list[Any]:

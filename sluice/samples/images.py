@@ -33,7 +33,8 @@ FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 EXACT_MODES = frozenset({"RGB", "L", "1"})  # RGB says the same as these
 STEEPEST = 200  # one side by the other: from there on the processors of transformers refuse
 CHANNELS = 3
-_PNG_LEVEL = 1  # a fifth of the time of the usual one, and some percent more bytes
+_PNG_LEVEL = 1  # a quarter of the time of the usual one, and a sixth more bytes
+_LONGEST, _LARGEST = 1 << 8, 1 << 26  # of a patch, and of an image: what rules may ask for, pixels
 # What Pillow raises for bytes that are no image, or the half of one.
 _BROKEN = (
     *(OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, OverflowError, TypeError),
@@ -60,7 +61,7 @@ class ImageLimits:
     """What is taken from outside, before anything of it is decoded."""
 
     max_bytes: int = 32 << 20
-    max_pixels: int = 1 << 26  # 200 MB once decoded
+    max_pixels: int = _LARGEST  # 200 MB once decoded
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class ImageRules:
         if (image.height, image.width) != (tall, wide):
             image = image.resize((wide, tall), Image.Resampling(self.resample))
         file = io.BytesIO()
-        image.save(file, "PNG", compress_level=_PNG_LEVEL)
+        image.save(file, "PNG", compress_level=_PNG_LEVEL, icc_profile=None)  # pixels alone
         grid = self._grid(tall, wide)
         return PreparedImage(file.getvalue(), grid, self.count_tokens(grid))
 
@@ -170,7 +171,7 @@ class ImageRules:
 
         Raises InvalidImageError for any other.
         """
-        return self._grid(*self._check_prepared(_open(png, self._largest)))
+        return self._open_prepared(png)[1]
 
     def patches(self, png: bytes | memoryview) -> tuple[np.ndarray, tuple[int, int, int]]:
         """What the vision tower takes: float32[patches, values], and the grid they lie in.
@@ -179,10 +180,11 @@ class ImageRules:
         become one token are neighbours. Raises InvalidImageError for an image that has not been
         prepared by these rules.
         """
-        image = _decode(png, self._largest)
-        grid = self._grid(*self._check_prepared(image))
+        image, grid = self._open_prepared(png)
+        with _naming_broken():
+            pixels = np.asarray(image)
         # As transformers computes it, to the last bit.
-        values = (np.asarray(image).astype(np.float64) * self.rescale).astype(np.float32)
+        values = (pixels.astype(np.float64) * self.rescale).astype(np.float32)
         values -= np.array(self.mean, np.float32)
         values /= np.array(self.std, np.float32)
         merge, patch = self.merge_size, self.patch_size
@@ -191,20 +193,18 @@ class ImageRules:
         blocks = np.repeat(blocks[..., None, :, :], self.temporal_patch_size, axis=-3)
         return np.ascontiguousarray(blocks.reshape(math.prod(grid), -1)), grid
 
-    @property
-    def _largest(self) -> ImageLimits:
-        return ImageLimits(max_pixels=max(self.max_pixels, self.factor**2))
-
-    def _check_prepared(self, image: Image.Image) -> tuple[int, int]:
-        """Returns height and width."""
+    def _open_prepared(self, png: bytes | memoryview) -> tuple[Image.Image, tuple[int, int, int]]:
+        """Returns an image whose header alone has been read, and its grid."""
+        limits = ImageLimits(max_pixels=max(self.max_pixels, self.factor**2))
+        image = _open(png, limits, formats=("PNG",))
         size = image.height, image.width
-        if self.resized(*size) != size or image.mode != "RGB":
+        if self.resized(*size) != size or image.mode != "RGB" or "exif" in image.info:
             raise InvalidImageError(
                 "IMAGE_NOT_PREPARED",
                 f"an image of {image.width} x {image.height} pixels, mode {image.mode}, is not "
                 "one that the model's own processor has resized",
             )
-        return size
+        return image, self._grid(*size)
 
     def _grid(self, height: int, width: int) -> tuple[int, int, int]:
         return 1, height // self.patch_size, width // self.patch_size
@@ -226,11 +226,13 @@ def _read_rules(document: Mapping[str, Any]) -> ImageRules:
     smallest = document.get("min_pixels", size.get("shortest_edge"))
     largest = document.get("max_pixels", size.get("longest_edge"))
     rules = ImageRules(
-        patch_size=_count(document, "patch_size", 14),
-        temporal_patch_size=_count(document, "temporal_patch_size", 2),
-        merge_size=_count(document, "merge_size", 2),
-        min_pixels=_count({"min_pixels": smallest}, "min_pixels", 56 * 56),
-        max_pixels=_count({"max_pixels": largest}, "max_pixels", 28 * 28 * 1280),
+        patch_size=_count("patch_size", document.get("patch_size"), 14, _LONGEST),
+        temporal_patch_size=_count(
+            "temporal_patch_size", document.get("temporal_patch_size"), 2, _LONGEST
+        ),
+        merge_size=_count("merge_size", document.get("merge_size"), 2, _LONGEST),
+        min_pixels=_count("min_pixels", smallest, 56 * 56, _LARGEST),
+        max_pixels=_count("max_pixels", largest, 28 * 28 * 1280, _LARGEST),
         mean=_three(document, "image_mean", (0.48145466, 0.4578275, 0.40821073)),  # of CLIP
         std=_three(document, "image_std", (0.26862954, 0.26130258, 0.27577711)),
         rescale=float(document.get("rescale_factor", 1 / 255)),
@@ -245,12 +247,11 @@ def _read_rules(document: Mapping[str, Any]) -> ImageRules:
     return rules
 
 
-def _count(document: Mapping[str, Any], name: str, default: int) -> int:
-    value = document.get(name)
+def _count(name: str, value: Any, default: int, most: int) -> int:
     if value is None:
         return default
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 40:
-        raise ValueError(f"{name} is {value!r}, no count")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+        raise ValueError(f"{name} is {value!r}, not within 1..{most}")
     return value
 
 
@@ -269,14 +270,16 @@ def _decode(data: bytes | memoryview, limits: ImageLimits) -> Image.Image:
         return ImageOps.exif_transpose(image).convert("RGB")
 
 
-def _open(data: bytes | memoryview, limits: ImageLimits) -> Image.Image:
+def _open(
+    data: bytes | memoryview, limits: ImageLimits, formats: tuple[str, ...] = FORMATS
+) -> Image.Image:
     """Whose header alone has been read. Raises InvalidImageError."""
     if len(data) > limits.max_bytes:
         raise InvalidImageError(
             "IMAGE_TOO_LARGE", f"{len(data):,} bytes, more than {limits.max_bytes:,}"
         )
     with _naming_broken():
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        image = Image.open(io.BytesIO(data), formats=formats)
         _check(image, limits)
     return image
 

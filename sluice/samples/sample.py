@@ -258,6 +258,10 @@ def _validate_media(sample: Sample) -> None:
                 f"is {span.token_count} tokens from {span.first_token} on, behind {end}, of "
                 f"{len(sample.token_ids)}",
             )
+        if span.first_token <= sample.prompt_length < span.end:
+            raise InvalidSampleError(
+                sample.sample_id, where, "covers the first response token, which is always text"
+            )
         end = span.end
         tokens = sample.token_ids[span.first_token : end]
         if (tokens != tokens[0]).any():

@@ -45,35 +45,35 @@ class ImageReader:
             return cls(unsampled=tokens, refusal=str(error))
         return cls(rules, placeholder, tokens)
 
-    def expand(self, prompt: Sequence[int], media: Sequence[Media]) -> list[int]:
+    def expand(self, prompt: Sequence[int], media: Sequence[Media]) -> Sequence[int]:
         """Return the prompt with every placeholder as often as its image has tokens.
 
         Raises MediaUnsupportedError, and InvalidFieldError for images that were not prepared as
         this model's are, or that are not as many as the placeholders.
         """
-        if not media and self.rules is None:
-            return list(prompt)
         if self.rules is None:
-            raise MediaUnsupportedError(self.refusal)
+            if media:
+                raise MediaUnsupportedError(self.refusal)
+            return prompt
         places = sum(token == self.placeholder for token in prompt)
         if places != len(media):
             raise InvalidFieldError(
                 "media", f"are {len(media)}, for {places} placeholders {self.placeholder}"
             )
-        counts = iter([self._count(index, one) for index, one in enumerate(media)])
+        counts = iter([_count(self.rules, index, one) for index, one in enumerate(media)])
         expanded = list[int]()
         for token in prompt:
             expanded += [token] * (next(counts) if token == self.placeholder else 1)
         return expanded
 
-    def _count(self, index: int, media: Media) -> int:
-        assert self.rules is not None
-        try:
-            return self.rules.count_tokens(self.rules.grid_of(media.data))
-        except InvalidImageError as error:
-            raise InvalidFieldError(
-                f"media[{index}]", str(error), digest=media.digest, image=error.reason
-            ) from None
+
+def _count(rules: ImageRules, index: int, media: Media) -> int:
+    try:
+        return rules.count_tokens(rules.grid_of(media.data))
+    except InvalidImageError as error:
+        raise InvalidFieldError(
+            f"media[{index}]", str(error), digest=media.digest, image=error.reason
+        ) from None
 
 
 def reads_media(config: Mapping[str, Any]) -> bool:

@@ -345,15 +345,14 @@ def check_generation(
     config: EngineConfig,
     *,
     dp_size: int = 1,
-    reads_media: bool = False,
 ) -> None:
-    """Checks a request before it is queued.
+    """Checks a request before it is queued, of text: images are what its prompt has become.
 
     Raises InvalidFieldError naming the field, MediaUnsupportedError or PromptTooLongError.
     """
     sampling = generation.sampling
     _check_tokens("prompt_token_ids", generation.prompt_token_ids, vocabulary_size)
-    if generation.media and not reads_media:
+    if generation.media:
         raise MediaUnsupportedError(TEXT_ONLY)
     if sampling.max_new_tokens < 1:
         raise InvalidFieldError("sampling.max_new_tokens", "must be at least 1")

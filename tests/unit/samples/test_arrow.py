@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pyarrow import feather
 
 from sluice.samples.arrow import (
+    MEDIA_TYPE,
     InvalidGroupError,
     decode_group,
     encode_group,
@@ -121,6 +122,33 @@ def sample(index: int = 0, **columns: np.ndarray | float) -> Sample:
         finish_reason="stop",
         columns=columns,
     )
+
+
+def with_media(kind: pa.DataType, spans: list[object]) -> bytes:
+    """A group of one row whose media column somebody else has written."""
+    reader = pa.ipc.open_file(encode_group([sample()]))
+    batch = reader.get_batch(0).append_column("media", pa.array([spans], kind))
+    sink = pa.BufferOutputStream()
+    schema = batch.schema.with_metadata(reader.schema.metadata)
+    with pa.ipc.new_file(sink, schema) as writer:
+        writer.write_batch(batch.replace_schema_metadata(schema.metadata))
+    return bytes(sink.getvalue())
+
+
+def test_media_of_another_type_or_with_holes_are_no_group() -> None:
+    span = MediaSpan(
+        digest="d", size=1, kind="image", first_token=0, token_count=1, grid_thw=(1, 2, 2)
+    )
+    kind, good = pa.list_(MEDIA_TYPE), vars(span)
+    (row,) = decode_group(with_media(kind, [good]))
+    assert row.media == (span,)
+    assert not decode_group(with_media(kind, []))[0].media
+    for spans in ([None], [{**good, "digest": None}], [{**good, "grid_thw": [1, None, 2]}]):
+        with pytest.raises(InvalidGroupError, match="holes"):
+            decode_group(with_media(kind, spans))
+    for other, values in ((pa.list_(pa.int64()), [1]), (pa.list_(pa.string()), ["x"])):
+        with pytest.raises(InvalidGroupError, match="media"):
+            decode_group(with_media(other, values))
 
 
 def test_absent_is_neither_zero_nor_empty() -> None:

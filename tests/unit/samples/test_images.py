@@ -206,6 +206,35 @@ def test_broken_bytes_are_refused_by_name_or_seen(kind: str) -> None:
     assert refusal(good[: len(good) // 2]) == "IMAGE_BROKEN"
 
 
+def test_only_pixels_are_kept() -> None:
+    """So that the same picture has one digest, and is as small as its pixels."""
+    image = picture(32, 32)
+    plain = RULES.prepare(encoded(image)).png
+    exif = Image.Exif()
+    exif[0x010E] = "a holiday"
+    described = encoded(image, icc_profile=b"x" * 10_000, exif=exif.tobytes(), dpi=(72, 72))
+    assert len(described) > len(plain) + 100
+    assert RULES.prepare(described).png == plain
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "WEBP", "BMP"])
+def test_what_was_kept_is_a_png_of_rgb(kind: str) -> None:
+    """By no path: decoders of JPEG differ, and a note on which way is up is followed by some."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    good = encoded(picture(32, 32))
+    for data in (
+        encoded(picture(32, 32), kind),
+        encoded(picture(32, 32, "L")),
+        encoded(picture(32, 32), exif=exif.tobytes()),
+    ):
+        for read in (RULES.grid_of, RULES.patches):
+            assert read(good)
+            with pytest.raises(InvalidImageError) as caught:
+                read(data)
+            assert caught.value.reason in {"IMAGE_NOT_PREPARED", "IMAGE_BROKEN"}
+
+
 def test_an_image_prepared_by_other_rules_is_refused() -> None:
     other = replace(RULES, patch_size=14, min_pixels=28 * 28)
     with pytest.raises(InvalidImageError) as caught:
@@ -236,6 +265,10 @@ def test_a_digest_tells_rules_apart() -> None:
         {"patch_size": -1},
         {"patch_size": 1e300},
         {"patch_size": True},
+        {"patch_size": 1 << 39},
+        {"merge_size": 1 << 39},
+        {"temporal_patch_size": 1 << 39},
+        {"max_pixels": 1 << 39},
         {"merge_size": "2"},
         {"min_pixels": 0},
         {"min_pixels": 1 << 39},

@@ -67,6 +67,8 @@ def test_media_in_the_prompt_and_in_a_turn_are_taken() -> None:
         ((span(1, HUGE),), "media[0]"),
         ((span(HUGE, HUGE),), "media[0]"),
         ((span(10, 1),), "media[0]"),  # trained on
+        ((span(5, 1),), "media[0]"),  # the first response token
+        ((span(4, 2),), "media[0]"),
         ((span(1, 2, kind="7"),), "media[0].kind"),
         ((span(1, 2, digest="../../etc/passwd"),), "media[0].blob"),
         ((span(1, 2, digest="0" * 32 + "\n"),), "media[0].blob"),
@@ -82,6 +84,17 @@ def test_what_does_not_fit_is_refused(media: tuple[MediaSpan, ...], field: str) 
     with pytest.raises(InvalidSampleError) as caught:
         validate(sample(*media))
     assert caught.value.field == field
+
+
+def test_no_medium_hides_the_first_response_token() -> None:
+    """Such a row could not be cut before it."""
+    ids, mask = np.full(8, PAD, np.int32), np.zeros(3, np.bool_)
+    row = replace(sample(), token_ids=ids, columns={"loss_mask": mask})
+    for good in (span(0, 5), span(6, 2)):
+        validate(replace(row, media=(good,)))
+    for bad in (span(5, 1), span(4, 2), span(0, 8)):
+        with pytest.raises(InvalidSampleError, match="first response token"):
+            validate(replace(row, media=(bad,)))
 
 
 def test_an_image_in_a_turn_needs_a_mask() -> None:

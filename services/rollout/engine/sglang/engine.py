@@ -103,12 +103,11 @@ class SglangEngine(Engine):
         size = len(self._load.by_rank(0))
         prompt = self._images.expand(generation.prompt_token_ids, generation.media)
         check_generation(
-            replace(generation, prompt_token_ids=prompt),
+            replace(generation, prompt_token_ids=prompt, media=()),
             self._vocabulary,
             length,
             self._config,
             dp_size=size,
-            reads_media=True,
         )
         name, count = generation.request_id, generation.sample_count
         if name in self._jobs:

@@ -86,15 +86,15 @@ class Job:
         generation: Generation,
         server: ServerHandle,
         budget: int,
-        routing: Routing | None = None,
+        routing: Routing | None,
         *,
-        expanded: Sequence[int] = (),
-        unsampled: Sequence[int] = (),
+        expanded: Sequence[int],
+        unsampled: Sequence[int],
     ) -> None:
         """`expanded`: the prompt as the model reads it; `unsampled` tokens end a sample."""
         self.generation, self._server, self._budget = generation, server, budget
         self._routing, self._unsampled = routing, unsampled
-        self._expanded = expanded or generation.prompt_token_ids
+        self._expanded = expanded
         self.outcomes: asyncio.Queue[Delta | ServiceError] = asyncio.Queue()
         self._rank, nonce, now = generation.dp_rank, uuid.uuid4().hex, time.monotonic()
         self._samples = [
