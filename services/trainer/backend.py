@@ -12,6 +12,7 @@ import torch
 
 from sluice.algo.spec import LossSpec
 from sluice.imports import import_named
+from sluice.samples.sample import MediaSpan
 from sluice.weights.manifest import FileEntry, ShardFile
 from sluice.weights.shards import ShardWrite
 
@@ -44,6 +45,8 @@ class Row:
     loss_weight: float = 1.0
     # integer[length or length - 1, mixture layers, chosen]; the last token may be left out
     routed_experts: torch.Tensor | None = None
+    media: Sequence[MediaSpan] = ()
+    images: Mapping[str, bytes] = field(default_factory=dict)  # PNG by digest, of media at least
 
     @property
     def response_length(self) -> int:

@@ -16,9 +16,11 @@ from sluice.balance.planner import OversizePolicy, TransformerShape, shape_from_
 from sluice.runtime.errors import DataLossError, InvalidFieldError, NotFoundError
 from sluice.samples.arrow import InvalidGroupError, decode_group, read_facts
 from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReference, BlobStore
+from sluice.samples.images import ImageRules, InvalidImageError
 from sluice.samples.sample import (
     ColumnLengthError,
     InvalidSampleError,
+    MediaSpan,
     RowFacts,
     Sample,
     truncate_sample,
@@ -30,20 +32,28 @@ from sluice.samples.sample import (
 class RowLimits:
     """Limits of the rows that this model and these ranks train on.
 
-    max_tokens: of a row, unless the policy runs longer ones alone.
+    max_tokens: of a row, unless the policy runs longer ones alone. images: how the model is shown
+    them, if it is. placeholder: the token that stands for them.
     """
 
     vocabulary_size: int
     max_tokens: int
     oversize: OversizePolicy = OversizePolicy.ERROR
+    images: ImageRules | None = None
+    placeholder: int = -1
 
     @classmethod
     def from_config(cls, config: TrainerConfig, context_size: int = 1) -> RowLimits:
         """Return the limits of the configured model on ranks of this context parallelism."""
+        directory = Path(config.model)
+        model = json.loads((directory / "config.json").read_bytes())
+        sees = "vision_config" in model
         return cls(
-            read_shape(config.model).vocabulary_size,
+            shape_from_config(model).vocabulary_size,
             config.max_tokens_per_micro_batch * context_size,
             config.oversize_policy,
+            ImageRules.from_directory(directory) if sees else None,
+            model["image_token_id"] if sees else -1,
         )
 
     def admit(self, sample: Sample, row: int = 0) -> Sample:
@@ -63,9 +73,11 @@ class RowLimits:
         prompts = facts.prompt_lengths
         return fits and bool(((prompts >= 1) & (prompts <= facts.lengths)).all())
 
-    def check_tokens(self, samples: Sequence[Sample]) -> None:
-        """Raise InvalidFieldError for the first sample that is not of this vocabulary."""
+    def check(self, samples: Sequence[Sample]) -> None:
+        """Raise InvalidFieldError for the first sample that this model cannot be shown."""
         for sample in samples:
+            for index, span in enumerate(sample.media):
+                self._check_media(sample, index, span)
             tokens = sample.token_ids
             if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.vocabulary_size:
                 raise InvalidFieldError(
@@ -75,6 +87,37 @@ class RowLimits:
                     sample_id=sample.sample_id,
                 )
 
+    def check_image(self, png: bytes, sample_id: str, span: MediaSpan) -> None:
+        """Raise InvalidFieldError for an image that is not the one its span speaks of."""
+        assert self.images is not None
+        try:
+            grid = self.images.grid_of(png)
+        except InvalidImageError as error:
+            raise _invalid_media(sample_id, span, str(error), error.reason) from None
+        if grid != span.grid_thw:
+            detail = f"has a grid of {[*grid]}, not {[*span.grid_thw]}"
+            raise _invalid_media(sample_id, span, detail)
+
+    def _check_media(self, sample: Sample, index: int, span: MediaSpan) -> None:
+        if self.images is None:
+            detail = "would not be seen: the model reads text only"
+            raise _invalid_media(sample.sample_id, span, detail)
+        if (count := self.images.count_tokens(span.grid_thw)) != span.token_count:
+            detail = f"of {[*span.grid_thw]} patches is {count} tokens, not {span.token_count}"
+            raise _invalid_media(sample.sample_id, span, detail)
+        if (token := sample.token_ids[span.first_token]) != self.placeholder:
+            detail = f"stands on tokens {token}, not on {self.placeholder}"
+            raise _invalid_media(sample.sample_id, span, detail)
+
+
+def _invalid_media(
+    sample_id: str, span: MediaSpan, detail: str, reason: str = ""
+) -> InvalidFieldError:
+    where = f"image {span.digest} of sample {sample_id!r}"
+    return InvalidFieldError(
+        "media", f"{where} {detail}", sample_id=sample_id, digest=span.digest, image=reason
+    )
+
 
 def read_shape(model: str) -> TransformerShape:
     """Read the shape of the model in a directory."""
@@ -82,13 +125,7 @@ def read_shape(model: str) -> TransformerShape:
 
 
 def check_row(sample: Sample) -> None:
-    """Raise InvalidFieldError naming what of a sample does not fit, together or the trainer."""
-    if sample.media:
-        raise InvalidFieldError(
-            "media",
-            f"of sample {sample.sample_id!r} would not be seen: trainers read text only",
-            sample_id=sample.sample_id,
-        )
+    """Raise InvalidFieldError naming what of a sample does not fit together."""
     try:
         validate_sample(sample)
     except ColumnLengthError as error:
@@ -137,7 +174,7 @@ def read_rows(
             "blob", f"has facts that are not those of its rows: {difference}", blob=reference.digest
         )
     samples = [limits.admit(sample, row) for row, sample in enumerate(samples)]
-    limits.check_tokens(samples)
+    limits.check(samples)
     return samples
 
 

@@ -167,11 +167,14 @@ class ImageRules:
         return math.prod(grid_thw) // self.merge_size**2
 
     def grid_of(self, png: bytes | memoryview) -> tuple[int, int, int]:
-        """Patches of an image prepared by these rules; reads its size alone.
+        """Patches of an image prepared by these rules, which is decoded whole.
 
         Raises InvalidImageError for any other.
         """
-        return self._open_prepared(png)[1]
+        image, grid = self._open_prepared(png)
+        with _naming_broken():
+            image.load()
+        return grid
 
     def patches(self, png: bytes | memoryview) -> tuple[np.ndarray, tuple[int, int, int]]:
         """What the vision tower takes: float32[patches, values], and the grid they lie in.

@@ -38,6 +38,7 @@ class VersionSpan:
 
 
 MEDIA_KINDS = frozenset({"image"})
+LARGEST = 2**31 - 1  # of a span's numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,12 +246,14 @@ def _validate_media(sample: Sample) -> None:
             raise InvalidSampleError(sample.sample_id, f"{where}.kind", f"{span.kind!r} is unknown")
         if not DIGEST.fullmatch(span.digest):
             raise InvalidSampleError(sample.sample_id, f"{where}.blob", "has no digest")
-        if len(span.grid_thw) != 3 or min(span.grid_thw) < 1:
+        if len(span.grid_thw) != 3 or not 1 <= min(span.grid_thw) <= max(span.grid_thw) <= LARGEST:
             raise InvalidSampleError(
                 sample.sample_id, f"{where}.grid_thw", f"is {list(span.grid_thw)}, no three counts"
             )
-        if min(span.turn, span.size) < 0:
-            raise InvalidSampleError(sample.sample_id, where, "has a negative turn or size")
+        if not 0 <= span.turn <= LARGEST or not 0 <= span.size <= LARGEST:
+            raise InvalidSampleError(
+                sample.sample_id, where, f"has no turn or size of 0..{LARGEST}"
+            )
         if span.token_count < 1 or not end <= span.first_token <= span.end <= len(sample.token_ids):
             raise InvalidSampleError(
                 sample.sample_id,

@@ -12,6 +12,7 @@ from services.rollout.errors import MediaUnsupportedError
 from sluice.config import ConfigError
 from sluice.runtime.errors import InvalidFieldError
 from sluice.samples.images import ImageRules, InvalidImageError
+from sluice.samples.sample import MediaSpan
 
 _SHOWN = ("image_token_id", "video_token_id")  # of config.json
 
@@ -45,7 +46,7 @@ class ImageReader:
             return cls(unsampled=tokens, refusal=str(error))
         return cls(rules, placeholder, tokens)
 
-    def expand(self, prompt: Sequence[int], media: Sequence[Media]) -> Sequence[int]:
+    def read(self, prompt: Sequence[int], media: Sequence[Media]) -> ShownPrompt:
         """Return the prompt with every placeholder as often as its image has tokens.
 
         Raises MediaUnsupportedError, and InvalidFieldError for images that were not prepared as
@@ -54,22 +55,45 @@ class ImageReader:
         if self.rules is None:
             if media:
                 raise MediaUnsupportedError(self.refusal)
-            return prompt
+            return ShownPrompt(prompt)
         places = sum(token == self.placeholder for token in prompt)
         if places != len(media):
             raise InvalidFieldError(
                 "media", f"are {len(media)}, for {places} placeholders {self.placeholder}"
             )
-        counts = iter([_count(self.rules, index, one) for index, one in enumerate(media)])
-        expanded = list[int]()
+        if not media:
+            return ShownPrompt(prompt)
+        images = iter([(one, _grid(self.rules, index, one)) for index, one in enumerate(media)])
+        tokens, spans = list[int](), list[MediaSpan]()
         for token in prompt:
-            expanded += [token] * (next(counts) if token == self.placeholder else 1)
-        return expanded
+            if token != self.placeholder:
+                tokens.append(token)
+                continue
+            one, grid = next(images)
+            span = MediaSpan(
+                digest=one.digest,
+                size=len(one.data),
+                kind=one.kind.value,
+                first_token=len(tokens),
+                token_count=self.rules.count_tokens(grid),
+                grid_thw=grid,
+            )
+            spans.append(span)
+            tokens += [token] * span.token_count
+        return ShownPrompt(tokens, tuple(spans))
 
 
-def _count(rules: ImageRules, index: int, media: Media) -> int:
+@dataclass(frozen=True)
+class ShownPrompt:
+    """A prompt as the model reads it: every image's placeholder once a token."""
+
+    token_ids: Sequence[int]
+    media: tuple[MediaSpan, ...] = ()
+
+
+def _grid(rules: ImageRules, index: int, media: Media) -> tuple[int, int, int]:
     try:
-        return rules.count_tokens(rules.grid_of(media.data))
+        return rules.grid_of(media.data)
     except InvalidImageError as error:
         raise InvalidFieldError(
             f"media[{index}]", str(error), digest=media.digest, image=error.reason

@@ -57,7 +57,7 @@ class Upload:
         """Take a row. Raises InvalidFieldError naming what is wrong with it."""
         check_row(sample)
         check_logprobs(sample)
-        self._limits.check_tokens([self._limits.admit(sample)])
+        self._limits.check([self._limits.admit(sample)])
         self._inline.append(sample)
         self._inline_tokens += len(sample.token_ids)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -23,12 +23,13 @@ from sluice.algo.advantages import (
 from sluice.algo.aggregation import Moments
 from sluice.algo.spec import AdvantageSpec
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
+from sluice.runtime.errors import InvalidFieldError
 from sluice.runtime.wire import (
     blob_from_proto,
 )
 from sluice.samples.arrow import decode_group, encode_group
-from sluice.samples.blobs import BlobStore
-from sluice.samples.sample import Sample
+from sluice.samples.blobs import BlobReference, BlobStore
+from sluice.samples.sample import MediaSpan, Sample
 
 
 @dataclass(eq=False)
@@ -47,6 +48,8 @@ class OwnedRow:
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
     scalars: dict[str, float] = field(default_factory=dict)
     routed_experts: torch.Tensor | None = None  # int16[length - 1, mixture layers, chosen]
+    media: tuple[MediaSpan, ...] = ()
+    images: Mapping[str, bytes] = field(default_factory=dict)  # PNG by digest, of the whole batch
 
     def to_row(self, loss_weight: float) -> Row:
         return Row(
@@ -58,6 +61,8 @@ class OwnedRow:
             columns=self.columns,
             loss_weight=loss_weight * self.scalars.get("weight", 1.0),
             routed_experts=self.routed_experts,
+            media=self.media,
+            images=self.images,
         )
 
 
@@ -67,21 +72,38 @@ class RowTable:
     def __init__(self, blobs: BlobStore, limits: RowLimits) -> None:
         self._blobs, self._limits = blobs, limits
         self._batches: dict[str, dict[int, OwnedRow]] = {}
+        self._images: dict[str, dict[str, bytes]] = {}
 
     def add(self, command: pb.AddRows) -> None:
-        """Read and check this rank's rows of the blobs. Raises the errors of `read_rows`."""
+        """Read and check this rank's rows of the blobs, and the images that they show.
+
+        Raises the errors of `read_rows`.
+        """
         batch = self._batches.setdefault(command.batch_id, {})
+        images = self._images.setdefault(command.batch_id, {})
         for stored in command.blobs:
             reference = blob_from_proto(stored.blob)
             samples = read_rows(self._blobs, reference, self._limits, stored.indices)
             for row, sample in zip(stored.rows, samples, strict=True):
-                batch[row] = _own(sample)
+                self._read_images(sample, images)
+                batch[row] = replace(_own(sample), images=images)
+
+    def _read_images(self, sample: Sample, images: dict[str, bytes]) -> None:
+        for span in sample.media:
+            reference = BlobReference(span.digest, span.size)
+            if span.digest not in images:
+                with blob_errors(reference):
+                    images[span.digest] = bytes(self._blobs.get(reference))
+            self._limits.check_image(images[span.digest], sample.sample_id, span)
 
     def set_columns(self, command: pb.SetColumns) -> None:
+        """Raises InvalidFieldError where a new mask would train on an image's tokens."""
         batch = self._batches[command.batch_id]
         reference = blob_from_proto(command.rows.blob)
         with blob_errors(reference):
             samples = decode_group(self._blobs.get(reference), command.rows.indices)
+        for row, sample in zip(command.rows.rows, samples, strict=True):
+            _check_mask(batch[row], sample)
         for row, sample in zip(command.rows.rows, samples, strict=True):
             _set_columns(batch[row], sample)
 
@@ -92,6 +114,7 @@ class RowTable:
 
     def drop(self, batch_id: str) -> None:
         self._batches.pop(batch_id, None)
+        self._images.pop(batch_id, None)
 
     def rows(self, batch_id: str) -> dict[int, OwnedRow]:
         return self._batches[batch_id]
@@ -117,6 +140,7 @@ def _own(sample: Sample) -> OwnedRow:
         token_ids=torch.from_numpy(sample.token_ids.astype(np.int64)),
         prompt_length=sample.prompt_length,
         loss_mask=_all_trained(sample.response_length),
+        media=sample.media,
     )
     if sample.routed_experts is not None:
         row.routed_experts = torch.from_numpy(sample.routed_experts.copy())
@@ -128,6 +152,19 @@ def _own(sample: Sample) -> OwnedRow:
 def _all_trained(length: int) -> torch.Tensor:
     """Masks are replaced, never written to, so rows may share one."""
     return torch.ones(length, dtype=torch.bool)
+
+
+def _check_mask(row: OwnedRow, sample: Sample) -> None:
+    mask = sample.columns.get("loss_mask")
+    for span in row.media:
+        first, last = (max(0, i - row.prompt_length) for i in (span.first_token, span.end))
+        if isinstance(mask, np.ndarray) and mask[first:last].any():
+            raise InvalidFieldError(
+                "columns[loss_mask]",
+                f"of sample {row.sample_id!r} leaves in the tokens of image {span.digest}",
+                sample_id=row.sample_id,
+                digest=span.digest,
+            )
 
 
 def _set_columns(row: OwnedRow, sample: Sample) -> None:

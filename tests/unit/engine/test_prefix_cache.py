@@ -84,7 +84,8 @@ def test_an_aborted_opening_does_not_hold_back_those_that_waited_for_it(
 
 def entry(tokens: list[int], cache: PrefixCache) -> PrefillPrompt:
     ids = torch.tensor(tokens)
-    prompt = PrefillPrompt(ids, len(tokens), cache.chain(ids))
+    prompt = PrefillPrompt(ids, len(tokens))
+    prompt.chain = cache.chain(prompt)
     prompt.kv = ids.float()[None, None, None, :, None].expand(1, 2, 1, -1, 3).contiguous()
     return prompt
 
@@ -140,7 +141,8 @@ def test_the_longest_prefix_kept_is_found_and_the_least_used_goes_first(
     cache, plain = PrefixCache(limit), Plain(limit)
     for tokens in prompts:
         ids = torch.tensor(tokens)
-        prompt = PrefillPrompt(ids, len(tokens), cache.chain(ids))
+        prompt = PrefillPrompt(ids, len(tokens))
+        prompt.chain = cache.chain(prompt)
         assert cache.adopt(prompt) == (prompt.done > 0)
         assert prompt.done == plain.find(tokens)
         if prompt.done:

@@ -41,20 +41,24 @@ def test_a_placeholder_becomes_as_many_as_its_image_has_tokens(tmp_path: Path) -
     of_model, rng = reader(tmp_path), random.Random(0)
     for _ in range(50):
         sides = [(rng.randint(1, 7), rng.randint(1, 7)) for _ in range(rng.randint(0, 4))]
-        prompt, expected = [1], [1]
+        prompt, expected, spans = [1], [1], list[tuple[int, int]]()
         for wide, tall in sides:
             text = [rng.randrange(7) for _ in range(rng.randint(0, 3))]
             prompt += [IMAGE, *text]
+            spans.append((len(expected), wide * tall))
             expected += [IMAGE] * (wide * tall) + text
         images = [media(28 * wide, 28 * tall) for wide, tall in sides]
-        assert of_model.expand(prompt, images) == expected
+        shown = of_model.read(prompt, images)
+        assert shown.token_ids == expected
+        assert [(span.first_token, span.token_count) for span in shown.media] == spans
+        assert [span.grid_thw for span in shown.media] == [(1, 2 * t, 2 * w) for w, t in sides]
     assert of_model.unsampled == (IMAGE, VIDEO)
 
 
 @pytest.mark.parametrize(("prompt", "count"), [([1], 1), ([IMAGE], 0), ([IMAGE], 2), ([7, 7], 1)])
 def test_images_are_as_many_as_placeholders(tmp_path: Path, prompt: list[int], count: int) -> None:
     with pytest.raises(InvalidFieldError) as caught:
-        reader(tmp_path).expand(prompt, [media(28, 28)] * count)
+        reader(tmp_path).read(prompt, [media(28, 28)] * count)
     assert caught.value.metadata["field"] == "media"
 
 
@@ -73,7 +77,7 @@ def test_an_image_that_was_not_prepared_is_refused(
     tmp_path: Path, image: Media, reason: str
 ) -> None:
     with pytest.raises(InvalidFieldError) as caught:
-        reader(tmp_path).expand([IMAGE, IMAGE], [media(28, 28), image])
+        reader(tmp_path).read([IMAGE, IMAGE], [media(28, 28), image])
     assert (caught.value.metadata["field"], caught.value.metadata["image"]) == ("media[1]", reason)
 
 
@@ -84,13 +88,13 @@ def test_what_a_model_cannot_be_shown_is_told_by_name(tmp_path: Path) -> None:
         (reader(tmp_path, {"image_processor_type": "Gemma3ImageProcessor"}), "Gemma3"),
         (reader(tmp_path, config={"vision_config": {}}), "image_token_id"),
     ):
-        assert of_model.expand([1, IMAGE], []) == [1, IMAGE]  # text is served all the same
+        assert of_model.read([1, IMAGE], []).token_ids == [1, IMAGE]  # text is served all the same
         with pytest.raises(MediaUnsupportedError, match=words):
-            of_model.expand([IMAGE], [media(28, 28)])
+            of_model.read([IMAGE], [media(28, 28)])
 
 
 def test_rules_of_the_newer_file_count(tmp_path: Path) -> None:
     (tmp_path / WHOLE_FILE).write_text(json.dumps({"image_processor": {**RULES, "patch_size": 7}}))
-    assert len(reader(tmp_path).expand([IMAGE], [media(28, 28)])) == 4
+    assert len(reader(tmp_path).read([IMAGE], [media(28, 28)]).token_ids) == 4
     (tmp_path / WHOLE_FILE).write_text(json.dumps({"processor_class": "X"}))
-    assert len(reader(tmp_path).expand([IMAGE], [media(28, 28)])) == 1
+    assert len(reader(tmp_path).read([IMAGE], [media(28, 28)]).token_ids) == 1

@@ -126,11 +126,11 @@ def test_the_head_is_float32_under_autocast_unless_told_not_to(
     monkeypatch.setattr(model_module, "MAX_LOGITS", max_logits)
     rows = ragged_rows()
     backend = start(model, tmp_path, autocast=True, **settings)
-    policy, layout = backend._policy.model, model_module.pack(rows)
+    policy = backend._policy.model
     weight_VH = policy.get_output_embeddings().weight
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         weight_VH.mul_(2)
-        hidden_TH = policy.base_model(**model_module._inputs(layout)).last_hidden_state[0]
+        layout, hidden_TH = backend._policy._run(rows, model_module.NOTHING)
     hidden_RH = hidden_TH.index_select(0, layout.predictors).double()
     table_RV = (hidden_RH @ weight_VH.detach().double().T / 0.8).log_softmax(-1)
     exact = table_RV.gather(1, layout.targets[:, None])[:, 0]

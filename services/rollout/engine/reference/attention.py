@@ -8,13 +8,15 @@ gather and pays for at most twice the sample's own length, whatever its neighbou
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
+
+from sluice.samples.sample import MediaSpan
 
 SMALLEST = 16
 
@@ -272,12 +274,37 @@ def attend_packed(
 AttentionInterface.register(IMPLEMENTATION, attend_packed)
 
 
+@dataclass(frozen=True, eq=False)
+class Sight:
+    """What a prompt shows besides text. positions: int64[3, length]; images: PNG by digest."""
+
+    media: tuple[MediaSpan, ...]
+    positions: torch.Tensor
+    images: Mapping[str, bytes]
+
+    @property
+    def shift(self) -> int:
+        return int(self.positions.max()) + 1 - self.positions.shape[1]
+
+    def within(self, first: int, end: int) -> list[MediaSpan]:
+        """Spans of which tokens lie in a stretch."""
+        return [span for span in self.media if span.first_token < end and span.end > first]
+
+    def mark(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Tokens of an image become numbers of its own, which no token has."""
+        marked = token_ids.clone()
+        for span in self.media:
+            marked[span.first_token : span.end] = -1 - (int(span.digest, 16) >> 65)
+        return marked
+
+
 @dataclass(eq=False)
 class PrefillPrompt:
     """A prompt on its way through prefill; the cache and logits serve all samples of it."""
 
     token_ids: torch.Tensor  # int64[length] on the host
     length: int
+    sight: Sight | None = None  # of a prompt with images
     chain: tuple[int, ...] = ()  # hashes of its blocks, for the prefix cache
     done: int = 0  # tokens whose keys and values are in `kv`
     kv: torch.Tensor | None = None  # [layers, 2, kv_heads, length, head_dim]
@@ -285,8 +312,25 @@ class PrefillPrompt:
     experts: torch.Tensor | None = None  # int16[done, mixture layers, chosen], if watched
 
     @staticmethod
-    def of(token_ids: Sequence[int]) -> PrefillPrompt:
-        return PrefillPrompt(torch.tensor(token_ids, dtype=torch.int64), len(token_ids))
+    def of(token_ids: Sequence[int], sight: Sight | None = None) -> PrefillPrompt:
+        tokens = torch.tensor(token_ids, dtype=torch.int64)
+        return PrefillPrompt(tokens, len(token_ids), sight)
+
+    @property
+    def identity(self) -> torch.Tensor:
+        """int64[length]: equal where prompts show the same."""
+        return self.token_ids if self.sight is None else self.sight.mark(self.token_ids)
+
+    @property
+    def shift(self) -> int:
+        """How far positions are from places behind the prompt."""
+        return 0 if self.sight is None else self.sight.shift
+
+    def positions(self, first: int, end: int) -> torch.Tensor:
+        """Positions of a stretch of tokens, int64[3, tokens]."""
+        if self.sight is None:
+            return torch.arange(first, end).expand(3, -1)
+        return self.sight.positions[:, first:end]
 
     def restart(self) -> None:
         """Forgets what was made of it."""
@@ -301,7 +345,7 @@ BLOCK = 16  # tokens; prefixes are shared in whole blocks
 
 
 def block_chain(token_ids: torch.Tensor) -> tuple[int, ...]:
-    """Returns one hash per whole block of int64[length], each of all tokens up to its end."""
+    """Returns one hash per whole block of int64[length], each of all up to its end."""
     data, chain, so_far = token_ids.numpy().tobytes(), [], 0
     for end in range(BLOCK, len(token_ids) + 1, BLOCK):
         so_far = hash((so_far, data[(end - BLOCK) * 8 : end * 8]))
@@ -311,9 +355,9 @@ def block_chain(token_ids: torch.Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """kv: [layers, 2, kv_heads, length, head_dim] of token_ids int64[length]; experts too."""
+    """kv: [layers, 2, kv_heads, length, head_dim] of what `identity` names; experts too."""
 
-    token_ids: torch.Tensor
+    identity: torch.Tensor
     chain: tuple[int, ...]
     kv: torch.Tensor
     experts: torch.Tensor | None
@@ -333,9 +377,9 @@ class PrefixCache:
         # Hash of any block -> the entry with it that was used last.
         self._owner: dict[int, int] = {}
 
-    def chain(self, token_ids: torch.Tensor) -> tuple[int, ...]:
+    def chain(self, prompt: PrefillPrompt) -> tuple[int, ...]:
         """Returns the hashes of a prompt's blocks, none when nothing is kept."""
-        return block_chain(token_ids) if self._limit else ()
+        return block_chain(prompt.identity) if self._limit else ()
 
     def adopt(self, prompt: PrefillPrompt) -> bool:
         """Begins `prompt` with the longest cached prefix that leaves a token to encode."""
@@ -344,7 +388,7 @@ class PrefixCache:
             if owner is None:
                 continue
             entry, length = self._entries[owner], count * BLOCK
-            if not torch.equal(entry.token_ids[:length], prompt.token_ids[:length]):
+            if not torch.equal(entry.identity[:length], prompt.identity[:length]):
                 continue  # hashes met by chance
             self._touch(owner)
             layers, parts, heads, _, dim = entry.kv.shape
@@ -364,7 +408,7 @@ class PrefixCache:
             return
         # A view of prompts encoded together would keep all of them.
         kv = prompt.kv if prompt.kv.is_contiguous() else prompt.kv.clone()
-        self._entries[chain[-1]] = Entry(prompt.token_ids, chain, kv, prompt.experts)
+        self._entries[chain[-1]] = Entry(prompt.identity, chain, kv, prompt.experts)
         self._touch(chain[-1])
         self._used += prompt.length
         while self._used > self._limit:
@@ -382,7 +426,7 @@ class PrefixCache:
 
     def _evict(self) -> None:
         name, entry = self._entries.popitem(last=False)
-        self._used -= len(entry.token_ids)
+        self._used -= len(entry.identity)
         for block in entry.chain:
             if self._owner.get(block) == name:
                 del self._owner[block]

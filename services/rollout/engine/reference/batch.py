@@ -160,12 +160,14 @@ class Lane:
 class Columns:
     """One row per lane, int64[B] where not said otherwise.
 
-    tokens: drawn last, not yet in the cache; positions: where it stands; counts: tokens drawn;
-    budgets: tokens allowed; slots: in the outputs; stops: int64[B, S], filled up with -1.
+    tokens: drawn last, not yet in the cache; positions: where it stands; shifts: how far off that
+    its rotary position is, behind images; counts: tokens drawn; budgets: tokens allowed; slots:
+    in the outputs; stops: int64[B, S], filled up with -1.
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
+    shifts: torch.Tensor
     counts: torch.Tensor
     budgets: torch.Tensor
     slots: torch.Tensor
@@ -191,6 +193,7 @@ class Columns:
         return Columns(
             tokens=tokens,
             positions=column([request.prompt.length for request in requests]),
+            shifts=column([request.prompt.shift for request in requests]),
             counts=torch.ones_like(tokens),
             budgets=column([request.budget for request in requests]),
             slots=torch.tensor(slots, device=tokens.device),
@@ -219,12 +222,20 @@ class Columns:
 
     def _plain(self, stops: int = 0) -> tuple[torch.Tensor, ...]:
         wide = pad(self.stops, (0, max(0, stops - self.stops.shape[1])), value=-1)
-        return self.tokens, self.positions, self.counts, self.budgets, self.slots, wide
+        return (
+            self.tokens,
+            self.positions,
+            self.shifts,
+            self.counts,
+            self.budgets,
+            self.slots,
+            wide,
+        )
 
 
 def _columns(plain: Sequence[torch.Tensor], settings: DrawSettings) -> Columns:
-    tokens, positions, counts, budgets, slots, stops = plain
-    return Columns(tokens, positions, counts, budgets, slots, stops, settings)
+    tokens, positions, shifts, counts, budgets, slots, stops = plain
+    return Columns(tokens, positions, shifts, counts, budgets, slots, stops, settings)
 
 
 Deltas = list[tuple[Lane, Delta]]
@@ -258,7 +269,8 @@ class DecodeBatch:
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, list[Block]]:
         """Returns tokens and positions int64[width] of the next pass, and its attention blocks."""
         assert self._columns is not None
-        tokens, positions = self._columns.tokens, self._columns.positions
+        tokens = self._columns.tokens
+        positions = self._columns.positions + self._columns.shifts
         blocks: list[Block] = list(self._blocks)
         if padding := self.width - len(self.lanes):
             tokens, positions = pad(tokens, (0, padding)), pad(positions, (0, padding))

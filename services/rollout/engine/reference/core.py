@@ -6,7 +6,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -26,6 +26,7 @@ from services.rollout.engine.reference.attention import (
     PrefillPrompt,
     PrefixCache,
     PromptBlock,
+    Sight,
 )
 from services.rollout.engine.reference.batch import (
     DecodeBatch,
@@ -36,9 +37,11 @@ from services.rollout.engine.reference.batch import (
     TopTokens,
 )
 from services.rollout.engine.reference.drawing import Written
-from services.rollout.engine.reference.model import PreparedWeights, ServingModel
+from services.rollout.engine.reference.model import PreparedWeights, ServingModel, Shown
 from services.rollout.errors import NoWeightsError
 from sluice.runtime.errors import QueueFullError, ServiceError
+
+NOTHING_SHOWN = Sight((), torch.empty(3, 0, dtype=torch.int64), {})
 
 
 @dataclass(eq=False)
@@ -79,15 +82,15 @@ def run_pass(
     """
     if apart:
         for work in works:
-            _run(model, None, [work])
-        return _run(model, batch, []) if len(batch) else None
+            _run(model, None, [work], apart=True)
+        return _run(model, batch, [], apart=True) if len(batch) else None
     if not works and not len(batch):
         return None
-    return _run(model, batch, works)
+    return _run(model, batch, works, apart=False)
 
 
 def _run(
-    model: ServingModel, batch: DecodeBatch | None, works: Sequence[PromptWork]
+    model: ServingModel, batch: DecodeBatch | None, works: Sequence[PromptWork], *, apart: bool
 ) -> torch.Tensor | None:
     device = model.cache_shape.device
     tokens, positions, blocks, keep = [], [], [], []
@@ -95,7 +98,7 @@ def _run(
     if batch is not None and width:
         decode_tokens, decode_positions, decode_blocks = batch.inputs()
         tokens.append(decode_tokens)
-        positions.append(decode_positions)
+        positions.append(decode_positions.expand(3, -1))
         blocks += decode_blocks
         keep += list(range(width))
     ordered, first = [], width
@@ -103,13 +106,14 @@ def _run(
         blocks.append(_block(model, members))
         for work in members:
             tokens.append(work.prompt.token_ids[work.prompt.done : work.end].to(device))
-            positions.append(torch.arange(work.prompt.done, work.end, device=device))
+            positions.append(work.prompt.positions(work.prompt.done, work.end).to(device))
             keep += [first + row for row in work.wanted()]
             first += work.chunk
             ordered.append(work)
     plan = ForwardPlan(tuple(blocks))
     rows = torch.tensor(keep, dtype=torch.int64, device=device)
-    logits = model.forward(torch.cat(tokens), torch.cat(positions), plan, rows)
+    shown = _show(model, ordered, width, apart=apart) if model.tower is not None else None
+    logits = model.forward(torch.cat(tokens), torch.cat(positions, dim=1), plan, rows, shown)
     experts = model.take_experts()
     if experts is not None:
         if batch is not None and width:
@@ -120,6 +124,31 @@ def _run(
             work.prompt.add_experts(chosen)
     _take(logits[width:], ordered)
     return logits[:width] if width else None
+
+
+def _show(
+    model: ServingModel, works: Sequence[PromptWork], first: int, *, apart: bool
+) -> Shown | None:
+    """What images show at the tokens of a pass, whose token `first` is the first of the works."""
+    images: dict[str, bytes] = {}
+    places: list[
+        tuple[str, slice, int]
+    ] = []  # an image, which of its tokens, first row of the pass
+    for work in works:
+        start, sight = work.prompt.done, work.prompt.sight or NOTHING_SHOWN
+        for span in sight.within(start, work.end):
+            images[span.digest] = sight.images[span.digest]
+            begin, end = max(start, span.first_token), min(work.end, span.end)
+            tokens = slice(begin - span.first_token, end - span.first_token)
+            places.append((span.digest, tokens, first + begin - start))
+        first += work.chunk
+    if not places:
+        return None
+    model.look(images, apart=apart)
+    rows = [torch.arange(row, row + part.stop - part.start) for _, part, row in places]
+    features = [[layer[part] for layer in model.features(digest)] for digest, part, _ in places]
+    layers = [torch.cat(parts) for parts in zip(*features, strict=True)]
+    return Shown(torch.cat(rows).to(layers[0].device), layers)
 
 
 def _alike(works: Sequence[PromptWork]) -> list[list[PromptWork]]:
@@ -189,7 +218,7 @@ class Intake:
         if self.unstarted + item.unstarted > limit:
             raise QueueFullError(f"{self.unstarted} samples wait already", limit=limit)
         if isinstance(item, Request):
-            item.prompt.chain = self.prefixes.chain(item.prompt.token_ids)
+            item.prompt.chain = self.prefixes.chain(item.prompt)
         self.unstarted += item.unstarted
         self.waiting.append(item)
 
@@ -384,12 +413,14 @@ class EngineCore:
     def submit(self, key: int, generation: Generation) -> None:
         """Queues a request; its deltas come to the outbox. Raises typed errors."""
         model = self._serving()
-        check_generation(generation, model.vocabulary_size, self.max_length, self.config)
-        sampling, prompt = generation.sampling, PrefillPrompt.of(generation.prompt_token_ids)
+        shown = model.images.read(generation.prompt_token_ids, generation.media)
+        text = replace(generation, prompt_token_ids=shown.token_ids, media=())
+        check_generation(text, model.vocabulary_size, self.max_length, self.config)
+        sampling, prompt = generation.sampling, model.prompt(shown, generation.media)
         fresh = (secrets.randbits(63) for _ in range(generation.sample_count))
         request = Request(
             key=key,
-            generation=generation,
+            generation=text,
             prompt=prompt,
             seeds=sampling.seeds or tuple(fresh),
             stops=tuple(model.stop_token_ids | frozenset(sampling.stop_token_ids)),

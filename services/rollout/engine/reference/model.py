@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,16 +13,32 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+)
 from transformers.utils import logging as transformers_logging
 
-from services.rollout.engine.reference.attention import IMPLEMENTATION, CacheShape, ForwardPlan
+from services.rollout.engine.images import ImageReader, ShownPrompt
+from services.rollout.engine.interface import Media
+from services.rollout.engine.reference.attention import (
+    IMPLEMENTATION,
+    CacheShape,
+    ForwardPlan,
+    PrefillPrompt,
+    Sight,
+)
 from services.rollout.engine.versions import checked_manifest, describe_model, reading
 from services.rollout.errors import UnfitWeightsError, UnsupportedModelError
+from sluice import vision
 from sluice.algo.logprobs import float32_logits
+from sluice.vision import VisionTower, rotary_positions
 from sluice.weights.manifest import Manifest
 from sluice.weights.shards import load_verified
 
+FEATURE_TOKENS = 1 << 16  # of images seen last, whose features are kept
 CHOSEN = 2  # place of the chosen experts in what a router answers, after logits and weights
 
 
@@ -64,6 +81,14 @@ def _names_choice(router: torch.nn.Module) -> bool:
 FOREIGN_ATTENTION = ("attn_logit_softcapping", "kv_lora_rank", "num_kv_shared_layers")
 
 
+@dataclass(frozen=True)
+class Shown:
+    """What images show at tokens `rows` of a pass: float[rows, hidden] of every layer."""
+
+    rows: torch.Tensor
+    layers: Sequence[torch.Tensor]
+
+
 class Shaped(Protocol):
     """A tensor, or what a manifest says of one."""
 
@@ -79,11 +104,14 @@ class ServingModel:
         config = read_model_config(directory)
         transformers_logging.disable_progress_bar()  # a server's log is no terminal
         try:
-            model, report = AutoModelForCausalLM.from_pretrained(
+            sees = config.model_type in vision.FAMILIES
+            model, report = (
+                AutoModelForImageTextToText if sees else AutoModelForCausalLM
+            ).from_pretrained(
                 directory,
                 config=config,
                 dtype=dtype,
-                attn_implementation=IMPLEMENTATION,
+                attn_implementation={"text_config": IMPLEMENTATION} if sees else IMPLEMENTATION,
                 output_loading_info=True,
             )
         except (ValueError, OSError, KeyError, RuntimeError) as error:
@@ -97,7 +125,17 @@ class ServingModel:
             _widen(self.module.get_output_embeddings())
         self.vocabulary_size: int = config.get_text_config().vocab_size
         self.max_length: int = config.get_text_config().max_position_embeddings
-        self.stop_token_ids = _stop_tokens(model.generation_config, config)
+        self.images = ImageReader()
+        self.tower: VisionTower | None = None
+        if sees:
+            self.images = ImageReader.of_model(directory, config.to_dict())
+            if self.images.rules is not None:
+                self.tower = VisionTower(model.model.visual, self.images.rules)
+        # Nothing would be there to see where a placeholder was drawn.
+        self.stop_token_ids = frozenset(
+            (*_stop_tokens(model.generation_config, config), *self.images.unsampled)
+        )
+        self._features: OrderedDict[str, list[torch.Tensor]] = OrderedDict()
         self.cache_shape = _cache_shape(config, dtype, device)
         self._places = _places(model)
         self._shapes = {names: model.get_parameter(names[0]).shape for names in self._places}
@@ -112,18 +150,73 @@ class ServingModel:
         """int16[T, mixture layers, chosen] of the last pass, where routers are watched."""
         return None if self._tap is None else self._tap.take()
 
+    def prompt(self, shown: ShownPrompt, media: Sequence[Media]) -> PrefillPrompt:
+        """Makes a prompt ready for prefill."""
+        if not shown.media:
+            return PrefillPrompt.of(shown.token_ids)
+        assert self.tower is not None
+        length, merge = len(shown.token_ids), self.tower.rules.merge_size
+        positions = torch.from_numpy(rotary_positions(length, shown.media, merge))
+        images = {each.digest: bytes(each.data) for each in media}  # no file stays open
+        return PrefillPrompt.of(shown.token_ids, Sight(shown.media, positions, images))
+
+    def look(self, images: Mapping[str, bytes], *, apart: bool) -> None:
+        """Runs the tower over images that it has not seen with these weights.
+
+        apart: one by one, so that how features are rounded does not depend on what else is seen.
+        """
+        assert self.tower is not None
+        unseen = {digest: png for digest, png in images.items() if digest not in self._features}
+        for part in [{digest: unseen[digest]} for digest in unseen] if apart else [unseen]:
+            self._features.update(self.tower.encode(part).by_image())
+        for digest in images:
+            self._features.move_to_end(digest)
+        kept = sum(len(layers[0]) for layers in self._features.values())
+        while kept > FEATURE_TOKENS and len(self._features) > len(images):
+            _, layers = self._features.popitem(last=False)
+            kept -= len(layers[0])
+
+    def features(self, digest: str) -> list[torch.Tensor]:
+        """float[tokens, hidden] of each layer of features of an image that `look` was shown."""
+        return self._features[digest]
+
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, plan: ForwardPlan, keep: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        plan: ForwardPlan,
+        keep: torch.Tensor,
+        shown: Shown | None = None,
     ) -> torch.Tensor:
-        """Computes logits float32[len(keep), V] of rows `keep`; tokens, positions int64[T]."""
-        logits = self.module(
-            input_ids=tokens[None],
-            position_ids=positions[None],
+        """Computes logits float32[len(keep), V] of rows `keep`.
+
+        tokens: int64[T]. positions: int64[3, T], all alike for text.
+        """
+        if self.tower is None:
+            logits = self.module(
+                input_ids=tokens[None],
+                position_ids=positions[:1],
+                use_cache=False,
+                logits_to_keep=keep,
+                plan=plan,
+            ).logits
+            return logits[0].float()
+        embeddings, deep = self.module.get_input_embeddings()(tokens), dict[str, Any]()
+        if shown is not None:
+            first, *more = shown.layers
+            embeddings.index_copy_(0, shown.rows, first.to(embeddings.dtype))
+            if more:
+                mask = torch.zeros_like(tokens, dtype=torch.bool).index_fill_(0, shown.rows, True)
+                deep = {"visual_pos_masks": mask[None], "deepstack_visual_embeds": more}
+        hidden = self.module.model.language_model(
+            inputs_embeds=embeddings[None],
+            position_ids=positions[:, None],
             use_cache=False,
-            logits_to_keep=keep,
             plan=plan,
-        ).logits
-        return logits[0].float()
+            **deep,
+        ).last_hidden_state[0]
+        answer: torch.Tensor = self.module.lm_head(hidden.index_select(0, keep)).float()
+        return answer
 
     def names_match(self, tensors: Mapping[str, Shaped]) -> bool:
         """Whether `fit` finds every parameter by name; further tensors do not matter."""
@@ -171,6 +264,7 @@ class ServingModel:
         Returns those that served: to free them takes as long as they are large, so let another
         thread drop the list.
         """
+        self._features.clear()  # of the tower that goes
         retired = []
         for names, owners in self._places.items():
             for owner, leaf in owners:

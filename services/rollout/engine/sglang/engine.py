@@ -101,7 +101,9 @@ class SglangEngine(Engine):
         self._check_serving()
         length = self._max_length
         size = len(self._load.by_rank(0))
-        prompt = self._images.expand(generation.prompt_token_ids, generation.media)
+        read = partial(self._images.read, generation.prompt_token_ids, generation.media)
+        shown = await asyncio.to_thread(read) if generation.media else read()
+        prompt = shown.token_ids
         check_generation(
             replace(generation, prompt_token_ids=prompt, media=()),
             self._vocabulary,

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from sluice.algo.collectives import create_collectives
 from sluice.algo.logprobs import EntropyMode
 from sluice.algo.losses import compute_loss, pack_rows
 from sluice.algo.spec import LossSpec
+from sluice.vision import Features
 from sluice.weights.manifest import FileEntry, ShardFile
 from sluice.weights.shards import ShardWrite, write_shard
 
@@ -71,9 +73,9 @@ class ReferenceBackend(TrainingBackend):
     ) -> dict[str, torch.Tensor]:
         scored = self._policy if model == "policy" else self._load_reference()
         logprobs: dict[str, torch.Tensor] = {}
-        for rows in self._passes(micro_batches):
+        for rows, features in self._passes(micro_batches, scored):
             with self._precision():
-                logprobs_T, _ = scored.score(rows, temperature=temperature, entropy="off")
+                logprobs_T, _ = scored.score(rows, features, temperature=temperature, entropy="off")
             parts = logprobs_T.float().cpu().split([row.response_length for row in rows])
             logprobs.update((row.sample_id, part) for row, part in zip(rows, parts, strict=True))
         return logprobs
@@ -81,9 +83,9 @@ class ReferenceBackend(TrainingBackend):
     @torch.no_grad()
     def compute_values(self, micro_batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
         values: dict[str, torch.Tensor] = {}
-        for rows in self._passes(micro_batches):
+        for rows, features in self._passes(micro_batches, self._policy):
             with self._precision():
-                values_T = self._policy.value(rows).cpu()
+                values_T = self._policy.value(rows, features).cpu()
             parts = values_T.split([row.response_length for row in rows])
             values.update((row.sample_id, part) for row, part in zip(rows, parts, strict=True))
         return values
@@ -91,8 +93,8 @@ class ReferenceBackend(TrainingBackend):
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: LossSpec) -> PassSums:
         total, tokens = 0.0, 0
         sums: dict[str, tuple[float, float]] = {}
-        for rows in self._passes(micro_batches):
-            outputs_T, entropy_T = self._run(rows, loss)
+        for rows, features in self._passes(micro_batches, self._policy):
+            outputs_T, entropy_T = self._run(rows, features, loss)
             terms = compute_loss(pack_rows(rows, loss, outputs_T, entropy_T), loss)
             terms.loss.backward()
             total += terms.loss.item()
@@ -124,19 +126,33 @@ class ReferenceBackend(TrainingBackend):
     def close(self) -> None:
         self._reference = None
 
-    def _passes(self, micro_batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
-        """Micro-batches fill an accelerator; a processor is filled by less, within less memory."""
-        for rows in micro_batches:
-            if rows:
-                yield from split_rows(rows) if self._device.type == "cpu" else [rows]
+    def _passes(
+        self, micro_batches: Sequence[MicroBatch], scored: ScoredModel
+    ) -> Iterator[tuple[MicroBatch, Features]]:
+        """Micro-batches fill an accelerator; a processor is filled by less, within less memory.
 
-    def _run(self, rows: MicroBatch, loss: LossSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
+        The tower runs once over the images of a micro-batch, and backward behind its last pass.
+        """
+        for rows in micro_batches:
+            if not rows:
+                continue
+            with self._precision():
+                features = scored.see(rows)
+            leaves = features.cut()
+            for part in split_rows(rows) if self._device.type == "cpu" else [rows]:
+                yield part, leaves
+            features.backward(leaves)
+
+    def _run(
+        self, rows: MicroBatch, features: Features, loss: LossSpec
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probs and entropy, or values and none, float32[R]."""
         entropy: EntropyMode = "gradient" if loss.has_entropy_gradient else "metric"
+        options: Any = {"temperature": loss.temperature or 1.0, "entropy": entropy}
         with self._precision():
             if loss.name == "value":
-                return self._policy.value(rows), None
-            return self._policy.score(rows, temperature=loss.temperature or 1.0, entropy=entropy)
+                return self._policy.value(rows, features), None
+            return self._policy.score(rows, features, **options)
 
     def _reduce(self, gradients: torch.Tensor) -> None:
         if self._ranks is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,9 @@ from transformers import (
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForTokenClassification,
+    PretrainedConfig,
 )
 from transformers.utils.logging import (
     disable_progress_bar,
@@ -32,7 +35,10 @@ from transformers.utils.logging import (
 
 from services.trainer.backend import MicroBatch, Row
 from services.trainer.config import Head
+from sluice import vision
 from sluice.algo.logprobs import EntropyMode, linear_logprobs, token_logprobs
+from sluice.samples.images import ImageRules
+from sluice.vision import TEXT, Features, VisionTower, rotary_positions
 
 IMPLEMENTATION = "sluice_shared_prompt"
 CLUSTER_TOKENS = 64  # siblings' tokens that share one attention call: fills a tile of the kernel
@@ -41,6 +47,7 @@ AGAIN_FACTOR = 32  # a prompt is encoded again where a pass has so many times it
 LONG_TOKENS = 512  # longer runs are attended without padding, longer masks cut into blocks
 # Their attention is the plain one, of queries, keys, values and a scale.
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+NOTHING = Features()
 MAX_LOGITS = 1 << 26  # entries in memory at once; larger passes make them in chunks, twice
 
 
@@ -134,6 +141,7 @@ class ScoredModel:
     model: Any  # transformers.PreTrainedModel, whose types mypy does not see
     device: torch.device
     float32_head: bool = True  # also where autocast makes the products of the model narrower
+    tower: VisionTower | None = None
 
     @classmethod
     def load(
@@ -144,45 +152,43 @@ class ScoredModel:
         head value: transformers' token classifier of one label; its `score` starts at zero
         where the directory, a language model's, has none, so that every rank starts alike.
         """
-        family = AutoConfig.from_pretrained(path, local_files_only=True).model_type
-        if family not in FAMILIES:
-            raise ValueError(f"model_type {family} is unknown here; known: {', '.join(FAMILIES)}")
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        known = (*FAMILIES, *vision.FAMILIES)
+        if config.model_type not in known:
+            raise ValueError(
+                f"model_type {config.model_type} is unknown here; known: {', '.join(known)}"
+            )
         disable_progress_bar()
-        options: dict[str, Any] = {
-            "dtype": torch.float32,
-            "attn_implementation": IMPLEMENTATION,
-            "local_files_only": True,
-        }
-        if head == "policy":
-            model = AutoModelForCausalLM.from_pretrained(path, **options)
-        else:
-            with errors_only():  # a new head and an unused one are what is asked for
-                model, loading = AutoModelForTokenClassification.from_pretrained(
-                    path, num_labels=1, output_loading_info=True, **options
-                )
-            if "score.weight" in loading["missing_keys"]:
-                for parameter in model.score.parameters():
-                    torch.nn.init.zeros_(parameter)
+        model = _load(path, config, head)
         # transformers gives this token's embedding no gradient; here nothing is padded, so it is
         # part of a sample, or even the token that ends one
         model.get_input_embeddings().padding_idx = None
-        return cls(model.to(device).eval(), device, float32_head)
+        tower = None
+        if config.model_type in vision.FAMILIES:
+            tower = VisionTower(model.base_model.visual, ImageRules.from_directory(Path(path)))
+        return cls(model.to(device).eval(), device, float32_head, tower)
 
-    def value(self, rows: MicroBatch) -> torch.Tensor:
+    def see(self, rows: MicroBatch) -> Features:
+        """Runs the tower once over the distinct images of the rows. Raises InvalidImageError."""
+        shown = {span.digest: row.images[span.digest] for row in rows for span in row.media}
+        return Features() if self.tower is None else self.tower.encode(shown)
+
+    def value(self, rows: MicroBatch, features: Features) -> torch.Tensor:
         """Returns the values in front of all response tokens, float32[R], rows in order."""
-        layout = pack(rows).to(self.device)
-        hidden_TH = self.model.base_model(**_inputs(layout)).last_hidden_state[0]
+        layout, hidden_TH = self._run(rows, features)
         picked_RH = hidden_TH.index_select(0, layout.predictors).float()
         with torch.autocast(self.device.type, enabled=False):
             values_R1: torch.Tensor = self.model.score(picked_RH)
         return values_R1[:, 0]
 
     def score(
-        self, rows: MicroBatch, *, temperature: float, entropy: EntropyMode
+        self, rows: MicroBatch, features: Features, *, temperature: float, entropy: EntropyMode
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (log-probs, entropy) of all response tokens, float32[R], rows in order."""
-        layout = pack(rows).to(self.device)
-        hidden_TH = self.model.base_model(**_inputs(layout)).last_hidden_state[0]
+        """Returns (log-probs, entropy) of all response tokens, float32[R], rows in order.
+
+        features: what `see` made of the rows, or of more.
+        """
+        layout, hidden_TH = self._run(rows, features)
         weight_VH = self.model.get_output_embeddings().weight
         picked_RH = hidden_TH.index_select(0, layout.predictors)
         kind = self.device.type
@@ -196,14 +202,76 @@ class ScoredModel:
             logits_RV = linear(picked_RH, weight_VH)
             return token_logprobs(logits_RV, layout.targets, reuse_logits=True, **options)
 
+    def _run(self, rows: MicroBatch, features: Features) -> tuple[PackedLayout, torch.Tensor]:
+        """The pack, and the last hidden states of its tokens."""
+        base, inputs = self.model.base_model, dict[str, Any]()
+        if self.tower is None:
+            layout = pack(rows).to(self.device)
+            inputs["input_ids"] = layout.token_ids[None]
+        else:
+            layout = pack(rows, self.tower.rules.merge_size, features).to(self.device)
+            embeddings_TH = self.model.get_input_embeddings()(layout.token_ids)
+            base = base.language_model
+            if features.layers:
+                (at,) = torch.nonzero(layout.features != TEXT, as_tuple=True)
+                first, *deep = (
+                    layer.index_select(0, layout.features[at]).to(embeddings_TH.dtype)
+                    for layer in features.layers
+                )
+                embeddings_TH = embeddings_TH.index_copy(0, at, first)
+                if deep:
+                    inputs["visual_pos_masks"] = (layout.features != TEXT)[None]
+                    inputs["deepstack_visual_embeds"] = deep
+            inputs["inputs_embeds"] = embeddings_TH[None]
+        output = base(
+            position_ids=layout.position_ids[..., None, :],
+            use_cache=False,
+            packed_layout=layout,
+            **inputs,
+        )
+        return layout, output.last_hidden_state[0]
 
-def _inputs(layout: PackedLayout) -> dict[str, Any]:
-    return {
-        "input_ids": layout.token_ids[None],
-        "position_ids": layout.position_ids[None],
-        "use_cache": False,
-        "packed_layout": layout,
+
+def _load(path: str, config: PretrainedConfig, head: Head) -> Any:
+    """The model of either head; a `score` that the directory has not starts at zero."""
+    seeing = config.model_type in vision.FAMILIES
+    options: dict[str, Any] = {
+        "dtype": torch.float32,
+        "attn_implementation": {"text_config": IMPLEMENTATION} if seeing else IMPLEMENTATION,
+        "local_files_only": True,
     }
+    if head == "policy":
+        kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+        return kind.from_pretrained(path, **options)
+    if seeing:
+        kind = _value_class(config)
+    else:
+        kind, options["num_labels"] = AutoModelForTokenClassification, 1
+    with errors_only():  # a new head and an unused one are what is asked for
+        model, loading = kind.from_pretrained(path, output_loading_info=True, **options)
+    if "score.weight" in loading["missing_keys"]:
+        for parameter in model.score.parameters():
+            torch.nn.init.zeros_(parameter)
+    return model
+
+
+def _value_class(config: PretrainedConfig) -> Any:
+    """transformers has no token classifier of these: its model, with `score` as there."""
+    base: Any = AutoModelForImageTextToText._model_mapping[type(config)]
+
+    class VisionValueModel(base):  # type: ignore[misc]
+        _tied_weights_keys: Any = None
+
+        def __init__(self, config: PretrainedConfig) -> None:
+            super().__init__(config)
+            del self.lm_head
+            self.score = torch.nn.Linear(config.text_config.hidden_size, 1)
+            self.post_init()
+
+        def get_output_embeddings(self) -> None:
+            return None
+
+    return VisionValueModel
 
 
 @contextmanager
@@ -251,9 +319,11 @@ class PromptBucket:
 class PackedLayout:
     """A micro-batch as one sequence of T tokens, and where its R response tokens stand.
 
-    token_ids, position_ids: int64[T]. predictors: int64[R], the packed token that predicts each
-    response token, rows in order. targets: int64[R]. The kept outputs of the buckets, one after
-    another, are the pack. longest: tokens of the longest row.
+    token_ids: int64[T]. position_ids: int64[T], or [3, T] of a model that sees. predictors:
+    int64[R], the packed token that predicts each response token, rows in order. targets: int64[R].
+    features: int64[T], the row of the features that an image's token shows, TEXT elsewhere. The
+    kept outputs of the buckets, one after another, are the pack. longest: tokens of the longest
+    row.
     """
 
     token_ids: torch.Tensor
@@ -262,6 +332,7 @@ class PackedLayout:
     predictors: torch.Tensor
     targets: torch.Tensor
     longest: int
+    features: torch.Tensor
 
     def to(self, device: torch.device) -> PackedLayout:
         if device.type == "cpu":
@@ -273,6 +344,7 @@ class PackedLayout:
             self.predictors.to(device),
             self.targets.to(device),
             self.longest,
+            self.features.to(device),
         )
 
 
@@ -333,8 +405,11 @@ def _size_class(lengths: np.ndarray) -> np.ndarray:
     return np.where(lengths > LONG_TOKENS, lengths, np.frexp(lengths)[1])
 
 
-def pack(rows: Sequence[Row]) -> PackedLayout:
-    """Lays out at least one row; rows of one group with equal prompts share them."""
+def pack(rows: Sequence[Row], merge_size: int = 0, features: Features = NOTHING) -> PackedLayout:
+    """Lays out at least one row; rows of one group with equal prompts share them.
+
+    merge_size: of the model's image rules; 0 where it takes one position a token.
+    """
     table, leaders = _tabulate(rows)
     clusters = [*([leader] for leader in leaders.tolist()), *_clusters(table, leaders)]
     heads = np.array([cluster[0] for cluster in clusters], dtype=np.int64)
@@ -360,9 +435,16 @@ def pack(rows: Sequence[Row]) -> PackedLayout:
     row_starts[row_order] = _starts(sizes) + (table.prompt_lengths - skipped)[row_order]
     source = _ranges((table.offsets + skipped)[row_order], sizes)
     owners = np.repeat(row_order, sizes)
+    positions, shown = _ranges(skipped[row_order], sizes), np.full(len(source), TEXT)
+    if merge_size:
+        places = [(len(row.token_ids), row.media) for row in rows]
+        every = [rotary_positions(*place, merge_size) for place in places]
+        positions = np.concatenate(every, axis=1)[:, source]
+        shown = np.concatenate([features.index(*place) for place in places])[source]
     return PackedLayout(
         token_ids=torch.from_numpy(table.tokens[source]),
-        position_ids=torch.from_numpy(_ranges(skipped[row_order], sizes)),
+        position_ids=torch.from_numpy(positions),
+        features=torch.from_numpy(shown),
         buckets=tuple(_buckets(spans.pick(order), owners)),
         predictors=torch.from_numpy(_predictors(table, prompt_starts, row_starts)),
         targets=torch.from_numpy(
@@ -403,11 +485,12 @@ def _tabulate(rows: Sequence[Row]) -> tuple[_Table, np.ndarray]:
     lengths = np.array([row.token_ids.shape[0] for row in rows], dtype=np.int64)
     prompts = np.array([row.prompt_length for row in rows], dtype=np.int64)
     offsets = _starts(lengths)
-    seen: dict[tuple[str, bytes], int] = {}
+    seen: dict[tuple[str, bytes, tuple[str, ...]], int] = {}
     leaders: list[int] = []
     prompt_of = np.empty(len(rows), dtype=np.int64)
     for index, (row, offset) in enumerate(zip(rows, offsets.tolist(), strict=True)):
-        key = (row.group_id, tokens[offset : offset + row.prompt_length].tobytes())
+        shown = tuple(s.digest for s in row.media if s.first_token < row.prompt_length)
+        key = (row.group_id, tokens[offset : offset + row.prompt_length].tobytes(), shown)
         if key not in seen:
             seen[key] = len(leaders)
             leaders.append(index)

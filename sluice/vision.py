@@ -1,0 +1,111 @@
+"""What a vision-language model makes of a row's images: features, their places, positions.
+
+The tower is the one that transformers runs, whatever runs the text: it sees every distinct image
+once, and its features go by media spans, never by token ids, which a policy may have sampled.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from sluice.samples.images import ImageRules
+from sluice.samples.sample import MediaSpan
+
+# Model types whose towers take `ImageRules.patches`, and whose text takes three positions a token.
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+TEXT = -1  # a token that shows no image
+
+
+def rotary_positions(length: int, media: Sequence[MediaSpan], merge_size: int) -> np.ndarray:
+    """Compute int64[3, length]: time, height and width of every token of a row.
+
+    Text counts on in all three. The tokens of an image share a time and lie in its grid, merged;
+    text behind goes on where its longer side ends (arXiv 2409.12191, section 2.1).
+    """
+    positions = np.empty((3, length), dtype=np.int64)
+    end = start = 0  # token behind the last image, and its position
+    for span in media:
+        _, height, width = (side // merge_size for side in span.grid_thw)
+        start += span.first_token - end
+        positions[:, end : span.first_token] = np.arange(start - span.first_token + end, start)
+        places = np.arange(span.token_count)
+        positions[0, span.first_token : span.end] = start
+        positions[1, span.first_token : span.end] = start + places // width
+        positions[2, span.first_token : span.end] = start + places % width
+        start += max(height, width)
+        end = span.end
+    positions[:, end:] = np.arange(start, start + length - end)
+    return positions
+
+
+@dataclass(frozen=True)
+class Features:
+    """Features of distinct images, one behind the other.
+
+    layers: float[n, hidden] each; the first takes the place of the placeholders' embeddings, the
+    k-th further one is added behind the k-th layer of the text (deepstack). starts: first row of
+    an image, by digest.
+    """
+
+    layers: tuple[torch.Tensor, ...] = ()
+    starts: Mapping[str, int] = field(default_factory=dict)
+
+    def index(self, length: int, media: Iterable[MediaSpan]) -> np.ndarray:
+        """Return int64[length]: which row stands for each token, TEXT for none."""
+        index = np.full(length, TEXT, dtype=np.int64)
+        for span in media:
+            start = self.starts[span.digest]
+            index[span.first_token : span.end] = np.arange(start, start + span.token_count)
+        return index
+
+    def by_image(self) -> dict[str, list[torch.Tensor]]:
+        """Return the layers of every image apart, by digest."""
+        ends = [*self.starts.values(), len(self.layers[0]) if self.layers else 0][1:]
+        return {
+            digest: [layer[start:end] for layer in self.layers]
+            for (digest, start), end in zip(self.starts.items(), ends, strict=True)
+        }
+
+    def cut(self) -> Features:
+        """Return the same as leaves, whose gradients `backward` hands on, however many passes."""
+        if not any(layer.requires_grad for layer in self.layers):
+            return self
+        leaves = tuple(layer.detach().requires_grad_() for layer in self.layers)
+        return Features(leaves, self.starts)
+
+    def backward(self, leaves: Features) -> None:
+        """Run the tower backward, once, from what passes left at the leaves that `cut` returned."""
+        pairs = [
+            (layer, leaf.grad)
+            for layer, leaf in zip(self.layers, leaves.layers, strict=True)
+            if leaf is not layer and leaf.grad is not None
+        ]
+        if pairs:
+            torch.autograd.backward([own for own, _ in pairs], [gradient for _, gradient in pairs])
+
+
+@dataclass(frozen=True)
+class VisionTower:
+    """The `visual` module of a transformers model, and the rules of its pixels."""
+
+    module: torch.nn.Module
+    rules: ImageRules
+
+    def encode(self, images: Mapping[str, bytes]) -> Features:
+        """See every image, PNG by digest, in one pass. Raises InvalidImageError."""
+        if not images:
+            return Features()
+        seen = [self.rules.patches(png) for png in images.values()]
+        first = next(self.module.parameters())
+        patches = torch.from_numpy(np.concatenate([patches for patches, _ in seen]))
+        grids = torch.tensor([grid for _, grid in seen], device=first.device)
+        output = self.module(patches.to(first), grid_thw=grids, return_dict=True)
+        counts = [self.rules.count_tokens(grid) for _, grid in seen]
+        starts = dict(zip(images, itertools.accumulate(counts, initial=0), strict=False))
+        deep = getattr(output, "deepstack_features", None) or ()
+        return Features((output.pooler_output, *deep), starts)
