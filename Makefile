@@ -92,8 +92,8 @@ lint: $(VENV)/.dev  ## style, types, layers, contract, generated files
 	$(BIN)/buf breaking protos --against protos/released.binpb
 
 test: lint  ## what CI runs: lint, unit, service, contract, short end-to-end
-	$(TEST_ALL) --ignore tests/megatron --ignore tests/lm_eval
-	$(TEST) tests/megatron -m fast
+	$(TEST_ALL) --ignore tests/megatron --ignore tests/lm_eval --ignore tests/vision/test_megatron.py
+	$(TEST) tests/megatron tests/vision/test_megatron.py -m fast
 	$(MAKE) build/sglang/.installed
 	$(TEST) tests/sglang -m "sglang and fast"
 	$(RUN) -m tools.stress_tests --changed HEAD~1 --load 2 --seconds 60
@@ -106,6 +106,9 @@ stress-tests: $(VENV)/.dev  ## tests over and over, alone and beside a load (ROU
 
 test-megatron: $(VENV)/.dev  ## Megatron-Core under every parallel layout against the reference
 	$(TEST) tests/megatron
+
+test-vision: $(VENV)/.dev  ## engines and trainers that are shown images against transformers
+	$(TEST) tests/vision
 
 test-openai: $(VENV)/.dev build/lm-eval/.installed  ## lm-eval, unmodified, through the OpenAI port
 	$(TEST) tests/lm_eval tests/service/openai tests/unit/openai
@@ -141,7 +144,7 @@ verify: $(VENV)/.dev  ## the long version: three seeds, every algorithm, faults,
 	$(RUN) -m examples.demo --max-staleness 4 --run-dir runs/verify-staleness
 	$(MAKE) demo BACKEND=megatron TP=2
 	$(MAKE) demo ENGINE=sglang
-	$(MAKE) fault-matrix test-megatron test-sglang test-openai demo-smollm2 bench
+	$(MAKE) fault-matrix test-megatron test-vision test-sglang test-openai demo-smollm2 bench
 
 bench: bench-planner bench-logprob bench-router bench-engine bench-convert bench-sync bench-controller bench-loop bench-demo bench-training  ## side by side, one summary line each
 

@@ -6,9 +6,11 @@ once, and its features go by media spans, never by token ids, which a policy may
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +18,12 @@ import torch
 from sluice.samples.images import ImageRules
 from sluice.samples.sample import MediaSpan
 
-# Model types whose towers take `ImageRules.patches`, and whose text takes three positions a token.
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+# Model types whose towers take `ImageRules.patches`, and whose text takes three positions a token;
+# transformers' classes of the towers.
+FAMILIES = {
+    "qwen2_5_vl": "Qwen2_5_VisionTransformerPretrainedModel",
+    "qwen3_vl": "Qwen3VLVisionModel",
+}
 TEXT = -1  # a token that shows no image
 
 
@@ -78,6 +84,22 @@ class Features:
         leaves = tuple(layer.detach().requires_grad_() for layer in self.layers)
         return Features(leaves, self.starts)
 
+    def backward_behind(self, leaves: Features) -> None:
+        """Have `backward` run as soon as every leaf has its gradient, of the one pass there is."""
+        handles: list[Any] = []
+        waiting = len(leaves.layers)
+
+        def arrive(_: torch.Tensor) -> None:
+            nonlocal waiting
+            waiting -= 1
+            if not waiting:
+                for handle in handles:
+                    handle.remove()
+                self.backward(leaves)
+
+        if any(leaf.requires_grad for leaf in leaves.layers):
+            handles += [leaf.register_post_accumulate_grad_hook(arrive) for leaf in leaves.layers]
+
     def backward(self, leaves: Features) -> None:
         """Run the tower backward, once, from what passes left at the leaves that `cut` returned."""
         pairs = [
@@ -95,6 +117,19 @@ class VisionTower:
 
     module: torch.nn.Module
     rules: ImageRules
+
+    @classmethod
+    def build(cls, config: Any, rules: ImageRules) -> VisionTower:
+        """Make the tower alone, with weights that are to be loaded; `config` of the whole model."""
+        kind = config.model_type
+        source = f"transformers.models.{kind}.modeling_{kind}"
+        made = getattr(importlib.import_module(source), FAMILIES[kind])
+        return cls(made._from_config(config.vision_config), rules)
+
+    @property
+    def deep_layers(self) -> int:
+        """Layers of the text behind which features are added."""
+        return len(getattr(self.module, "deepstack_visual_indexes", ()))
 
     def encode(self, images: Mapping[str, bytes]) -> Features:
         """See every image, PNG by digest, in one pass. Raises InvalidImageError."""

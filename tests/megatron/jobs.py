@@ -105,6 +105,57 @@ def parity(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def vision(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Log-probs and gradients of rows with images, a step, and the weights behind it.
+
+    With several data ranks the rows of text alone are on the last.
+    """
+    from tests.vision.cases import PPO, Model, mixed_rows
+
+    out = Path(arguments["out"])
+    backend, rows = (
+        open_backend(rank, world, arguments),
+        mixed_rows(Model(Path(arguments["model"])).rules),
+    )
+    mesh = backend.mesh
+    if mesh.data_size > 1:
+        last = mesh.data_rank == mesh.data_size - 1
+        rows = [row for row in rows if row.group_id.startswith("text") == last]
+    batches = [rows[:4], rows[4:], []]
+    scored = backend.compute_logprobs(batches, model="policy", temperature=1.0)
+    if mesh.reports:
+        save_file(scored, out / f"logprobs-{rank}.safetensors")
+    for part in (batches[:2], batches[2:]):
+        backend.forward_backward(part, PPO)
+    backend._stepper.reduce(1.0)
+    save_export(backend, out / f"gradients-{rank}.safetensors", main_gradient)
+    backend.discard_gradients()
+    backend.forward_backward(batches, PPO)
+    outcome = backend.step(normalizer=NORMALIZER, learning_rate=None)
+    save_export(backend, out / f"weights-{rank}.safetensors")
+    (out / "checkpoint").mkdir(exist_ok=True)
+    backend.save_checkpoint(out / "checkpoint")
+    again = backend.compute_logprobs(batches, model="policy", temperature=1.0)
+    if mesh.reports:
+        save_file(again, out / f"trained-{rank}.safetensors")
+    backend.close()
+    return {"grad_norm": outcome.grad_norm, "skipped": outcome.skipped_reason}
+
+
+def vision_resumed(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Log-probs by a checkpoint."""
+    from tests.vision.cases import Model, mixed_rows
+
+    backend, out = open_backend(rank, world, arguments), Path(arguments["out"])
+    backend.load_checkpoint(Path(arguments["checkpoint"]))
+    rows = mixed_rows(Model(Path(arguments["model"])).rules)
+    scored = backend.compute_logprobs([rows], model="policy", temperature=1.0)
+    if backend.mesh.reports:
+        save_file(scored, out / f"resumed-{rank}.safetensors")
+    backend.close()
+    return {}
+
+
 def logprobs(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """Log-probs of one batch only."""
     backend = open_backend(rank, world, arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -175,6 +176,28 @@ class WeightMap:
         """Return the rules of the model but for the tensors of one stage."""
         rules = tuple(rule for rule in self.family.rules if rule.stage is not stage)
         return WeightMap(replace(self.family, rules=rules), self.shape)
+
+    def plain(self, stage: Stage, prefix: str) -> WeightMap:
+        """Return the rules with the tensors of one stage whole and as the HF checkpoint has them.
+
+        They are named `prefix` and what follows the first part of their names that all share.
+        """
+        of_stage = {s.name: s.shape for b in self.bindings() if b.stage is stage for s in b.sources}
+        least, most = (name.split(".") for name in (min(of_stage), max(of_stage)))
+        shared = itertools.takewhile(
+            lambda pair: pair[0] == pair[1], zip(least, most, strict=False)
+        )
+        root = "".join(f"{part}." for part, _ in shared)
+        rules = tuple(
+            WeightRule(
+                megatron=prefix + name.removeprefix(root),
+                sources=(SourceTensor(name, tuple(map(str, shape))),),
+                stage=stage,
+            )
+            for name, shape in of_stage.items()
+        )
+        kept = tuple(rule for rule in self.family.rules if rule.stage is not stage)
+        return WeightMap(replace(self.family, rules=(*kept, *rules)), self.shape)
 
     def check_hf(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Check names and shapes of an HF checkpoint against the model.

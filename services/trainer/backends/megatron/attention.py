@@ -38,12 +38,15 @@ class KeyRange:
 class PackRuns(PackedSeqParams):  # type: ignore[misc]  # Megatron hands it through to attention
     """`order[i]` is where token i of the pack stands when all ranks' tokens are gathered.
 
-    None without context parallelism; else `context` gathers them.
+    None without context parallelism; else `context` gathers them. deep: float[tokens, 1, hidden]
+    each, what images add behind the first layers: here, so that every pass through a layer, also
+    one that is made again, finds that of its own pack.
     """
 
     runs: tuple[KeyRange, ...] = ()
     order: torch.Tensor | None = None
     context: Collectives | None = None
+    deep: tuple[torch.Tensor, ...] = ()
     cache: dict[str, torch.Tensor] = field(default_factory=dict)
 
 

@@ -62,7 +62,10 @@ class MegatronBackend(TrainingBackend):
         self._stepper = Stepper(self._policy, self._layout, config.optim, self._groups)
         self._replay = self._create_replay()
         self._passes = ChunkPasses(
-            chunks=self._policy.chunks, head=self._policy.head, replay=self._replay
+            chunks=self._policy.chunks,
+            head=self._policy.head,
+            replay=self._replay,
+            sees=self._policy.source.images is not None,
         )
 
     def compute_logprobs(
@@ -128,7 +131,8 @@ class MegatronBackend(TrainingBackend):
         """A second, untrained model; made when it is first asked for."""
         directory = self._config.reference_model or self._config.model
         policy = self._create_model(directory, trained=False)
-        return ChunkPasses(chunks=policy.chunks, head=policy.head)
+        sees = policy.source.images is not None
+        return ChunkPasses(chunks=policy.chunks, head=policy.head, sees=sees)
 
     def _create_model(
         self, directory: str, *, head: Head = "policy", trained: bool = True
@@ -153,7 +157,13 @@ class MegatronBackend(TrainingBackend):
         """Interleaved pipelines take groups of micro-batches: dummies fill the last one."""
         missing = -len(micro_batches) % self._layout.micro_batch_multiple
         return [
-            pack_batch(rows, self._layout, context=self._groups.context, device=self._device)
+            pack_batch(
+                rows,
+                self._layout,
+                context=self._groups.context,
+                device=self._device,
+                merge_size=self._policy.source.merge_size,
+            )
             for rows in [*micro_batches, *([()] * missing)]
         ]
 
@@ -183,6 +193,7 @@ class ChunkPasses:
     chunks: Sequence[Any]  # modules, wrapped for gradients if they are to be trained
     head: OutputHead | None
     replay: RoutingReplay | None = None
+    sees: bool = False  # chunks are given the batch, for its images
 
     def train(self, batches: Sequence[PackedBatch], spec: LossSpec) -> SumsOnDevice:
         """Adds the gradients of the summed loss; nothing is reduced over ranks.
@@ -263,6 +274,8 @@ class ChunkPasses:
                 "labels": None,  # the loss is made from hidden states
                 "packed_seq_params": batch.runs,
             }
+            if self.sees:
+                arguments["batch"] = batch
             if isinstance(getattr(chunk, "module", chunk), Float16Module):
                 arguments["fp32_output"] = False
             output = chunk(**arguments)

@@ -11,6 +11,7 @@ from services.trainer.backends.megatron.attention import KeyRange, PackRuns
 from services.trainer.backends.megatron.config import MegatronConfig
 from sluice.algo.collectives import Collectives
 from sluice.algo.layout import ContextSlice, SequenceLayout
+from sluice.vision import TEXT, Features, rotary_positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,18 +26,38 @@ class PackedBatch:
     rows: tuple[Row, ...]
     layout: SequenceLayout
     token_ids: torch.Tensor  # int64[1, T]
-    position_ids: torch.Tensor  # int64[1, T]
+    position_ids: torch.Tensor  # int64[1, T], or [3, 1, T] of a model that sees
     local_predictors: torch.Tensor
     targets: torch.Tensor
     places: torch.Tensor
     runs: PackRuns
     context: Collectives
 
+    @property
+    def images(self) -> dict[str, bytes]:
+        """The distinct images of the rows, PNG by digest."""
+        return {span.digest: row.images[span.digest] for row in self.rows for span in row.media}
+
+    def show(self, features: Features) -> torch.Tensor:
+        """Returns int64[T]: which row of the features each of this rank's tokens shows, or TEXT."""
+        indices = [
+            torch.from_numpy(features.index(len(row.token_ids), row.media)) for row in self.rows
+        ]
+        return self.layout.split(indices, self.context.rank, fill=TEXT)
+
 
 def pack_batch(
-    rows: MicroBatch, config: MegatronConfig, *, context: Collectives, device: torch.device
+    rows: MicroBatch,
+    config: MegatronConfig,
+    *,
+    context: Collectives,
+    device: torch.device,
+    merge_size: int = 0,
 ) -> PackedBatch:
-    """Packs `rows` in order; an empty batch is all padding. Padding forms sequences of its own."""
+    """Packs `rows` in order; an empty batch is all padding. Padding forms sequences of its own.
+
+    merge_size: of the model's image rules; 0 where it takes one position a token.
+    """
     layout = SequenceLayout(
         kind=config.cp_layout if config.context > 1 else "none",
         lengths=tuple(len(row.token_ids) for row in rows),
@@ -52,7 +73,7 @@ def pack_batch(
         rows=tuple(rows),
         layout=layout,
         token_ids=_tokens(rows, layout, rank)[None].to(device),
-        position_ids=torch.cat([_positions(piece) for piece in pieces])[None].to(device),
+        position_ids=_positions(rows, layout, rank, merge_size).to(device),
         local_predictors=responses.slots(rank).to(device),
         targets=torch.cat(parts)[responses.share(rank)].to(device),
         places=responses.places.to(device),
@@ -72,8 +93,17 @@ def _tokens(rows: MicroBatch, layout: SequenceLayout, rank: int) -> torch.Tensor
     return layout.split([row.token_ids.long() for row in rows], rank)
 
 
-def _positions(piece: ContextSlice) -> torch.Tensor:
-    return torch.arange(piece.first - piece.start, piece.stop - piece.start)
+def _positions(
+    rows: MicroBatch, layout: SequenceLayout, rank: int, merge_size: int
+) -> torch.Tensor:
+    pieces = layout.pieces(rank)
+    plain = torch.cat([torch.arange(p.first - p.start, p.stop - p.start) for p in pieces])[None]
+    if not merge_size:
+        return plain
+    if not rows:
+        return plain.expand(3, 1, -1)
+    shown = [rotary_positions(len(row.token_ids), row.media, merge_size) for row in rows]
+    return layout.split([torch.from_numpy(each).T for each in shown], rank).T[:, None]
 
 
 def _runs(pieces: list[ContextSlice]) -> tuple[KeyRange, ...]:

@@ -30,9 +30,11 @@ from services.trainer.backends.megatron.model_config import (
     uses_transformer_engine,
 )
 from services.trainer.backends.megatron.upstream import current_device
+from services.trainer.backends.megatron.vision import VisionLanguageModel
 from services.trainer.backends.megatron.weights import LocalTensor, load_hf, local_tensors
 from services.trainer.config import Head
 from sluice.algo.collectives import Collectives
+from sluice.vision import VisionTower
 
 
 class RMSNorm(torch.nn.Module):
@@ -90,15 +92,34 @@ class PositionRotary(torch.nn.Module):
         start = plain_frequencies if rope_type == "default" else ROPE_INIT_FUNCTIONS[rope_type]
         frequencies, scaling = start(hf_config)
         self.attention_scaling = float(scaling)
+        self._sections = hf_config.rope_parameters.get("mrope_section")
+        self._interleaved = bool(hf_config.rope_parameters.get("mrope_interleaved"))
         # Not a buffer: a cast of the model to bfloat16 must leave it alone.
         self.frequencies = frequencies.to(device=device, dtype=torch.float32)
 
     def forward(
         self, position_ids: torch.Tensor, mrope_section: object = None, cp_group: object = None
     ) -> torch.Tensor:
-        """int64[batch, tokens] -> float32[tokens, batch, 1, head_dim], of this rank's tokens."""
+        """int64[batch, tokens] -> float32[tokens, batch, 1, head_dim], of this rank's tokens.
+
+        With three positions a token, [3, batch, tokens], each has its share of the frequencies:
+        in stretches (arXiv 2409.12191), or in turns (Qwen3-VL).
+        """
         angles = position_ids[..., None].float() * self.frequencies
+        if position_ids.ndim == 3:
+            angles = self._mixed(angles)
         return torch.cat((angles, angles), dim=-1).transpose(0, 1).unsqueeze(2)
+
+    def _mixed(self, angles: torch.Tensor) -> torch.Tensor:
+        """float32[3, batch, tokens, frequencies] -> [batch, tokens, frequencies]."""
+        if not self._interleaved:
+            stretches = angles.split(self._sections, dim=-1)
+            return torch.cat([part[axis] for axis, part in enumerate(stretches)], dim=-1)
+        mixed = angles[0].clone()
+        for axis in (1, 2):
+            own = slice(axis, 3 * self._sections[axis], 3)
+            mixed[..., own] = angles[axis][..., own]
+        return mixed
 
 
 def decoder_spec(
@@ -158,6 +179,8 @@ class ModelRequest:
     pre_process: bool
     post_process: bool
     vp_stage: int | None
+    tower: VisionTower | None = None  # of the first chunk of a model that sees
+    sees: bool = False
 
 
 ModelFactory = Callable[..., torch.nn.Module]
@@ -185,6 +208,8 @@ def build_model(provider: str, request: ModelRequest) -> torch.nn.Module:
         model = made
     elif made is None or isinstance(made, LAYER_SPECS):
         model = gpt_model(made, request)
+        if request.sees:
+            model = VisionLanguageModel(request.config, model, request.tower)
     else:
         raise ModelProviderError(f"{provider!r} gave {type(made).__name__}, no model and no spec")
     if request.value_head and request.post_process:
@@ -250,6 +275,7 @@ def gpt_model(spec: Any, request: ModelRequest) -> GPTModel:
         post_process=request.post_process,
         share_embeddings_and_output_weights=request.tied,
         position_embedding_type="mrope",  # the type that is handed position ids
+        scatter_embedding_sequence_parallel=not request.sees,  # images come before
         vp_stage=request.vp_stage,
     )
     model.rotary_pos_emb = request.rotary
@@ -328,6 +354,12 @@ def _build(
     models = []
     for index in range(config.virtual_pipeline):
         stage = index if interleaved else None
+        first = parallel_state.is_pipeline_first_stage(
+            ignore_virtual=not interleaved, vp_stage=stage
+        )
+        tower = None
+        if first and source.images is not None:
+            tower = VisionTower.build(source.whole_config, source.images)
         request = ModelRequest(
             config=core,
             hf_config=source.hf_config,
@@ -336,13 +368,13 @@ def _build(
             value_head=source.value_head,
             transformer_engine=uses_transformer_engine(config),
             rotary=rotary,
-            pre_process=parallel_state.is_pipeline_first_stage(
-                ignore_virtual=not interleaved, vp_stage=stage
-            ),
+            pre_process=first,
             post_process=parallel_state.is_pipeline_last_stage(
                 ignore_virtual=not interleaved, vp_stage=stage
             ),
             vp_stage=stage,
+            tower=tower,
+            sees=source.images is not None,
         )
         # Megatron leaves some of its parameters (routers) on the host.
         models.append(build_model(config.model_provider, request).to(current_device()))

@@ -16,7 +16,10 @@ from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.backends.megatron.layout import LayoutError
 from services.trainer.backends.megatron.upstream import on_cpu
 from services.trainer.config import Head
+from sluice import vision
+from sluice.samples.images import ImageRules
 from sluice.weights.rules.packing import padded_rows
+from sluice.weights.rules.rule import Stage
 from sluice.weights.rules.shape import ModelShape, read_shape
 from sluice.weights.rules.weight_map import WeightMap, family_of
 
@@ -26,7 +29,9 @@ DTYPES = {
     "float16": torch.float16,
 }
 CRITIC = "ForTokenClassification"
-FAMILIES = {"llama", "qwen2", "qwen3", "qwen3_moe"}  # whose layers this backend builds
+TOWER = "vision_model."  # before the names of the tower's parameters
+# whose layers this backend builds
+FAMILIES = {"llama", "qwen2", "qwen3", "qwen3_moe", *vision.FAMILIES}
 
 
 class UnsupportedFeatureError(ValueError):
@@ -38,8 +43,15 @@ class ModelSource:
     """A checkpoint directory, read as far as its configuration goes."""
 
     directory: Path
-    hf_config: Any  # transformers.PretrainedConfig
+    hf_config: Any  # transformers.PretrainedConfig, of the text alone
     weights: WeightMap
+    whole_config: Any  # of all of it
+    images: ImageRules | None = None  # of a model that sees
+
+    @property
+    def merge_size(self) -> int:
+        """0 where the model takes one position a token."""
+        return 0 if self.images is None else self.images.merge_size
 
     @property
     def shape(self) -> ModelShape:
@@ -70,7 +82,8 @@ def read_model(directory: Path, head: Head = "policy") -> ModelSource:
         raise UnsupportedFeatureError(
             f"models of family {family.name!r} are converted, not trained"
         )
-    hf_config = AutoConfig.from_pretrained(directory)
+    whole_config = AutoConfig.from_pretrained(directory)
+    hf_config = whole_config.get_text_config()
     if hf_config.hidden_act != "silu":
         raise UnsupportedFeatureError(f"hidden_act {hf_config.hidden_act!r} is not silu")
     if getattr(hf_config, "use_sliding_window", False):
@@ -79,7 +92,17 @@ def read_model(directory: Path, head: Head = "policy") -> ModelSource:
     if is_critic and hf_config.num_labels != 1:
         raise UnsupportedFeatureError(f"a critic has 1 label, not {hf_config.num_labels}")
     shape = read_shape(family, config, value_head=is_critic or head == "value")
-    return ModelSource(directory=directory, hf_config=hf_config, weights=WeightMap(family, shape))
+    weights, images = WeightMap(family, shape), None
+    if family.name in vision.FAMILIES:
+        # The tower is that of transformers: its tensors are as the checkpoint has them.
+        weights, images = weights.plain(Stage.VISION, TOWER), ImageRules.from_directory(directory)
+    return ModelSource(
+        directory=directory,
+        hf_config=hf_config,
+        weights=weights,
+        whole_config=whole_config,
+        images=images,
+    )
 
 
 def transformer_config(

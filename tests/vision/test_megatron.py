@@ -1,0 +1,152 @@
+"""Megatron-Core under parallel layouts, shown images, against plain transformers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers.core_model_loading import revert_weight_conversion
+
+from tests.megatron.comparison import read_ranks
+from tests.megatron.pool import JobError, Pool
+from tests.megatron.settings import NORMALIZER
+from tests.vision.cases import (
+    MAX_GRADIENT_DIFF,
+    MAX_LOGPROB_DIFF,
+    Model,
+    Oracle,
+    build_model,
+    mixed_rows,
+    record,
+    relative_distances,
+)
+
+fast = pytest.mark.fast
+SP = {"tensor": 2, "sequence_parallel": True}
+LAYOUTS = [
+    pytest.param("qwen3_vl", 1, {}, id="single"),
+    pytest.param("qwen3_vl", 2, SP, id="TP2+SP"),
+    pytest.param("qwen3_vl", 2, {"tensor": 2}, id="TP2"),
+    pytest.param("qwen3_vl", 2, {"context": 2}, id="CP2-zigzag", marks=fast),
+    pytest.param("qwen3_vl", 2, {"context": 2, "cp_layout": "contiguous"}, id="CP2-contiguous"),
+    pytest.param("qwen3_vl", 2, {"pipeline": 2}, id="PP2"),
+    pytest.param("qwen3_vl", 2, {}, id="DP2-one-without-images"),
+    pytest.param("qwen3_vl", 2, {"distributed_optimizer": True}, id="DP2-distributed"),
+    pytest.param("qwen3_vl", 4, {**SP, "pipeline": 2}, id="TP2+SPxPP2", marks=fast),
+    pytest.param("qwen3_vl", 4, {"tensor": 2, "context": 2}, id="TP2xCP2"),
+    pytest.param("qwen3_vl", 2, {"pipeline": 2, "recompute": "full"}, id="PP2-recompute"),
+    pytest.param("qwen2_5_vl", 1, {}, id="2.5-single"),
+    pytest.param("qwen2_5_vl", 2, SP, id="2.5-TP2+SP", marks=fast),
+    pytest.param("qwen2_5_vl", 2, {"context": 2}, id="2.5-CP2"),
+    pytest.param(
+        "qwen2_5_vl", 2, {"pipeline": 2, "virtual_pipeline": 2}, id="2.5-PP2xVPP2-no-deepstack"
+    ),
+]
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Expected:
+    model: Model
+    logprobs: Tensors
+    gradients: Tensors
+
+
+class ExpectedByFamily:
+    def __init__(self, root: Path) -> None:
+        self._root, self._made = root, dict[str, Expected]()
+
+    def __call__(self, family: str) -> Expected:
+        if family not in self._made:
+            torch.set_num_threads(1)
+            model = build_model(self._root / family, family)
+            oracle, rows = Oracle(model), mixed_rows(model.rules)
+            logprobs = {row.sample_id: oracle.logprobs(row).detach() for row in rows}
+            gradients = revert_weight_conversion(oracle.model, oracle.gradients(rows))
+            self._made[family] = Expected(model, logprobs, gradients)
+        return self._made[family]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> ExpectedByFamily:
+    return ExpectedByFamily(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+def check_logprobs(found: Tensors, expected: Tensors, layout: str) -> None:
+    assert found.keys() == expected.keys()
+    for name, logprobs in expected.items():
+        difference = (found[name] - logprobs).abs().max().item()
+        assert record("logprob", difference, layout) <= MAX_LOGPROB_DIFF, name
+
+
+@pytest.mark.parametrize(("family", "world", "layout"), LAYOUTS)
+def test_a_layout_gives_what_transformers_gives(
+    pool: Pool,
+    expected: ExpectedByFamily,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    family: str,
+    world: int,
+    layout: dict[str, Any],
+) -> None:
+    want, name = expected(family), request.node.callspec.id
+    layout = {"distributed_optimizer": False, **layout}
+    answers = pool.run(
+        "vision", world, model=str(want.model.directory), out=str(tmp_path), layout=layout
+    )
+    check_logprobs(read_ranks(tmp_path, "logprobs"), want.logprobs, name)
+    norm = sum(float(g.double().square().sum()) for g in want.gradients.values()) ** 0.5
+    for answer in answers:
+        off = abs(answer["grad_norm"] * NORMALIZER / norm - 1)
+        assert record("gradient", off, name) <= MAX_GRADIENT_DIFF
+    if not layout["distributed_optimizer"]:  # else every rank has a share of the sum
+        gradients = read_ranks(tmp_path, "gradients")
+        for part, difference in relative_distances(gradients, want.gradients).items():
+            assert record("gradient", difference, name) <= MAX_GRADIENT_DIFF, part
+    # What it has learnt is what the published weights say.
+    folder = shutil.copytree(want.model.directory, tmp_path / "trained")
+    save_file(read_ranks(tmp_path, "weights"), folder / "model.safetensors", {"format": "pt"})
+    oracle, rows = Oracle(Model(folder)), mixed_rows(want.model.rules)
+    trained = {row.sample_id: oracle.logprobs(row).detach() for row in rows}
+    check_logprobs(read_ranks(tmp_path, "trained"), trained, name)
+    moved = max((trained[key] - want.logprobs[key]).abs().max() for key in trained)
+    assert moved > 1e-3
+
+
+@pytest.mark.fast
+def test_a_checkpoint_goes_over_to_another_layout(
+    pool: Pool, expected: ExpectedByFamily, tmp_path: Path
+) -> None:
+    directory = str(expected("qwen3_vl").model.directory)
+    pool.run("vision", 2, model=directory, out=str(tmp_path), layout={"tensor": 2})
+    pool.run(
+        "vision_resumed",
+        2,
+        model=directory,
+        out=str(tmp_path),
+        checkpoint=str(tmp_path / "checkpoint"),
+        layout={"pipeline": 2},
+    )
+    check_logprobs(read_ranks(tmp_path, "resumed"), read_ranks(tmp_path, "trained"), "TP2 to PP2")
+
+
+def test_a_first_chunk_that_is_too_short_is_refused_by_name(
+    pool: Pool, expected: ExpectedByFamily, tmp_path: Path
+) -> None:
+    directory = str(expected("qwen3_vl").model.directory)
+    layout = {"pipeline": 2, "virtual_pipeline": 2}
+    with pytest.raises(JobError, match="first chunk of the pipeline holds 1"):
+        pool.run("vision", 2, model=directory, out=str(tmp_path), layout=layout)
