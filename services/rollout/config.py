@@ -83,6 +83,18 @@ class EpisodesConfig(Config):
     graders: GraderPoolConfig = GraderPoolConfig()
 
 
+class ImagesConfig(Config):
+    """Images of prompts and observations, for models that read them."""
+
+    roots: tuple[Path, ...] = Field(
+        (), description="Directories below which prompts may name image files; default: none."
+    )
+    max_count: int = Field(64, ge=0, description="Images of one sample; then TOO_MANY_IMAGES.")
+    max_bytes: int = Field(32 << 20, ge=1, description="Of one file; then IMAGE_TOO_LARGE.")
+    max_pixels: int = Field(1 << 26, ge=1, description="Before resizing; then IMAGE_TOO_LARGE.")
+    threads: int = Field(2, ge=1, description="Images that are decoded and resized at once.")
+
+
 class RolloutConfig(ProcessConfig):
     """Rollout service: one engine replica, one episode worker, or both."""
 
@@ -105,6 +117,7 @@ class RolloutConfig(ProcessConfig):
     tokenizer: Path | None = Field(None, description="HF model directory; default: engine.model.")
     engine: EngineConfig = EngineConfig()
     episodes: EpisodesConfig = EpisodesConfig()
+    images: ImagesConfig = ImagesConfig()
     openai: OpenAIConfig | None = Field(None, description="HTTP as OpenAI's clients speak it.")
     server: ServerConfig = ServerConfig()
 

@@ -95,6 +95,21 @@ class MediaUnsupportedError(ServiceError):
     reason = "MEDIA_UNSUPPORTED"
 
 
+class ImageRefusedError(ServiceError):
+    """An image of a prompt or an observation cannot be shown; `reason` says why.
+
+    Those of `sluice.samples.images.InvalidImageError`, and IMAGE_NOT_FOUND, IMAGE_OUTSIDE (of the
+    directories that may be read), IMAGE_ADDRESS (nothing is fetched), TOO_MANY_IMAGES and
+    IMAGE_PLACES (placeholders are not as many as images). Metadata names the `field`.
+    """
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+    def __init__(self, reason: str, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}" if field else message, field=field)
+        self.reason = reason
+
+
 class NoSleepError(ServiceError):
     """The engine cannot give up the memory of its device."""
 

@@ -424,7 +424,9 @@ class RolloutProcess:
         from services.rollout.openai.server import create_server, local_generator
 
         if episodes is not None:
-            generator = Generator(episodes.tokenizer, episodes.sampler, config.pool)
+            generator = Generator(
+                episodes.tokenizer, episodes.sampler, config.pool, episodes.images
+            )
         else:
             assert engine is not None
             generator = local_generator(config, engine.engine, self.server.waits)

@@ -20,7 +20,6 @@ from sluice.loop.filters import FilterError, GroupFilters
 from sluice.loop.ledger import Ledger, LedgerGroup
 from sluice.loop.workers import EpisodeWorkers, RolloutCall, RolloutFailedError, WorkerLostError
 from sluice.runtime import wire
-from sluice.samples.blobs import BlobReference
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +134,7 @@ class GroupsByStep:
 class RolloutDispatcher:
     """Owns the rollouts in flight. `build_request` makes the Rollout call of some groups.
 
-    `hold` hears of every blob that is generated.
+    `hold` hears of every blob that is generated, by digest, and of what its samples were shown.
     """
 
     def __init__(
@@ -144,7 +143,7 @@ class RolloutDispatcher:
         ledger: Ledger,
         workers: EpisodeWorkers,
         build_request: Callable[[Sequence[LedgerGroup], int], pb.RolloutRequest],
-        hold: Callable[[BlobReference], None] = lambda _: None,
+        hold: Callable[..., None] = lambda *_: None,
         filters: GroupFilters | None = None,
     ) -> None:
         self._config, self._ledger, self._workers = config, ledger, workers
@@ -291,14 +290,16 @@ class RolloutDispatcher:
             self._add_ready(group)
 
     def lose_blob(self, digest: str) -> bool:
-        """A blob is gone or damaged: generate its group again. Whether it was ready here."""
-        group_id = self._ledger.lose_blob(digest)
-        group = self._pop_ready(group_id or "")
-        if group is None:
-            return False
-        logger.warning("blob %s of group %s is lost", digest, group.group_id)
-        self._ask_again(group)
-        return True
+        """A blob is gone or damaged: generate its groups again. Whether any was ready here.
+
+        An image may be of several.
+        """
+        popped = [self._pop_ready(group_id) for group_id in self._ledger.lose_blob(digest)]
+        lost = [group for group in popped if group is not None]
+        for group in lost:
+            logger.warning("blob %s of group %s is lost", digest, group.group_id)
+            self._ask_again(group)
+        return bool(lost)
 
     def _ask_again(self, group: LedgerGroup) -> None:
         group = replace(group, state="issued", blob=None)
@@ -429,6 +430,7 @@ class RolloutDispatcher:
             response_tokens=sum(finished.response_lengths),
             oldest_step=self._ledger.step_of_version(finished.min_version),
             newest_step=self._ledger.step_of_version(finished.max_version),
+            media=tuple(blob.digest for blob in finished.media),
         )
         rejected = self._filters.rejected_by(finished) if self._filters else ""
         self._dropped_in_a_row = 0
@@ -458,7 +460,7 @@ class RolloutDispatcher:
             elif is_new:
                 assert group.blob is not None
                 self._add_ready(group)
-                self._hold(group.blob)
+                self._hold(group.blob.digest, *group.media)
             faults.point("generated")
             if is_new:
                 self._count_finished(group, rejected)

@@ -39,16 +39,23 @@ CREATE TABLE IF NOT EXISTS versions (
   version INTEGER PRIMARY KEY, digest TEXT NOT NULL, step INTEGER NOT NULL
 );
 CREATE TABLE IF NOT EXISTS run (id TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS media (
+  blob_digest TEXT NOT NULL, digest TEXT NOT NULL, PRIMARY KEY (blob_digest, digest)
+);
+CREATE INDEX IF NOT EXISTS media_digest ON media (digest);
 """
 
 
-_TABLES = ("groups", "versions", "run")
+_TABLES = ("groups", "versions", "run", "media")
 SEAL = "row_digest"  # a column of each: of the others, null in rows that earlier releases wrote
 
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerGroup:
-    """A group as the ledger knows it. Steps count optimizer steps taken when it happened."""
+    """A group as the ledger knows it. Steps count optimizer steps taken when it happened.
+
+    media: digests of what its samples were shown; the ledger does not give them back.
+    """
 
     position: int
     group_id: str
@@ -62,6 +69,7 @@ class LedgerGroup:
     oldest_step: int = 0
     newest_step: int = 0
     consumed_step: int | None = None
+    media: tuple[str, ...] = ()
 
 
 class Ledger:
@@ -133,23 +141,28 @@ class Ledger:
         With a reason it is dropped in the same breath: no run that resumes would train on it.
         """
         assert group.blob is not None
-        cursor = self._db.execute(
-            "UPDATE groups SET state = ?, reason = ?, blob_digest = ?, blob_size = ?,"
-            " sample_count = ?, reward_mean = ?, response_tokens = ?, oldest_step = ?,"
-            " newest_step = ? WHERE group_id = ? AND state = 'issued'",
-            (
-                "generated" if drop_reason is None else "dropped",
-                drop_reason,
-                group.blob.digest,
-                group.blob.size,
-                group.sample_count,
-                group.reward_mean,
-                group.response_tokens,
-                group.oldest_step,
-                group.newest_step,
-                group.group_id,
-            ),
-        )
+        with self.transaction():
+            self._db.executemany(
+                "INSERT OR IGNORE INTO media (blob_digest, digest) VALUES (?, ?)",
+                [(group.blob.digest, digest) for digest in group.media],
+            )
+            cursor = self._db.execute(
+                "UPDATE groups SET state = ?, reason = ?, blob_digest = ?, blob_size = ?,"
+                " sample_count = ?, reward_mean = ?, response_tokens = ?, oldest_step = ?,"
+                " newest_step = ? WHERE group_id = ? AND state = 'issued'",
+                (
+                    "generated" if drop_reason is None else "dropped",
+                    drop_reason,
+                    group.blob.digest,
+                    group.blob.size,
+                    group.sample_count,
+                    group.reward_mean,
+                    group.response_tokens,
+                    group.oldest_step,
+                    group.newest_step,
+                    group.group_id,
+                ),
+            )
         return cursor.rowcount == 1
 
     def consume(self, group_ids: Iterable[str], step: int) -> None:
@@ -165,14 +178,18 @@ class Ledger:
                 assert cursor.rowcount == 1, f"group {group_id} consumed twice or never generated"
         self._consumed_count += count
 
-    def lose_blob(self, digest: str) -> str | None:
-        """A blob is gone or damaged: its group is to be generated again. Its id, if any waits."""
-        row = self._db.execute(
+    def lose_blob(self, digest: str) -> list[str]:
+        """A blob or image is gone or damaged: groups that need it are to be generated again.
+
+        Returns the ids of those that wait.
+        """
+        rows = self._db.execute(
             "UPDATE groups SET state = 'issued', blob_digest = NULL, blob_size = NULL"
-            " WHERE blob_digest = ? AND state = 'generated' RETURNING group_id",
-            (digest,),
-        ).fetchone()
-        return None if row is None else str(row[0])
+            " WHERE state = 'generated' AND (blob_digest = ? OR blob_digest IN"
+            " (SELECT blob_digest FROM media WHERE digest = ?)) RETURNING group_id",
+            (digest, digest),
+        ).fetchall()
+        return [str(group_id) for (group_id,) in rows]
 
     def put_back(self, group_id: str) -> None:
         """A generated group is to be generated anew, by newer weights."""
@@ -207,10 +224,12 @@ class Ledger:
         return [_group_from_row(row) for row in cursor.execute(query, (state,))]
 
     def needed_blobs(self, step: int) -> set[str]:
-        """Digests that a run which goes back to `step` would train on."""
+        """Digests that a run which goes back to `step` would train on, those of images too."""
         rows = self._db.execute(
-            "SELECT blob_digest FROM groups WHERE state = 'generated' UNION ALL"
-            " SELECT blob_digest FROM groups WHERE consumed_step > ? AND state = 'consumed'",
+            "WITH needed AS (SELECT blob_digest FROM groups WHERE state = 'generated' UNION ALL"
+            " SELECT blob_digest FROM groups WHERE consumed_step > ? AND state = 'consumed')"
+            " SELECT blob_digest FROM needed UNION"
+            " SELECT digest FROM media JOIN needed USING (blob_digest)",
             (step,),
         )
         return {digest for (digest,) in rows}

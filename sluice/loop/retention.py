@@ -72,7 +72,7 @@ class Retention:
         await self.settle()
         needed = self._ledger.needed_blobs(self._oldest_step())
         for digest in await asyncio.to_thread(self._hold_again, needed):
-            if (group_id := self._ledger.lose_blob(digest)) is not None:
+            for group_id in self._ledger.lose_blob(digest):
                 logger.warning("blob %s of group %s is gone", digest, group_id)
 
     async def settle(self) -> None:
@@ -87,9 +87,9 @@ class Retention:
         """Wait for what is under way; the pins stay for a later resume."""
         await self.settle()
 
-    def hold(self, blob: BlobReference) -> None:
-        """Pin a blob soon; its producer holds it until then. Those that come together share."""
-        self._unpinned.append(blob.digest)
+    def hold(self, *digests: str) -> None:
+        """Pin blobs soon; their producer holds them until then. Those that come together share."""
+        self._unpinned += digests
         if self._holding is None or self._holding.done():
             self._holding = asyncio.create_task(self._hold_all(), name="hold blobs")
 

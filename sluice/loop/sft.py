@@ -308,7 +308,7 @@ class SftRun(TrainerRun[SftConfig]):
         if self.ledger.next_position() <= self.step:
             self.ledger.issue([(self.step, f"sft-{self.step:08}")], self.step)
         blob = await asyncio.to_thread(self._blobs.put, rows.data)
-        self._retention.hold(blob)
+        self._retention.hold(blob.digest)
         group = LedgerGroup(
             position=self.step,
             group_id=f"sft-{self.step:08}",

@@ -9,7 +9,7 @@ import base64
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from sluice.samples.blobs import DIGEST
+from sluice.samples.blobs import DIGEST, BlobReference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +62,10 @@ class MediaSpan:
         """Index of the token behind it."""
         return self.first_token + self.token_count
 
+    def placed(self, offset: int, turn: int) -> MediaSpan:
+        """Return a span of observation `turn`, which begins at token `offset` of the sequence."""
+        return replace(self, first_token=self.first_token + offset, turn=turn)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
@@ -86,6 +90,12 @@ class Sample:
     @property
     def response_length(self) -> int:
         return len(self.token_ids) - self.prompt_length
+
+
+def media_of(samples: Iterable[Sample]) -> dict[str, BlobReference]:
+    """Return the blobs of all that the samples were shown, each once, by digest."""
+    spans = [span for sample in samples for span in sample.media]
+    return {span.digest: BlobReference(span.digest, span.size) for span in spans}
 
 
 class InvalidSampleError(ValueError):
@@ -469,8 +479,13 @@ def count_trained(sample: Sample) -> int:
 
 
 def _digest_prompt(sample: Sample, seed: int) -> int:
-    """xxh3-64 of the prompt, as a signed number; `seed` is that of the group's id."""
+    """xxh3-64 of the prompt, as a signed number; `seed` is that of the group's id.
+
+    Placeholders are the same tokens whatever they show, so that images count too.
+    """
     prompt = sample.token_ids[: sample.prompt_length].tobytes()
+    shown = [span.digest for span in sample.media if span.end <= sample.prompt_length]
+    prompt += "".join(shown).encode()
     return xxhash.xxh3_64_intdigest(prompt, seed=seed) - (1 << 63)
 
 

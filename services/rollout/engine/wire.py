@@ -27,7 +27,7 @@ from sluice.api.rollout.v1 import engine_service_pb2 as pb
 from sluice.runtime import wire
 from sluice.runtime.errors import DataLossError, InvalidFieldError, NotFoundError, ServiceError
 from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReference, BlobStore
-from sluice.samples.sample import VersionSpan
+from sluice.samples.sample import MediaSpan, VersionSpan
 
 PAUSE_MODES = {
     pb.PAUSE_MODE_WAIT: PauseMode.WAIT,
@@ -313,6 +313,18 @@ def _timing_from_proto(message: pb.SampleTiming) -> Timing:
 
 
 KINDS = {pb.MEDIA_KIND_IMAGE: MediaKind.IMAGE}
+_KIND_NUMBERS = {kind: number for number, kind in KINDS.items()}
+
+
+def media_to_proto(media: Iterable[MediaSpan]) -> list[pb.Media]:
+    """Writes what a prompt shows, in order."""
+    return [
+        pb.Media(
+            kind=_KIND_NUMBERS[MediaKind(span.kind)],
+            blob=wire.blob_to_proto(BlobReference(span.digest, span.size)),
+        )
+        for span in media
+    ]
 
 
 class MediaReader:

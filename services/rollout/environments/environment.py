@@ -71,15 +71,11 @@ class TaskRequest:
     row: Mapping[str, Any] | None = None
 
 
-def content_of(message: Mapping[str, Any]) -> str:
-    """Returns the text of a chat message."""
-    return str(message.get("content", ""))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """A prompt, as text or as chat messages, and what the reward needs, in JSON values.
 
+    A message may have parts, some of them images: see `sluice.samples.messages`.
     tools: JSON schemas that the chat template shows. state: of the first step.
     """
 
@@ -88,11 +84,6 @@ class Task:
     tools: tuple[Mapping[str, Any], ...] = ()
     answer: str = ""
     state: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def text_length(self) -> int:
-        """Characters of the prompt."""
-        return len(self.prompt) + sum(len(content_of(message)) for message in self.messages)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,9 +18,11 @@ import grpc
 from services.rollout.engine.interface import Delta, Engine, Generation, TokenScores
 from services.rollout.engine.servicer import complete, score, stream
 from services.rollout.engine.wire import (
+    MediaReader,
     VersionBounds,
     bounds_to_proto,
     delta_from_proto,
+    media_to_proto,
     sampling_to_proto,
     scores_from_proto,
 )
@@ -30,13 +32,15 @@ from sluice.client import ClientCache, EngineClient, error_from_status, typed_er
 from sluice.router_client import Lease, LeaseClient, LeaseDemand
 from sluice.runtime.errors import ServiceError
 from sluice.runtime.security import SecurityConfig
+from sluice.samples.sample import MediaSpan
 
 
 class EngineAccess:
     """Asks engines by address; each channel is opened when first used."""
 
-    def __init__(self, security: SecurityConfig) -> None:
-        self._clients = ClientCache(EngineClient, security)
+    def __init__(self, security: SecurityConfig, media: MediaReader) -> None:
+        """`media` is for engines in this process; others read for themselves."""
+        self._clients, self._media = ClientCache(EngineClient, security), media
         self._local: dict[str, Engine] = {}
 
     def add_local(self, address: str, engine: Engine) -> None:
@@ -44,33 +48,43 @@ class EngineAccess:
         self._local[address] = engine
 
     async def generate(
-        self, address: str, generation: Generation, bounds: VersionBounds
+        self,
+        address: str,
+        generation: Generation,
+        bounds: VersionBounds,
+        media: Sequence[MediaSpan] = (),
     ) -> list[Delta]:
         """Returns one whole delta per sample, by index. Cancelling aborts the request.
 
-        Raises RemoteError, wherever the engine is.
+        `media`: what the placeholders of the prompt stand for. Raises RemoteError, wherever the
+        engine is.
         """
         local, temperature = self._local.get(address), generation.sampling.temperature
         if local is None:
-            request = _request(generation, bounds)
+            request = _request(generation, bounds, media)
             with typed_errors():
                 response = await self._clients[address].stub.Generate(request)
             return [delta_from_proto(c, temperature=temperature) for c in response.completions]
         with _as_remote():
-            return await complete(local, generation, bounds)
+            return await complete(local, await self._with_media(generation, media), bounds)
 
     async def stream(
-        self, address: str, generation: Generation, bounds: VersionBounds
+        self,
+        address: str,
+        generation: Generation,
+        bounds: VersionBounds,
+        media: Sequence[MediaSpan] = (),
     ) -> AsyncGenerator[Delta, None]:
         """Yields deltas as they come; closing it aborts the request. Raises RemoteError."""
         local, temperature = self._local.get(address), generation.sampling.temperature
         if local is None:
-            request = pb.StreamGenerateRequest(generate=_request(generation, bounds))
+            request = pb.StreamGenerateRequest(generate=_request(generation, bounds, media))
             with typed_errors():
                 async for response in self._clients[address].stub.StreamGenerate(request):
                     yield delta_from_proto(response.delta, temperature=temperature)
             return
         with _as_remote():
+            generation = await self._with_media(generation, media)
             async with contextlib.aclosing(stream(local, generation, bounds)) as deltas:
                 async for delta in deltas:
                     yield delta
@@ -104,6 +118,11 @@ class EngineAccess:
         """Close all channels."""
         await self._clients.close()
 
+    async def _with_media(self, generation: Generation, media: Sequence[MediaSpan]) -> Generation:
+        if not media:
+            return generation
+        return replace(generation, media=await self._media.read(media_to_proto(media)))
+
 
 @contextlib.contextmanager
 def _as_remote() -> Iterator[None]:
@@ -114,7 +133,9 @@ def _as_remote() -> Iterator[None]:
         raise error_from_status(error.to_status()) from None
 
 
-def _request(generation: Generation, bounds: VersionBounds) -> pb.GenerateRequest:
+def _request(
+    generation: Generation, bounds: VersionBounds, media: Sequence[MediaSpan]
+) -> pb.GenerateRequest:
     return pb.GenerateRequest(
         request_id=generation.request_id,
         prompt_token_ids=generation.prompt_token_ids,
@@ -122,6 +143,7 @@ def _request(generation: Generation, bounds: VersionBounds) -> pb.GenerateReques
         sample_count=generation.sample_count,
         dp_rank=generation.dp_rank,
         versions=bounds_to_proto(bounds),
+        media=media_to_proto(media),
         takes_columns=True,
     )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,15 +21,17 @@ from services.rollout.environments.environment import (
     Task,
     TaskError,
     Turn,
-    content_of,
 )
 from services.rollout.environments.isolation import on_loop
 from services.rollout.environments.runner import Runner
+from services.rollout.episodes.images import NO_IMAGES, Passage, SampleImages
 from services.rollout.episodes.sampler import EngineError, Sampler, SamplingPrompt
 from services.rollout.episodes.trajectory import Trajectory, response_of
 from sluice.api.rollout.v1 import trace_pb2
 from sluice.runtime.waits import Waits
 from sluice.samples.chat_template import ChatTemplateError
+from sluice.samples.messages import template_messages, text_of
+from sluice.samples.sample import MediaSpan
 from sluice.samples.tokenizer import TextTokenizer, off_loop
 
 _ANSWER = uuid.uuid4().hex  # stands where the answer is, so that what follows it is found
@@ -40,7 +42,7 @@ class Conversation:
 
     def __init__(self, task: Task) -> None:
         self._is_chat = bool(task.messages)
-        self._messages: list[Mapping[str, Any]] = list(task.messages)
+        self._messages: list[Mapping[str, Any]] = [*template_messages(task.messages)]
         self._tools = task.tools
 
     def encode(
@@ -48,13 +50,15 @@ class Conversation:
     ) -> list[int]:
         """Returns tokens from the end of `answer`, at `last_token`, to where the next one begins.
 
+        Every image of the observation is one placeholder.
         Raises TaskError for an observation of the wrong kind, or that the template refuses.
         """
         self.check(step)
         if not self._is_chat:
             return tokenizer.encode(step.text, special=False)
-        ids = tokenizer.encode(self._suffix(tokenizer, step), special=False)
-        self._messages += ({"role": "assistant", "content": answer}, *step.messages)
+        shown = template_messages(step.messages)
+        ids = tokenizer.encode(self._suffix(tokenizer, shown), special=False)
+        self._messages += ({"role": "assistant", "content": answer}, *shown)
         # The template closes the answer, which the model mostly did itself.
         return ids[1:] if ids and ids[0] == last_token else ids
 
@@ -70,11 +74,11 @@ class Conversation:
         """Counts the characters that `encode` has to read."""
         if not self._is_chat:
             return len(step.text)
-        return sum(len(content_of(message)) for message in (*self._messages, *step.messages))
+        return sum(len(text_of(message)) for message in (*self._messages, *step.messages))
 
-    def _suffix(self, tokenizer: TextTokenizer, step: Step) -> str:
+    def _suffix(self, tokenizer: TextTokenizer, shown: Sequence[Mapping[str, Any]]) -> str:
         """Returns what the template writes after an answer. Former ones it may shorten."""
-        turns = [*self._messages, {"role": "assistant", "content": _ANSWER}, *step.messages]
+        turns = [*self._messages, {"role": "assistant", "content": _ANSWER}, *shown]
         try:
             text = tokenizer.chat_template.render(turns, tools=self._tools or None)
         except ChatTemplateError as error:
@@ -87,7 +91,7 @@ class Conversation:
 
 def observation_text(step: Step) -> str:
     """Returns an observation as text, for the reward and for readers."""
-    return step.text or "\n".join(content_of(message) for message in step.messages)
+    return step.text or "\n".join(text_of(message) for message in step.messages)
 
 
 class Episode:
@@ -105,6 +109,7 @@ class Episode:
         sampler: Sampler,
         tokenizer: TextTokenizer,
         environment: str = "",
+        images: SampleImages = NO_IMAGES,
     ) -> None:
         """`prompt` is that of the group. `environment` is for the timeline.
 
@@ -112,7 +117,7 @@ class Episode:
         """
         self._environment = environment
         self._home = asyncio.get_running_loop()
-        self.index, self.task, self.tokenizer = index, task, tokenizer
+        self.index, self.task, self.tokenizer, self.images = index, task, tokenizer, images
         self.group_id, self.prompt_token_ids = prompt.group_id, prompt.token_ids
         self.max_new_tokens = prompt.sampling.max_new_tokens
         seeds = prompt.sampling.seeds
@@ -120,11 +125,29 @@ class Episode:
         self._prompt, self._sampler = prompt, sampler
         self._begun = 0
 
-    def begin(self, prompt_token_ids: Sequence[int] | None = None) -> Trajectory:
-        """Begin a trajectory from the group's prompt, or another one; each draws its own way."""
-        ids = self.prompt_token_ids if prompt_token_ids is None else prompt_token_ids
+    def begin(
+        self, prompt_token_ids: Sequence[int] | None = None, media: Iterable[MediaSpan] = ()
+    ) -> Trajectory:
+        """Begin a trajectory from the group's prompt, or another one; each draws its own way.
+
+        `media`: of another prompt, as `encode` gives them.
+        """
         self._begun += 1
-        return Trajectory(ids, number=self._begun - 1)
+        number = self._begun - 1
+        if prompt_token_ids is None:
+            return Trajectory(self.prompt_token_ids, number, self._prompt.media)
+        return Trajectory(prompt_token_ids, number, media)
+
+    async def encode(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> Passage:
+        """Returns a conversation as tokens, its images stored.
+
+        May be called from the thread of a generate function. Raises TaskError, and what
+        `Images.show` raises.
+        """
+        encoding = encode_prompt(self.tokenizer, self.images, messages, tools)
+        return await on_loop(self._home, encoding)
 
     async def sample(self, trajectory: Trajectory, max_new_tokens: int | None = None) -> str:
         """Adds the engine's next answer to the trajectory and returns its text.
@@ -145,6 +168,7 @@ class Episode:
         prompt = replace(
             self._prompt,
             token_ids=trajectory.token_ids,
+            media=trajectory.media,
             sample_count=1,
             first_episode=self.index,
             hints=self._prompt.hints.of([self.index]).with_cache(len(trajectory.token_ids)),
@@ -170,6 +194,28 @@ class Episode:
         return text
 
 
+async def encode_prompt(
+    tokenizer: TextTokenizer,
+    images: SampleImages,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> Passage:
+    """Returns a conversation up to where the assistant begins.
+
+    Raises TaskError for messages that the chat template refuses, and what `Images.show` raises.
+    """
+    shown = await images.show(messages)
+
+    def encode() -> list[int]:
+        try:
+            return tokenizer.encode_chat(template_messages(messages), tools)
+        except ChatTemplateError as error:
+            raise TaskError("messages", str(error)) from None
+
+    length = sum(len(text_of(message)) for message in messages)
+    return images.images.expand(await off_loop(length, encode), shown)
+
+
 def _nth_seed(seed: int, number: int) -> int:
     """Returns the episode's seed for its first trajectory; others must not repeat it."""
     return seed if not number else xxhash.xxh3_64_intdigest(f"{seed}/{number}".encode()) >> 1
@@ -186,7 +232,8 @@ async def take_steps(
     state: Mapping[str, Any] = episode.task.state
     last = trajectory.answers[-1]
     text = episode.text_of(last)
-    while trajectory.finish_reason == "stop":
+    images = episode.images
+    while trajectory.finish_reason == "stop" and not images.ends(trajectory):
         response = response_of(last, text, turns, state)
         with waits.waiting(f"step of {episode.group_id}", on=[environment]):
             step = await runner.step(episode.task, state, response)
@@ -198,9 +245,12 @@ async def take_steps(
             trajectory.end_full()
             break
         conversation.check(step)
+        shown = await images.show(step.messages, len(trajectory.media))
         last_token = trajectory.response[-1] if trajectory.response else None
         encode = partial(conversation.encode, episode.tokenizer, text, last_token, step)
-        trajectory.add_observation(await off_loop(conversation.length(step), encode))
+        ids = await off_loop(conversation.length(step), encode)
+        passage = images.images.expand(ids, shown)
+        trajectory.add_observation(passage.token_ids, passage.media)
         before = len(trajectory.answers)
         answer = await episode.sample(trajectory)
         if len(trajectory.answers) == before:

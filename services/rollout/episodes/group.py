@@ -17,23 +17,21 @@ from services.rollout.environments.environment import (
     Response,
     Reward,
     Task,
-    TaskError,
     TaskRequest,
     rewards_from,
 )
 from services.rollout.environments.runner import Runner
 from services.rollout.episodes.engines import NO_HINTS, Hints
-from services.rollout.episodes.episode import Episode, take_steps
+from services.rollout.episodes.episode import Episode, encode_prompt, take_steps
+from services.rollout.episodes.images import NO_IMAGES, Images, Passage, SampleImages
 from services.rollout.episodes.sampler import Sampler, SamplingPrompt
-from services.rollout.episodes.spool import Spool
+from services.rollout.episodes.spool import Spool, owner_of
 from services.rollout.episodes.trajectory import Timeline, Trajectory, response_of
-from services.rollout.errors import MediaUnsupportedError
 from sluice.api.rollout.v1 import trace_pb2
 from sluice.runtime.errors import DeadlineError
 from sluice.runtime.idempotency import all_of
 from sluice.runtime.waits import Waits
 from sluice.samples.blobs import BlobReference
-from sluice.samples.chat_template import ChatTemplateError
 from sluice.samples.sample import (
     SCORE_PREFIX,
     InvalidSampleError,
@@ -101,6 +99,7 @@ class GroupTools:
     sampler: Sampler
     spool: Spool
     waits: Waits
+    images: Images = NO_IMAGES.images
 
 
 class GroupRunner:
@@ -109,6 +108,7 @@ class GroupRunner:
     def __init__(self, runner: Runner, tools: GroupTools) -> None:
         self._runner, self._tokenizer = runner, tools.tokenizer
         self._sampler, self._spool, self._waits = tools.sampler, tools.spool, tools.waits
+        self._images = tools.images
 
     async def run(self, group: GroupSpec, settings: GroupSettings) -> GroupResult:
         """Sample, reward and store a group.
@@ -138,9 +138,12 @@ class GroupRunner:
     ) -> tuple[list[Sample], Task]:
         with self._waits.waiting(f"task of group {group.group_id}", on=[settings.environment]):
             task = await self._runner.make_task(group.task)
+        images = SampleImages(self._images, owner_of(settings.request_id))
+        passage = await self._tokenise(task, images)
         prompt = SamplingPrompt(
             group_id=group.group_id,
-            token_ids=tuple(await self._tokenise(task)),
+            token_ids=tuple(passage.token_ids),
+            media=passage.media,
             sample_count=settings.sample_count,
             sampling=replace(settings.sampling, seeds=group.seeds),
             bounds=settings.bounds,
@@ -152,7 +155,7 @@ class GroupRunner:
         )
         timeline.mark(trace_pb2.SPAN_KIND_TASK, settings.environment)
         try:
-            rows = await self._play(task, prompt, settings)
+            rows = await self._play(task, prompt, settings, images)
         finally:
             self._sampler.leave(prompt)
         timeline.mark(trace_pb2.SPAN_KIND_SIBLINGS, settings.environment)
@@ -162,25 +165,28 @@ class GroupRunner:
             row.trajectory.to_sample(group.group_id, index, reward, row.episode)
             for index, (row, reward) in enumerate(zip(rows, rewards, strict=True))
         ]
-        if self._runner.has_steps or self._runner.generate is not None:
+        if self._runner.has_steps or self._runner.generate is not None or prompt.media:
             for sample in samples:
                 _check(sample)
         return samples, task
 
     async def _play(
-        self, task: Task, prompt: SamplingPrompt, settings: GroupSettings
+        self, task: Task, prompt: SamplingPrompt, settings: GroupSettings, images: SampleImages
     ) -> list[SampleRow]:
         """Plays the episodes; returns what is to be a sample, in order."""
         name = settings.environment
         with metrics.GENERATE_SECONDS.time():
             if self._runner.generate is not None:
-                episodes = self._episodes(task, prompt, name)
+                episodes = self._episodes(task, prompt, name, images)
                 parts = await all_of(self._generate(episode, name) for episode in episodes)
                 return [row for part in parts for row in part]
             deltas = await self._sampler.sample(prompt)
-            first = [Trajectory.of(prompt.token_ids, delta, prompt.sampling) for delta in deltas]
+            first = [
+                Trajectory.of(prompt.token_ids, delta, prompt.sampling, prompt.media)
+                for delta in deltas
+            ]
             if self._runner.has_steps:
-                episodes = self._episodes(task, prompt, name)
+                episodes = self._episodes(task, prompt, name, images)
                 responses = await all_of(
                     take_steps(*pair, self._runner, self._waits, name)
                     for pair in zip(episodes, first, strict=True)
@@ -192,9 +198,11 @@ class GroupRunner:
             for trajectory, response in zip(first, responses, strict=True)
         ]
 
-    def _episodes(self, task: Task, prompt: SamplingPrompt, environment: str) -> list[Episode]:
+    def _episodes(
+        self, task: Task, prompt: SamplingPrompt, environment: str, images: SampleImages
+    ) -> list[Episode]:
         return [
-            Episode(index, task, prompt, self._sampler, self._tokenizer, environment)
+            Episode(index, task, prompt, self._sampler, self._tokenizer, environment, images)
             for index in range(prompt.sample_count)
         ]
 
@@ -246,22 +254,11 @@ class GroupRunner:
                     raise EnvironmentFailedError(f"{environment} gave a score named {name!r}")
         return rewards
 
-    async def _tokenise(self, task: Task) -> list[int]:
-        for index, message in enumerate(task.messages):
-            if not isinstance(message.get("content") or "", str):
-                raise MediaUnsupportedError(
-                    f"messages[{index}] of the task hold more than text, which this worker and "
-                    "its engines cannot read"
-                )
-        return await off_loop(task.text_length, partial(self._encode, task))
-
-    def _encode(self, task: Task) -> list[int]:
+    async def _tokenise(self, task: Task, images: SampleImages) -> Passage:
         if task.messages:
-            try:
-                return self._tokenizer.encode_chat(task.messages, task.tools)
-            except ChatTemplateError as error:
-                raise TaskError("messages", str(error)) from None
-        return self._tokenizer.encode(task.prompt, special=True)
+            return await encode_prompt(self._tokenizer, images, task.messages, task.tools)
+        encode = partial(self._tokenizer.encode, task.prompt, special=True)
+        return self._images.expand(await off_loop(len(task.prompt), encode), ())
 
     async def _responses(self, deltas: Sequence[Delta]) -> list[Response]:
         texts = [""] * len(deltas)

@@ -33,7 +33,7 @@ from sluice.api.rollout.v1 import trace_pb2
 from sluice.runtime import wire
 from sluice.runtime.errors import InvalidFieldError, ServiceError
 from sluice.samples.blobs import BlobReference
-from sluice.samples.sample import SCORE_PREFIX, Sample
+from sluice.samples.sample import SCORE_PREFIX, Sample, media_of
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ def finished_event(
             finish_reasons=[wire.FINISH_REASONS[sample.finish_reason] for sample in samples],
             details=[_details(index, sample) for index, sample in enumerate(samples)],
             prompt_digest=digest_of(first.token_ids[: first.prompt_length]),
+            media=[wire.blob_to_proto(blob) for blob in media_of(samples).values()],
             trace=trace,
         )
     )

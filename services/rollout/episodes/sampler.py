@@ -22,6 +22,7 @@ from services.rollout.engine.interface import (
 )
 from services.rollout.engine.wire import VersionBounds, join_deltas, join_experts
 from services.rollout.episodes.engines import NO_HINTS, EngineAccess, Hints, LeaseSource
+from services.rollout.episodes.images import collapse
 from services.rollout.episodes.trajectory import Timeline
 from sluice.api.rollout.v1 import trace_pb2
 from sluice.api.router.v1 import router_service_pb2 as router_pb
@@ -30,6 +31,7 @@ from sluice.router_client import Lease, outcome_of
 from sluice.runtime.errors import ServiceError
 from sluice.runtime.recovery import PASSING, Backoff
 from sluice.runtime.waits import Waits
+from sluice.samples.sample import MediaSpan
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +64,8 @@ class EngineError(ServiceError):
 class SamplingPrompt:
     """What is to be sampled: `sample_count` continuations, sample i by seeds[i] if given.
 
-    On the timeline they count from `first_episode` on.
+    `media` are what the prompt shows, each in place of its tokens. On the timeline samples count
+    from `first_episode` on.
     """
 
     group_id: str
@@ -74,6 +77,7 @@ class SamplingPrompt:
     timeline: Timeline | None = None
     first_episode: int = 0
     hints: Hints = NO_HINTS
+    media: tuple[MediaSpan, ...] = ()
 
     def mark(self, kind: trace_pb2.SpanKind, place: str, indices: Sequence[int]) -> None:
         """Write on the timeline what these samples did until now."""
@@ -119,7 +123,11 @@ class PartialSamples:
         return [self._done[index] for index in range(self._prompt.sample_count)]
 
     def generation(self, indices: Sequence[int], dp_rank: int) -> Generation:
-        """Returns the request for these samples: several that have not begun, or one that has."""
+        """Returns the request for these samples: several that have not begun, or one that has.
+
+        Its prompt has one placeholder for each of the media.
+        """
+        prompt = collapse(self._prompt.token_ids, self._prompt.media)
         seeds = self._prompt.sampling.seeds
         so_far = self._open.get(indices[0])
         sampling = replace(
@@ -129,7 +137,7 @@ class PartialSamples:
         )
         return Generation(
             request_id=new_request_id(),
-            prompt_token_ids=(*self._prompt.token_ids, *(so_far.token_ids if so_far else ())),
+            prompt_token_ids=(*prompt, *(so_far.token_ids if so_far else ())),
             sampling=sampling,
             sample_count=len(indices),
             dp_rank=dp_rank,
@@ -342,10 +350,15 @@ class Sampler:
             with self._waits.waiting(f"samples of group {prompt.group_id}", on=[lease.engine_id]):
                 generation = partial.generation(part.indices, lease.dp_rank)
                 if listener is None:
-                    deltas = await self._engines.generate(lease.address, generation, prompt.bounds)
+                    deltas = await self._engines.generate(
+                        lease.address, generation, prompt.bounds, prompt.media
+                    )
                 else:
                     stream = self._engines.stream(
-                        lease.address, replace(generation, stream=True), prompt.bounds
+                        lease.address,
+                        replace(generation, stream=True),
+                        prompt.bounds,
+                        prompt.media,
                     )
                     deltas = await _listen(stream, part.indices, partial, listener)
             outcome, lengths = router_pb.OUTCOME_OK, [len(d.token_ids) for d in deltas]

@@ -5,7 +5,8 @@
 
 JSON lines: the first holds the digest of the request, each further one a finished group and its
 blob, or groups that were cancelled. Any worker of the store can go on from it. The blobs are
-pinned by `rollout/<request id>` until retention removes the journal.
+pinned by `rollout/<request id>` until retention removes the journal; so are images, before the
+first engine is asked about them.
 
 Nobody locks a journal: only `open` creates one, lines are one write at its end, and a rename
 takes the lines of those who write just then along. Each write begins on a new line, so that one
@@ -35,7 +36,7 @@ from sluice.durable import sync_path
 from sluice.runtime.errors import ServiceError
 from sluice.samples.arrow import InvalidGroupError, decode_group, encode_view
 from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReference, BlobStore
-from sluice.samples.sample import Sample
+from sluice.samples.sample import Sample, media_of
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class Journals:
 
         Raises FileNotFoundError when the rollout has been forgotten; `settle` unpins the blobs.
         """
-        self._blobs.pin(_owner(request_id), [blob.digest for blob in groups.values()])
+        self._blobs.pin(owner_of(request_id), [blob.digest for blob in groups.values()])
         lines = [
             {"group": group_id, "blob": blob.digest, "size": blob.size}
             for group_id, blob in groups.items()
@@ -163,7 +164,8 @@ class Journals:
         return self._root / f"{quote(request_id, safe='')}{SETTLED}"
 
 
-def _owner(request_id: str) -> str:
+def owner_of(request_id: str) -> str:
+    """Names the owner of what a rollout pins."""
     return OWNER + request_id
 
 
@@ -237,7 +239,7 @@ class Spool:
     async def read(
         self, blobs: Mapping[str, BlobReference]
     ) -> dict[str, tuple[list[Sample], BlobReference]]:
-        """Returns samples by group; a group whose blob is gone or damaged is left out."""
+        """Returns samples by group; one whose blob or image is gone or damaged is left out."""
         return await asyncio.to_thread(self._read, blobs)
 
     async def close(self) -> None:
@@ -280,7 +282,11 @@ class Spool:
         groups = {}
         for group_id, blob in blobs.items():
             try:
-                groups[group_id] = (decode_group(self._blobs.get(blob)), blob)
+                samples = decode_group(self._blobs.get(blob))
+                for image in media_of(samples).values():
+                    if not self._blobs.exists(image):
+                        raise BlobNotFoundError(image.digest)
+                groups[group_id] = (samples, blob)
             except (BlobNotFoundError, BlobDigestError, InvalidGroupError) as error:
                 logger.warning("group %s is run again: %s", group_id, error)
         return groups

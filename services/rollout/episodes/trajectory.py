@@ -14,7 +14,7 @@ from services.rollout.engine.wire import join_experts
 from services.rollout.environments.environment import Response, Reward, Turn
 from sluice.api.rollout.v1 import trace_pb2 as pb
 from sluice.runtime.wire import timestamp_of
-from sluice.samples.sample import SCORE_PREFIX, SEVERAL, Sample, VersionSpan
+from sluice.samples.sample import SCORE_PREFIX, SEVERAL, MediaSpan, Sample, VersionSpan
 
 ALL = -1  # in place of an episode
 SHORTEST_SECONDS = 1e-6  # what is shorter counts for the next span
@@ -95,12 +95,20 @@ class Timeline:
 class Trajectory:
     """Holds a prompt and what followed; `token_ids` are the engine's prompt and the row's tokens.
 
-    Observations are masked and carry no log-probs (zeros stand for them).
+    Observations are masked and carry no log-probs (zeros stand for them). `media` are what it
+    was shown, counted from the start of the prompt.
     """
 
-    def __init__(self, prompt_token_ids: Sequence[int], number: int = 0) -> None:
-        """`number` tells the trajectories of an episode apart."""
+    def __init__(
+        self,
+        prompt_token_ids: Sequence[int],
+        number: int = 0,
+        media: Iterable[MediaSpan] = (),
+    ) -> None:
+        """`number` tells the trajectories of an episode apart. `media` are of the prompt."""
         self.prompt_token_ids, self.number = tuple(prompt_token_ids), number
+        self.media = tuple(media)
+        self._observation_count = 0
         self.finish_reason = ""
         self.reward: Reward | None = None  # set by a generate function that rewards itself
         self._parts: list[tuple[Delta | None, Sequence[int]]] = []  # sampled or not, and tokens
@@ -108,10 +116,14 @@ class Trajectory:
 
     @classmethod
     def of(
-        cls, prompt_token_ids: Sequence[int], delta: Delta, sampling: Sampling | None = None
+        cls,
+        prompt_token_ids: Sequence[int],
+        delta: Delta,
+        sampling: Sampling | None = None,
+        media: Iterable[MediaSpan] = (),
     ) -> Trajectory:
         """Makes one of a prompt and its first answer."""
-        trajectory = cls(prompt_token_ids)
+        trajectory = cls(prompt_token_ids, media=media)
         trajectory.add_sampled(delta, sampling)
         return trajectory
 
@@ -141,14 +153,22 @@ class Trajectory:
         self._samplings.append(sampling)
         self.finish_reason = "" if delta.finish_reason is None else delta.finish_reason.value
 
-    def add_observation(self, token_ids: Sequence[int]) -> None:
-        """Add tokens that nobody sampled; they are not trained on."""
+    def add_observation(self, token_ids: Sequence[int], media: Iterable[MediaSpan] = ()) -> None:
+        """Add tokens that nobody sampled; they are not trained on.
+
+        `media` count from the start of the observation.
+        """
+        self._observation_count += 1
+        offset = self._length
+        self.media += tuple(span.placed(offset, self._observation_count) for span in media)
         self._parts.append((None, tuple(token_ids)))
 
     def end_full(self) -> None:
         """End for lack of room: drop observations nobody answered."""
         while self._parts and self._parts[-1][0] is None:
             self._parts.pop()
+        length = self._length
+        self.media = tuple(span for span in self.media if span.end <= length)
         self.finish_reason = FinishReason.LENGTH.value
 
     def to_sample(self, group_id: str, index: int, reward: Reward, episode: int | None) -> Sample:
@@ -179,7 +199,12 @@ class Trajectory:
             columns=columns,
             spans=self._spans(),
             routed_experts=self._routed_experts(),
+            media=self.media,
         )
+
+    @property
+    def _length(self) -> int:
+        return len(self.prompt_token_ids) + sum(len(tokens) for _, tokens in self._parts)
 
     def _token_array(self) -> np.ndarray:
         """int32[length]."""
@@ -207,8 +232,7 @@ class Trajectory:
         if experts is None:
             return None
         # Nothing was sampled, and nothing is trained, behind the observations at the end.
-        length = len(self.prompt_token_ids) + sum(len(tokens) for _, tokens in self._parts)
-        unknown = length - 1 - len(experts)
+        unknown = self._length - 1 - len(experts)
         return np.concatenate([experts, np.repeat(experts[-1:], unknown, axis=0)])
 
     def _mask(self) -> np.ndarray:

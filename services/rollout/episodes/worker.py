@@ -14,6 +14,7 @@ import grpc
 
 from services.rollout import metrics
 from services.rollout.config import EpisodesConfig, RolloutConfig
+from services.rollout.engine.wire import MediaReader
 from services.rollout.environments.environment import (
     SettingError,
     TaskError,
@@ -29,6 +30,7 @@ from services.rollout.episodes.group import (
     GroupSpec,
     GroupTools,
 )
+from services.rollout.episodes.images import Images
 from services.rollout.episodes.rollouts import (
     CancelledGroupError,
     EvaluationSettings,
@@ -360,7 +362,8 @@ class EpisodeWorker:
             )
         except ValueError as error:
             raise ConfigError(f"episodes.environments: {error}") from None
-        self.engines = EngineAccess(config.server.security)
+        self.images = Images.of_model(config.tokenizer_directory, blobs, config.images)
+        self.engines = EngineAccess(config.server.security, MediaReader(blobs))
         self.leases = RouterLeases(router)
         self.sampler = Sampler(
             self.leases,
@@ -369,7 +372,7 @@ class EpisodeWorker:
             attempts=episodes.engine_attempts,
             chunk_tokens=episodes.chunk_tokens,
         )
-        tools = GroupTools(self.tokenizer, self.sampler, self._spool, waits)
+        tools = GroupTools(self.tokenizer, self.sampler, self._spool, waits, self.images)
         self._rollouts = Rollouts(episodes, self._environments, tools)
         self.servicer = RolloutServicer(self._rollouts, self._environments)
 
@@ -381,6 +384,7 @@ class EpisodeWorker:
         """Stop the rollouts; what is finished stays in the store."""
         await self._rollouts.close()
         await self._spool.close()
+        await asyncio.to_thread(self.images.close)
         await self._environments.close()
         await self.leases.close()
         await self.engines.close()

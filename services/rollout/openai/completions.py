@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from services.rollout.config import OpenAIConfig
 from services.rollout.engine.interface import Delta, FinishReason
+from services.rollout.episodes.images import SampleImages
 from services.rollout.openai.generation import (
     Answer,
     AnswerRequest,
@@ -188,6 +189,11 @@ class Responder:
     generator: Generator
     recorder: Recorder
 
+    @property
+    def images(self) -> SampleImages:
+        """Images of calls: from their bodies alone."""
+        return SampleImages(self.generator.images, files=False)
+
     def names(self, request: CommonRequest) -> Names:
         return Names(self.generator.tokenizer, as_ids=request.return_tokens_as_token_ids)
 
@@ -209,6 +215,7 @@ class Responder:
     ) -> AnswerRequest:
         return AnswerRequest(
             token_ids=prompt.token_ids,
+            media=prompt.media,
             sampling=request.sampling(max_new_tokens),
             count=request.n,
             stops=tuple(request.stop),
@@ -227,6 +234,9 @@ class Responder:
             return Scored(delta.token_ids, delta.logprobs_t1)
         whole = (*prompt.token_ids, *delta.token_ids)
         first = 1 if echo else len(prompt.token_ids)
+        if prompt.media:
+            message = "logprobs: beside images only those of sampled tokens, temperature 0 or 1"
+            raise ApiError(400, "unsupported_parameter", message, "logprobs")
         if len(whole) == first:
             return Scored(whole if echo else (), [None] if echo else ())
         version = delta.spans[-1].version if delta.spans else None
@@ -370,7 +380,11 @@ class Chat:
         earlier = await responder.recorder.earlier(record) if record else NOTHING_EARLIER
         messages = [self._calls.restore(message, earlier.calls) for message in request.messages]
         prompt = await chat_prompt(
-            responder.generator.tokenizer, request, messages, earlier.prompts
+            responder.generator.tokenizer,
+            request,
+            messages,
+            earlier.prompts,
+            responder.images,
         )
         return prompt, responder.answer_request(
             request, prompt, request.token_limit or responder.config.max_tokens
@@ -461,7 +475,9 @@ class Completions:
         responder.check(request, len(request.prompts), request.max_tokens)
         earlier = await responder.recorder.earlier(record) if record else NOTHING_EARLIER
         return [
-            await plain_prompt(responder.generator.tokenizer, each, earlier.prompts)
+            await plain_prompt(
+                responder.generator.tokenizer, each, earlier.prompts, responder.images
+            )
             for each in request.prompts
         ]
 

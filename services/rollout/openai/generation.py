@@ -15,9 +15,11 @@ from typing import Any
 from services.rollout.engine.interface import Delta, FinishReason, Sampling, TokenScores
 from services.rollout.engine.wire import VersionBounds, join_deltas
 from services.rollout.environments.tools import OPEN, parse_calls
+from services.rollout.episodes.images import Images
 from services.rollout.episodes.sampler import Sampler, SamplingPrompt
 from sluice.client import new_request_id
 from sluice.runtime.idempotency import all_of
+from sluice.samples.sample import MediaSpan
 from sluice.samples.tokenizer import TextTokenizer, off_loop
 
 REMEMBERED_CALLS = 10_000
@@ -158,6 +160,7 @@ class AnswerRequest:
     token_ids: tuple[int, ...]
     sampling: Sampling
     count: int
+    media: tuple[MediaSpan, ...] = ()
     stops: tuple[str, ...] = ()
     special: bool = False
     keep_stop: bool = False
@@ -206,8 +209,11 @@ class _StopFoundError(Exception):
 class Generator:
     """Answers prompts. What it starts ends with the call, also when the caller goes away."""
 
-    def __init__(self, tokenizer: TextTokenizer, sampler: Sampler, pool: str) -> None:
+    def __init__(
+        self, tokenizer: TextTokenizer, sampler: Sampler, pool: str, images: Images
+    ) -> None:
         self.tokenizer, self._sampler, self._pool = tokenizer, sampler, pool
+        self.images = images
 
     async def answer(self, request: AnswerRequest) -> list[Answer]:
         """Returns all answers. Raises ServiceError and RemoteError."""
@@ -288,6 +294,7 @@ class Generator:
         return SamplingPrompt(
             group_id=new_request_id(),
             token_ids=request.token_ids,
+            media=request.media,
             sample_count=len(indices),
             sampling=replace(
                 request.sampling, seeds=tuple(seeds[index] for index in indices) if seeds else ()

@@ -9,6 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
+from services.rollout.episodes.images import NO_IMAGES, Passage, SampleImages
 from services.rollout.openai.requests import (
     ApiError,
     ChatRequest,
@@ -18,18 +19,27 @@ from services.rollout.openai.requests import (
     read_json,
 )
 from sluice.samples.chat_template import ChatTemplateError, NoChatTemplateError
+from sluice.samples.messages import MessageError, template_messages
+from sluice.samples.sample import MediaSpan
 from sluice.samples.tokenizer import TextTokenizer, off_loop
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """token_ids are what the engine is given; text is what they stand for.
+    """token_ids are what the model takes in; text is what they stand for, media what they show.
 
-    Of an earlier conversation: a text that it may come back as, and its tokens.
+    Of an earlier conversation: a text that it may come back as, and its tokens. A text has one
+    placeholder for each image.
     """
 
     text: str
     token_ids: tuple[int, ...]
+    media: tuple[MediaSpan, ...] = ()
+
+    @property
+    def shown(self) -> list[str]:
+        """Digests of its images, in order: placeholders look alike whatever they show."""
+        return [span.digest for span in self.media]
 
 
 async def chat_prompt(
@@ -37,17 +47,19 @@ async def chat_prompt(
     request: ChatRequest,
     messages: Sequence[Mapping[str, Any]],
     earlier: Sequence[Prompt] = (),
+    images: SampleImages = NO_IMAGES,
 ) -> Prompt:
     """Encodes a conversation up to where the assistant begins; `messages` are the request's.
 
     Where it goes on from an earlier one, the tokens of that one are taken as they are: text
-    that was sampled is never tokenised again. Raises ApiError.
+    that was sampled is never tokenised again. Raises ApiError and ServiceError.
     """
     tools = request.tools if request.shows_tools else []
     text = chat_text(tokenizer, messages, tools, request.chat_template_kwargs)
-    begun = _begun(text, earlier)
+    shown = await images.show(messages)
+    begun = _begun(text, earlier, [image.blob.digest for image in shown])
     rest = await encode(tokenizer, text[len(begun.text) :], special=False)
-    return Prompt(text, (*begun.token_ids, *rest))
+    return _followed(begun, text, images.images.expand(rest, shown[len(begun.media) :]))
 
 
 def chat_text(
@@ -65,24 +77,39 @@ def chat_text(
 
 
 async def plain_prompt(
-    tokenizer: TextTokenizer, prompt: str | list[int], earlier: Sequence[Prompt] = ()
+    tokenizer: TextTokenizer,
+    prompt: str | list[int],
+    earlier: Sequence[Prompt] = (),
+    images: SampleImages = NO_IMAGES,
 ) -> Prompt:
-    """Encodes a text as the model expects it, or takes tokens as they are. Raises ApiError."""
+    """Encodes a text as the model expects it, or takes tokens as they are.
+
+    It shows no images, nor may it hold their placeholders. Raises ApiError and ServiceError.
+    """
     if not isinstance(prompt, str):
         (text,) = tokenizer.decode([prompt], special=True)
-        return Prompt(text, tuple(prompt))
-    begun = _begun(prompt, earlier)
+        return Prompt(text, tuple(images.images.expand(prompt, ()).token_ids))
+    begun = _begun(prompt, earlier, [])
     rest = await encode(tokenizer, prompt[len(begun.text) :], special=not begun.token_ids)
-    token_ids = (*begun.token_ids, *rest)
-    if not token_ids:
+    followed = _followed(begun, prompt, images.images.expand(rest, ()))
+    if not followed.token_ids:
         raise ApiError(400, "invalid_value", "prompt: has no tokens", "prompt")
-    return Prompt(prompt, token_ids)
+    return followed
 
 
-def _begun(text: str, earlier: Sequence[Prompt]) -> Prompt:
-    """Finds the longest earlier conversation that a text goes on from."""
-    fitting = [each for each in earlier if text.startswith(each.text)]
+def _begun(text: str, earlier: Sequence[Prompt], shown: Sequence[str]) -> Prompt:
+    """Finds the longest earlier conversation that a text with these images goes on from."""
+    fitting = [
+        each
+        for each in earlier
+        if text.startswith(each.text) and each.shown == shown[: len(each.media)]
+    ]
     return max(fitting, key=lambda each: len(each.text), default=Prompt("", ()))
+
+
+def _followed(begun: Prompt, text: str, rest: Passage) -> Prompt:
+    media = [span.placed(len(begun.token_ids), 0) for span in rest.media]
+    return Prompt(text, (*begun.token_ids, *rest.token_ids), (*begun.media, *media))
 
 
 async def encode(tokenizer: TextTokenizer, text: str, *, special: bool) -> list[int]:
@@ -91,7 +118,7 @@ async def encode(tokenizer: TextTokenizer, text: str, *, special: bool) -> list[
 
 
 def _message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Returns a message as templates want it: content as text, arguments of calls as objects."""
+    """Returns a message as templates want it: arguments of calls are objects, images bare."""
     field = f"messages.{index}"
     if not isinstance(message.get("role"), str):
         raise ApiError(400, "invalid_value", f"{field}.role: is required", f"{field}.role")
@@ -105,17 +132,13 @@ def _message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     return plain
 
 
-def _content(content: Any, field: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
-    for part in content if isinstance(content, list) else [content]:
-        if not isinstance(part, Mapping) or part.get("type") != "text":
-            raise ApiError(
-                400, "unsupported_content", f"{field}: only text can be read here", field
-            )
-        texts.append(str(part.get("text", "")))
-    return "".join(texts)
+def _content(content: Any, field: str) -> Any:
+    try:
+        (plain,) = template_messages([{"content": "" if content is None else content}])
+    except MessageError as error:
+        message = f"{field}: text and images can be read here: {error}"
+        raise ApiError(400, "unsupported_content", message, field) from None
+    return plain["content"]
 
 
 def _tool_call(call: Any, field: str) -> dict[str, Any]:

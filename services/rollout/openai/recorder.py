@@ -3,7 +3,8 @@
 <store>/records/<group>.open      JSON lines: one answer, a reward, or the end; after a tab the
                                   xxh3 of each. The first, {"born": <random>}, tells it from
                                   another file of this name, which inodes do not
-<store>/records/<group>.closed    its samples are a blob, pinned by `record/<group>`
+<store>/records/<group>.closed    its samples are a blob, pinned by `record/<group>`, as are the
+                                  images of open groups too
 <store>/records/.lock             locked for moments
 
 A call whose prompt goes on from the tokens of an earlier answer of its session extends that
@@ -39,8 +40,8 @@ from sluice.api.common.v1.sample_pb2 import RoutedExperts
 from sluice.durable import locked
 from sluice.runtime import wire
 from sluice.samples.arrow import encode_group
-from sluice.samples.blobs import BlobReference, BlobStore
-from sluice.samples.sample import Sample, VersionSpan, validate_sample
+from sluice.samples.blobs import BlobNotFoundError, BlobReference, BlobStore
+from sluice.samples.sample import MediaSpan, Sample, VersionSpan, validate_sample
 from sluice.samples.tokenizer import TextTokenizer
 
 OPEN, CLOSED = ".open", ".closed"
@@ -97,7 +98,7 @@ class GroupRecord:
         """Returns what a prompt of this session may go on from."""
         session = self._sessions.get(name, _Session())
         prompts = [
-            Prompt(text, thread.trajectory.token_ids)
+            Prompt(text, thread.trajectory.token_ids, thread.trajectory.media)
             for thread in session.threads
             for text in thread.texts
         ]
@@ -120,7 +121,7 @@ class GroupRecord:
         """
         threads = self._sessions.get(session, _Session()).threads
         fresh = itertools.count(len(threads))
-        extended = _extended(threads, prompt.token_ids)
+        extended = _extended(threads, prompt)
         lines: list[Line] = []
         for answer, texts, call_ids in zip(answers, endings, calls, strict=True):
             if extended is None:
@@ -130,6 +131,8 @@ class GroupRecord:
                 seen = len(thread.trajectory.token_ids)
                 base, before = _base(thread.texts, prompt.text)
                 extended = None
+            new = [span for span in prompt.media if span.first_token >= seen]
+            media = [vars(span.placed(-seen, 0)) for span in new]
             line = {
                 "session": session,
                 "thread": place,
@@ -138,6 +141,8 @@ class GroupRecord:
                 "text": prompt.text[len(before) :],
                 "endings": list(texts),
             }
+            if media:
+                line |= {"media": media}
             if call_ids:
                 line |= {"calls": list(call_ids), "said": answer.text}
             sampling = None if answer.sampling is None else asdict(answer.sampling)
@@ -190,13 +195,17 @@ class GroupRecord:
 
     def _apply_answer(self, session: _Session, line: Line) -> None:
         delta = _delta_from_json(line)
+        media = [
+            MediaSpan(**{**span, "grid_thw": tuple(span["grid_thw"])})
+            for span in line.get("media", ())
+        ]
         if line["thread"] == len(session.threads):
-            session.threads.append(_Thread(Trajectory(line["observed"]), []))
+            session.threads.append(_Thread(Trajectory(line["observed"], media=media), []))
             thread = session.threads[-1]
         else:
             thread = session.threads[line["thread"]]
             if line["observed"]:
-                thread.trajectory.add_observation(line["observed"])
+                thread.trajectory.add_observation(line["observed"], media)
         sampling = line.get("sampling")  # lines of older versions say nothing of it
         thread.trajectory.add_sampled(delta, Sampling(**sampling) if sampling else None)
         before = "" if line["base"] is None else thread.texts[line["base"]]
@@ -275,14 +284,22 @@ def _base(texts: Sequence[str], text: str) -> tuple[int | None, str]:
     return place, texts[place]
 
 
-def _extended(threads: Sequence[_Thread], token_ids: tuple[int, ...]) -> int | None:
-    """Finds the longest trajectory that these tokens begin with."""
+def _extended(threads: Sequence[_Thread], prompt: Prompt) -> int | None:
+    """Finds the longest trajectory that a prompt begins with: its tokens, and what they show."""
     found = [
         (len(thread.trajectory.token_ids), place)
         for place, thread in enumerate(threads)
-        if token_ids[: len(thread.trajectory.token_ids)] == thread.trajectory.token_ids
+        if _goes_on(prompt, thread.trajectory)
     ]
     return max(found)[1] if found else None
+
+
+def _goes_on(prompt: Prompt, trajectory: Trajectory) -> bool:
+    digests = [span.digest for span in trajectory.media]
+    return (
+        prompt.token_ids[: len(trajectory.token_ids)] == trajectory.token_ids
+        and prompt.shown[: len(digests)] == digests
+    )
 
 
 @dataclass(frozen=True)
@@ -330,6 +347,8 @@ class Recorder:
 
         def write() -> None:
             group = self._open(record.group, make=True)
+            if prompt.media:
+                self._blobs.pin(_owner(record.group), prompt.shown)
             self._append(group, group.lines(record.session, prompt, answers, endings, calls))
 
         await self._locked(write)
@@ -401,7 +420,7 @@ class Recorder:
 
         try:
             return await asyncio.to_thread(run)
-        except OSError as error:
+        except (OSError, BlobNotFoundError) as error:
             raise ApiError(503, "store_failed", str(error)) from error
 
     def _open(self, name: str, *, make: bool = False) -> GroupRecord:

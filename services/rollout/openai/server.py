@@ -16,7 +16,9 @@ from pydantic import TypeAdapter
 from services.rollout import metrics
 from services.rollout.config import RolloutConfig
 from services.rollout.engine.interface import Engine
+from services.rollout.engine.wire import MediaReader
 from services.rollout.episodes.engines import LOCAL_ADDRESS, EngineAccess, LocalLeases
+from services.rollout.episodes.images import Images
 from services.rollout.episodes.sampler import Sampler
 from services.rollout.openai.completions import Chat, Chunk, Completions, Responder
 from services.rollout.openai.generation import Generator
@@ -107,6 +109,7 @@ class OpenAIServer:
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.cleanup()
+        await asyncio.to_thread(self.responder.generator.images.close)
 
     def _application(self) -> web.Application:
         application = web.Application(
@@ -321,8 +324,11 @@ def create_server(
 def local_generator(config: RolloutConfig, engine: Engine, waits: Waits) -> Generator:
     """Samples with the engine of this process alone. Raises ConfigError without a tokenizer."""
     assert config.tokenizer_directory is not None
-    engines = EngineAccess(config.server.security)
+    blobs = BlobStore(config.store, sync=config.store_sync)
+    engines = EngineAccess(config.server.security, MediaReader(blobs))
     engines.add_local(LOCAL_ADDRESS, engine)
     leases = LocalLeases(engine, config.engine_id)
     sampler = Sampler(leases, engines, waits, attempts=config.episodes.engine_attempts)
-    return Generator(TextTokenizer(config.tokenizer_directory), sampler, config.pool)
+    directory = config.tokenizer_directory
+    images = Images.of_model(directory, blobs, config.images)
+    return Generator(TextTokenizer(directory), sampler, config.pool, images)

@@ -85,7 +85,7 @@ async def test_blobs_stay_until_no_kept_run_checkpoint_needs_them(world):
     version = await world.publish()
     blobs = [world.generate(position) for position in range(4)]
     for blob in blobs:
-        world.retention.hold(blob)
+        world.retention.hold(blob.digest)
     world.ledger.consume(["g0"], 1)
     await world.run_checkpoint(1, version)
     await world.retention.settle()

@@ -56,7 +56,7 @@ class RolloutRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupRequest, _Mapping]]] = ..., environment: _Optional[_Union[EnvironmentSpec, _Mapping]] = ..., sampling: _Optional[_Union[_engine_service_pb2.SamplingParams, _Mapping]] = ..., sample_count: _Optional[int] = ..., versions: _Optional[_Union[_engine_service_pb2.VersionBounds, _Mapping]] = ..., group_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pool: _Optional[str] = ...) -> None: ...
 
 class FinishedGroup(_message.Message):
-    __slots__ = ("group_id", "blob", "rewards", "response_lengths", "min_version", "max_version", "prompt_length", "raw_rewards", "finish_reasons", "details", "prompt_digest", "trace")
+    __slots__ = ("group_id", "blob", "rewards", "response_lengths", "min_version", "max_version", "prompt_length", "raw_rewards", "finish_reasons", "details", "prompt_digest", "media", "trace")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     BLOB_FIELD_NUMBER: _ClassVar[int]
     REWARDS_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +68,7 @@ class FinishedGroup(_message.Message):
     FINISH_REASONS_FIELD_NUMBER: _ClassVar[int]
     DETAILS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
     group_id: str
     blob: _sample_pb2.BlobReference
@@ -80,8 +81,9 @@ class FinishedGroup(_message.Message):
     finish_reasons: _containers.RepeatedScalarFieldContainer[_sample_pb2.FinishReason]
     details: _containers.RepeatedCompositeFieldContainer[SampleDetails]
     prompt_digest: str
+    media: _containers.RepeatedCompositeFieldContainer[_sample_pb2.BlobReference]
     trace: _trace_pb2.GroupTrace
-    def __init__(self, group_id: _Optional[str] = ..., blob: _Optional[_Union[_sample_pb2.BlobReference, _Mapping]] = ..., rewards: _Optional[_Iterable[float]] = ..., response_lengths: _Optional[_Iterable[int]] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., prompt_length: _Optional[int] = ..., raw_rewards: _Optional[_Iterable[float]] = ..., finish_reasons: _Optional[_Iterable[_Union[_sample_pb2.FinishReason, str]]] = ..., details: _Optional[_Iterable[_Union[SampleDetails, _Mapping]]] = ..., prompt_digest: _Optional[str] = ..., trace: _Optional[_Union[_trace_pb2.GroupTrace, _Mapping]] = ...) -> None: ...
+    def __init__(self, group_id: _Optional[str] = ..., blob: _Optional[_Union[_sample_pb2.BlobReference, _Mapping]] = ..., rewards: _Optional[_Iterable[float]] = ..., response_lengths: _Optional[_Iterable[int]] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., prompt_length: _Optional[int] = ..., raw_rewards: _Optional[_Iterable[float]] = ..., finish_reasons: _Optional[_Iterable[_Union[_sample_pb2.FinishReason, str]]] = ..., details: _Optional[_Iterable[_Union[SampleDetails, _Mapping]]] = ..., prompt_digest: _Optional[str] = ..., media: _Optional[_Iterable[_Union[_sample_pb2.BlobReference, _Mapping]]] = ..., trace: _Optional[_Union[_trace_pb2.GroupTrace, _Mapping]] = ...) -> None: ...
 
 class SampleDetails(_message.Message):
     __slots__ = ("raw_reward", "scores", "episode", "turn_count")
