@@ -33,6 +33,7 @@ from sluice.loop.config import (
 from sluice.runtime.recovery import NotReadyError, Retries, is_passing, wait_until_ready
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.wire import duration_of
+from sluice.samples.messages import data_url
 
 Task = int | Mapping[str, Any]  # index into a generated data set, or a row of a file
 
@@ -124,7 +125,16 @@ def _read_parquet(path: Path) -> list[tuple[str, Any]]:
         rows = pyarrow.parquet.read_table(path).to_pylist()
     except pyarrow.ArrowInvalid as error:
         raise PromptFileError(f"{path}: not Parquet: {error}") from None
-    return [(f"{path}: row {number}", row) for number, row in enumerate(rows, 1)]
+    return [(f"{path}: row {number}", _as_json(row)) for number, row in enumerate(rows, 1)]
+
+
+def _as_json(value: Any) -> Any:
+    """A value of Parquet as calls carry it: bytes, such as images, as data URLs."""
+    if isinstance(value, bytes):
+        return data_url(value)
+    if isinstance(value, dict):
+        return {key: _as_json(each) for key, each in value.items()}
+    return [_as_json(each) for each in value] if isinstance(value, list) else value
 
 
 def sample_seed(run_seed: int, group_id: str, index: int) -> int:

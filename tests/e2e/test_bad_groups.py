@@ -24,7 +24,7 @@ def test_bad_prompts_are_dropped_with_their_reason_and_the_others_trained_on(sta
     reasons = dict(ledger.execute(query).fetchall())
     ledger.close()
     assert "does not fit" in reasons[3] or "tokens" in reasons[3]
-    assert "more than text" in reasons[5]
+    assert "reads text only" in reasons[5]
 
 
 def test_graders_that_all_crash_end_the_run_with_their_error(stack: Stack) -> None:

@@ -29,6 +29,7 @@ from services.rollout.environments.graders.grader import (
 )
 from services.rollout.environments.registry import load_function
 from sluice.config import Config
+from sluice.samples.messages import MARK, split_marks
 
 
 class PromptsSettings(Config):
@@ -41,6 +42,7 @@ class PromptsSettings(Config):
     system_prompt: str = ""
     prompt_key: str = "prompt"
     messages_key: str = "messages"
+    images_key: str = "images"  # a path, data URL or {bytes, path}, or a list: shown at `<image>`
     answer_key: str = "answer"  # a text, a number, or a list of several that are right
     state_keys: tuple[str, ...] = ()  # of the row, for the reward and for readers
 
@@ -103,17 +105,63 @@ def make_row_task(settings: PromptsSettings, request: TaskRequest) -> Task:
     state: dict[str, Any] = {key: row[key] for key in settings.state_keys if key in row}
     if len(answers) > 1:
         state["answers"] = answers
+    images = _images(row.get(settings.images_key), settings.images_key)
     messages = row.get(settings.messages_key)
     if messages:
-        return Task(messages=_checked_messages(messages), answer=answers[0], state=state)
+        shown = _show(_checked_messages(messages), images, settings)
+        return Task(messages=shown, answer=answers[0], state=state)
     prompt = _text(row.get(settings.prompt_key), settings.prompt_key)
     if not prompt:
         raise TaskError(f"row.{settings.prompt_key}", "is empty")
     if not settings.chat:
+        if images:
+            raise TaskError(f"row.{settings.images_key}", "images need `chat: true`, or messages")
         return Task(prompt=prompt, answer=answers[0], state=state)
     system = [{"role": "system", "content": settings.system_prompt}]
     turns = [*(system if settings.system_prompt else ()), {"role": "user", "content": prompt}]
-    return Task(messages=tuple(turns), answer=answers[0], state=state)
+    return Task(messages=_show(turns, images, settings), answer=answers[0], state=state)
+
+
+def _images(value: Any, key: str) -> list[Any]:
+    """What the images of a row are read from; a column that all rows have may be empty."""
+    images = value if isinstance(value, list) else [] if value is None else [value]
+    for index, image in enumerate(images):
+        if not isinstance(image, str | Mapping):
+            kind = type(image).__name__
+            raise TaskError(
+                f"row.{key}[{index}]", f"must be a path, a data URL or {{bytes, path}}, not {kind}"
+            )
+    return images
+
+
+def _show(
+    messages: Sequence[Mapping[str, Any]], images: Sequence[Any], settings: PromptsSettings
+) -> tuple[Mapping[str, Any], ...]:
+    """Puts the images of a row to the marks in its texts; without marks, before the first one."""
+    if not images:
+        return tuple(messages)
+    texts = [index for index, each in enumerate(messages) if _is_asked(each)]
+    rest, shown = list(images), list(messages)
+    has_marks = any(MARK in messages[index]["content"] for index in texts)
+    for index in texts if has_marks else texts[:1]:
+        content = messages[index]["content"]
+        count = content.count(MARK) if has_marks else len(rest)
+        taken, rest = rest[:count], rest[count:]
+        try:
+            shown[index] = {**messages[index], "content": split_marks(content, taken)}
+        except ValueError:
+            break
+    else:
+        if texts and not rest:
+            return tuple(shown)
+    raise TaskError(
+        f"row.{settings.images_key}",
+        f"{len(images)} images do not go with the marks {MARK} in the texts of users",
+    )
+
+
+def _is_asked(message: Mapping[str, Any]) -> bool:
+    return message["role"] == "user" and isinstance(message["content"], str)
 
 
 def _answers(row: Mapping[str, Any], key: str) -> list[str]:

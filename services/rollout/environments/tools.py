@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
+from PIL import Image
 from pydantic import ConfigDict, Field, PydanticSchemaGenerationError, ValidationError, create_model
 
 from services.rollout.environments.environment import (
@@ -29,6 +31,7 @@ from services.rollout.environments.environment import (
 )
 from services.rollout.environments.prompts import PromptsEnvironment, PromptsSettings
 from services.rollout.environments.registry import load_function
+from sluice.samples.messages import image_part
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _CALL = re.compile(
@@ -47,10 +50,11 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolAnswer:
-    """What a tool answers the model."""
+    """What a tool answers the model: a text, and images as parts of a message behind it."""
 
     text: str
     is_error: bool = False
+    images: tuple[Mapping[str, Any], ...] = ()
 
 
 def parse_calls(text: str) -> list[ToolCall]:
@@ -105,7 +109,11 @@ class Tool:
         return {"type": "function", "function": function}
 
     def answer(self, arguments: Mapping[str, Any]) -> ToolAnswer:
-        """Returns what the function does, as text, or what is wrong."""
+        """Returns what the function does, or what is wrong.
+
+        It may give a text, a value of JSON, an image (of PIL, or the bytes of a file), or a list
+        of texts and images.
+        """
         try:
             given = self._arguments(**arguments)
         except ValidationError as error:
@@ -115,9 +123,26 @@ class Tool:
         values = {name: getattr(given, name) for name in self._arguments.model_fields}
         with _Catching() as catching:
             result = self._function(**values)
-            text = result if isinstance(result, str) else json.dumps(result, default=str)
-            return ToolAnswer(text)
+            return _answer_of(result)
         return ToolAnswer(f"error: {catching.raised}", is_error=True)
+
+
+def _answer_of(result: Any) -> ToolAnswer:
+    values = result if isinstance(result, list | tuple) else [result]
+    images = [_file_of(value) for value in values if isinstance(value, bytes | Image.Image)]
+    if not images:
+        return ToolAnswer(result if isinstance(result, str) else json.dumps(result, default=str))
+    rest = [value for value in values if not isinstance(value, bytes | Image.Image)]
+    texts = [value if isinstance(value, str) else json.dumps(value, default=str) for value in rest]
+    return ToolAnswer("\n".join(texts), images=tuple(map(image_part, images)))
+
+
+def _file_of(image: bytes | Image.Image) -> bytes:
+    if isinstance(image, bytes):
+        return image
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
 
 
 class _Catching(AbstractContextManager["_Catching"]):
@@ -193,7 +218,10 @@ class ToolsEnvironment(PromptsEnvironment):
         }
         texts = [_whole(answer.text[: self._settings.max_characters]) for answer in answers]
         if task.messages:
-            messages = tuple({"role": "tool", "content": text} for text in texts)
+            messages = tuple(
+                {"role": "tool", "content": _content(text, answer.images)}
+                for text, answer in zip(texts, answers, strict=True)
+            )
             return Step(messages=messages, state={**state, **counts})
         text = "".join(f"\n<tool_response>\n{text}\n</tool_response>\n" for text in texts)
         return Step(text=text, state={**state, **counts})
@@ -216,6 +244,12 @@ class ToolsEnvironment(PromptsEnvironment):
                 f"error: there is no tool {call.name!r}; tools: {known}", is_error=True
             )
         return tool.answer(call.arguments)
+
+
+def _content(text: str, images: Sequence[Mapping[str, Any]]) -> str | list[Mapping[str, Any]]:
+    if not images:
+        return text
+    return [*([{"type": "text", "text": text}] if text else []), *images]
 
 
 def _whole(text: str) -> str:

@@ -19,6 +19,8 @@ from sluice.client import RemoteError
 from sluice.samples.sample import VersionSpan
 from tests.service.rollout.harness import Store
 
+IMAGE = {"type": "image_url", "image_url": {"url": "data:;base64,iVBORw0KGgo="}}
+
 
 def logits_of(model: Path, token_ids: list[int]) -> torch.Tensor:
     """Log-probabilities float64[length, V] by transformers."""
@@ -189,8 +191,13 @@ async def test_the_seed_makes_an_answer_again(client: AsyncOpenAI) -> None:
         ({"max_tokens": 10**6}, "invalid_value", "max_tokens"),
         ({"messages": []}, "invalid_value", "messages"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            {"messages": [{"role": "user", "content": [IMAGE]}]},
             "unsupported_content",
+            "messages.0.content",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "invalid_field",
             "messages.0.content",
         ),
         ({"messages": [{"role": "user", "content": "1" * 99}]}, "context_length_exceeded", None),
