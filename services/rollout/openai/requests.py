@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -48,7 +49,10 @@ _TYPES = {
     429: "rate_limit_error",
     504: "timeout_error",
 }
-_CODES = {"PROMPT_TOO_LONG": "context_length_exceeded"}  # where OpenAI has a name of its own
+_CODES = {  # of reasons that have another name here
+    "PROMPT_TOO_LONG": "context_length_exceeded",
+    "MEDIA_UNSUPPORTED": "unsupported_content",
+}
 
 
 class ApiError(Exception):
@@ -69,6 +73,7 @@ class ApiError(Exception):
 
 
 REFUSALS = (ApiError, ServiceError, RemoteError, ValidationError, TimeoutError, web.HTTPException)
+_INDEX = re.compile(r"\[(\d+)\]")  # of a field as RPCs name it; here places stand between dots
 Refusal = ApiError | ServiceError | RemoteError | ValidationError | TimeoutError | web.HTTPException
 
 
@@ -78,7 +83,7 @@ def api_error(error: Refusal) -> ApiError:
         return error
     if isinstance(error, ServiceError | RemoteError):
         code = _CODES.get(error.reason, error.reason.lower() or error.code.name.lower())
-        param = error.metadata.get("field")
+        param = _INDEX.sub(r".\1", error.metadata.get("field", "")) or None
         return ApiError(_STATUS.get(error.code, 500), code, str(error), param)
     if isinstance(error, ValidationError):
         return _of_field(error)

@@ -193,12 +193,12 @@ async def test_the_seed_makes_an_answer_again(client: AsyncOpenAI) -> None:
         (
             {"messages": [{"role": "user", "content": [IMAGE]}]},
             "unsupported_content",
-            "messages.0.content",
+            "messages.0.content.0",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "invalid_field",
-            "messages.0.content",
+            "messages.0.content.0",
         ),
         ({"messages": [{"role": "user", "content": "1" * 99}]}, "context_length_exceeded", None),
     ],
