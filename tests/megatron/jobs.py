@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import resource
 import unittest.mock
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from safetensors.torch import save_file
 
 from services.trainer.backend import Mesh, Row
@@ -18,6 +20,7 @@ from services.trainer.backends.megatron import backend as megatron_backend
 from services.trainer.backends.megatron import (
     checkpoint,
     head,
+    model,
     model_config,
     parallel,
     stepping,
@@ -27,7 +30,11 @@ from services.trainer.backends.megatron.checkpoint import UnfitCheckpointError
 from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.backends.megatron.layout import mesh_of
 from services.trainer.backends.megatron.replay import RoutingReplay
-from services.trainer.backends.megatron.weights import LocalTensor, export_tensors
+from services.trainer.backends.megatron.weights import (
+    LocalTensor,
+    export_tensors,
+    local_tensors,
+)
 from services.trainer.backends.reference.backend import ReferenceBackend
 from services.trainer.config import RanksConfig, TrainerConfig
 from services.trainer.errors import RoutingMissingError
@@ -35,6 +42,7 @@ from services.trainer.rank import FAILURES, executor
 from sluice.algo.collectives import CollectiveMismatchError
 from sluice.algo.spec import LossSpec
 from sluice.weights.errors import WeightStoreError
+from sluice.weights.rules.rule import ShardAxis
 from tests.megatron import providers
 from tests.megatron.models import make_rows, micro_batches, routed_rows
 from tests.megatron.mutants import exchanged, mutants
@@ -90,12 +98,13 @@ def parity(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
         save_file(scored, out / f"logprobs-{rank}.safetensors")
     gather_gradients(backend, 0)
     backend._stepper.reduce(NORMALIZER)
-    save_export(backend, out / f"gradients-{rank}.safetensors", main_gradient)
+    trained = [tensor for tensor in backend._policy.tensors if tensor.parameter.requires_grad]
+    save_tensors(trained, out / f"gradients-{rank}.safetensors", main_gradient)
     backend.discard_gradients()
     steps = run_steps(backend, 0, STEPS)
     save_export(backend, out / f"weights-{rank}.safetensors")
-    gradients = {str(main_gradient(tensor).dtype) for tensor in backend._policy.tensors}
-    parameters = {str(tensor.parameter.dtype) for tensor in backend._policy.tensors}
+    gradients = {str(main_gradient(tensor).dtype) for tensor in trained}
+    parameters = {str(tensor.parameter.dtype) for tensor in trained}
     backend.close()
     return {
         "steps": steps,
@@ -203,7 +212,11 @@ def main_gradient(tensor: LocalTensor) -> torch.Tensor:
 
 
 def save_export(backend: MegatronBackend, path: Path, *read: Any) -> None:
-    made = [part for part in export_tensors(backend._policy.tensors, *read)]
+    save_tensors(backend._policy.tensors, path, *read)
+
+
+def save_tensors(which: Sequence[LocalTensor], path: Path, *read: Any) -> None:
+    made = [part for part in export_tensors(which, *read)]
     tensors = {name: tensor.clone() for part in made for name, tensor in part.items()}
     if tensors:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
@@ -427,6 +440,22 @@ def poisoned_step(rank: int, world: int, arguments: dict[str, Any]) -> dict[str,
         "good": good.skipped_reason,
         "moved": any(moved) and finite,
     }
+
+
+def stock_latent(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """`parity` with Megatron's own latent attention, which cuts what leads into a latent."""
+
+    def cut(*where: Any) -> Any:
+        for tensor in local_tensors(*where):
+            if "_down_proj" in tensor.binding.megatron:
+                binding = replace(tensor.binding, cut=ShardAxis.ROWS)
+                yield replace(tensor, binding=binding)
+            else:
+                yield tensor
+
+    stock = unittest.mock.patch.object(model, "LatentSelfAttention", MLASelfAttention)
+    with stock, unittest.mock.patch.object(model, "local_tensors", cut):
+        return parity(rank, world, arguments)
 
 
 def open_error(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:

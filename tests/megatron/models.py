@@ -37,6 +37,30 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "rms_norm_eps": 1e-5,  # other than that of the latents' norms
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 32}),
     "qwen3_tied": (
@@ -51,6 +75,17 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {"head_dim": 32, **EXPERTS}),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
+    "glm4": (
+        "Glm4Config",
+        "Glm4ForCausalLM",
+        {"head_dim": 16, "attention_bias": True, "pad_token_id": None},
+    ),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", LATENT),
+    "deepseek_v3_yarn": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": YARN},
+    ),
     "llama": ("LlamaConfig", "LlamaForCausalLM", {"rope_parameters": LLAMA3_ROPE}),
 }
 
@@ -59,11 +94,14 @@ def build_checkpoint(family: str, directory: Path, seed: int = 0) -> Path:
     """Write a random model of `family`; no two of its tensors are alike, norms included."""
     config_name, model_name, extra = FAMILIES[family]
     torch.manual_seed(seed)
-    config = getattr(transformers, config_name)(**SIZES, **extra)
+    config = getattr(transformers, config_name)(**{**SIZES, **extra})
     model = getattr(transformers, model_name)(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.08)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.03)
     model.save_pretrained(directory)
     return directory
 

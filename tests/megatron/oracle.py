@@ -43,7 +43,10 @@ class Oracle:
         return OracleStep(sums.loss / normalizer, outcome.grad_norm)
 
     def weights(self) -> Tensors:
-        named = self._backend._optimizer.parameters
+        named = dict(self._backend._optimizer.parameters)
+        for name, buffer in self._backend._policy.model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # part of a checkpoint
+                named[name] = buffer
         return split_experts({name: p.detach().clone() for name, p in named.items()})
 
 

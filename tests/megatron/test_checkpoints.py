@@ -20,6 +20,8 @@ SAME = [
     pytest.param("qwen3", 2, {"pipeline": 2, "virtual_pipeline": 2}, id="PP2xVPP2"),
     pytest.param("qwen3_moe", 2, {"expert": 2}, id="EP2"),
     pytest.param("qwen3", 1, {"dtype": "bfloat16"}, id="bfloat16"),
+    pytest.param("glm4", 2, {"tensor": 2}, id="glm4-TP2"),
+    pytest.param("deepseek_v3", 2, {"expert": 2}, id="deepseek-EP2"),
 ]
 TENSOR, DATA = {"tensor": 2}, {}
 RESHARD = [

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.megatron.comparison import (
     GRADIENT_TOLERANCE,
@@ -66,6 +69,31 @@ LAYOUTS = [
     pytest.param("qwen2", 2, {"tensor": 2}, id="qwen2-TP2"),
     pytest.param("qwen2", 4, {"tensor": 4}, id="qwen2-TP4-of-2-groups"),
     pytest.param("llama", 2, {"pipeline": 2}, id="llama-PP2"),
+    pytest.param("glm4", 1, {}, id="glm4-single"),
+    pytest.param("glm4", 2, {"tensor": 2, "sequence_parallel": True}, id="glm4-TP2+SP"),
+    pytest.param("glm4", 4, {"context": 2, "pipeline": 2}, id="glm4-CP2xPP2"),
+    pytest.param("deepseek_v3", 1, {}, id="deepseek-single"),
+    pytest.param("deepseek_v3", 2, {"tensor": 2, "sequence_parallel": True}, id="deepseek-TP2+SP"),
+    pytest.param("deepseek_v3", 2, {"expert": 2, "context": 2}, id="deepseek-EP2xCP2"),
+    pytest.param(
+        "deepseek_v3",
+        4,
+        {
+            "tensor": 2,
+            "sequence_parallel": True,
+            "pipeline": 2,
+            "expert": 2,
+            "expert_tensor": 1,
+        },
+        id="deepseek-TP2+SPxPP2xEP2",
+    ),
+    pytest.param("deepseek_v3_yarn", 2, {"pipeline": 2}, id="deepseek-yarn-PP2"),
+    pytest.param(
+        "deepseek_v3_yarn",
+        2,
+        {"tensor": 2, "sequence_parallel": True},
+        id="deepseek-yarn-TP2+SP",
+    ),
 ]
 OPTIMIZERS = [
     pytest.param("qwen3", 2, {"distributed_optimizer": True}, id="DP2-distributed"),
@@ -117,6 +145,7 @@ def test_layout_equals_the_reference(
         ("qwen3", 2, {"pipeline": 2, "virtual_pipeline": 4}, "do not divide into 8"),
         ("qwen3", 1, {"layer_spec": "transformer_engine"}, "is not installed"),
         ("qwen3_moe", 2, {"tensor": 2}, "need sequence_parallel"),
+        ("deepseek_v3", 2, {"tensor": 2}, "sequence_parallel"),
         ("qwen3_moe", 3, {"expert": 3}, "do not divide over 3"),
     ],
 )
@@ -204,6 +233,56 @@ def test_bfloat16_gathers_gradients_in_float32(
         for step, wanted in zip(answer["steps"], oracle.steps, strict=True):
             assert step["loss"] == pytest.approx(wanted.loss, abs=0.05)
             assert step["grad_norm"] == pytest.approx(wanted.grad_norm, rel=0.05)
+
+
+def test_stock_latent_attention_gives_other_gradients(
+    pool: Pool, expected: Any, tmp_path: Path
+) -> None:
+    """Why the down projections are ours: forward all is well, and no error is raised."""
+    oracle = expected("deepseek_v3")
+    layout = {"tensor": 2, "sequence_parallel": True, "distributed_optimizer": False}
+    pool.run("stock_latent", 2, model=str(oracle.directory), layout=layout, out=str(tmp_path))
+    assert (
+        logprob_difference(read_ranks(tmp_path, "logprobs"), oracle.logprobs) <= LOGPROB_TOLERANCE
+    )
+    gradients = read_ranks(tmp_path, "gradients")
+    assert relative_difference(gradients, oracle.gradients) > 10 * GRADIENT_TOLERANCE
+
+
+def test_biases_of_routers_stay_float32_in_a_bfloat16_model(
+    pool: Pool, expected: Any, tmp_path: Path
+) -> None:
+    oracle = expected("deepseek_v3")
+    layout = {"dtype": "bfloat16", "tensor": 2, "sequence_parallel": True}
+    pool.run("parity", 2, model=str(oracle.directory), layout=layout, out=str(tmp_path))
+    weights = read_ranks(tmp_path, "weights")
+    biases = {name for name in weights if name.endswith("e_score_correction_bias")}
+    assert len(biases) == 3
+    for name in biases:
+        assert torch.equal(weights[name], oracle.weights[name])
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"rope_interleave": False}, "rope_interleave"),
+        ({"norm_topk_prob": False}, "norm_topk_prob"),
+        ({"num_experts_per_tok": 6}, "not two a group"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+            "mscale",
+        ),
+    ],
+)
+def test_latent_models_that_would_be_computed_otherwise_are_refused(
+    changes: dict[str, Any], text: str, pool: Pool, expected: Any, tmp_path: Path
+) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(expected("deepseek_v3").directory, directory)
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    (answer,) = pool.run("open_error", 1, model=str(directory), layout={}, out=str(tmp_path))
+    assert text in answer["text"]
 
 
 @pytest.mark.parametrize(("settings", "least", "most"), HEADS)

@@ -95,17 +95,23 @@ def test_rollout_replay_equals_a_forced_model(
 
 
 @pytest.mark.parametrize(
-    ("world", "layout"),
+    ("family", "world", "layout"),
     [
-        pytest.param(1, {}, id="single", marks=pytest.mark.fast),
-        pytest.param(4, {"tensor": 2, "sequence_parallel": True, "context": 2}, id="TP2+SPxCP2"),
-        pytest.param(2, {"pipeline": 2, "virtual_pipeline": 2}, id="PP2xVPP2"),
+        pytest.param("qwen3_moe", 1, {}, id="single", marks=pytest.mark.fast),
+        pytest.param(
+            "qwen3_moe",
+            4,
+            {"tensor": 2, "sequence_parallel": True, "context": 2},
+            id="TP2+SPxCP2",
+        ),
+        pytest.param("qwen3_moe", 2, {"pipeline": 2, "virtual_pipeline": 2}, id="PP2xVPP2"),
+        pytest.param("deepseek_v3", 1, {}, id="deepseek-single"),
     ],
 )
 def test_recorded_experts_outlive_the_weights(
-    world: int, layout: dict[str, Any], pool: Pool, expected: Any, tmp_path: Path
+    family: str, world: int, layout: dict[str, Any], pool: Pool, expected: Any, tmp_path: Path
 ) -> None:
-    moe = expected("qwen3_moe")
+    moe = expected(family)
     layout = {"routing_replay": "recorded", **layout}
     answers = pool.run(
         "replay_recorded", world, model=str(moe.directory), layout=layout, out=str(tmp_path)

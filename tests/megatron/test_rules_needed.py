@@ -17,6 +17,8 @@ from tests.megatron.pool import Pool
         ("qwen3", {"tensor": 2}),
         ("qwen3_moe", {"tensor": 2, "sequence_parallel": True}),
         ("qwen2", {"tensor": 2}),
+        ("glm4", {"tensor": 2}),
+        ("deepseek_v3", {"tensor": 2, "sequence_parallel": True}),
     ],
 )
 def test_any_wrong_rule_is_noticed(

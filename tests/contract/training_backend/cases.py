@@ -10,6 +10,10 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4Config,
+    Glm4ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -41,18 +45,37 @@ SIZES = {
     "pad_token_id": PAD,
     "initializer_range": 0.2,
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
 OPTIM = OptimConfig(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5)
 PPO = LossSpec(name="ppo_clip", clip_low=0.2)
 
 
 @dataclass(frozen=True)
 class Model:
-    """A tiny random checkpoint: Qwen3, its mixture of experts, or Llama with tied embeddings."""
+    """A tiny random checkpoint of one family."""
 
     directory: Path
 
     def load(self) -> PreTrainedModel:
-        model: Any = AutoModelForCausalLM.from_pretrained(self.directory, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            self.directory,
+            dtype=torch.float32,
+            experts_implementation="eager",  # the other one knows no float64
+        )
         model.get_input_embeddings().padding_idx = None
         return model.eval()
 
@@ -63,6 +86,13 @@ def build_model(directory: Path, family: str, seed: int = 0) -> Model:
         module: Any = Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=False))
     elif family == "llama":
         module = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
+    elif family == "glm4":
+        module = Glm4ForCausalLM(Glm4Config(**SIZES, attention_bias=True))
+    elif family == "deepseek_v3":
+        module = DeepseekV3ForCausalLM(DeepseekV3Config(**{**SIZES, **LATENT}))
+        for name, buffer in module.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.03)
     else:
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         module = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from services.trainer.backend import Mesh
 from services.trainer.backends.reference import model as model_module
@@ -28,7 +29,7 @@ from tests.contract.training_backend.cases import (
 BONUS = LossSpec(name="ppo_clip", clip_low=0.2, entropy_coefficient=0.05)
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama"])
+@pytest.fixture(scope="module", params=["qwen3", "llama", "glm4", "deepseek_v3"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     return build_model(tmp_path_factory.mktemp("model"), request.param)
 
@@ -141,8 +142,19 @@ def test_the_head_is_float32_under_autocast_unless_told_not_to(
 
 def test_a_model_of_another_kind_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(ValueError, match="model_type gpt2 is unknown here; known: llama, qwen2"):
+    with pytest.raises(ValueError, match="gpt2 is unknown here; known: deepseek_v3, glm4, llama"):
         start(Model(tmp_path), tmp_path)
+
+
+def test_published_biases_of_routers_are_not_rounded(tmp_path: Path) -> None:
+    model = build_model(tmp_path / "model", "deepseek_v3")
+    backend = start(model, tmp_path, publish_dtype="bfloat16")
+    (shard,) = backend.write_shards(tmp_path)
+    published = load_file(tmp_path / shard.file_name)
+    original = load_file(model.directory / "model.safetensors")
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert torch.equal(published.pop(bias), original[bias])
+    assert {tensor.dtype for tensor in published.values()} == {torch.bfloat16}
 
 
 def test_equal_seeds_give_equal_bits(model: Model, tmp_path: Path) -> None:

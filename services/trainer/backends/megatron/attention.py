@@ -40,13 +40,14 @@ class PackRuns(PackedSeqParams):  # type: ignore[misc]  # Megatron hands it thro
 
     None without context parallelism; else `context` gathers them. deep: float[tokens, 1, hidden]
     each, what images add behind the first layers: here, so that every pass through a layer, also
-    one that is made again, finds that of its own pack.
+    one that is made again, finds that of its own pack. positions: int64[1, tokens] of this rank's.
     """
 
     runs: tuple[KeyRange, ...] = ()
     order: torch.Tensor | None = None
     context: Collectives | None = None
     deep: tuple[torch.Tensor, ...] = ()
+    positions: torch.Tensor | None = None
     cache: dict[str, torch.Tensor] = field(default_factory=dict)
 
 

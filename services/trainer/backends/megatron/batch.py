@@ -69,11 +69,12 @@ def pack_batch(
     pieces = layout.pieces(rank)
     parts = [torch.zeros(0, dtype=torch.int64)]
     parts += [row.token_ids[row.prompt_length :].long() for row in rows]
+    position_ids = _positions(rows, layout, rank, merge_size).to(device)
     return PackedBatch(
         rows=tuple(rows),
         layout=layout,
         token_ids=_tokens(rows, layout, rank)[None].to(device),
-        position_ids=_positions(rows, layout, rank, merge_size).to(device),
+        position_ids=position_ids,
         local_predictors=responses.slots(rank).to(device),
         targets=torch.cat(parts)[responses.share(rank)].to(device),
         places=responses.places.to(device),
@@ -82,6 +83,7 @@ def pack_batch(
             runs=_runs(pieces),
             order=layout.place_of_pack.to(device) if config.context > 1 else None,
             context=context,
+            positions=position_ids,
         ),
         context=context,
     )

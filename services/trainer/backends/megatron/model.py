@@ -18,11 +18,17 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from services.trainer.backends.megatron.attention import PackAttention
 from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.backends.megatron.head import OutputHead, place_value_head
+from services.trainer.backends.megatron.latent import (
+    LatentPackAttention,
+    LatentRotary,
+    LatentSelfAttention,
+)
 from services.trainer.backends.megatron.model_config import (
     ModelSource,
     read_model,
@@ -71,6 +77,7 @@ def plain_frequencies(hf_config: Any) -> tuple[torch.Tensor, float]:
     size = getattr(hf_config, "head_dim", None) or (
         hf_config.hidden_size // hf_config.num_attention_heads
     )
+    size = int(size * hf_config.rope_parameters.get("partial_rotary_factor", 1.0))
     exponents = torch.arange(0, size, 2, dtype=torch.float) / size
     return 1.0 / hf_config.rope_parameters["rope_theta"] ** exponents, 1.0
 
@@ -79,11 +86,13 @@ class PositionRotary(torch.nn.Module):
     """Angles for given positions, with the inverse frequencies that transformers computes.
 
     `attention_scaling` multiplies cosine and sine in transformers. Megatron only takes angles,
-    so it belongs, squared, into the softmax scale.
+    so it belongs, squared, into the softmax scale. pairs: a rotation turns neighbours, instead of
+    an element and the one half of the rotated part away from it.
     """
 
-    def __init__(self, hf_config: Any, device: torch.device) -> None:
+    def __init__(self, hf_config: Any, device: torch.device, *, pairs: bool = False) -> None:
         super().__init__()
+        self._pairs = pairs
         rope_type = hf_config.rope_parameters["rope_type"]
         if rope_type not in SUPPORTED:
             raise RotaryScalingError(
@@ -100,7 +109,7 @@ class PositionRotary(torch.nn.Module):
     def forward(
         self, position_ids: torch.Tensor, mrope_section: object = None, cp_group: object = None
     ) -> torch.Tensor:
-        """int64[batch, tokens] -> float32[tokens, batch, 1, head_dim], of this rank's tokens.
+        """int64[batch, tokens] -> float32[tokens, batch, 1, rotated dim], of this rank's tokens.
 
         With three positions a token, [3, batch, tokens], each has its share of the frequencies:
         in stretches (arXiv 2409.12191), or in turns (Qwen3-VL).
@@ -108,7 +117,11 @@ class PositionRotary(torch.nn.Module):
         angles = position_ids[..., None].float() * self.frequencies
         if position_ids.ndim == 3:
             angles = self._mixed(angles)
-        return torch.cat((angles, angles), dim=-1).transpose(0, 1).unsqueeze(2)
+        if self._pairs:
+            both = angles.repeat_interleave(2, dim=-1)
+        else:
+            both = torch.cat((angles, angles), dim=-1)
+        return both.transpose(0, 1).unsqueeze(2)
 
     def _mixed(self, angles: torch.Tensor) -> torch.Tensor:
         """float32[3, batch, tokens, frequencies] -> [batch, tokens, frequencies]."""
@@ -122,10 +135,43 @@ class PositionRotary(torch.nn.Module):
         return mixed
 
 
+class SandwichLayer(TransformerLayer):  # type: ignore[misc]
+    """A layer that also normalises what attention and MLP give, before it is added (GLM-4)."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        size, eps = config.hidden_size, config.layernorm_epsilon
+        self.post_self_attn_layernorm = RMSNorm(config, size, eps)
+        self.post_mlp_layernorm = RMSNorm(config, size, eps)
+        self.self_attn_bda = _normed_add(self.post_self_attn_layernorm)
+        self.mlp_bda = _normed_add(self.post_mlp_layernorm)
+
+
+def _normed_add(norm: RMSNorm) -> Callable[..., Any]:
+    """In place of Megatron's bias-dropout-add; there is no dropout here."""
+
+    def add(
+        output: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, dropout: float
+    ) -> torch.Tensor:
+        assert not dropout
+        hidden, bias = output
+        normed: torch.Tensor = norm(hidden if bias is None else hidden + bias)
+        return residual + normed
+
+    return lambda training, fused: add
+
+
 def decoder_spec(
-    config: TransformerConfig, *, transformer_engine: bool, vp_stage: int | None
+    config: TransformerConfig,
+    *,
+    transformer_engine: bool,
+    vp_stage: int | None,
+    sandwich: bool = False,
 ) -> TransformerBlockSubmodules:
-    """Layers of one model chunk. Attention is PackAttention with either kind of layer."""
+    """Layers of one model chunk. Attention is PackAttention with either kind of layer.
+
+    sandwich: they are SandwichLayers.
+    """
     block = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=transformer_engine,
@@ -133,6 +179,8 @@ def decoder_spec(
         vp_stage=vp_stage,
     )
     for layer in block.layer_specs:
+        if sandwich:
+            layer.module = SandwichLayer
         _adapt_layer(layer.submodules, config, transformer_engine)
     if not transformer_engine:
         block.layer_norm = RMSNorm
@@ -141,11 +189,15 @@ def decoder_spec(
 
 def _adapt_layer(layer: Any, config: TransformerConfig, transformer_engine: bool) -> None:
     attention = layer.self_attention.submodules
-    attention.core_attention = PackAttention
+    latent = config.multi_latent_attention
+    attention.core_attention = LatentPackAttention if latent else PackAttention
     if transformer_engine:
         return
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    if config.qk_layernorm:
+    if latent:
+        layer.self_attention.module = LatentSelfAttention
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+    elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if layer.mlp.module is MoELayer:
         # Checkpoints keep the names of TransformerEngine's layers. There the norm is fused into
@@ -181,6 +233,7 @@ class ModelRequest:
     vp_stage: int | None
     tower: VisionTower | None = None  # of the first chunk of a model that sees
     sees: bool = False
+    sandwich: bool = False  # layers with norms behind attention and MLP too
 
 
 ModelFactory = Callable[..., torch.nn.Module]
@@ -265,7 +318,9 @@ def gpt_model(spec: Any, request: ModelRequest) -> GPTModel:
             request.config,
             transformer_engine=request.transformer_engine,
             vp_stage=request.vp_stage,
+            sandwich=request.sandwich,
         )
+    latent = request.config.multi_latent_attention
     model = GPTModel(
         config=request.config,
         transformer_layer_spec=spec,
@@ -274,11 +329,17 @@ def gpt_model(spec: Any, request: ModelRequest) -> GPTModel:
         pre_process=request.pre_process,
         post_process=request.post_process,
         share_embeddings_and_output_weights=request.tied,
-        position_embedding_type="mrope",  # the type that is handed position ids
+        # "mrope" is the type that is handed position ids; latent attention finds them in the pack
+        position_embedding_type="rope" if latent else "mrope",
         scatter_embedding_sequence_parallel=not request.sees,  # images come before
         vp_stage=request.vp_stage,
     )
-    model.rotary_pos_emb = request.rotary
+    if not latent:
+        model.rotary_pos_emb = request.rotary
+        return model
+    for layer in model.decoder.layers:
+        layer.self_attention.rotary_pos_emb = LatentRotary(request.rotary)
+        layer.self_attention.core_attention.scale = request.config.softmax_scale
     return model
 
 
@@ -314,8 +375,12 @@ def create_policy(
     groups.
     """
     source = read_model(directory, head)
-    rotary = PositionRotary(source.hf_config, device)
-    scale = rotary.attention_scaling**2 * source.shape.head_dim**-0.5
+    rotary = PositionRotary(source.hf_config, device, pairs=source.rotates_pairs)
+    if source.latent and rotary.attention_scaling != 1.0:
+        raise RotaryScalingError(
+            "latent attention rotates a part of each head: mscale and mscale_all_dim must be equal"
+        )
+    scale = source.latent_scale or rotary.attention_scaling**2 * source.shape.head_dim**-0.5
     core = transformer_config(source, config, softmax_scale=scale)
     padded = source.padded_vocab(config)
     models = _build(source, core, config, rotary=rotary, padded_vocab=padded)
@@ -327,7 +392,7 @@ def create_policy(
         output = OutputHead(last, vocab=source.shape.vocab, tensor=tensor, float32=float32_head)
     chunks: list[Any] = list(models)
     if core.bf16 or core.fp16:
-        chunks = [Float16Module(core, chunk) for chunk in chunks]
+        chunks = [_narrow(core, chunk) for chunk in chunks]
     if trained:
         chunks = _wrap(chunks, core, config)
     return PolicyModel(
@@ -340,6 +405,19 @@ def create_policy(
         padded_vocab=padded,
         bytes_read=bytes_read,
     )
+
+
+def _narrow(core: TransformerConfig, chunk: torch.nn.Module) -> torch.nn.Module:
+    """Float16Module, but the biases of routers stay as wide as they are."""
+    biases = [
+        (module, module.expert_bias)
+        for module in chunk.modules()
+        if getattr(module, "expert_bias", None) is not None
+    ]
+    narrow: torch.nn.Module = Float16Module(core, chunk)
+    for module, bias in biases:
+        module.expert_bias = bias
+    return narrow
 
 
 def _build(
@@ -375,6 +453,7 @@ def _build(
             vp_stage=stage,
             tower=tower,
             sees=source.images is not None,
+            sandwich=source.sandwich,
         )
         # Megatron leaves some of its parameters (routers) on the host.
         models.append(build_model(config.model_provider, request).to(current_device()))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from transformers import AutoConfig
 
 from services.trainer.backends.megatron import upstream
@@ -31,7 +32,9 @@ DTYPES = {
 CRITIC = "ForTokenClassification"
 TOWER = "vision_model."  # before the names of the tower's parameters
 # whose layers this backend builds
-FAMILIES = {"llama", "qwen2", "qwen3", "qwen3_moe", *vision.FAMILIES}
+FAMILIES = {"deepseek_v3", "glm4", "llama", "qwen2", "qwen3", "qwen3_moe", *vision.FAMILIES}
+LATENT = {"deepseek_v3"}  # whose attention is over latents
+SANDWICH = {"glm4"}  # norms before and behind attention and MLP, rotated by pairs
 
 
 class UnsupportedFeatureError(ValueError):
@@ -56,6 +59,33 @@ class ModelSource:
     @property
     def shape(self) -> ModelShape:
         return self.weights.shape
+
+    @property
+    def latent(self) -> bool:
+        """Whether attention is over latents."""
+        return self.weights.family.name in LATENT
+
+    @property
+    def latent_scale(self) -> float | None:
+        """The softmax scale of latent attention, which a stretched context changes."""
+        if not self.latent:
+            return None
+        size = self.hf_config.qk_nope_head_dim + self.hf_config.qk_rope_head_dim
+        rope = self.hf_config.rope_parameters
+        scale, factor = float(size) ** -0.5, rope.get("mscale_all_dim", 0)
+        if rope["rope_type"] == "default" or not factor or rope["factor"] <= 1:
+            return scale
+        return scale * float(0.1 * factor * math.log(rope["factor"]) + 1.0) ** 2
+
+    @property
+    def sandwich(self) -> bool:
+        """Whether attention and MLP are normalised behind too."""
+        return self.weights.family.name in SANDWICH
+
+    @property
+    def rotates_pairs(self) -> bool:
+        """Whether the rotary embedding turns neighbours; latent attention parts them itself."""
+        return self.weights.family.name in SANDWICH
 
     @property
     def value_head(self) -> bool:
@@ -88,6 +118,8 @@ def read_model(directory: Path, head: Head = "policy") -> ModelSource:
         raise UnsupportedFeatureError(f"hidden_act {hf_config.hidden_act!r} is not silu")
     if getattr(hf_config, "use_sliding_window", False):
         raise UnsupportedFeatureError("sliding-window attention is not supported")
+    if family.name in LATENT:
+        _check_latent(hf_config)
     is_critic = config["architectures"][0].endswith(CRITIC)
     if is_critic and hf_config.num_labels != 1:
         raise UnsupportedFeatureError(f"a critic has 1 label, not {hf_config.num_labels}")
@@ -117,14 +149,18 @@ def transformer_config(
     if not every_bias and shape.flags & {"output_bias", "mlp_bias"}:
         raise UnsupportedFeatureError("biases on some linear layers only are not supported")
     _check_layout(shape, config)
+    if source.latent and config.tensor > 1 and not config.sequence_parallel:
+        raise LayoutError("latent attention with tensor > 1 needs sequence_parallel")
     names = {binding.megatron for binding in source.weights.bindings()}
-    return TransformerConfig(
+    kind = MLATransformerConfig if source.latent else TransformerConfig
+    return kind(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         ffn_hidden_size=shape.ffn,
         num_attention_heads=shape.heads,
         num_query_groups=shape.kv_heads,
         kv_channels=shape.head_dim,
+        rotary_interleaved=source.rotates_pairs,
         softmax_scale=softmax_scale,
         normalization="RMSNorm",
         layernorm_epsilon=hf_config.rms_norm_eps,
@@ -140,7 +176,35 @@ def transformer_config(
         **_numerics(config),
         **_parallelism(config),
         **_experts(source, config),
+        **_latent(hf_config, source.latent),
     )
+
+
+def _check_latent(hf_config: Any) -> None:
+    """Refuse what Megatron's latent attention and its routers compute otherwise."""
+    if not hf_config.rope_interleave:
+        raise UnsupportedFeatureError("latent attention rotates pairs: rope_interleave is false")
+    if not hf_config.norm_topk_prob:
+        raise UnsupportedFeatureError("sigmoid routers normalise: norm_topk_prob is false")
+    groups, chosen = hf_config.n_group, hf_config.topk_group
+    if chosen < groups and hf_config.num_experts_per_tok // chosen != 2:
+        raise UnsupportedFeatureError(
+            f"groups of experts are chosen by their two best: {hf_config.num_experts_per_tok} "
+            f"experts of {chosen} groups are not two a group"
+        )
+
+
+def _latent(hf_config: Any, latent: bool) -> dict[str, Any]:
+    if not latent:
+        return {}
+    return {
+        "q_lora_rank": hf_config.q_lora_rank,
+        "kv_lora_rank": hf_config.kv_lora_rank,
+        "qk_head_dim": hf_config.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": hf_config.qk_rope_head_dim,
+        "v_head_dim": hf_config.v_head_dim,
+        "rope_type": "rope",  # whose module takes nothing to build; LatentRotary replaces it
+    }
 
 
 def _check_layout(shape: ModelShape, config: MegatronConfig) -> None:
@@ -213,13 +277,33 @@ def _experts(source: ModelSource, config: MegatronConfig) -> dict[str, Any]:
         "moe_ffn_hidden_size": shape.moe_ffn,
         "moe_layer_freq": [int(layer in shape.sparse_layers) for layer in range(shape.layers)],
         "moe_router_topk": hf_config.num_experts_per_tok,
-        # Softmax over the chosen experts equals softmax over all, normalised over the chosen.
-        "moe_router_pre_softmax": not hf_config.norm_topk_prob,
+        **(_biased_router(source) if source.latent else _softmax_router(hf_config)),
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": uses_transformer_engine(config),
         "moe_enable_routing_replay": config.routing_replay != "off",
+    }
+
+
+def _softmax_router(hf_config: Any) -> dict[str, Any]:
+    # Softmax over the chosen experts equals softmax over all, normalised over the chosen.
+    return {"moe_router_pre_softmax": not hf_config.norm_topk_prob}
+
+
+def _biased_router(source: ModelSource) -> dict[str, Any]:
+    """Sigmoids with a bias that is a buffer and stays as it is (arXiv 2412.19437, 2.1.2)."""
+    hf_config = source.hf_config
+    limited = hf_config.topk_group < hf_config.n_group
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_num_groups": hf_config.n_group if limited else None,
+        "moe_router_group_topk": hf_config.topk_group if limited else None,
+        "moe_router_topk_scaling_factor": hf_config.routed_scaling_factor,
+        "moe_shared_expert_intermediate_size": source.shape.sizes["shared_experts"]
+        * source.shape.moe_ffn,
     }
 
 

@@ -53,6 +53,9 @@ def load() -> ModuleType:
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
         vars(moe_utils)["te_general_gemm"] = None
+    if not has_transformer_engine():  # this module alone takes it for installed then
+        latent = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+        vars(latent)["HAVE_TE"] = False
     return core
 
 

@@ -69,9 +69,16 @@ class HfCheckpoint:
         return tensor
 
 
+def _router_biases(chunk: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """The one kind of buffer that a checkpoint has."""
+    for name, buffer in chunk.named_buffers():
+        if name.endswith(".expert_bias"):
+            yield name, buffer
+
+
 @dataclass(frozen=True)
 class LocalTensor:
-    """A parameter of this rank and the binding that says what it is."""
+    """A parameter or buffer of this rank and the binding that says what it is."""
 
     binding: Binding
     parameter: torch.nn.Parameter
@@ -90,7 +97,7 @@ def local_tensors(
     interleaved = config.virtual_pipeline_model_parallel_size is not None
     for index, chunk in enumerate(chunks):
         offset = get_transformer_layer_offset(config, vp_stage=index if interleaved else None)
-        for name, parameter in chunk.named_parameters():
+        for name, parameter in (*chunk.named_parameters(), *_router_biases(chunk)):
             canonical = rule_name(name, layer_offset=offset, expert_offset=expert_offset)
             binding = source.weights.binding(canonical)
             if binding.cut is not ShardAxis.NONE and not hasattr(

@@ -272,13 +272,17 @@ def _load(directory: Path, model: torch.nn.Module, optimizer: FlatOptimizer, mes
 def _write_shards(
     directory: Path, model: PreTrainedModel, mesh: Mesh, dtype: torch.dtype, write: ShardWrite
 ) -> list[ShardFile]:
-    """This rank's share of the tensors, as HF names them, in one file."""
+    """This rank's share of the tensors, as HF names them, in one file.
+
+    Buffers, such as the biases of routers that choose experts, keep their dtype.
+    """
     tensors = _published_tensors(model)
+    buffers = {name for name, _ in model.named_buffers()}
     share = _share(tensors, mesh)
     if not share:
         return []
     cast = {
-        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        name: tensor.to(dtype) if tensor.is_floating_point() and name not in buffers else tensor
         for name, tensor in share.items()
     }
     file_name = f"model-{mesh.data_rank + 1:05d}-of-{mesh.data_size:05d}.safetensors"

@@ -46,7 +46,7 @@ PASS_TOKENS = 4096  # more at once are no faster on a processor: larger tensors 
 AGAIN_FACTOR = 32  # a prompt is encoded again where a pass has so many times its tokens
 LONG_TOKENS = 512  # longer runs are attended without padding, longer masks cut into blocks
 # Their attention is the plain one, of queries, keys, values and a scale.
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("deepseek_v3", "glm4", "llama", "qwen2", "qwen3", "qwen3_moe")
 NOTHING = Features()
 MAX_LOGITS = 1 << 26  # entries in memory at once; larger passes make them in chunks, twice
 
