@@ -27,6 +27,7 @@ TENSOR, DATA = {"tensor": 2}, {}
 RESHARD = [
     pytest.param("qwen3", 2, TENSOR, 1, {}, id="TP2-TP1"),
     pytest.param("qwen3", 2, TENSOR, 2, {"pipeline": 2}, id="TP2-PP2", marks=fast),
+    pytest.param("qwen3", 2, {"pipeline": 2, "first_stage_layers": 1}, 2, TENSOR, id="1+3-TP2"),
     pytest.param("qwen3", 2, DATA, 1, {}, id="DP2-DP1"),
     pytest.param("qwen3", 1, {}, 4, {"tensor": 2, "context": 2}, id="single-TP2xCP2"),
     pytest.param("qwen3_tied", 2, {"pipeline": 2}, 2, TENSOR, id="tied-PP2-TP2"),

@@ -74,6 +74,7 @@ def test_linear_and_cosine_fall_to_the_minimum_and_stay() -> None:
         ({**MEGATRON, "publish_dtype": "bfloat16"}, "publish_dtype"),
         ({**MEGATRON, "megatron": {"sequence_parallel": True}}, "sequence_parallel"),
         ({**MEGATRON, "megatron": {"virtual_pipeline": 2}}, "virtual_pipeline"),
+        ({**MEGATRON, "megatron": {"first_stage_layers": 2}}, "layers of a stage"),
         ({**MEGATRON, "megatron": {"cp_layout": "contiguous"}}, "cp_layout"),
         ({**MEGATRON, "megatron": {"recompute_layers": 2}}, "recompute_layers"),
         ({**MEGATRON, "megatron": {"tensor": 4, "expert": 2, "expert_tensor": 2}}, "expert_tensor"),

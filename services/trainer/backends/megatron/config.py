@@ -24,6 +24,8 @@ class MegatronConfig(BaseModel):
     sequence_parallel: bool = False
     pipeline: int = Field(1, ge=1)
     virtual_pipeline: int = Field(1, ge=1)
+    first_stage_layers: int = Field(0, ge=0)  # layers of this pipeline stage; 0 = as the others
+    last_stage_layers: int = Field(0, ge=0)
     context: int = Field(1, ge=1)
     cp_layout: Literal["zigzag", "contiguous"] = "zigzag"
     expert: int = Field(1, ge=1)
@@ -56,6 +58,8 @@ class MegatronConfig(BaseModel):
             raise ValueError("sequence_parallel has no effect with tensor 1; leave it out")
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise ValueError("virtual_pipeline has no effect with pipeline 1; leave it out")
+        if (self.first_stage_layers or self.last_stage_layers) and self.pipeline == 1:
+            raise ValueError("layers of a stage have no effect with pipeline 1; leave them out")
         if self.cp_layout != "zigzag" and self.context == 1:
             raise ValueError("cp_layout has no effect with context 1; leave it out")
         if self.recompute != "full" and self.recompute_layers != 1:

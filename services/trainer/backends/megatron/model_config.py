@@ -208,9 +208,15 @@ def _latent(hf_config: Any, latent: bool) -> dict[str, Any]:
 
 
 def _check_layout(shape: ModelShape, config: MegatronConfig) -> None:
-    chunks = config.pipeline * config.virtual_pipeline
-    if shape.layers % chunks:
-        raise LayoutError(f"{shape.layers} layers do not divide into {chunks} pipeline chunks")
+    named = [count for count in (config.first_stage_layers, config.last_stage_layers) if count]
+    stages, rest = config.pipeline - len(named), shape.layers - sum(named)
+    fits = rest == 0 if stages == 0 else rest > 0 and rest % (stages * config.virtual_pipeline) == 0
+    if not fits or any(count % config.virtual_pipeline for count in named):
+        apart = f", {' and '.join(map(str, named))} of them in stages of their own" if named else ""
+        chunks = config.pipeline * config.virtual_pipeline
+        raise LayoutError(
+            f"{shape.layers} layers do not divide into {chunks} pipeline chunks{apart}"
+        )
     if config.expert > 1 and not shape.experts:
         raise LayoutError(f"expert {config.expert} for a model without experts")
     if shape.experts % config.expert:
@@ -255,6 +261,8 @@ def _parallelism(config: MegatronConfig) -> dict[str, Any]:
         "sequence_parallel": config.sequence_parallel,
         "pipeline_model_parallel_size": config.pipeline,
         "virtual_pipeline_model_parallel_size": config.virtual_pipeline if interleaved else None,
+        "num_layers_in_first_pipeline_stage": config.first_stage_layers or None,
+        "num_layers_in_last_pipeline_stage": config.last_stage_layers or None,
         "context_parallel_size": config.context,
         "expert_model_parallel_size": config.expert,
         "expert_tensor_parallel_size": config.expert_tensor_size,
