@@ -16,6 +16,7 @@ ALGORITHM ?= grpo
 SEED ?= 0
 BACKEND ?= reference
 TP ?= 1
+RANKS ?= 1
 ENGINE ?= reference
 ROUNDS ?= 1
 STEPS ?= 10000
@@ -32,6 +33,9 @@ $(VENV)/.reference: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) -c constraints.txt torch
 	$(PIP) -c constraints.txt -e '.[reference]'
+	touch $@
+
+$(VENV)/.fsdp: $(VENV)/.reference
 	touch $@
 
 $(VENV)/.megatron: $(VENV)/.reference
@@ -107,6 +111,9 @@ stress-tests: $(VENV)/.dev  ## tests over and over, alone and beside a load (ROU
 test-megatron: $(VENV)/.dev  ## Megatron-Core under every parallel layout against the reference
 	$(TEST) tests/megatron
 
+test-fsdp: $(VENV)/.dev  ## transformers models cut over ranks against plain transformers
+	$(TEST) tests/fsdp
+
 test-vision: $(VENV)/.dev  ## engines and trainers that are shown images against transformers
 	$(TEST) tests/vision
 
@@ -116,9 +123,9 @@ test-openai: $(VENV)/.dev build/lm-eval/.installed  ## lm-eval, unmodified, thro
 test-sglang: $(VENV)/.dev build/sglang/.installed  ## the engine contract and more on real SGLang
 	$(TEST) tests/sglang tests/contract/engine -m sglang
 
-demo: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny model learns by GRPO (ALGORITHM=, SEED=, BACKEND=megatron, TP=, ENGINE=sglang)
+demo: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny model learns by GRPO (ALGORITHM=, SEED=, BACKEND=fsdp, RANKS=, BACKEND=megatron, TP=, ENGINE=sglang)
 	$(RUN) -m examples.demo --seed $(SEED) --algorithm $(ALGORITHM) --backend $(BACKEND) \
-		--tensor $(TP) --engine $(ENGINE)
+		--ranks $(RANKS) --tensor $(TP) --engine $(ENGINE)
 
 demo-smollm2: $(VENV)/.reference  ## the real SmolLM2-135M learns to add, then to compare two numbers
 	$(RUN) -m examples.demo_smollm2 --task chain_sum --steps 60 --stop-at-reward 0.5 --target 0.3
@@ -142,9 +149,10 @@ verify: $(VENV)/.dev  ## the long version: three seeds, every algorithm, faults,
 		$(RUN) -m examples.demo --algorithm $$algorithm --run-dir runs/verify-$$algorithm
 	done
 	$(RUN) -m examples.demo --max-staleness 4 --run-dir runs/verify-staleness
+	$(MAKE) demo BACKEND=fsdp RANKS=2
 	$(MAKE) demo BACKEND=megatron TP=2
 	$(MAKE) demo ENGINE=sglang
-	$(MAKE) fault-matrix test-megatron test-vision test-sglang test-openai demo-smollm2 bench
+	$(MAKE) fault-matrix test-fsdp test-megatron test-vision test-sglang test-openai demo-smollm2 bench
 
 bench: bench-planner bench-logprob bench-router bench-engine bench-convert bench-sync bench-controller bench-loop bench-demo bench-training  ## side by side, one summary line each
 
@@ -194,5 +202,5 @@ accelerator-check: $(VENV)/.dev  ## the whole system on the device at hand: righ
 clean:  ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help accelerator-wheels accelerator-check setup sglang-cpu test-sglang proto docs lint test house stress-tests test-megatron test-openai demo demo-smollm2 fault-matrix fuzz soak compose-smoke \
+.PHONY: help accelerator-wheels accelerator-check setup sglang-cpu test-sglang proto docs lint test house stress-tests test-fsdp test-megatron test-openai demo demo-smollm2 fault-matrix fuzz soak compose-smoke \
 	verify bench bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-loop bench-demo bench-training bench-router bench-router-simulation clean

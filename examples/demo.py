@@ -66,6 +66,8 @@ def services(run_dir: Path, model: Path, flags: argparse.Namespace) -> UpConfig:
         "ranks": {"count": flags.ranks * flags.tensor},
         "max_tokens_per_micro_batch": 8192,
     }
+    if flags.backend == "fsdp":
+        trainer["fsdp"] = {"dtype": "float32"}
     if flags.backend == "megatron":
         trainer["megatron"] = {"tensor": flags.tensor, "dtype": "float32"}
     rollout: dict[str, Any] = {
@@ -80,9 +82,12 @@ def services(run_dir: Path, model: Path, flags: argparse.Namespace) -> UpConfig:
         "rollout": {"kind": "rollout", "config": rollout},
     }
     if flags.algorithm == "ppo":
+        critic = {n: value for n, value in trainer.items() if n != "megatron"}
+        if flags.backend == "megatron":
+            critic |= {"backend": "reference", "ranks": {"count": 1}}
         entries["critic"] = {
             "kind": "trainer",
-            "config": {**trainer, "backend": "reference", "head": "value", "ranks": {"count": 1}},
+            "config": {**critic, "head": "value"},
         }
     up = {"run_dir": run_dir, "services": entries, "start_timeout_seconds": START_SECONDS}
     return parse_config(UpConfig, up)
@@ -124,7 +129,7 @@ def main() -> int:
     parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--algorithm", choices=sorted(ALGORITHMS), default="grpo")
-    parser.add_argument("--backend", choices=["reference", "megatron"], default="reference")
+    parser.add_argument("--backend", choices=["reference", "fsdp", "megatron"], default="reference")
     parser.add_argument("--engine", choices=["reference", "sglang"], default="reference")
     parser.add_argument(
         "--sglang-python",

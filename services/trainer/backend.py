@@ -1,4 +1,4 @@
-"""What a training backend does on one rank; `reference` and `megatron` implement it."""
+"""What a training backend does on one rank; `reference`, `fsdp`, `megatron` implement it."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ ModelName = Literal["policy", "reference"]
 
 BACKENDS = {  # nothing heavy is imported until chosen
     "reference": "services.trainer.backends.reference.backend:ReferenceBackend",
+    "fsdp": "services.trainer.backends.fsdp.backend:FsdpBackend",
     "megatron": "services.trainer.backends.megatron.backend:MegatronBackend",
 }
 

@@ -8,6 +8,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from services.trainer.backends.fsdp.config import FsdpConfig
 from services.trainer.backends.megatron.config import MegatronConfig
 from sluice.balance.planner import OversizePolicy
 from sluice.config import Config, ProcessConfig
@@ -129,7 +130,7 @@ class TrainerConfig(ProcessConfig):
     weights: str = ""
     name: str = Field("trainer", min_length=1)
     reference_model: str | None = None
-    backend: Literal["reference", "megatron"] = "reference"
+    backend: Literal["reference", "fsdp", "megatron"] = "reference"
     head: Head = Field("policy", description="Logits, or one value a token: a critic.")
     seed: int = 0
     optim: OptimConfig = OptimConfig()
@@ -148,7 +149,7 @@ class TrainerConfig(ProcessConfig):
         4, ge=0, description="Of weights, besides those pinned; 0 keeps all."
     )
     publish_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Of the reference backend."
+        "float32", description="Of the backends reference and fsdp."
     )
     publish: PublishConfig = PublishConfig()
     transfer: TransferConfig = TransferConfig()
@@ -164,6 +165,7 @@ class TrainerConfig(ProcessConfig):
         True, description="False: what a crash of the machine leaves in the store is undefined."
     )
     log_level: str = "INFO"
+    fsdp: FsdpConfig = FsdpConfig()
     megatron: MegatronConfig = MegatronConfig()
     server: ServerConfig = ServerConfig()
 
@@ -196,13 +198,20 @@ class TrainerConfig(ProcessConfig):
 
     @model_validator(mode="after")
     def _check_backend(self) -> Self:
-        if self.backend == "reference" and self.megatron != MegatronConfig():
-            raise ValueError("megatron has no effect with backend reference; leave it out")
-        if self.backend == "megatron" and self.autocast:
-            raise ValueError("autocast has no effect with backend megatron; set megatron.dtype")
-        if self.backend == "megatron" and self.publish_dtype != "float32":
+        backend = self.backend
+        if backend != "megatron" and self.megatron != MegatronConfig():
+            raise ValueError(f"megatron has no effect with backend {backend}; leave it out")
+        if backend != "fsdp" and self.fsdp != FsdpConfig():
+            raise ValueError(f"fsdp has no effect with backend {backend}; leave it out")
+        if backend != "reference" and self.autocast:
+            raise ValueError(f"autocast has no effect with backend {backend}; set {backend}.dtype")
+        if backend == "megatron" and self.publish_dtype != "float32":
             raise ValueError("publish_dtype has no effect with backend megatron; leave it out")
-        narrow = self.autocast if self.backend == "reference" else self.megatron.dtype != "float32"
+        narrow = {
+            "reference": self.autocast,
+            "fsdp": self.fsdp.dtype != "float32",
+            "megatron": self.megatron.dtype != "float32",
+        }[backend]
         if not self.float32_head and (not narrow or self.head == "value"):
             what = "head value" if narrow else "a float32 model"
             raise ValueError(f"float32_head has no effect with {what}; leave it out")

@@ -21,8 +21,8 @@ from sluice.weights.convert.options import ConvertOptions, Layout
 from sluice.weights.convert.verify import compare
 from tests.converter.megatron_reader import TOKENS
 from tests.megatron.models import build_checkpoint
-from tests.megatron.pool import Pool
 from tests.patience import PATIENCE
+from tests.rank_pool import Pool
 from tests.unit.weights_rules.models import HUGGING_FACE, save_model
 
 # plain_norms: Megatron's layers without TransformerEngine have other names in these families
@@ -84,7 +84,7 @@ def test_megatron_reads_and_computes(name: str, read: Path) -> None:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    pool = Pool()
+    pool = Pool("tests.megatron.jobs")
     yield pool
     pool.close()
 

@@ -10,8 +10,8 @@ import torch
 from tests.megatron.comparison import Summary, Tensors
 from tests.megatron.models import build_checkpoint, make_rows
 from tests.megatron.oracle import Oracle, OracleStep, reference_config
-from tests.megatron.pool import Pool
 from tests.megatron.settings import NORMALIZER, OPTIM, SPEC, STEPS
+from tests.rank_pool import Pool
 
 SUMMARY = Summary()
 
@@ -40,7 +40,7 @@ def summary() -> Summary:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    pool = Pool()
+    pool = Pool("tests.megatron.jobs")
     yield pool
     pool.close()
 

@@ -49,6 +49,11 @@ from tests.megatron.mutants import exchanged, mutants
 from tests.megatron.settings import NORMALIZER, OPTIM, SPEC, STEPS
 
 
+def clean_up() -> None:
+    while parallel._users:  # of a job that failed
+        parallel.stop()
+
+
 def open_backend(rank: int, world: int, arguments: dict[str, Any]) -> MegatronBackend:
     head.MAX_LOGITS = arguments.get("max_logits", 1 << 26)
     layout = MegatronConfig(**{"dtype": "float32", **arguments["layout"]})

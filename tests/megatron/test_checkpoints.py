@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.megatron.comparison import LOSS_TOLERANCE, read_ranks
-from tests.megatron.pool import Pool
+from tests.rank_pool import Pool
 
 fast = pytest.mark.fast
 PLAIN = {"distributed_optimizer": False}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.megatron.comparison import LOSS_TOLERANCE
-from tests.megatron.pool import Pool
+from tests.rank_pool import Pool
 
 CHECKED = {"ranks": {"check_collectives": True}}
 

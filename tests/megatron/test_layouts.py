@@ -19,7 +19,7 @@ from tests.megatron.comparison import (
     read_ranks,
     relative_difference,
 )
-from tests.megatron.pool import Pool
+from tests.rank_pool import Pool
 
 fast = pytest.mark.fast
 LAYOUTS = [

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.megatron.pool import Pool
+from tests.rank_pool import Pool
 
 fast = pytest.mark.fast
 PLAIN = {"distributed_optimizer": False}

@@ -21,8 +21,8 @@ from tests.megatron.comparison import (
 )
 from tests.megatron.models import build_checkpoint, make_rows
 from tests.megatron.oracle import reference_config
-from tests.megatron.pool import Pool
 from tests.megatron.settings import NORMALIZER, OPTIM
+from tests.rank_pool import Pool
 
 fast = pytest.mark.fast
 HERE = "tests.megatron.providers"

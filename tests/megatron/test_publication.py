@@ -16,7 +16,7 @@ from sluice.weights.manifest import ShardFile, TensorEntry
 from sluice.weights.store import WeightStore
 from tests.megatron.comparison import LOGPROB_TOLERANCE, logprob_difference, read_ranks
 from tests.megatron.models import make_rows
-from tests.megatron.pool import Pool
+from tests.rank_pool import Pool
 
 fast = pytest.mark.fast
 LAYOUTS = [

@@ -26,8 +26,8 @@ from tests.megatron.comparison import (
 )
 from tests.megatron.models import routed_rows
 from tests.megatron.oracle import split_experts
-from tests.megatron.pool import Pool
 from tests.megatron.settings import NORMALIZER, SPEC
+from tests.rank_pool import Pool
 from tests.service.trainer.harness import ACTIVE, running_trainer, until
 
 LAYOUTS = [

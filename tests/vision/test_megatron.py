@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
 from tests.megatron.comparison import read_ranks
-from tests.megatron.pool import JobError, Pool
 from tests.megatron.settings import NORMALIZER
+from tests.rank_pool import JobError, Pool
 from tests.vision.cases import (
     MAX_GRADIENT_DIFF,
     MAX_LOGPROB_DIFF,
@@ -80,7 +80,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> ExpectedByFamily:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    pool = Pool()
+    pool = Pool("tests.megatron.jobs")
     yield pool
     pool.close()
 

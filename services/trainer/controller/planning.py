@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
+from services.trainer.backends.fsdp.families import shares_prompts
 from services.trainer.config import TrainerConfig
 from services.trainer.controller.state import Batch, PassPlan
 from services.trainer.errors import OversizeSampleError
@@ -58,6 +59,8 @@ def packing_of(config: TrainerConfig, context_size: int) -> Packing:
     """Return how the configured backend packs on ranks of this context parallelism."""
     if config.backend == "reference":
         return Packing()
+    if config.backend == "fsdp":
+        return Packing(shares_prompts=shares_prompts(config.model))
     chunks = 2 * context_size if context_size > 1 and config.megatron.cp_layout == "zigzag" else 1
     return Packing(shares_prompts=False, row_multiple=chunks)
 

@@ -60,21 +60,43 @@ def attend(
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
     packed_layout: PackedLayout,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Maps query [1, heads, T, D], key and value [1, kv_heads, T, D] to [1, T, heads, D].
 
-    A window is honoured by refusing it where it would matter.
+    A window is honoured over rows that share no prompt, else by refusing it where it would matter;
+    so are sinks, `s_aux` [heads].
     """
     del attention_mask  # the layout knows
-    if sliding_window is not None and packed_layout.longest > sliding_window:
-        raise NotImplementedError(f"a window of {sliding_window} tokens over longer rows")
+    if softcap is not None:
+        raise NotImplementedError("attention with capped scores")
+    window = sliding_window
+    if window is not None and packed_layout.longest <= window:
+        window = None
     outputs = [
-        _attend_bucket(query[0], key[0], value[0], bucket, scaling)
+        _attend_bucket(query[0], key[0], value[0], bucket, Scores(scaling, window, s_aux))
         for bucket in packed_layout.buckets
     ]
     return torch.cat(outputs)[None], None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How queries and keys are compared; None is transformers' default, or nothing.
+
+    window: tokens, the own one among them. sinks: float[heads], scores of a key without a value.
+    """
+
+    scaling: float | None = None
+    window: int | None = None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        return self.window is None and self.sinks is None
 
 
 def _attend_bucket(
@@ -82,7 +104,7 @@ def _attend_bucket(
     key: torch.Tensor,
     value: torch.Tensor,
     bucket: PromptBucket,
-    scaling: float | None,
+    scores: Scores,
 ) -> torch.Tensor:
     """The bucket's share of the pack, [tokens, heads, D]."""
 
@@ -93,8 +115,12 @@ def _attend_bucket(
     queries = gather(query, bucket.queries, bucket.query_length)
     keys = gather(key, bucket.keys, bucket.key_length)
     values = gather(value, bucket.keys, bucket.key_length)
-    options: Any = {"scale": scaling, "enable_gqa": len(query) != len(key)}
-    if bucket.mask is not None:
+    options: Any = {"scale": scores.scaling, "enable_gqa": len(query) != len(key)}
+    if not scores.plain:
+        if not bucket.whole_rows:
+            raise NotImplementedError("windows and sinks over rows that share their prompt")
+        out = _attend_banded(queries, keys, values, scores)
+    elif bucket.mask is not None:
         out = scaled_dot_product_attention(queries, keys, values, attn_mask=bucket.mask, **options)
     elif bucket.query_length == bucket.key_length:
         out = scaled_dot_product_attention(queries, keys, values, is_causal=True, **options)
@@ -129,6 +155,48 @@ def _attend_tail(
             )
         )
     return torch.cat(outputs, dim=2)
+
+
+def _attend_banded(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
+) -> torch.Tensor:
+    """Causal attention of [N, heads, L, D] within the window, in blocks of queries."""
+    length, groups = query.shape[2], query.shape[1] // key.shape[1]
+    places = torch.arange(length, device=query.device)
+    if scores.sinks is not None and groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    outputs = []
+    for start in range(0, length, LONG_TOKENS):
+        stop = min(start + LONG_TOKENS, length)
+        first = 0 if scores.window is None else max(0, start - scores.window + 1)
+        distance = places[start:stop, None] - places[None, first:stop]
+        visible = distance >= 0
+        if scores.window is not None:
+            visible &= distance < scores.window
+        block = query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop]
+        if scores.sinks is not None:
+            outputs.append(_attend_with_sinks(*block, visible, scores.scaling, scores.sinks))
+            continue
+        gqa = block[0].shape[1] != block[1].shape[1]
+        options: Any = {"scale": scores.scaling, "enable_gqa": gqa}
+        outputs.append(scaled_dot_product_attention(*block, attn_mask=visible, **options))
+    return torch.cat(outputs, dim=2)
+
+
+def _attend_with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor,
+    scaling: float | None,
+    sinks: torch.Tensor,
+) -> torch.Tensor:
+    """Attention whose softmax has one more entry a head, which adds nothing to the output."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = (query @ key.transpose(2, 3) * scale).masked_fill(~visible, -torch.inf)
+    sink = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+    weights = torch.cat([scores, sink], dim=-1).float().softmax(-1)[..., :-1]
+    return weights.to(value.dtype) @ value
 
 
 AttentionInterface.register(IMPLEMENTATION, attend)
@@ -303,6 +371,11 @@ class PromptBucket:
     mask: torch.Tensor | None
     kept: torch.Tensor | None
 
+    @property
+    def whole_rows(self) -> bool:
+        """Each of N stands there from its first token on, and sees what is before."""
+        return self.mask is None and self.query_length == self.key_length
+
     def to(self, device: torch.device) -> PromptBucket:
         return PromptBucket(
             self.count,
@@ -405,12 +478,19 @@ def _size_class(lengths: np.ndarray) -> np.ndarray:
     return np.where(lengths > LONG_TOKENS, lengths, np.frexp(lengths)[1])
 
 
-def pack(rows: Sequence[Row], merge_size: int = 0, features: Features = NOTHING) -> PackedLayout:
+def pack(
+    rows: Sequence[Row],
+    merge_size: int = 0,
+    features: Features = NOTHING,
+    *,
+    shares_prompts: bool = True,
+) -> PackedLayout:
     """Lays out at least one row; rows of one group with equal prompts share them.
 
-    merge_size: of the model's image rules; 0 where it takes one position a token.
+    merge_size: of the model's image rules; 0 where it takes one position a token. Without
+    `shares_prompts` every row has its own, and all buckets are of whole rows.
     """
-    table, leaders = _tabulate(rows)
+    table, leaders = _tabulate(rows, shares_prompts=shares_prompts)
     clusters = [*([leader] for leader in leaders.tolist()), *_clusters(table, leaders)]
     heads = np.array([cluster[0] for cluster in clusters], dtype=np.int64)
     prompts = table.prompt_lengths[heads]
@@ -479,18 +559,19 @@ def split_rows(rows: MicroBatch) -> Iterator[list[Row]]:
     yield part
 
 
-def _tabulate(rows: Sequence[Row]) -> tuple[_Table, np.ndarray]:
+def _tabulate(rows: Sequence[Row], *, shares_prompts: bool) -> tuple[_Table, np.ndarray]:
     """The rows as columns, and for each distinct prompt the longest row that has it."""
     tokens = torch.cat([row.token_ids for row in rows]).numpy()
     lengths = np.array([row.token_ids.shape[0] for row in rows], dtype=np.int64)
     prompts = np.array([row.prompt_length for row in rows], dtype=np.int64)
     offsets = _starts(lengths)
-    seen: dict[tuple[str, bytes, tuple[str, ...]], int] = {}
+    seen: dict[tuple[object, ...], int] = {}
     leaders: list[int] = []
     prompt_of = np.empty(len(rows), dtype=np.int64)
     for index, (row, offset) in enumerate(zip(rows, offsets.tolist(), strict=True)):
         shown = tuple(s.digest for s in row.media if s.first_token < row.prompt_length)
-        key = (row.group_id, tokens[offset : offset + row.prompt_length].tobytes(), shown)
+        prompt = tokens[offset : offset + row.prompt_length].tobytes()
+        key = (row.group_id, prompt, shown) if shares_prompts else (index,)
         if key not in seen:
             seen[key] = len(leaders)
             leaders.append(index)

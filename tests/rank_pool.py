@@ -1,4 +1,4 @@
-"""Warm processes that run a job under any world size: starting Megatron costs seconds, once."""
+"""Warm processes that run a job under any world size: their imports cost seconds, once."""
 
 from __future__ import annotations
 
@@ -28,21 +28,26 @@ class JobError(AssertionError):
 
 
 class Pool:
-    """`run` gives a job to ranks 0..world-1; each makes its process group, runs and ends it."""
+    """`run` gives a job to ranks 0..world-1; each makes its process group, runs and ends it.
 
-    def __init__(self) -> None:
+    `jobs` is the module that has them, and a function `clean_up` for what one that failed leaves.
+    """
+
+    def __init__(self, jobs: str) -> None:
+        self._module = jobs
         self._connections: list[Connection] = []
         self._processes: list[SpawnProcess] = []
         self._jobs = 0
 
     def run(self, job: str, world: int, **arguments: Any) -> list[dict[str, Any]]:
-        """What `job` of jobs.py answered on every rank, in rank order. Raises JobError."""
+        """What `job` answered on every rank, in rank order. Raises JobError."""
         if self._jobs == JOBS_PER_LIFE:
             self.close()
         self._jobs += 1
         self._grow(world)
         meeting = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         task = {
+            "module": self._module,
             "job": job,
             "world": world,
             "port": meeting.port,
@@ -69,7 +74,7 @@ class Pool:
         started = len(self._processes)
         for rank in range(started, world):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self._module, theirs), daemon=True)
             process.start()
             self._connections.append(mine)
             self._processes.append(process)
@@ -84,12 +89,12 @@ def _receive(connection: Connection, seconds: float) -> dict[str, Any]:
     return answer
 
 
-def _serve(rank: int, connection: Connection) -> None:
+def _serve(rank: int, jobs: str, connection: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
     torch.set_num_threads(1)
-    importlib.import_module("services.trainer.backends.megatron.backend")
+    importlib.import_module(jobs)
     connection.send_bytes(b"{}")
     while True:
         try:
@@ -102,6 +107,7 @@ def _serve(rank: int, connection: Connection) -> None:
 def _run(rank: int, task: dict[str, Any]) -> dict[str, Any]:
     import torch.distributed as dist
 
+    jobs = importlib.import_module(task["module"])
     try:
         dist.init_process_group(
             "gloo",
@@ -110,13 +116,11 @@ def _run(rank: int, task: dict[str, Any]) -> dict[str, Any]:
             world_size=task["world"],
             timeout=timedelta(seconds=PATIENCE),
         )
-        job: Job = getattr(importlib.import_module("tests.megatron.jobs"), task["job"])
+        job: Job = getattr(jobs, task["job"])
         return {"result": job(rank, task["world"], task["arguments"])}
     except FAILURES:
         return {"error": traceback.format_exc()}
     finally:
-        parallel = importlib.import_module("services.trainer.backends.megatron.parallel")
-        while parallel._users:  # of a job that failed
-            parallel.stop()
+        jobs.clean_up()
         if dist.is_initialized():
             dist.destroy_process_group()

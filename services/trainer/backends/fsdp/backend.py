@@ -1,0 +1,184 @@
+"""The fsdp backend: one model cut over all ranks, data-parallel over them.
+
+Every rank runs the same passes: what a micro-batch is, and not what is in it, decides which
+collectives run. A rank without rows runs a dummy.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from services.trainer.backend import (
+    Mesh,
+    MicroBatch,
+    ModelName,
+    PassSums,
+    Row,
+    StepOutcome,
+    TrainingBackend,
+)
+from services.trainer.backends.fsdp import checkpoint
+from services.trainer.backends.fsdp.export import Export
+from services.trainer.backends.fsdp.model import Scoring, ShardedModel, load_model
+from services.trainer.backends.fsdp.optimizer import ShardedOptimizer
+from services.trainer.backends.reference.model import PackedLayout, pack
+from services.trainer.config import Head, TrainerConfig
+from sluice import platform
+from sluice.algo.collectives import create_collectives
+from sluice.algo.logprobs import EntropyMode
+from sluice.algo.losses import check_columns, compute_loss, pack_rows
+from sluice.algo.spec import LossSpec, required_columns
+from sluice.weights.manifest import FileEntry, ShardFile
+from sluice.weights.shards import ShardWrite, write_shard
+
+DUMMY = Row(
+    sample_id="",
+    group_id="",
+    token_ids=torch.zeros(2, dtype=torch.int64),
+    prompt_length=1,
+    loss_mask=torch.zeros(1, dtype=torch.bool),
+)
+
+
+class FsdpBackend(TrainingBackend):
+    """One rank. The default process group must exist; every method is collective.
+
+    Models run without dropout: log-probs are then the same whenever they are computed.
+    """
+
+    def __init__(self, config: TrainerConfig, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._config = config
+        current = platform.current()
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        current.set_device(local_rank)
+        self._device = current.device(local_rank)
+        if config.fsdp.cpu_offload and self._device.type == "cpu":
+            raise ValueError("fsdp.cpu_offload needs an accelerator: there is none to offload from")
+        current.seed_all(config.seed)
+        self._cut_over = init_device_mesh(self._device.type, (mesh.world_size,))
+        self._ranks = create_collectives(self._cut_over.get_group(), config.ranks.check_timeout)
+        self._policy = self._load(config.model, head=config.head)
+        self._reference: ShardedModel | None = None
+        self._start(self._policy)
+        self._optimizer = ShardedOptimizer(
+            self._policy.parameters(), config.optim, self._ranks, self._device
+        )
+        dtype = getattr(torch, config.publish_dtype)
+        self._export = Export(self._policy, self._cut_over.get_group(), dtype)
+
+    def compute_logprobs(
+        self, micro_batches: Sequence[MicroBatch], *, model: ModelName, temperature: float
+    ) -> dict[str, torch.Tensor]:
+        sharded = self._policy if model == "policy" else self._load_reference()
+        return self._score(sharded, micro_batches, Scoring(temperature=temperature))
+
+    def compute_values(self, micro_batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
+        return self._score(self._policy, micro_batches, Scoring())
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: LossSpec) -> PassSums:
+        self._check_columns(micro_batches, loss)
+        total, tokens = 0.0, 0
+        sums: dict[str, tuple[float, float]] = {}
+        scoring = _scoring_of(loss)
+        for index, (rows, layout) in enumerate(self._layouts(self._policy, micro_batches)):
+            is_last = index == len(micro_batches) - 1
+            self._policy.root.set_requires_gradient_sync(
+                is_last or self._config.fsdp.reduce == "micro_batch"
+            )
+            outputs_T, entropy_T = self._policy.root(layout, scoring)
+            if not rows:
+                (outputs_T.sum() * 0.0).backward()
+                continue
+            terms = compute_loss(pack_rows(rows, loss, outputs_T, entropy_T), loss)
+            terms.loss.backward()
+            total += terms.loss.item()
+            tokens += int(terms.token_count.item())
+            for name, (value, weight) in terms.metrics.items():
+                had = sums.get(name, (0.0, 0.0))
+                sums[name] = (had[0] + value.item(), had[1] + weight.item())
+        return PassSums(loss=total, token_count=tokens, metrics=sums)
+
+    def step(self, *, normalizer: float, learning_rate: float | None) -> StepOutcome:
+        rate = self._config.optim.learning_rate if learning_rate is None else learning_rate
+        return self._optimizer.step(normalizer, rate)
+
+    def discard_gradients(self) -> None:
+        self._optimizer.clear()
+
+    def save_checkpoint(self, directory: Path) -> dict[str, FileEntry]:
+        return checkpoint.save(
+            self._policy, self._optimizer, directory, durable=self._config.durable
+        )
+
+    def load_checkpoint(self, directory: Path) -> None:
+        checkpoint.load(self._policy, self._optimizer, directory)
+
+    def write_shards(self, directory: Path, write: ShardWrite | None = None) -> list[ShardFile]:
+        write = write or partial(write_shard, sync=self._config.durable)
+        return self._export.write(directory, write)
+
+    def close(self) -> None:
+        self._reference = None
+
+    def _load(self, path: str, *, head: Head = "policy", trained: bool = True) -> ShardedModel:
+        return load_model(
+            path,
+            self._cut_over,
+            self._device,
+            self._config.fsdp,
+            head=head,
+            float32_head=self._config.float32_head,
+            trained=trained,
+        )
+
+    def _load_reference(self) -> ShardedModel:
+        """The frozen model, loaded on its first use."""
+        if self._reference is None:
+            path = self._config.reference_model or self._config.model
+            self._reference = self._load(path, trained=False)
+        return self._reference
+
+    def _start(self, sharded: ShardedModel) -> None:
+        """A first pass: torch settles where parts are kept in it, before the optimizer looks."""
+        temperature = 1.0 if self._config.head == "policy" else None
+        self._score(sharded, [[]], Scoring(temperature=temperature))
+
+    def _layouts(
+        self, sharded: ShardedModel, micro_batches: Sequence[MicroBatch]
+    ) -> Iterator[tuple[MicroBatch, PackedLayout]]:
+        for rows in micro_batches:
+            layout = pack(rows or [DUMMY], shares_prompts=sharded.shares_prompts)
+            yield rows, layout.to(self._device)
+
+    @torch.no_grad()
+    def _score(
+        self, sharded: ShardedModel, micro_batches: Sequence[MicroBatch], scoring: Scoring
+    ) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for rows, layout in self._layouts(sharded, micro_batches):
+            outputs_T, _ = sharded.root(layout, scoring)
+            if rows:
+                parts = outputs_T.float().cpu().split([row.response_length for row in rows])
+                found.update((row.sample_id, part) for row, part in zip(rows, parts, strict=True))
+        sharded.release()
+        return found
+
+    def _check_columns(self, micro_batches: Sequence[MicroBatch], loss: LossSpec) -> None:
+        """Ahead of the passes, inside which other ranks would wait for this one."""
+        needed = required_columns(loss)
+        for row in (row for rows in micro_batches for row in rows):
+            check_columns(needed, row.columns, f"sample {row.sample_id}")
+
+
+def _scoring_of(loss: LossSpec) -> Scoring:
+    if loss.name == "value":
+        return Scoring()
+    entropy: EntropyMode = "gradient" if loss.has_entropy_gradient else "metric"
+    return Scoring(temperature=loss.temperature or 1.0, entropy=entropy)

@@ -1,0 +1,29 @@
+"""How a model is cut over ranks and computed. Imports no torch: the controller reads it too."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class FsdpConfig(BaseModel):
+    """Options of the fsdp backend; weights, gradients and optimizer state are always float32.
+
+    dtype: of the products and activations; bfloat16 gathers weights in it too.
+    activation_checkpointing: layers are run again in backward, in place of keeping what they made.
+    cpu_offload: weights and optimizer state stay in host memory; needs an accelerator.
+    reshard_after_forward: layers are freed after forward and gathered again for backward.
+    reduce: gradients are summed over ranks after every micro-batch, or once a call after the
+    last, until when each rank holds those of the whole model.
+    unproven: also a family that `families` does not list.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    activation_checkpointing: bool = False
+    cpu_offload: bool = False
+    reshard_after_forward: bool = True
+    reduce: Literal["micro_batch", "call"] = "micro_batch"
+    unproven: bool = False

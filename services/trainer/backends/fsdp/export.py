@@ -1,0 +1,122 @@
+"""Tensors out of a sharded model one at a time, under the names of the HF checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from services.trainer.backends.fsdp.model import ShardedModel
+from services.trainer.backends.fsdp.optimizer import local_part
+from sluice.weights.manifest import ShardFile
+from sluice.weights.shards import ShardWrite
+
+Read = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+def read_weight(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    del name
+    return tensor.detach()
+
+
+@dataclass(frozen=True)
+class Export:
+    """Which rank makes what of each tensor, the same on all of them.
+
+    Raises ValueError where tensors of the checkpoint are made of several of the model's.
+    """
+
+    sharded: ShardedModel
+    group: dist.ProcessGroup
+    dtype: torch.dtype  # of parameters; buffers, which steer routing, are left as they are
+
+    @cached_property
+    def owners(self) -> dict[str, int]:
+        """The rank that makes each of the model's tensors: the largest first, evenly."""
+        sizes = {n: t.numel() for n, t in self._tensors().items()}
+        self._check(sizes)
+        loads = [0] * self.group.size()
+        owners = {}
+        for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+            owners[name] = rank = loads.index(min(loads))
+            loads[rank] += sizes[name]
+        return owners
+
+    def tensors(self, read: Read = read_weight) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield the HF tensors of this rank, those of one tensor at a time; collective.
+
+        Run it to the end. `read` gives what is exported of each parameter, in its shape.
+        """
+        for name, tensor in self._tensors().items():
+            part = read(name, tensor)
+            if isinstance(tensor, torch.nn.Parameter):
+                part = part.to(self.dtype)
+            whole = _gather(part, self.owners[name], self.group)
+            if whole is not None:
+                yield revert_weight_conversion(self.sharded.model, {name: whole})
+
+    def write(self, directory: Path, write: ShardWrite) -> list[ShardFile]:
+        """Write this rank's tensors as files no larger than the largest of them; collective."""
+        cap = max(t.numel() for t in self._tensors().values()) * self.dtype.itemsize
+        files: list[ShardFile] = []
+        waiting: dict[str, torch.Tensor] = {}
+        size = 0
+
+        def flush() -> None:
+            nonlocal size
+            name = f"model-{self.group.rank():05d}-{len(files):05d}.safetensors"
+            files.append(write(directory, name, waiting))
+            waiting.clear()
+            size = 0
+
+        for made in self.tensors():
+            more = sum(tensor.nbytes for tensor in made.values())
+            if waiting and size + more > cap:
+                flush()
+            waiting.update(made)
+            size += more
+            made.clear()
+        if waiting:
+            flush()
+        return files
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {**self.sharded.parameters(), **self.sharded.buffers()}
+
+    def _check(self, sizes: Mapping[str, int]) -> None:
+        """One at a time must give what all at once do."""
+        model: Any = self.sharded.model
+        meta = {name: torch.empty(t.shape, device="meta") for name, t in self._tensors().items()}
+        assert meta.keys() == sizes.keys()
+        alone: dict[str, torch.Tensor] = {}
+        for name, tensor in meta.items():
+            alone |= revert_weight_conversion(model, {name: tensor})
+        together = revert_weight_conversion(model, meta)
+        if {n: t.shape for n, t in alone.items()} != {n: t.shape for n, t in together.items()}:
+            raise ValueError(
+                f"model_type {model.config.model_type} cannot be exported one tensor at a time"
+            )
+
+
+def _gather(tensor: torch.Tensor, owner: int, group: dist.ProcessGroup) -> torch.Tensor | None:
+    """The whole tensor on its owner, None elsewhere. What every rank holds needs no exchange."""
+    mine = group.rank() == owner
+    if not isinstance(tensor, DTensor):
+        return tensor if mine else None
+    if group.size() == 1:
+        return local_part(tensor)
+    part, length = local_part(tensor), tensor.shape[0]
+    rows = -(-length // group.size())  # of every rank but the last ones
+    if len(part) < rows:
+        part = torch.cat([part, part.new_zeros(rows - len(part), *part.shape[1:])])
+    whole = part.new_empty(rows * group.size(), *part.shape[1:]) if mine else None
+    shares = list(whole.chunk(group.size())) if whole is not None else None
+    dist.gather(part.contiguous(), shares, dst=dist.get_global_rank(group, owner), group=group)
+    return None if whole is None else whole[:length]

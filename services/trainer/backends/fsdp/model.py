@@ -1,0 +1,324 @@
+"""A transformers model cut over ranks, under a root module of ours.
+
+The loader of transformers fills what it finds: on a model whose parameters are already cut it
+reads this rank's part of each tensor and nothing else. So the cut is made between construction
+(without memory) and loading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.nn.functional import linear
+from transformers import AutoConfig, AutoModelForCausalLM, DistributedConfig, PretrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.logging import disable_progress_bar
+
+from services.trainer.backends.fsdp.config import FsdpConfig
+from services.trainer.backends.fsdp.families import layout_of
+from services.trainer.backends.reference.model import (
+    IMPLEMENTATION,
+    MAX_LOGITS,
+    PackedLayout,
+    errors_only,
+)
+from services.trainer.config import Head
+from sluice.algo.logprobs import EntropyMode, linear_logprobs, token_logprobs
+
+NEW_HEAD = {"score.weight", "score.bias"}  # zero where a checkpoint is a language model's
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """What a pass is to give: log-probs and entropy, or (without a temperature) values."""
+
+    temperature: float | None = None
+    entropy: EntropyMode = "off"
+
+
+class PolicyRoot(torch.nn.Module):
+    """The root that is cut: whatever needs the output weight runs inside its forward."""
+
+    def __init__(self, model: Any, *, float32_head: bool) -> None:
+        super().__init__()
+        self.model = model  # transformers.PreTrainedModel, whose types mypy does not see
+        self._float32_head = float32_head
+        self._divisor = _logit_divisor(model.config)
+
+    def forward(
+        self, layout: PackedLayout, scoring: Scoring
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-probs and entropy, or values and None, of all response tokens, float32[R]."""
+        output = self.model.base_model(
+            input_ids=layout.token_ids[None],
+            position_ids=layout.position_ids[None],
+            use_cache=False,
+            packed_layout=layout,
+        )
+        picked_RH = output.last_hidden_state[0].index_select(0, layout.predictors)
+        if scoring.temperature is None:
+            return self.model.score(picked_RH.float())[:, 0], None
+        return self._score(picked_RH, layout.targets, scoring)
+
+    def _score(
+        self, picked_RH: torch.Tensor, targets: torch.Tensor, scoring: Scoring
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        head = self.model.get_output_embeddings()
+        assert scoring.temperature is not None
+        options: Any = {
+            "temperature": scoring.temperature * self._divisor,
+            "entropy": scoring.entropy,
+        }
+        wider = self._float32_head and picked_RH.dtype != torch.float32
+        if head.bias is not None:
+            weight_VH, bias_V = head.weight, head.bias
+            if wider:
+                picked_RH, weight_VH, bias_V = (
+                    tensor.float() for tensor in (picked_RH, weight_VH, bias_V)
+                )
+            logits_RV = linear(picked_RH, weight_VH, bias_V)
+        elif wider or len(targets) * len(head.weight) > MAX_LOGITS:
+            return linear_logprobs(picked_RH, head.weight, targets, float32=wider, **options)
+        else:
+            logits_RV = linear(picked_RH, head.weight)
+        return token_logprobs(logits_RV, targets, reuse_logits=True, **options)
+
+
+def _logit_divisor(config: PretrainedConfig) -> float:
+    """By what the family divides its logits. Raises ValueError where it does more to them."""
+    if getattr(config, "final_logit_softcapping", None):
+        raise ValueError(f"model_type {config.model_type} caps its logits: unknown here")
+    return float(getattr(config, "logits_scaling", None) or 1.0) / float(
+        getattr(config, "logit_scale", None) or 1.0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedModel:
+    """A model of which this rank holds its part. `root` is called; all else only looks."""
+
+    root: Any  # PolicyRoot and FSDPModule
+    shares_prompts: bool
+
+    @property
+    def model(self) -> Any:
+        return self.root.model
+
+    def release(self) -> None:
+        """Free what a forward keeps gathered for its backward, where none is to come."""
+        for module in self.root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Parts by the model's own names; tied ones once."""
+        return dict(self.model.named_parameters())
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Persistent buffers by name: whole on every rank, and alike."""
+        names = self.model.state_dict().keys()
+        return {name: value for name, value in self.model.named_buffers() if name in names}
+
+
+def load_model(
+    path: str,
+    mesh: DeviceMesh,
+    device: torch.device,
+    settings: FsdpConfig,
+    *,
+    head: Head = "policy",
+    float32_head: bool = True,
+    trained: bool = True,
+) -> ShardedModel:
+    """Read this rank's part of a HF checkpoint directory; collective.
+
+    head value: one `score` a token, of the names in transformers' token classifiers; zero where
+    the directory, a language model's, has none. Raises OSError or ValueError.
+    """
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    layout = layout_of(config.model_type, unproven=settings.unproven)
+    if settings.activation_checkpointing and (found := _dropout(config)):
+        raise ValueError(f"fsdp.activation_checkpointing with {found} above 0 in config.json")
+    cut = _Cut(mesh=mesh, settings=settings, float32_head=float32_head, trained=trained)
+    kind = _distributed_class(config, head, cut, device)
+    disable_progress_bar()
+    with errors_only():  # a new head and an unused one are what is asked for
+        model, loading = kind.from_pretrained(
+            path,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation=IMPLEMENTATION,
+            local_files_only=True,
+            distributed_config=DistributedConfig(),
+            output_loading_info=True,
+        )
+    _check_loading(Path(path), loading)
+    assert cut.root is not None
+    if settings.cpu_offload:
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(device)
+    # transformers gives this token's embedding no gradient; here nothing is padded
+    model.get_input_embeddings().padding_idx = None
+    _keep_rows_apart(model)
+    if settings.activation_checkpointing:
+        _checkpoint_layers(model)
+    return ShardedModel(root=cut.root, shares_prompts=layout == "shared")
+
+
+@dataclass(kw_only=True)
+class _Cut:
+    """Cuts a model that has no memory yet, and keeps its root."""
+
+    mesh: DeviceMesh
+    settings: FsdpConfig
+    float32_head: bool
+    trained: bool
+    root: PolicyRoot | None = None
+
+    def __call__(self, model: Any) -> None:
+        model.tie_weights()  # now, so that a tied tensor is cut once
+        model.requires_grad_(self.trained)
+        self.root = root = PolicyRoot(model, float32_head=self.float32_head)
+        layers = list(_layers(model))
+        if not layers:
+            raise ValueError(f"model_type {model.config.model_type} has no layers to cut it by")
+        offload = CPUOffloadPolicy() if self.settings.cpu_offload else OffloadPolicy()
+        narrow, wide = self._precision(), MixedPrecisionPolicy()
+        options: Any = {
+            "mesh": self.mesh,
+            "offload_policy": offload,
+            "reshard_after_forward": self.settings.reshard_after_forward,
+        }
+        if hasattr(model, "score"):
+            fully_shard(model.score, mp_policy=wide, **options)
+        for layer in layers:
+            fully_shard(layer, mp_policy=narrow, **options)
+        if not model.config.tie_word_embeddings:
+            fully_shard(model.get_input_embeddings(), mp_policy=narrow, **options)
+        # What is left is needed at the end of forward and at once in backward.
+        fully_shard(root, mp_policy=narrow, **{**options, "reshard_after_forward": False})
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                # Sums: a step divides them by its one normalizer.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+
+    def _precision(self) -> MixedPrecisionPolicy:
+        if self.settings.dtype == "float32":
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def _layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The outermost decoder layers, which all of transformers' models mark in one way."""
+    if isinstance(model, GradientCheckpointingLayer):
+        yield model
+        return
+    for child in model.children():
+        yield from _layers(child)
+
+
+def _distributed_class(
+    config: PretrainedConfig, head: Head, cut: _Cut, device: torch.device
+) -> Any:
+    """The family's class, which the loader gives to `cut` before it reads a tensor."""
+    try:
+        base: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    except KeyError:
+        raise ValueError(f"model_type {config.model_type} is no causal language model") from None
+
+    class DistributedModel(base):  # type: ignore[misc]
+        if head == "value":
+            _tied_weights_keys: Any = None
+
+            def __init__(self, config: PretrainedConfig) -> None:
+                super().__init__(config)
+                del self.lm_head
+                self.score = torch.nn.Linear(config.hidden_size, 1)
+                self.post_init()
+
+            def get_output_embeddings(self) -> None:
+                return None
+
+        def _init_weights(self, module: torch.nn.Module) -> None:
+            if module is getattr(self, "score", None):
+                for parameter in module.parameters():
+                    torch.nn.init.zeros_(parameter)
+            else:
+                super()._init_weights(module)
+
+        @classmethod
+        def prepare_distribute_model(
+            cls, distributed_config: DistributedConfig, device_map: Any = None
+        ) -> tuple[DistributedConfig, Any, None]:
+            host = cut.settings.cpu_offload or device.type == "cpu"
+            return distributed_config, None if host else device, None
+
+        @classmethod
+        def maybe_distribute_model(cls, model: Any, *_: object) -> Any:
+            cut(model)
+            return model
+
+    DistributedModel.__name__ = base.__name__  # conversions of tensors go by it
+    return DistributedModel
+
+
+def _check_loading(directory: Path, loading: Any) -> None:
+    if missing := sorted(set(loading["missing_keys"]) - NEW_HEAD):
+        raise ValueError(f"{directory.name} lacks tensors: {', '.join(missing[:8])}")
+    if wrong := sorted(str(entry[0]) for entry in loading["mismatched_keys"]):
+        raise ValueError(f"{directory.name} has tensors of other shapes: {', '.join(wrong[:8])}")
+
+
+def _dropout(config: PretrainedConfig) -> str:
+    """The first setting that drops activations out, of those that are not 0."""
+    for name, value in config.to_dict().items():
+        if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float) and value:
+            return name
+    return ""
+
+
+def _checkpoint_layers(model: Any) -> None:
+    """Layers alone are in training mode: only then does transformers run them again."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layer in _layers(model):
+        layer.training = True
+
+
+def _keep_rows_apart(model: torch.nn.Module) -> None:
+    """Recurrent layers carry a state over the pack: they are given rows side by side instead."""
+    for module in model.modules():
+        if hasattr(module, "conv1d") and hasattr(module, "A_log"):
+            module.forward = MethodType(_forward_rows, _Recurrent(module.forward))  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class _Recurrent:
+    forward: Any
+
+
+def _forward_rows(
+    layer: _Recurrent, hidden_states: torch.Tensor, *, packed_layout: PackedLayout, **_: Any
+) -> torch.Tensor:
+    """[1, T, H] to [1, T, H]; padding stands behind the rows, where no state comes from."""
+    outputs = []
+    for bucket in packed_layout.buckets:
+        assert bucket.whole_rows
+        picked = hidden_states[0].index_select(0, bucket.keys)
+        made = layer.forward(hidden_states=picked.view(bucket.count, bucket.key_length, -1))
+        flat = made.flatten(0, 1)
+        outputs.append(flat if bucket.kept is None else flat.index_select(0, bucket.kept))
+    return torch.cat(outputs)[None]

@@ -1,0 +1,84 @@
+"""AdamW over this rank's parts of tensors; gradients are divided and clipped once a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from services.trainer.backend import StepOutcome
+from services.trainer.config import OptimConfig
+from sluice.algo.collectives import Collectives
+
+NON_FINITE = "non-finite gradient norm"
+CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class ShardedOptimizer:
+    """Works on the plain tensors under the parts, which every element of the model is in once."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        optim: OptimConfig,
+        ranks: Collectives,
+        device: torch.device,
+    ) -> None:
+        self._max_norm, self._ranks, self._device = optim.max_grad_norm, ranks, device
+        self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        self.locals = {
+            name: torch.nn.Parameter(local_part(p.detach())) for name, p in self.parameters.items()
+        }
+        wide = [p.ndim > 1 for p in self.parameters.values()]
+        groups = [
+            {
+                "params": [p for p, w in zip(self.locals.values(), wide, strict=True) if w is many],
+                "weight_decay": optim.weight_decay if many else 0.0,
+            }
+            for many in (True, False)
+        ]
+        self.adam = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=optim.learning_rate,
+            betas=optim.betas,
+            eps=optim.epsilon,
+            fused=True if next(iter(self.locals.values())).device.type == "cpu" else None,
+        )
+
+    def step(self, normalizer: float, rate: float) -> StepOutcome:
+        """Divide by `normalizer`, clip by the norm over all ranks, apply, clear; collective."""
+        self._take_gradients()
+        gradients = [p.grad for p in self.locals.values() if p.grad is not None]
+        squares = [torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in gradients]
+        total = torch.stack(squares).sum().to(self._device)
+        self._ranks.all_reduce(total, "sum")
+        self._ranks.end_step()
+        norm = math.sqrt(total.item()) / normalizer if total.item() >= 0 else math.nan
+        if not math.isfinite(norm):
+            self.clear()
+            return StepOutcome(grad_norm=norm, learning_rate=rate, skipped_reason=NON_FINITE)
+        clip = min(1.0, self._max_norm / (norm + CLIP_EPSILON)) if self._max_norm else 1.0
+        torch._foreach_mul_(gradients, clip / normalizer)
+        for group in self.adam.param_groups:
+            group["lr"] = rate
+        self.adam.step()
+        self.clear()
+        return StepOutcome(grad_norm=norm, learning_rate=rate)
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        for name, local in self.locals.items():
+            self.parameters[name].grad = local.grad = None
+
+    def _take_gradients(self) -> None:
+        for name, local in self.locals.items():
+            gradient = self.parameters[name].grad
+            local.grad = torch.zeros_like(local) if gradient is None else local_part(gradient)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this rank holds, in the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,175 @@
+"""What ranks do in the tests: they answer JSON and leave tensors in files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from services.trainer.backend import Mesh, MicroBatch, Row
+from services.trainer.backends.fsdp.backend import FsdpBackend
+from services.trainer.backends.fsdp.optimizer import local_part
+from services.trainer.config import TrainerConfig
+from services.trainer.rank import FAILURES
+from sluice.algo.spec import LossSpec
+from sluice.config import parse_config
+from tests.contract.training_backend.cases import PPO, make_row, ragged_rows
+
+NORMALIZER = 37.0
+OPTIM = {"learning_rate": 2e-3, "epsilon": 1e-5, "weight_decay": 0.1, "max_grad_norm": 0.5}
+
+
+def clean_up() -> None:
+    """Nothing outlives a job."""
+
+
+def open_backend(rank: int, world: int, arguments: dict[str, Any]) -> FsdpBackend:
+    values = {
+        "model": arguments["model"],
+        "store": arguments["out"],
+        "backend": "fsdp",
+        "optim": OPTIM,
+        "durable": False,
+        **arguments.get("trainer", {}),
+        "fsdp": {"dtype": "float32", **arguments.get("fsdp", {})},
+    }
+    mesh = Mesh(rank=rank, world_size=world, data_rank=rank, data_size=world)
+    return FsdpBackend(parse_config(TrainerConfig, values), mesh)
+
+
+def rows_of(step: int) -> list[Row]:
+    """Other rows every step, of the lengths and groups of the contract's."""
+    if step == 0:
+        return ragged_rows()
+    generator = torch.Generator().manual_seed(100 + step)
+    rows = []
+    for row in ragged_rows():
+        tokens = torch.randint(53, row.token_ids.shape, generator=generator).tolist()
+        prompt, response = tokens[: row.prompt_length], tokens[row.prompt_length :]
+        rows.append(make_row(row.sample_id, prompt, response, seed=step))
+    return rows
+
+
+def micro_batches(rows: list[Row], rank: int, world: int) -> list[MicroBatch]:
+    """Whole groups by rank, in three micro-batches; the last is empty, of some ranks all are."""
+    groups = sorted({row.group_id for row in rows})
+    mine = [row for row in rows if groups.index(row.group_id) % max(world - 1, 1) == rank]
+    half = (len(mine) + 1) // 2
+    return [mine[:half], mine[half:], []]
+
+
+def run_step(backend: FsdpBackend, step: int, spec: LossSpec = PPO) -> float:
+    """Forward and backward on the rows of `step`, in two calls; the loss of all ranks."""
+    batches = micro_batches(rows_of(step), backend.mesh.rank, backend.mesh.world_size)
+    sums = [backend.forward_backward(part, spec) for part in (batches[:1], batches[1:])]
+    total = torch.tensor(sum(each.loss for each in sums), dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total)
+
+
+def parity(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Log-probs and gradients of one batch, then five steps, then the weights."""
+    out = Path(arguments["out"])
+    backend = open_backend(rank, world, arguments)
+    batches = micro_batches(rows_of(0), rank, world)
+    scored = backend.compute_logprobs(batches, model="policy", temperature=1.0)
+    save(scored, out / f"logprobs-{rank}.safetensors")
+    run_step(backend, 0)
+    export(backend, out / f"gradients-{rank}.safetensors", gradients=True)
+    backend.discard_gradients()
+    steps = []
+    for step in range(arguments.get("steps", 5)):
+        loss = run_step(backend, step)
+        outcome = backend.step(normalizer=NORMALIZER, learning_rate=None)
+        steps.append({"loss": loss, "grad_norm": outcome.grad_norm})
+    export(backend, out / f"weights-{rank}.safetensors")
+    parts = backend._policy.parameters().values()
+    return {
+        "steps": steps,
+        "held": sum(local_part(p).numel() for p in parts),
+        "whole": sum(p.numel() for p in parts),
+    }
+
+
+def save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    if tensors:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+def export(backend: FsdpBackend, path: Path, *, gradients: bool = False) -> None:
+    def read_gradient(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        gradient = tensor.grad
+        return torch.zeros_like(tensor) if gradient is None else gradient
+
+    read = {"read": read_gradient} if gradients else {}
+    made = [part for part in backend._export.tensors(**read)]
+    save({name: tensor.clone() for part in made for name, tensor in part.items()}, path)
+
+
+def save_midway(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Some steps, a checkpoint, two more steps, then the weights."""
+    out, first = Path(arguments["out"]), arguments.get("first", 2)
+    backend = open_backend(rank, world, arguments)
+    _steps(backend, 0, first)
+    files = backend.save_checkpoint(out / "checkpoint")
+    answer = _steps(backend, first, 2)
+    export(backend, out / f"weights-{rank}.safetensors")
+    return {"steps": answer, "files": sorted(files), "draw": torch.rand(()).item()}
+
+
+def resume(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The steps behind a checkpoint, and the weights after them."""
+    backend = open_backend(rank, world, arguments)
+    run_step(backend, 7)  # gradients that loading has to drop
+    try:
+        backend.load_checkpoint(Path(arguments["checkpoint"]))
+    except FAILURES as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    answer = _steps(backend, arguments.get("first", 2), 2)
+    export(backend, Path(arguments["out"]) / f"weights-{rank}.safetensors")
+    return {"steps": answer, "draw": torch.rand(()).item()}
+
+
+def _steps(backend: FsdpBackend, first: int, count: int) -> list[dict[str, float]]:
+    steps = []
+    for step in range(first, first + count):
+        loss = run_step(backend, step)
+        outcome = backend.step(normalizer=NORMALIZER, learning_rate=None)
+        steps.append({"loss": loss, "grad_norm": outcome.grad_norm})
+    return steps
+
+
+def attempt(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What a start is refused with."""
+    try:
+        open_backend(rank, world, arguments)
+    except FAILURES as error:
+        return {"error_message": f"{type(error).__name__}: {error}"}
+    return {"error_message": ""}
+
+
+def critic(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Values, then three steps of a value loss, then values again, and a critic's tensors."""
+    out = Path(arguments["out"])
+    backend = open_backend(rank, world, {**arguments, "trainer": {"head": "value"}})
+    rows = [replace_columns(row) for row in rows_of(0)]
+    batches = micro_batches(rows, rank, world)
+    save(backend.compute_values(batches), out / f"before-{rank}.safetensors")
+    steps = []
+    for _ in range(3):
+        loss = torch.tensor(backend.forward_backward(batches, LossSpec(name="value")).loss)
+        dist.all_reduce(loss)
+        outcome = backend.step(normalizer=NORMALIZER, learning_rate=None)
+        steps.append({"loss": float(loss), "grad_norm": outcome.grad_norm})
+    save(backend.compute_values(batches), out / f"after-{rank}.safetensors")
+    export(backend, out / f"weights-{rank}.safetensors")
+    return {"steps": steps}
+
+
+def replace_columns(row: Row) -> Row:
+    """The row with what a critic is to find: one number a token."""
+    return replace(row, columns={"returns": row.columns["advantages"] + 1.0})

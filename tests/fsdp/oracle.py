@@ -1,0 +1,77 @@
+"""What plain transformers, autograd and AdamW say of a checkpoint, by the names in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers.core_model_loading import revert_weight_conversion
+
+from services.trainer.config import OptimConfig
+from tests.contract.training_backend.cases import Model, Oracle
+from tests.fsdp.jobs import NORMALIZER, OPTIM, rows_of
+
+Tensors = dict[str, torch.Tensor]
+STEPS = 5
+
+
+@dataclass(frozen=True)
+class Expected:
+    logprobs: Tensors
+    gradients: Tensors
+    steps: list[dict[str, float]]
+    weights: Tensors
+
+
+def expect(model: Model, steps: int = STEPS) -> Expected:
+    """One sample at a time, each whole; see `Oracle`."""
+    torch.set_num_threads(1)
+    oracle = Oracle(model.load(), OptimConfig(**OPTIM))  # type: ignore[arg-type]
+    rows = rows_of(0)
+    logprobs = {row.sample_id: oracle.logprobs(row).detach() for row in rows}
+    oracle.ppo_loss(rows).backward()
+    named = dict(oracle.model.named_parameters())
+    gradients = _as_stored(
+        oracle.model, {n: p.grad for n, p in named.items() if p.grad is not None}
+    )
+    oracle.adam.zero_grad()
+    made = []
+    for step in range(steps):
+        loss = oracle.ppo_loss(rows_of(step))
+        made.append({"loss": loss.item(), "grad_norm": oracle.step(loss, NORMALIZER)})
+    weights = _as_stored(oracle.model, {n: p.detach() for n, p in named.items()})
+    return Expected(logprobs, gradients, made, weights)
+
+
+def _as_stored(model: Any, tensors: Tensors) -> Tensors:
+    made: Tensors = revert_weight_conversion(model, {n: t.clone() for n, t in tensors.items()})
+    return made
+
+
+def read_ranks(out: Path, kind: str) -> Tensors:
+    """The files of all ranks; every tensor must come from exactly one."""
+    found: Tensors = {}
+    for path in sorted(out.glob(f"{kind}-*.safetensors")):
+        for name, tensor in load_file(path).items():
+            assert name not in found, f"{name} was written by two ranks"
+            found[name] = tensor
+    return found
+
+
+def logprob_difference(found: Tensors, expected: Tensors) -> float:
+    assert found.keys() == expected.keys()
+    return max(float((found[name] - expected[name]).abs().max()) for name in expected)
+
+
+def gradient_difference(found: Tensors, expected: Tensors) -> float:
+    """Largest difference of any tensor, relative to the tensor's largest element."""
+    assert expected.keys() <= found.keys(), expected.keys() - found.keys()
+    worst = 0.0
+    for name, tensor in expected.items():
+        scale = float(tensor.abs().max())
+        assert scale > 0, f"{name} has no gradient to compare"
+        worst = max(worst, float((found[name].float() - tensor).abs().max()) / scale)
+    return worst

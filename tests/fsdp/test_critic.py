@@ -1,0 +1,43 @@
+"""A critic on two ranks is one process of the reference backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.trainer.backend import Mesh
+from services.trainer.backends.reference.backend import ReferenceBackend
+from services.trainer.config import TrainerConfig
+from sluice.algo.spec import LossSpec
+from tests.fsdp.conftest import ExpectedByModel
+from tests.fsdp.jobs import NORMALIZER, OPTIM, replace_columns, rows_of
+from tests.fsdp.oracle import read_ranks
+from tests.rank_pool import Pool
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_values_and_steps(
+    pool: Pool, expected: ExpectedByModel, tmp_path: Path, family: str
+) -> None:
+    model, _ = expected(family)
+    answers = pool.run("critic", 2, model=str(model.directory), out=str(tmp_path))
+    config = TrainerConfig(
+        model=str(model.directory), store=tmp_path, optim=OPTIM, head="value", durable=False
+    )
+    reference = ReferenceBackend(config, Mesh(rank=0, world_size=1))
+    rows = [replace_columns(row) for row in rows_of(0)]
+    for found in answers[0]["steps"]:
+        loss = reference.forward_backward([rows], LossSpec(name="value")).loss
+        outcome = reference.step(normalizer=NORMALIZER, learning_rate=None)
+        assert found["loss"] == pytest.approx(loss, rel=1e-4)
+        assert found["grad_norm"] == pytest.approx(outcome.grad_norm, rel=1e-4)
+    before, after = (read_ranks(tmp_path, part) for part in ("before", "after"))
+    assert all((values == 0).all() for values in before.values())  # a new head starts there
+    for name, values in reference.compute_values([rows]).items():
+        assert (after[name] - values).abs().max() < 1e-4
+        assert values.abs().max() > 0
+    weights = read_ranks(tmp_path, "weights")
+    assert {"score.weight", "score.bias"} <= weights.keys()
+    assert "lm_head.weight" not in weights

@@ -1,0 +1,48 @@
+"""Several ranks are one process of plain transformers, however the model is cut and computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fsdp.conftest import ExpectedByModel
+from tests.fsdp.oracle import gradient_difference, logprob_difference, read_ranks
+from tests.rank_pool import Pool
+
+fast = pytest.mark.fast
+CASES = [
+    pytest.param("qwen3", 1, {}, id="one rank"),
+    pytest.param("qwen3", 2, {}, id="two ranks", marks=fast),
+    pytest.param("qwen3", 4, {}, id="four ranks"),
+    pytest.param("llama", 2, {}, id="tied"),
+    pytest.param("llama", 4, {}, id="tied, four ranks"),
+    pytest.param("qwen3_moe", 2, {}, id="experts", marks=fast),
+    pytest.param("qwen3_moe", 4, {}, id="experts, four ranks"),
+    pytest.param("qwen3", 2, {"reduce": "call"}, id="reduced once a call"),
+    pytest.param("qwen3_moe", 2, {"reshard_after_forward": False}, id="kept gathered"),
+    pytest.param("qwen3", 2, {"activation_checkpointing": True}, id="activations run again"),
+    pytest.param("qwen3_moe", 2, {"activation_checkpointing": True}, id="experts run again"),
+]
+
+
+@pytest.mark.parametrize(("family", "world", "fsdp"), CASES)
+def test_numbers_are_those_of_one_process(
+    pool: Pool, expected: ExpectedByModel, tmp_path: Path, family: str, world: int, fsdp: Any
+) -> None:
+    model, oracle = expected(family)
+    answers = pool.run("parity", world, model=str(model.directory), out=str(tmp_path), fsdp=fsdp)
+    assert logprob_difference(read_ranks(tmp_path, "logprobs"), oracle.logprobs) <= 5e-6
+    assert gradient_difference(read_ranks(tmp_path, "gradients"), oracle.gradients) <= 5e-5
+    for answer in answers:
+        for found, should in zip(answer["steps"], oracle.steps, strict=True):
+            assert found["loss"] == pytest.approx(should["loss"], rel=1e-4, abs=1e-4)
+            assert found["grad_norm"] == pytest.approx(should["grad_norm"], rel=1e-4)
+    weights = read_ranks(tmp_path, "weights")
+    assert weights.keys() == oracle.weights.keys()
+    for name, tensor in oracle.weights.items():
+        assert (weights[name] - tensor).abs().max() < 2e-4, name
+    assert sum(answer["held"] for answer in answers) == answers[0]["whole"]
+    if world > 1:
+        assert max(answer["held"] for answer in answers) < 0.6 * answers[0]["whole"] * 2 / world
