@@ -25,7 +25,7 @@ from services.trainer.backend import (
 )
 from services.trainer.backends.fsdp import checkpoint
 from services.trainer.backends.fsdp.export import Export
-from services.trainer.backends.fsdp.model import Scoring, ShardedModel, load_model
+from services.trainer.backends.fsdp.model import Asked, ShardedModel, load_model
 from services.trainer.backends.fsdp.optimizer import ShardedOptimizer
 from services.trainer.backends.reference.model import PackedLayout, pack
 from services.trainer.config import Head, TrainerConfig
@@ -77,22 +77,22 @@ class FsdpBackend(TrainingBackend):
         self, micro_batches: Sequence[MicroBatch], *, model: ModelName, temperature: float
     ) -> dict[str, torch.Tensor]:
         sharded = self._policy if model == "policy" else self._load_reference()
-        return self._score(sharded, micro_batches, Scoring(temperature=temperature))
+        return self._score(sharded, micro_batches, Asked(temperature=temperature))
 
     def compute_values(self, micro_batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
-        return self._score(self._policy, micro_batches, Scoring())
+        return self._score(self._policy, micro_batches, Asked())
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: LossSpec) -> PassSums:
         self._check_columns(micro_batches, loss)
         total, tokens = 0.0, 0
         sums: dict[str, tuple[float, float]] = {}
-        scoring = _scoring_of(loss)
+        asked = _asked_of(loss)
         for index, (rows, layout) in enumerate(self._layouts(self._policy, micro_batches)):
             is_last = index == len(micro_batches) - 1
             self._policy.root.set_requires_gradient_sync(
                 is_last or self._config.fsdp.reduce == "micro_batch"
             )
-            outputs_T, entropy_T = self._policy.root(layout, scoring)
+            outputs_T, entropy_T = self._policy.root(layout, asked)
             if not rows:
                 (outputs_T.sum() * 0.0).backward()
                 continue
@@ -148,7 +148,7 @@ class FsdpBackend(TrainingBackend):
     def _start(self, sharded: ShardedModel) -> None:
         """A first pass: torch settles where parts are kept in it, before the optimizer looks."""
         temperature = 1.0 if self._config.head == "policy" else None
-        self._score(sharded, [[]], Scoring(temperature=temperature))
+        self._score(sharded, [[]], Asked(temperature=temperature))
 
     def _layouts(
         self, sharded: ShardedModel, micro_batches: Sequence[MicroBatch]
@@ -159,11 +159,11 @@ class FsdpBackend(TrainingBackend):
 
     @torch.no_grad()
     def _score(
-        self, sharded: ShardedModel, micro_batches: Sequence[MicroBatch], scoring: Scoring
+        self, sharded: ShardedModel, micro_batches: Sequence[MicroBatch], asked: Asked
     ) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         for rows, layout in self._layouts(sharded, micro_batches):
-            outputs_T, _ = sharded.root(layout, scoring)
+            outputs_T, _ = sharded.root(layout, asked)
             if rows:
                 parts = outputs_T.float().cpu().split([row.response_length for row in rows])
                 found.update((row.sample_id, part) for row, part in zip(rows, parts, strict=True))
@@ -177,8 +177,8 @@ class FsdpBackend(TrainingBackend):
             check_columns(needed, row.columns, f"sample {row.sample_id}")
 
 
-def _scoring_of(loss: LossSpec) -> Scoring:
+def _asked_of(loss: LossSpec) -> Asked:
     if loss.name == "value":
-        return Scoring()
+        return Asked()
     entropy: EntropyMode = "gradient" if loss.has_entropy_gradient else "metric"
-    return Scoring(temperature=loss.temperature or 1.0, entropy=entropy)
+    return Asked(temperature=loss.temperature or 1.0, entropy=entropy)

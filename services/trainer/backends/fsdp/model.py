@@ -42,7 +42,7 @@ NEW_HEAD = {"score.weight", "score.bias"}  # zero where a checkpoint is a langua
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scoring:
+class Asked:
     """What a pass is to give: log-probs and entropy, or (without a temperature) values."""
 
     temperature: float | None = None
@@ -59,7 +59,7 @@ class PolicyRoot(torch.nn.Module):
         self._divisor = _logit_divisor(model.config)
 
     def forward(
-        self, layout: PackedLayout, scoring: Scoring
+        self, layout: PackedLayout, asked: Asked
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probs and entropy, or values and None, of all response tokens, float32[R]."""
         output = self.model.base_model(
@@ -69,18 +69,18 @@ class PolicyRoot(torch.nn.Module):
             packed_layout=layout,
         )
         picked_RH = output.last_hidden_state[0].index_select(0, layout.predictors)
-        if scoring.temperature is None:
+        if asked.temperature is None:
             return self.model.score(picked_RH.float())[:, 0], None
-        return self._score(picked_RH, layout.targets, scoring)
+        return self._score(picked_RH, layout.targets, asked)
 
     def _score(
-        self, picked_RH: torch.Tensor, targets: torch.Tensor, scoring: Scoring
+        self, picked_RH: torch.Tensor, targets: torch.Tensor, asked: Asked
     ) -> tuple[torch.Tensor, torch.Tensor]:
         head = self.model.get_output_embeddings()
-        assert scoring.temperature is not None
+        assert asked.temperature is not None
         options: Any = {
-            "temperature": scoring.temperature * self._divisor,
-            "entropy": scoring.entropy,
+            "temperature": asked.temperature * self._divisor,
+            "entropy": asked.entropy,
         }
         wider = self._float32_head and picked_RH.dtype != torch.float32
         if head.bias is not None:
