@@ -1,16 +1,22 @@
 """Imports of large libraries.
 
 torch and transformers make a million objects that stay. Looking through them for garbage, again and
-again while they are made, is a sixth of the work of a start.
+again while they are made, is a sixth of the work of a start. A third is for what compiles and
+shards models, which transformers imports to mark a few functions, and which nothing here uses.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
 from typing import Any
+
+COMPILER = "torch._dynamo"
+MASKS = f"{COMPILER}._trace_wrapped_higher_order_op"  # transformers takes a name of it
 
 
 @contextmanager
@@ -23,6 +29,85 @@ def uncollected() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """For imports of transformers: leaves out what compiles and shards models, here and after.
+
+    Dynamo is still there for who asks it for more than marks. DTensor and flexible attention are
+    for transformers as on a build of torch without them. Does nothing where Dynamo is imported.
+    """
+    with uncollected():
+        if COMPILER not in sys.modules:
+            import torch
+
+            stand_in, masks = Marks(COMPILER), Marks(MASKS)
+            sys.modules |= {COMPILER: stand_in, MASKS: masks}
+            torch._dynamo = stand_in  # type: ignore[assignment]
+            _leave_out_shards()
+        yield
+
+
+def _leave_out_shards() -> None:
+    if "transformers.modeling_utils" in sys.modules:
+        return
+    from transformers import utils
+
+    for name in ("is_torch_distributed_available", "is_torch_flex_attn_available"):
+        for module in (utils, utils.import_utils):
+            setattr(module, name, _no)
+
+
+def _no() -> bool:
+    return False
+
+
+class Marks(ModuleType):
+    """Stands in for Dynamo where functions are marked for it; the real one replaces it when used.
+
+    Marks made until then are lost, and the functions they were for compile like any other.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        known = MARKS if self.__name__ == COMPILER else NAMES
+        if name in known:
+            return known[name]
+        if name.startswith("__") and (name, self.__name__) != ("__path__", COMPILER):
+            raise AttributeError(name)  # asked of any module, not for its use
+        return getattr(_load_compiler(self.__name__), name)
+
+
+def _mark(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Any:
+    return function if function is not None else _mark
+
+
+def _nothing() -> None:
+    pass
+
+
+def _transform_indices() -> Any:
+    return _load_compiler(MASKS).TransformGetItemToIndex()
+
+
+# torch asks for the last two at each step of an optimizer and when process groups end
+MARKS = {
+    "disable": _mark,
+    "allow_in_graph": _mark,
+    "assume_constant_result": _mark,
+    "graph_break": _nothing,
+    "trace_rules": SimpleNamespace(clear_lru_cache=_nothing),
+}
+NAMES = {"TransformGetItemToIndex": _transform_indices}
+
+
+def _load_compiler(name: str) -> ModuleType:
+    for stand_in in (COMPILER, MASKS):
+        if isinstance(sys.modules.get(stand_in), Marks):
+            del sys.modules[stand_in]
+            vars(sys.modules["torch"]).pop("_dynamo", None)
+    with uncollected():
+        return importlib.import_module(name)
 
 
 def import_named(name: str) -> Any:

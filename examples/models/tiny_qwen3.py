@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from sluice.imports import keep_loaded, uncollected
+from sluice.imports import keep_loaded, uncompiled
 
 DIGITS, EQUALS, END, PAD = "0123456789", "=", "<end>", "<pad>"
 
@@ -17,8 +17,9 @@ def build_tiny_qwen3(
     directory: Path, seed: int = 0, *, hidden_size: int = 64, layers: int = 2, heads: int = 4
 ) -> Path:
     """Write a random Qwen3 (108k parameters by default) and its tokenizer; the same for a seed."""
-    with uncollected():
+    with uncompiled():
         import torch
+        from safetensors.torch import save_file
         from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
@@ -38,7 +39,12 @@ def build_tiny_qwen3(
         pad_token_id=None,  # transformers would start its embedding at zero
     )
     directory.mkdir(parents=True, exist_ok=True)
-    Qwen3ForCausalLM(config).save_pretrained(directory)
+    model = Qwen3ForCausalLM(config)
+    # as by save_pretrained of the model, which would import what shards it
+    config.architectures, config.dtype = [type(model).__name__], "float32"
+    config.save_pretrained(directory)
+    model.generation_config.save_pretrained(directory)
+    save_file(model.state_dict(), directory / "model.safetensors", {"format": "pt"})
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=_digit_tokenizer(), eos_token=END, pad_token=PAD
     )

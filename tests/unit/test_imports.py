@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -39,7 +40,14 @@ WITHOUT_MODELS = (
     "sluice.algo.losses",
     "sluice.algo.advantages",
 )
-WITH_MODELS = ("services.rollout.engine.reference.engine",)
+# What compiles and shards models: transformers brings it, and who runs one has no use for it.
+COMPILER = {
+    "torch._dynamo.convert_frame",
+    "torch._inductor",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.onnx",
+}
 WATCHER = """
 import importlib, sys
 forbidden, modules = (words.split(",") for words in sys.argv[1:])
@@ -70,10 +78,19 @@ def test_what_runs_no_model_imports_no_library_of_models() -> None:
     assert importers(WITHOUT_MODELS, MODELS | SAVING) == {}
 
 
-def test_what_runs_one_is_seen_to_import_them() -> None:
-    found = importers(WITH_MODELS, TORCH | MODELS | SAVING)[WITH_MODELS[0]]
-    assert found >= {"torch", "transformers", "torch._dynamo", "torch.distributed.tensor", "sympy"}
-    assert not found & {"megatron", "torch.distributed.checkpoint"}
+def test_what_trains_and_serves_one_imports_no_compiler_until_it_compiles(tmp_path: Path) -> None:
+    forbidden = COMPILER | {"megatron", "torch.distributed.checkpoint"}
+    command = [sys.executable, "-m", "tests.unit.lean_models", str(tmp_path), *forbidden, *TORCH]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
+    lean, compiling = (set(line.split()) for line in done.stdout.splitlines())
+    assert lean == TORCH
+    assert compiling - TORCH == COMPILER
+
+
+def test_transformers_alone_is_seen_to_import_all_that() -> None:
+    module = "transformers.modeling_utils"
+    found = importers((module,), TORCH | MODELS | COMPILER)[module]
+    assert found == TORCH | COMPILER | MODELS - {"megatron"}
 
 
 def test_garbage_is_collected_again_after_imports() -> None:

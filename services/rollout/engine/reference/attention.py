@@ -14,9 +14,12 @@ from typing import Any, cast
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
 
+from sluice.imports import uncompiled
 from sluice.samples.sample import MediaSpan
+
+with uncompiled():
+    from transformers import AttentionInterface
 
 SMALLEST = 16
 

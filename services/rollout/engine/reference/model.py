@@ -13,13 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PretrainedConfig,
-)
-from transformers.utils import logging as transformers_logging
 
 from services.rollout.engine.images import ImageReader, ShownPrompt
 from services.rollout.engine.interface import Media
@@ -34,9 +27,19 @@ from services.rollout.engine.versions import checked_manifest, describe_model, r
 from services.rollout.errors import UnfitWeightsError, UnsupportedModelError
 from sluice import vision
 from sluice.algo.logprobs import float32_logits
+from sluice.imports import uncompiled
 from sluice.vision import VisionTower, rotary_positions
 from sluice.weights.manifest import Manifest
 from sluice.weights.shards import load_verified
+
+with uncompiled():
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        PretrainedConfig,
+    )
+    from transformers.utils import logging as transformers_logging
 
 FEATURE_TOKENS = 1 << 16  # of images seen last, whose features are kept
 CHOSEN = 2  # place of the chosen experts in what a router answers, after logits and weights

@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from services.trainer.backend import (
     Mesh,
@@ -35,9 +33,14 @@ from sluice.algo.collectives import create_collectives
 from sluice.algo.logprobs import EntropyMode
 from sluice.algo.losses import compute_loss, pack_rows
 from sluice.algo.spec import LossSpec
+from sluice.imports import uncompiled
 from sluice.vision import Features
 from sluice.weights.manifest import FileEntry, ShardFile
 from sluice.weights.shards import ShardWrite, write_shard
+
+with uncompiled():
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import revert_weight_conversion
 
 NON_FINITE = "non-finite gradient norm"
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_

@@ -18,27 +18,30 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
-from transformers import (
-    AttentionInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForTokenClassification,
-    PretrainedConfig,
-)
-from transformers.utils.logging import (
-    disable_progress_bar,
-    get_verbosity,
-    set_verbosity,
-    set_verbosity_error,
-)
 
 from services.trainer.backend import MicroBatch, Row
 from services.trainer.config import Head
 from sluice import vision
 from sluice.algo.logprobs import EntropyMode, linear_logprobs, token_logprobs
+from sluice.imports import uncompiled
 from sluice.samples.images import ImageRules
 from sluice.vision import TEXT, Features, VisionTower, rotary_positions
+
+with uncompiled():
+    from transformers import (
+        AttentionInterface,
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForTokenClassification,
+        PretrainedConfig,
+    )
+    from transformers.utils.logging import (
+        disable_progress_bar,
+        get_verbosity,
+        set_verbosity,
+        set_verbosity_error,
+    )
 
 IMPLEMENTATION = "sluice_shared_prompt"
 CLUSTER_TOKENS = 64  # siblings' tokens that share one attention call: fills a tile of the kernel
