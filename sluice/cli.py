@@ -1,4 +1,4 @@
-"""`sluice up | train | sft | convert | verify | trace | waits`."""
+"""`sluice up | train | eval | sft | convert | verify | status | trace | waits`."""
 
 from __future__ import annotations
 
@@ -29,9 +29,11 @@ from sluice.loop.fleet import NoEngineError
 from sluice.loop.report import RunReport
 from sluice.loop.run import TrainingRun
 from sluice.loop.run_directory import RunDirectoryError, owned
+from sluice.loop.status import LOOP_ADDRESS
 from sluice.loop.training import Critic, MismatchError, TrainerBrokenError, TrainerLostError
 from sluice.loop.workers import NoWorkerError, RolloutFailedError
 from sluice.platform import PlatformError
+from sluice.run_commands import STATUS_USAGE, UnansweredError, status
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import Server
 from sluice.runtime.waits import listed_in
@@ -53,6 +55,7 @@ USAGE = {
     "sft": "sluice sft RUN.yaml [--up SERVICES.yaml] [--key value ...]",
     "convert": "sluice convert SRC DST [--to hf|torch_dist] [--origin DIR] [--key value ...]",
     "verify": "sluice verify FIRST SECOND [--model DIR] [--key value ...]",
+    "status": STATUS_USAGE,
     "trace": "sluice trace RUN_DIR [-o FILE.html] [--steps FIRST-LAST]",
     "waits": "sluice waits ADDRESS|RUN_DIR [--security.token_file FILE] [--security.tls.ca X] ...",
 }
@@ -63,6 +66,7 @@ SUMMARY = {
     "sft": "supervised training on the trainer of `sluice up`, or of --up",
     "convert": "a checkpoint from Hugging Face to torch_dist, back, or to another type",
     "verify": "are two checkpoints equal, tensor by tensor?",
+    "status": "how a run and its services do: steps, rewards, health, who waits on whom",
     "trace": "where the time of a run went, as one HTML page",
     "waits": "what a server, or the loop of a run, is waiting for, and on whom",
 }
@@ -92,6 +96,7 @@ _EXPECTED = (
     ServiceDiedError,
     TrainerBrokenError,
     TrainerLostError,
+    UnansweredError,
 )
 
 
@@ -161,15 +166,13 @@ async def run_sft(config: SftConfig) -> None:
         stack.enter_context(owned(config.run_dir))
         await stack.enter_async_context(_own_port(config))
         report = stack.enter_context(RunReport(config.run_dir, steps, line=LINE))
+        report.begin("sft", config.model_dump(mode="json"))
         run = SftRun(config, rows, report)
         try:
             await run.start()
             await run.train()
         finally:
             await run.close()
-
-
-LOOP_ADDRESS = "loop.address.json"  # in a run directory
 
 
 @contextlib.asynccontextmanager
@@ -220,6 +223,7 @@ async def run_training(
         stack.enter_context(owned(config.run_dir))
         await stack.enter_async_context(_own_port(config))
         report = stack.enter_context(RunReport(config.run_dir, config.steps))
+        report.begin("train", config.model_dump(mode="json"))
         run = TrainingRun(config, report, critic)
         try:
             await run.start()
@@ -340,6 +344,7 @@ def main() -> int:
         "sft": sft,
         "convert": convert,
         "verify": verify,
+        "status": status,
         "trace": trace,
         "waits": waits,
     }

@@ -14,6 +14,7 @@ from typing import Any, Generic, Self, TypeVar
 import numpy as np
 from google.longrunning import operations_pb2, operations_pb2_grpc
 from google.protobuf import message as pb
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sluice.algo.spec import AdvantageSpec, LossSpec
 from sluice.api.common.v1 import sample_pb2, wait_service_pb2, wait_service_pb2_grpc
@@ -51,6 +52,7 @@ class Client:
         self.channel = create_channel(address, security)
         self._operations = operations_pb2_grpc.OperationsStub(self.channel)
         self._waits = wait_service_pb2_grpc.WaitServiceStub(self.channel)
+        self._health = health_pb2_grpc.HealthStub(self.channel)
 
     async def __aenter__(self) -> Self:
         return self
@@ -67,6 +69,12 @@ class Client:
         """What the server waits for, longest first."""
         response = await self._call(self._waits.ListWaits, wait_service_pb2.ListWaitsRequest())
         return list(response.waits)
+
+    async def is_serving(self, service: str = "") -> bool:
+        """Whether a service, by its full name, takes work; by default whether the server lives."""
+        request = health_pb2.HealthCheckRequest(service=service)
+        response = await self._call(self._health.Check, request)
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def _call(self, method: Callable[..., Awaitable[M]], request: Any) -> M:
         with typed_errors():

@@ -1,21 +1,80 @@
-"""What a run leaves behind: progress on the terminal, metrics.jsonl, reward.png."""
+"""What a run shows and leaves behind: its progress, metrics.jsonl, the journal, reward.png."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import math
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+import numpy as np
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from sluice.durable import naming, replace_file
+from sluice.loop.journal import BACK, END, NOTE, RunJournal
+from sluice.runtime import waits
 
 _LINE = "reward {reward_mean:.3f}  length {response_length_mean:.1f}  mismatch {mismatch:.1e}"
 _DRAWN = {"step", "reward_mean", "response_length_mean"}
 _SCORED = {"step", "score", "dataset"}
+RECENT = 20  # steps that a rate is taken from
+QUIET_SECONDS = 60.0  # without a step; then a log says what the run waits for, and again after 2x
+SHOWN_WAIT_SECONDS = 2.0
+
+
+def tokens_per_second(row: Mapping[str, Any]) -> float | None:
+    """Tokens trained on over the time of the whole step; None where a row does not tell."""
+    tokens, seconds = row.get("tokens"), row.get("step_seconds")
+    if not isinstance(tokens, int | float) or not isinstance(seconds, int | float) or seconds <= 0:
+        return None
+    return tokens / seconds
+
+
+def seconds_left(recent: Iterable[Mapping[str, Any]], step: int, steps: int) -> float | None:
+    """Until `steps`, at the pace of recent rows; None before there is one. A run may end before."""
+    taken = [s for row in recent if isinstance(s := row.get("step_seconds"), int | float)]
+    return max(0, steps - step) * sum(taken) / len(taken) if taken else None
+
+
+def duration_text(seconds: float) -> str:
+    """45s, 3m05s, 2h07m, 3d04h: two units, without blanks."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    for size, name, part, below in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "m"),
+        (60, "m", 1, "s"),
+    ):
+        if whole >= size:
+            return f"{whole // size}{name}{whole % size // part:02}{below}"
+    raise AssertionError
+
+
+class _TrainingProgress(Progress):
+    """A bar, and below it what the run waits for."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield Text(wait_text(SHOWN_WAIT_SECONDS), style="dim", no_wrap=True, overflow="ellipsis")
+
+
+def wait_text(least_seconds: float = 0.0) -> str:
+    """What this process waits for since longest, empty if that is less than `least_seconds`."""
+    wait = waits.oldest()
+    if wait is None or (age := time.monotonic() - wait.began) < least_seconds:
+        return ""
+    proto = wait.to_proto()
+    whom = f" on {', '.join(proto.on)}" if proto.on else ""
+    why = f": {proto.explanation}" if proto.explanation else ""
+    return f"waits for {proto.what}{whom} since {duration_text(age)}{why}"
 
 
 class RunReport:
@@ -30,40 +89,72 @@ class RunReport:
         self._path = run_dir / "metrics.jsonl"
         self._line = line
         self._scores: dict[tuple[str, str, int], float] = {}
+        self._steps, self._step = steps, 0
+        self._recent = deque[Mapping[str, Any]](maxlen=RECENT)
+        self.journal = RunJournal(run_dir)
+        self._kind = ""  # of the run, once it has begun
+        self._stepped, self._over = threading.Event(), False
+        self._telling: threading.Thread | None = None
         self._console = console or Console(stderr=True)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
+        self._progress = _TrainingProgress(
+            TextColumn("step {task.completed} of {task.total}"),
             BarColumn(bar_width=24),
-            MofNCompleteColumn(),
             TextColumn("{task.fields[line]}"),
+            TextColumn("{task.fields[pace]}"),
             TimeElapsedColumn(),
             console=self._console,
             refresh_per_second=4,
         )
-        self._task = self._progress.add_task("training", total=steps, line="starting")
+        self._task = self._progress.add_task("training", total=steps, line="starting", pace="")
 
     def __enter__(self) -> RunReport:
         if self._console.is_terminal:
             self._progress.start()
+        else:
+            self._telling = threading.Thread(
+                target=self._tell_waits, name="what the run waits for", daemon=True
+            )
+            self._telling.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: object, _: object) -> None:
         if self._console.is_terminal:
             self._progress.stop()
+        self._over = True
+        self._stepped.set()
+        if self._telling is not None:
+            self._telling.join()
+        if self._kind:
+            stopped = kind is not None and not issubclass(kind, Exception)
+            outcome = "done" if kind is None else "stopped" if stopped else "failed"
+            why = "" if kind is None or stopped else f"{kind.__name__}: {error}"
+            self.journal.write(END, outcome=outcome, step=self._step, text=why)
+
+    def begin(self, kind: str, config: Mapping[str, Any]) -> None:
+        """Record that a process begins to train, with the settings of its run."""
+        self._kind = kind
+        self.journal.start(kind, self._steps, config)
 
     def step(self, row: dict[str, Any]) -> None:
         """One training step: a line of metrics.jsonl and a move of the bar."""
-        self._append(row)
+        self._append({**row, "time": round(time.time(), 3)})
+        self._step = row["step"]
+        self._recent.append(row)
+        self._stepped.set()
         line = self._line.format(mismatch=row.get("rollout_mismatch", math.nan), **row)
-        self._progress.update(self._task, completed=row["step"], line=line)
-        if not self._console.is_terminal and row["step"] % 10 == 1:
-            self._console.print(f"step {row['step']:4}  {line}", highlight=False)
+        rate, left = tokens_per_second(row), seconds_left(self._recent, self._step, self._steps)
+        pace = f"tokens/s {rate:.0f}" if rate is not None else ""
+        pace += f"  left {duration_text(left)}" if left is not None else ""
+        self._progress.update(self._task, completed=self._step, line=line, pace=pace)
+        if not self._console.is_terminal and self._step % 10 == 1:
+            told = f"step {self._step:4}  {line}  of {self._steps}  {pace}".rstrip()
+            self._console.print(told, highlight=False, soft_wrap=True)
         for reason in row["skipped"]:
             self.note(f"step {row['step']}: optimizer step skipped: {reason}")
 
     def evaluation(self, row: dict[str, Any]) -> None:
         """Scores of one data set: a line of metrics.jsonl and of the terminal."""
-        self._append(row)
+        self._append({**row, "time": round(time.time(), 3)})
         self._scores[_evaluation_of(row)] = row["score"]
         passes = "".join(f", {k} {v:.3f}" for k, v in row.items() if k.startswith("pass@"))
         error = row["score_error"]
@@ -71,7 +162,8 @@ class RunReport:
         failed = f", {row['failed_groups']} tasks failed" if row["failed_groups"] else ""
         self.note(
             f"{row['dataset']}, {row['evaluation']} (step {row['step']}, weights "
-            f"{_versions(row)}): {row['score']:.3f}{spread}{passes}{failed}"
+            f"{_versions(row)}): {row['score']:.3f}{spread}{passes}{failed}",
+            is_kept=False,
         )
 
     def has_evaluation(self, when: str, dataset: str, step: int) -> bool:
@@ -84,8 +176,25 @@ class RunReport:
             (s for (_, name, _), s in reversed(self._scores.items()) if name == dataset), None
         )
 
-    def note(self, text: str) -> None:
-        self._console.print(text, highlight=False)
+    def note(self, text: str, *, is_kept: bool = True) -> None:
+        """Say something, for the journal too."""
+        self._console.print(text, highlight=False, markup=False)
+        if is_kept and self._kind:
+            self.journal.write(NOTE, step=self._step, text=text)
+
+    def _tell_waits(self) -> None:
+        """In a log: what the run waits for, where it has made no step for long."""
+        quiet = QUIET_SECONDS
+        since = time.monotonic()
+        while not self._over:
+            if self._stepped.wait(quiet):
+                self._stepped.clear()
+                quiet, since = QUIET_SECONDS, time.monotonic()
+                continue
+            text = wait_text() or "waits for nothing that it knows of"
+            told = f"no step for {duration_text(time.monotonic() - since)}: {text}"
+            self._console.print(told, highlight=False, markup=False, soft_wrap=True)
+            quiet *= 2
 
     def truncate(self, step: int) -> list[float]:
         """Drop rows after `step`, whose work is done again; rewards of the rows that stay."""
@@ -94,6 +203,10 @@ class RunReport:
         replace_file(self._path, text.encode(), temporary=self._run_dir)
         evaluated = [row for row in kept if _SCORED | {"evaluation"} <= row.keys()]
         self._scores = {_evaluation_of(row): row["score"] for row in evaluated}
+        self._step = step
+        self._progress.update(self._task, completed=step)
+        if self._kind:
+            self.journal.write(BACK, step=step)
         return [row["reward_mean"] for row in kept if "reward_mean" in row]
 
     def plot(self) -> Path | None:
@@ -159,39 +272,70 @@ def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
     return rows, damaged
 
 
+def smoothed(values: Sequence[float], width: float) -> np.ndarray:
+    """Local linear regression under a Gaussian of `width` steps: a trend neither lags nor bends.
+
+    Values of both sides weigh alike, and at the ends the line through those of one side counts.
+    NaN and infinity weigh nothing; NaN comes out where nothing weighs. Fan and Gijbels, Local
+    Polynomial Modelling (1996), eq. 3.5.
+    """
+    y = np.asarray(values, dtype=np.float64)
+    if not width or not len(y):
+        return y
+    reach = max(1, math.ceil(4 * width))
+    offsets = np.arange(-reach, reach + 1, dtype=np.float64)
+    kernel = np.exp(-0.5 * (offsets / width) ** 2)
+    here = np.isfinite(y)
+    known = np.where(here, y, 0.0)
+
+    def around(what: np.ndarray, power: int) -> np.ndarray:
+        # convolution turns the kernel round, so that the sign of odd powers does too
+        weights = kernel * (-offsets) ** power
+        return np.convolve(what, weights)[reach : reach + len(y)]
+
+    s0, s1, s2 = (around(here.astype(np.float64), power) for power in range(3))
+    t0, t1 = (around(known, power) for power in range(2))
+    spread = s0 * s2 - s1**2
+    with np.errstate(divide="ignore", invalid="ignore"):
+        line = np.where(spread > 1e-9 * s0 * s2, (s2 * t0 - s1 * t1) / spread, t0 / s0)
+    return np.where(s0 > 1e-6, line, np.nan)
+
+
 def draw(rows: list[dict[str, Any]], path: Path, scores: list[dict[str, Any]]) -> Path:
     """Three panels that share the step axis; scores on held-out tasks are in the first."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     steps = [row["step"] for row in rows]
     figure, axes = pyplot.subplots(3, 1, sharex=True, figsize=(7, 7), layout="constrained")
     rewards = [row["reward_mean"] for row in rows]
     axes[0].plot(steps, rewards, color="0.75", linewidth=1, label="step")
-    axes[0].plot(steps, _moving_mean(rewards, 10), color="C0", label="mean of 10 steps")
+    axes[0].plot(steps, smoothed(rewards, 3), color="C0", label="trend")
     for index, name in enumerate(dict.fromkeys(row["dataset"] for row in scores)):
         own = [(row["step"], row["score"]) for row in scores if row["dataset"] == name]
         style = {"marker": "o", "linestyle": "--", "markersize": 4, "color": f"C{3 + index}"}
         axes[0].plot(*zip(*own, strict=True), label=f"{name} (held out)", **style)
-    axes[0].set(ylabel="mean reward", ylim=(0, max(1.0, *rewards) * 1.05))
+    highest = max((reward for reward in rewards if math.isfinite(reward)), default=1.0)
+    axes[0].set(ylabel="mean reward", ylim=(0, max(1.0, highest) * 1.05))
     axes[0].legend(loc="lower right", frameon=False)
     axes[1].plot(steps, [row["response_length_mean"] for row in rows], color="C1")
     axes[1].set(ylabel="response length\n(tokens)", ylim=(0, None))
-    axes[2].plot(steps, [row.get("rollout_mismatch", math.nan) for row in rows], color="C2")
-    axes[2].set(ylabel="|train - rollout|\nlog-prob", xlabel="step", yscale="log")
+    mismatch = [row.get("rollout_mismatch", math.nan) for row in rows]
+    axes[2].plot(steps, mismatch, color="C2")
+    axes[2].set(ylabel="|train - rollout|\nlog-prob", xlabel="step")
+    if any(0 < value < math.inf for value in mismatch):
+        axes[2].set(yscale="log")
+        low, high = axes[2].get_ylim()
+        few = MaxNLocator(5) if high < 20 * low else LogLocator(subs=(1, 2, 5), numticks=8)
+        axes[2].yaxis.set_major_locator(few)
+    axes[2].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+    axes[2].yaxis.set_minor_formatter(NullFormatter())
     for axis in axes:
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return path
-
-
-def _moving_mean(values: list[float], window: int) -> list[float]:
-    means = []
-    for end in range(1, len(values) + 1):
-        part = values[max(0, end - window) : end]
-        means.append(sum(part) / len(part))
-    return means

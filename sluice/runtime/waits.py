@@ -124,6 +124,11 @@ def waiting(
     return waits.waiting(what, on=on, timeout=timeout, explain=explain)
 
 
+def oldest() -> Wait | None:
+    """What this process waits for since longest, among what any of its tasks lists."""
+    return min(_all(), key=lambda wait: wait.began, default=None)
+
+
 def _all() -> list[Wait]:
     return [wait for waits in list(_listed) for wait in list(waits._waits)]
 

@@ -24,7 +24,9 @@ def sluice(monkeypatch, capsys):
     return run
 
 
-@pytest.mark.parametrize("command", ["up", "train", "eval", "sft", "convert", "verify", "waits"])
+@pytest.mark.parametrize(
+    "command", ["up", "train", "eval", "sft", "convert", "verify", "waits", "status"]
+)
 def test_every_command_lists_its_keys(sluice, command):
     code, out, err = sluice(command, "--help")
     assert (code, err) == (0, "")
@@ -60,6 +62,10 @@ def test_help_is_no_error_and_names_every_command(sluice):
         (["up", "up.yaml"], "services.a.kind"),
         (["trace", "--all"], "one RUN_DIR"),
         (["trace", "nowhere"], "holds no traces"),
+        (["status", "--once"], "RUN_DIR or ADDRESS comes first"),
+        (["status", "nowhere"], "neither a run directory nor host:port"),
+        (["status", "."], "holds no run"),
+        (["status", "127.0.0.1:1"], "failed to connect"),
         (["waits", "--all"], "ADDRESS comes first"),
         (["waits", "127.0.0.1:1"], "is the service up"),
     ],

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import io
+import math
 import resource
 import sys
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
-from sluice.loop.report import RunReport, read_metrics
+from sluice.loop.report import RunReport, read_metrics, smoothed
+from sluice.runtime.waits import Waits
+from tests.patience import PATIENCE
 
 ROW = {"step": 1, "reward_mean": 0.5, "response_length_mean": 4.0, "skipped": []}
 
@@ -65,3 +72,64 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not (tmp_path / "reward.png").exists()
+
+
+def test_a_log_tells_the_step_of_how_many_and_the_time_left(tmp_path: Path) -> None:
+    said = io.StringIO()
+    with RunReport(tmp_path, 9, Console(file=said)) as report:
+        report.step({**ROW, "tokens": 90.0, "step_seconds": 30.0})
+    (line,) = said.getvalue().splitlines()
+    assert line == "step    1  reward 0.500  length 4.0  mismatch nan  of 9  tokens/s 3  left 4m00s"
+
+
+def test_a_log_tells_what_a_run_without_steps_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.loop.report.QUIET_SECONDS", 0.01)
+    told = threading.Event()
+
+    class Said(io.StringIO):
+        def write(self, text: str) -> int:
+            told.set() if "the tide" in text else None
+            return super().write(text)
+
+    said, listed = Said(), Waits()
+    with (
+        RunReport(tmp_path, 9, Console(file=said)),
+        listed.waiting("the tide", on=["host:1"], explain=lambda: "moon [i]behind[/i]"),
+    ):
+        assert told.wait(PATIENCE)
+    assert "waits for the tide on host:1 since 0s: moon [i]behind[/i]" in said.getvalue()
+
+
+@given(
+    st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=60),
+    st.floats(0.5, 8),
+    st.sets(st.integers(0, 59), max_size=10),
+)
+def test_smoothing_is_the_weighted_fit_of_a_line(values, width, missing) -> None:
+    """The oracle solves the least squares of every place by itself, in numpy."""
+    data = np.array(values)
+    data[[m for m in missing if m < len(data)]] = np.nan
+    found = smoothed(data, width)
+    for place in range(len(data)):
+        offsets = np.arange(len(data)) - place
+        near = np.isfinite(data) & (abs(offsets) <= math.ceil(4 * width))
+        if np.exp(-0.5 * (offsets[near] / width) ** 2).sum() < 0.01:
+            continue
+        weights = np.sqrt(np.exp(-0.5 * (offsets[near] / width) ** 2))
+        if near.sum() == 1:
+            expected = data[near][0]
+        else:
+            lines = np.stack([np.ones(near.sum()), offsets[near]], 1) * weights[:, None]
+            if np.linalg.cond(lines) > 1e4:
+                continue
+            expected = np.linalg.lstsq(lines, data[near] * weights, rcond=None)[0][0]
+        assert found[place] == pytest.approx(expected, abs=1e-4)
+
+
+def test_smoothing_does_not_lag() -> None:
+    rising = 0.5 * np.arange(100.0) - 7
+    assert smoothed(rising, 5) == pytest.approx(rising)
+    bump = np.exp(-0.5 * ((np.arange(101) - 50) / 10) ** 2)
+    assert int(np.argmax(smoothed(bump, 5))) == 50

@@ -1,0 +1,96 @@
+"""What happened to a run besides its steps: starts, notes, going back, ends. `journal.jsonl`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import re
+import socket
+import time
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+logger = logging.getLogger(__name__)
+
+JOURNAL = "journal.jsonl"
+START, NOTE, BACK, END = "start", "note", "back", "end"
+_SECRET = re.compile(r"(key|token|secret|password)$", re.IGNORECASE)
+_VERSIONED = ("sluice", "torch", "transformers", "megatron-core", "grpcio", "numpy", "pyarrow")
+
+
+class RunJournal:
+    """Appends to the journal of a run. What the disk refuses is left out: the run goes on."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / JOURNAL
+
+    def write(self, event: str, **facts: Any) -> None:
+        """A line: `event`, the time in seconds since 1970, and facts that JSON has words for."""
+        line = json.dumps({"event": event, "time": round(time.time(), 3), **facts}, default=str)
+        try:
+            with self._path.open("a") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            logger.warning("%s: %s", self._path, error)
+
+    def start(self, kind: str, steps: int, config: Mapping[str, Any]) -> None:
+        """The beginning of a process that trains: its settings, and what it runs on."""
+        self.write(
+            START,
+            kind=kind,
+            steps=steps,
+            pid=os.getpid(),
+            process_time=psutil.Process().create_time(),
+            host=socket.gethostname(),
+            cores=os.cpu_count(),
+            versions=installed_versions(),
+            config=_without_secrets(config),
+        )
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that numbers depend on, as far as they are here."""
+    found = {"python": platform.python_version()}
+    for name in _VERSIONED:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            key: "(left out)"
+            if isinstance(inner, str) and inner and _SECRET.search(str(key))
+            else _without_secrets(inner)
+            for key, inner in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_without_secrets(inner) for inner in value]
+    return value
+
+
+def read_journal(run_dir: Path) -> list[dict[str, Any]]:
+    """Events in their order; none where there is no journal. Damaged lines are left out."""
+    try:
+        lines = (run_dir / JOURNAL).read_bytes().split(b"\n")
+    except OSError:
+        return []
+    return [event for line in lines if (event := _event(line)) is not None]
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    known = isinstance(event, dict) and isinstance(event.get("event"), str)
+    return event if known and isinstance(event.get("time"), int | float) else None

@@ -1,0 +1,325 @@
+"""How a run and its services do: asked of all at once, each within a deadline; nothing is changed.
+
+`docs/status.md` is the schema of what `read_status` returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+from pydantic import Field, ValidationError
+
+from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
+from sluice.api.router.v1 import router_service_pb2 as router_pb
+from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
+from sluice.client import Client, EngineClient, RemoteError, RouterClient, TrainerClient
+from sluice.config import ConfigError, ProcessConfig
+from sluice.loop.journal import END, NOTE, START, read_journal
+from sluice.loop.report import RECENT, read_metrics, seconds_left, tokens_per_second
+from sluice.runtime.security import SecurityConfig
+from sluice.runtime.wire import seconds_of
+
+LOOP_ADDRESS = "loop.address.json"  # in a run directory
+ADDRESS = re.compile(r"\S+:\d{1,5}")
+CURVE = 40  # rewards that are shown
+NOTES = 3
+SERVICES = {  # whose health is that of a kind
+    "trainer": ("sluice.api.trainer.v1.TrainerService",),
+    "router": ("sluice.api.router.v1.RouterService",),
+    "rollout": ("sluice.api.rollout.v1.EngineService", "sluice.api.rollout.v1.RolloutService"),
+    "converter": ("sluice.api.converter.v1.ConverterService",),
+}
+SERVING, NOT_SERVING, NO_ANSWER = "serving", "not serving", "no answer"
+
+
+class StatusConfig(ProcessConfig):
+    """How `sluice status` asks."""
+
+    security: SecurityConfig | None = Field(
+        None, description="None is that of the run, or none at all for an address."
+    )
+    timeout_seconds: float = Field(3, gt=0, le=600, description="For all answers, at once.")
+    refresh_seconds: float = Field(2, ge=0.2, le=3600, description="Between screens.")
+
+
+async def read_status(target: str, config: StatusConfig) -> dict[str, Any]:
+    """The state of a run directory, or of the server at host:port. Raises ConfigError.
+
+    Who gives no answer within the time is listed so. Numbers that are not finite are None.
+    """
+    run_dir = Path(target)
+    run, security = None, config.security or SecurityConfig()
+    if _is_directory(target):
+        events = read_journal(run_dir)
+        run = _run_status(run_dir, events)
+        security = config.security or _security(events)
+        services = _addresses(run_dir, events)
+    elif ADDRESS.fullmatch(target):
+        services = {target: ("", target)}
+    else:
+        raise ConfigError(f"status: {target[:200]!r} is neither a run directory nor host:port")
+    found = await asyncio.gather(
+        *(
+            _service_status(name, kind, address, security, config.timeout_seconds)
+            for name, (kind, address) in services.items()
+        )
+    )
+    engines = [engine for service in found for engine in service.pop("engines")]
+    versions = [s["weight_version"] for s in found if s["kind"] == "trainer"]
+    newest = max((v for v in versions if v is not None), default=None)
+    for engine in engines:
+        version = engine["weight_version"]
+        behind = None if newest is None or version is None else newest - version
+        engine["versions_behind"] = behind
+    status = {
+        "target": target,
+        "time": time.time(),
+        "run": run,
+        "services": found,
+        "engines": sorted(engines, key=lambda engine: str(engine["id"])),
+    }
+    plain: dict[str, Any] = _finite(status)
+    return plain
+
+
+def _is_directory(target: str) -> bool:
+    return "\0" not in target and len(target) < 4096 and Path(target).is_dir()
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no word for NaN and infinity."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return value
+
+
+def _run_status(run_dir: Path, events: list[dict[str, Any]]) -> dict[str, Any]:
+    try:
+        rows = read_metrics(run_dir)
+    except OSError as error:
+        raise ConfigError(f"status: {run_dir}: {error.strerror}") from None
+    if not rows and not events:
+        raise ConfigError(f"status: {run_dir} holds no run: neither metrics.jsonl nor a journal")
+    steps = [row for row in rows if "score" not in row]
+    last = steps[-1] if steps else {}
+    step = last.get("step", 0)
+    started = _last_start(events)
+    total = started.get("steps")
+    total = total if isinstance(total, int) else None
+    state, detail = _life(run_dir, events, bool(steps))
+    left = seconds_left(steps[-RECENT:], step, total) if total is not None else None
+    scores = {
+        str(row["dataset"]): {"score": row["score"], "step": row["step"]}
+        for row in rows
+        if "score" in row and "dataset" in row
+    }
+    notes = [
+        {"time": event["time"], "step": event.get("step"), "text": str(event.get("text", ""))}
+        for event in events
+        if event["event"] == NOTE
+    ]
+    return {
+        "run_dir": str(run_dir),
+        "kind": started.get("kind"),
+        "state": state,
+        "detail": detail,
+        "step": step,
+        "steps": total,
+        "seconds_left": left if state in ("running", "starting") else None,
+        "started": started.get("time"),
+        "updated": last.get("time"),
+        "starts": sum(event["event"] == START for event in events),
+        "tokens_per_second": tokens_per_second(last),
+        "rewards": [row.get("reward_mean") for row in steps[-CURVE:] if "reward_mean" in row],
+        "skipped_steps": sum(bool(row.get("skipped")) for row in steps),
+        "last": {k: v for k, v in last.items() if isinstance(v, int | float)},
+        "scores": scores,
+        "notes": notes[-NOTES:],
+    }
+
+
+def _last_start(events: list[dict[str, Any]]) -> dict[str, Any]:
+    return next((event for event in reversed(events) if event["event"] == START), {})
+
+
+def _life(run_dir: Path, events: list[dict[str, Any]], has_steps: bool) -> tuple[str, str]:
+    """What became of the process that began last, and what to say of it."""
+    last = next((event for event in reversed(events) if event["event"] in (START, END)), None)
+    if last is None:
+        return "unknown", "an earlier release kept no journal"
+    if last["event"] == END:
+        outcome = str(last.get("outcome"))
+        known = outcome in ("done", "stopped", "failed")
+        return outcome if known else "unknown", str(last.get("text", ""))
+    pid, host = last.get("pid"), last.get("host")
+    if host != socket.gethostname():
+        return "unknown", f"it runs, or ran, on {host}"
+    try:
+        alive = (
+            isinstance(pid, int)
+            and abs(psutil.Process(pid).create_time() - last["process_time"]) < 1
+        )
+    except (psutil.Error, ValueError, TypeError, KeyError, OverflowError):
+        alive = False
+    if not alive:
+        return "gone", f"process {pid} ended without a word; `--resume` goes on with the run"
+    return ("running" if has_steps else "starting"), f"process {pid}"
+
+
+def _security(events: list[dict[str, Any]]) -> SecurityConfig:
+    """That of the run's own settings."""
+    for event in reversed(events):
+        if event["event"] == START and isinstance(event.get("config"), Mapping):
+            try:
+                return SecurityConfig.model_validate(event["config"].get("security", {}))
+            except ValidationError:
+                break
+    return SecurityConfig()
+
+
+def _addresses(run_dir: Path, events: list[dict[str, Any]]) -> dict[str, tuple[str, str]]:
+    """Kinds and addresses by name: of the loop, and of the services that its settings name."""
+    found: dict[str, tuple[str, str]] = {}
+    loop = _json(run_dir / LOOP_ADDRESS)
+    if isinstance(loop.get("address"), str):
+        found["loop"] = ("loop", loop["address"])
+    started = _last_start(events)
+    config = started.get("config")
+    config = config if isinstance(config, Mapping) else {}
+    for kind in ("trainer", "router"):
+        if isinstance(address := config.get(kind), str) and address:
+            found[kind] = (kind, address)
+    file = config.get("services")
+    services = _json(Path(file) if isinstance(file, str) else run_dir / "services.json")
+    for name, entry in services.items():
+        if isinstance(entry, Mapping) and isinstance(entry.get("address"), str):
+            found[str(name)] = (str(entry.get("kind", "")), entry["address"])
+    return found
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """Empty where it is not there, or no object."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+async def _service_status(
+    name: str, kind: str, address: str, security: SecurityConfig, seconds: float
+) -> dict[str, Any]:
+    status: dict[str, Any] = {
+        "name": name,
+        "kind": kind,
+        "address": address,
+        "health": NO_ANSWER,
+        "detail": "",
+        "weight_version": None,
+        "step": None,
+        "waits": [],
+        "engines": [],
+    }
+    try:
+        async with asyncio.timeout(seconds), Client(address, security) as client:
+            status["health"] = SERVING if await client.is_serving() else NOT_SERVING
+            status["waits"] = [
+                {
+                    "what": wait.what,
+                    "on": list(wait.on),
+                    "seconds": time.time() - seconds_of(wait.start_time),
+                    "explanation": wait.explanation,
+                }
+                for wait in await client.list_waits()
+            ]
+            await _ask_kind(status, security)
+            for name in SERVICES.get(status["kind"], ()):
+                if not await _serves(client, name):
+                    status["health"] = NOT_SERVING
+    except TimeoutError:
+        status["detail"] = f"no answer within {seconds:g} s"
+    except RemoteError as error:
+        status["detail"] = str(error)
+        if error.code is not grpc.StatusCode.UNAVAILABLE:  # it spoke: a token is missing, say
+            status["health"] = NOT_SERVING if status["health"] == NO_ANSWER else status["health"]
+    return status
+
+
+async def _serves(client: Client, service: str) -> bool:
+    try:
+        return await client.is_serving(service)
+    except RemoteError as error:
+        if error.code is not grpc.StatusCode.NOT_FOUND:  # a rollout process without an engine, say
+            raise
+        return True
+
+
+async def _ask_kind(status: dict[str, Any], security: SecurityConfig) -> None:
+    """What a trainer, a router or an engine tells of itself; of an unknown kind all are tried."""
+    address, kind = status["address"], status["kind"]
+    for of, ask in (("trainer", _ask_trainer), ("router", _ask_router), ("rollout", _ask_engine)):
+        if kind not in ("", of):
+            continue
+        try:
+            await ask(status, address, security)
+        except RemoteError as error:
+            if error.code is not grpc.StatusCode.UNIMPLEMENTED:
+                raise
+        else:
+            status["kind"] = of
+            return
+
+
+async def _ask_trainer(status: dict[str, Any], address: str, security: SecurityConfig) -> None:
+    async with TrainerClient(address, security) as client:
+        trainer = await client.get()
+    state = trainer_pb.Trainer.State.Name(trainer.state).removeprefix("STATE_").lower()
+    told = [f"{state}, {trainer.backend}, step {trainer.step}, {len(trainer.ranks)} ranks"]
+    if trainer.restart_count:
+        told.append(f"{trainer.restart_count} restarts, the last: {trainer.failure}")
+    if trainer.consecutive_skipped_count:
+        told.append(f"{trainer.consecutive_skipped_count} steps skipped in a row")
+    version = trainer.weights.version if trainer.HasField("weights") else None
+    status |= {"detail": "; ".join(told), "step": trainer.step, "weight_version": version}
+
+
+async def _ask_router(status: dict[str, Any], address: str, security: SecurityConfig) -> None:
+    async with RouterClient(address, security) as client:
+        listed = await client.list_engines()
+    engines = [engine for engine in listed if engine.role != router_pb.ROLE_EPISODES]
+    status["detail"] = f"knows {len(engines)} engines and {len(listed) - len(engines)} more workers"
+    status["engines"] = [
+        {
+            "id": engine.engine_id,
+            "address": engine.address,
+            "state": router_pb.EngineState.Name(engine.state).removeprefix("ENGINE_STATE_").lower(),
+            "weight_version": engine.weights.version if engine.HasField("weights") else None,
+            "leased": sum(engine.leased_counts),
+            "capacity": engine.max_running_count * max(1, engine.dp_size),
+            "slowdown": engine.slowdown,
+            "heartbeat_seconds": time.time() - seconds_of(engine.heartbeat_time),
+        }
+        for engine in engines
+    ]
+
+
+async def _ask_engine(status: dict[str, Any], address: str, security: SecurityConfig) -> None:
+    async with EngineClient(address, security) as client:
+        engine: engine_pb.GetEngineResponse = await client.get()
+    version = engine.weights.version if engine.HasField("weights") else None
+    told = "no weights yet" if version is None else f"weights of version {version}"
+    status |= {"detail": told, "weight_version": version}

@@ -1,0 +1,205 @@
+"""`sluice status` over directories as runs leave them, damaged ones, and servers of every mood."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import math
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from rich.console import Console
+
+from sluice.config import ConfigError, parse_config
+from sluice.loop.journal import RunJournal, read_journal
+from sluice.loop.report import RunReport, duration_text, seconds_left
+from sluice.loop.screen import curve, number_text, plain_text, status_screen
+from sluice.loop.status import StatusConfig, read_status
+from sluice.runtime.server import Server, ServerConfig
+
+QUICK = parse_config(StatusConfig, {"timeout_seconds": 5})
+
+
+def row(step: int, **more: Any) -> dict[str, Any]:
+    known = {"reward_mean": 0.25 * step, "response_length_mean": 4.0, "skipped": [], "tokens": 300}
+    return {"step": step, "step_seconds": 1.5, **known, **more}
+
+
+def drawn(status: dict[str, Any], width: int = 160) -> str:
+    said = io.StringIO()
+    Console(file=said, width=width, force_terminal=True).print(status_screen(status))
+    return said.getvalue()
+
+
+def contents(directory: Path) -> dict[str, tuple[bytes, int]]:
+    return {
+        str(path): (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+def begun(run_dir: Path, steps: int = 8, **config: Any) -> RunReport:
+    report = RunReport(run_dir, steps, Console(file=io.StringIO()))
+    report.__enter__()
+    report.begin("train", config)
+    return report
+
+
+async def test_a_run_at_work_tells_step_pace_and_end(tmp_path: Path) -> None:
+    report = begun(tmp_path, steps=8)
+    before = await read_status(str(tmp_path), QUICK)
+    assert before["run"]["state"] == "starting"
+    for step in (1, 2):
+        report.step(row(step))
+    report.note("[red]careful[/red]")
+    run = (await read_status(str(tmp_path), QUICK))["run"]
+    assert (run["state"], run["step"], run["steps"], run["kind"]) == ("running", 2, 8, "train")
+    assert run["seconds_left"] == 6 * 1.5
+    assert run["tokens_per_second"] == 200
+    assert run["rewards"] == [0.25, 0.5]
+    assert [note["text"] for note in run["notes"]] == ["[red]careful[/red]"]
+    screen = drawn(await read_status(str(tmp_path), QUICK))
+    assert "step 2 of 8" in screen
+    assert "ends in 9s" in screen
+    assert "[red]careful[/red]" in screen  # and not drawn in red
+    report.__exit__(None, None, None)
+    done = (await read_status(str(tmp_path), QUICK))["run"]
+    assert (done["state"], done["seconds_left"]) == ("done", None)
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "told"),
+    [(ValueError("no <b> money"), "failed", "no <b> money"), (KeyboardInterrupt(), "stopped", "")],
+)
+async def test_how_a_run_ended_is_told(tmp_path: Path, error, state: str, told: str) -> None:
+    report = begun(tmp_path)
+    report.__exit__(type(error), error, None)
+    run = (await read_status(str(tmp_path), QUICK))["run"]
+    assert run["state"] == state
+    assert told in run["detail"]
+
+
+async def test_a_run_that_was_killed_is_gone(tmp_path: Path) -> None:
+    begun(tmp_path).__exit__(None, None, None)
+    journal = RunJournal(tmp_path)
+    start = {"kind": "train", "steps": 3, "host": socket.gethostname()}
+    own = psutil.Process().create_time()
+    journal.write("start", **start, pid=os.getpid(), process_time=own - 1000)  # number used again
+    assert (await read_status(str(tmp_path), QUICK))["run"]["state"] == "gone"
+    journal.write("start", **start, pid=os.getpid(), process_time=own)
+    assert (await read_status(str(tmp_path), QUICK))["run"]["state"] == "starting"
+    journal.write("start", **{**start, "host": "elsewhere"}, pid=1, process_time=own)
+    assert (await read_status(str(tmp_path), QUICK))["run"]["state"] == "unknown"
+    for pid in (None, "x", -1, 2**70):
+        journal.write("start", **start, pid=pid, process_time=own)
+        assert (await read_status(str(tmp_path), QUICK))["run"]["state"] == "gone"
+
+
+@pytest.mark.parametrize("name", ["", "missing", "a\0b", "x" * 5000, "no port"])
+async def test_what_is_no_run_is_said_in_a_line(tmp_path: Path, name: str) -> None:
+    target = name or str(tmp_path)
+    with pytest.raises(ConfigError, match=r"holds no run|neither a run directory nor host:port"):
+        await read_status(target, QUICK)
+
+
+async def test_damaged_files_never_end_in_a_trace_and_nothing_changes(tmp_path: Path) -> None:
+    report = begun(tmp_path, services="nowhere/services.json", security={"tls": 5})
+    report.step(row(1, reward_mean=math.nan, rollout_mismatch=math.inf, skipped=["NaN"]))
+    report.note("<script>\x1b[2J\u202e" + "x" * 5000)
+    report.__exit__(None, None, None)
+    (tmp_path / "loop.address.json").write_text("[1]")
+    for name in ("metrics.jsonl", "journal.jsonl"):
+        path = tmp_path / name
+        data = path.read_bytes()
+        for index in range(0, len(data), max(1, len(data) // 60)):
+            path.write_bytes(data[:index] + bytes([data[index] ^ 0x84]) + data[index + 1 :])
+            before = contents(tmp_path)
+            drawn(await read_status(str(tmp_path), QUICK))
+            path.write_bytes(data[:index] + b"\xff[" * 3000)
+            if index:
+                json.dumps(await read_status(str(tmp_path), QUICK), allow_nan=False)
+            path.write_bytes(before[str(path)][0])
+        path.write_bytes(data)
+    before = contents(tmp_path)
+    status = await read_status(str(tmp_path), QUICK)
+    screen = drawn(status)
+    assert contents(tmp_path) == before
+    assert status["run"]["last"]["reward_mean"] is None
+    assert status["run"]["skipped_steps"] == 1
+    assert "\x1b[2J" not in screen
+    assert "\u202e" not in screen
+    assert max(map(len, screen.splitlines())) < 400
+
+
+async def test_a_server_answers_for_itself() -> None:
+    server = Server(ServerConfig(host="127.0.0.1"))
+    await server.start()
+    try:
+        with server.waits.waiting("the moon", on=["host:1"], explain=lambda: "it is late"):
+            status = await read_status(server.address, QUICK)
+            (service,) = status["services"]
+            assert (service["health"], service["kind"]) == ("serving", "")
+            assert [(w["what"], w["on"], w["explanation"]) for w in service["waits"]] == [
+                ("the moon", ["host:1"], "it is late")
+            ]
+            assert "it is late" in drawn(status)
+        (service,) = (await read_status(server.address, QUICK))["services"]
+        assert service["waits"] == []
+    finally:
+        await server.stop()
+
+
+async def test_who_does_not_answer_costs_no_more_than_the_deadline(tmp_path: Path) -> None:
+    """One that listens and is silent, one that is not there; both at once in a run directory."""
+    with socket.create_server(("127.0.0.1", 0)) as silent, socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        nobody = f"127.0.0.1:{held.getsockname()[1]}"
+        config = parse_config(StatusConfig, {"timeout_seconds": 1.0})
+        began = time.monotonic()
+        begun(tmp_path, trainer=address, router=nobody).__exit__(None, None, None)
+        status = await asyncio.wait_for(read_status(str(tmp_path), config), 60)
+        assert time.monotonic() - began < 20  # a second, on a machine with nothing else to do
+        assert [s["health"] for s in status["services"]] == ["no answer", "no answer"]
+        assert "within 1 s" in status["services"][0]["detail"]
+
+
+def test_secrets_are_left_out_of_the_journal(tmp_path: Path) -> None:
+    settings = {"api_key": "hush", "nested": [{"password": "hush"}], "token_file": "/a/file"}
+    RunJournal(tmp_path).start("train", 1, {"environment": settings})
+    assert "hush" not in (tmp_path / "journal.jsonl").read_text()
+    (start,) = read_journal(tmp_path)
+    assert start["config"]["environment"]["token_file"] == "/a/file"
+    assert start["versions"]["sluice"]
+
+
+def test_texts_and_numbers_for_people() -> None:
+    assert [duration_text(s) for s in (0, 59.4, 59.6, 7620, 273600)] == [
+        "0s",
+        "59s",
+        "1m00s",
+        "2h07m",
+        "3d04h",
+    ]
+    assert plain_text("a\nb\t\0\x1b\u202e\u200b") == "a\\nb\\t" + "\ufffd" * 4
+    assert len(plain_text("x" * 5000)) == 200
+    assert curve([0.0, None, math.nan, 1.0]) == "▁  █"
+    assert curve([]) == "" and curve([2.0, 2.0]) == "▁▁"
+    assert [number_text(v) for v in (None, math.nan, 3, 1e-7, 0.25, 1234.5, True)] == [
+        "-",
+        "nan",
+        "3",
+        "1.0e-07",
+        "0.250",
+        "1,234",
+        "-",
+    ]
+    assert seconds_left([], 0, 5) is None
+    assert seconds_left([{"step_seconds": 2}, {}, {"step_seconds": "x"}], 7, 5) == 0
