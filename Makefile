@@ -127,6 +127,10 @@ demo: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny model learns by GRPO (A
 	$(RUN) -m examples.demo --seed $(SEED) --algorithm $(ALGORITHM) --backend $(BACKEND) \
 		--ranks $(RANKS) --tensor $(TP) --engine $(ENGINE)
 
+demo-vision: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny vision model learns colour and place from pixels (ALGORITHM=ppo, and as demo)
+	$(RUN) -m examples.demo_vision --seed $(SEED) --algorithm $(ALGORITHM) --backend $(BACKEND) \
+		--tensor $(TP) --engine $(ENGINE)
+
 demo-smollm2: $(VENV)/.reference  ## the real SmolLM2-135M learns to add, then to compare two numbers
 	$(RUN) -m examples.demo_smollm2 --task chain_sum --steps 60 --stop-at-reward 0.5 --target 0.3
 	$(RUN) -m examples.demo_smollm2
@@ -152,6 +156,8 @@ verify: $(VENV)/.dev  ## the long version: three seeds, every algorithm, faults,
 	$(MAKE) demo BACKEND=fsdp RANKS=2
 	$(MAKE) demo BACKEND=megatron TP=2
 	$(MAKE) demo ENGINE=sglang
+	for seed in 0 1 2; do $(RUN) -m examples.demo_vision --seed $$seed --run-dir runs/verify-vision-$$seed; done
+	$(MAKE) demo-vision ALGORITHM=ppo
 	$(MAKE) fault-matrix test-fsdp test-megatron test-vision test-sglang test-openai demo-smollm2 bench
 
 bench: bench-planner bench-logprob bench-router bench-engine bench-convert bench-sync bench-controller bench-loop bench-demo bench-training  ## side by side, one summary line each
@@ -202,5 +208,5 @@ accelerator-check: $(VENV)/.dev  ## the whole system on the device at hand: righ
 clean:  ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help accelerator-wheels accelerator-check setup sglang-cpu test-sglang proto docs lint test house stress-tests test-fsdp test-megatron test-openai demo demo-smollm2 fault-matrix fuzz soak compose-smoke \
+.PHONY: help accelerator-wheels accelerator-check setup sglang-cpu test-sglang proto docs lint test house stress-tests test-fsdp test-megatron test-openai demo demo-vision demo-smollm2 fault-matrix fuzz soak compose-smoke \
 	verify bench bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-loop bench-demo bench-training bench-router bench-router-simulation clean
