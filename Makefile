@@ -96,8 +96,8 @@ lint: $(VENV)/.dev  ## style, types, layers, contract, generated files
 	$(BIN)/buf breaking protos --against protos/released.binpb
 
 test: lint  ## what CI runs: lint, unit, service, contract, short end-to-end
-	$(TEST_ALL) --ignore tests/megatron --ignore tests/lm_eval --ignore tests/vision/test_megatron.py
-	$(TEST) tests/megatron tests/vision/test_megatron.py -m fast
+	$(TEST_ALL) --ignore tests/megatron --ignore tests/lm_eval --ignore tests/vision
+	$(TEST) tests/megatron tests/vision -m "fast and not sglang"
 	$(MAKE) build/sglang/.installed
 	$(TEST) tests/sglang -m "sglang and fast"
 	$(RUN) -m tools.stress_tests --changed HEAD~1 --load 2 --seconds 60
@@ -114,8 +114,8 @@ test-megatron: $(VENV)/.dev  ## Megatron-Core under every parallel layout agains
 test-fsdp: $(VENV)/.dev  ## transformers models cut over ranks against plain transformers
 	$(TEST) tests/fsdp
 
-test-vision: $(VENV)/.dev  ## engines and trainers that are shown images against transformers
-	$(TEST) tests/vision
+test-vision: $(VENV)/.dev build/sglang/.installed  ## engines (real SGLang too) and trainers that are shown images against transformers
+	$(TEST) tests/sglang/test_encoders.py tests/vision -m "sglang or not sglang"
 
 test-openai: $(VENV)/.dev build/lm-eval/.installed  ## lm-eval, unmodified, through the OpenAI port
 	$(TEST) tests/lm_eval tests/service/openai tests/unit/openai

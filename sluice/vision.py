@@ -27,6 +27,16 @@ FAMILIES = {
 TEXT = -1  # a token that shows no image
 
 
+def part_of(name: str) -> str:
+    """Return which part a parameter is of, by transformers' or Megatron's name.
+
+    One of "text", "tower", and "projector", which makes tokens of patches.
+    """
+    if "visual." not in name and "vision_model." not in name:
+        return "text"
+    return "projector" if "merger" in name else "tower"
+
+
 def rotary_positions(length: int, media: Sequence[MediaSpan], merge_size: int) -> np.ndarray:
     """Compute int64[3, length]: time, height and width of every token of a row.
 

@@ -95,6 +95,16 @@ class MediaUnsupportedError(ServiceError):
     reason = "MEDIA_UNSUPPORTED"
 
 
+class ImageProcessorError(ServiceError):
+    """Images are prepared by other rules than the model's: it would see other pixels.
+
+    Metadata has the digests of both, `expected` (the model's) and `actual`.
+    """
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "IMAGE_PROCESSOR"
+
+
 class ImageRefusedError(ServiceError):
     """An image of a prompt or an observation cannot be shown; `reason` says why.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal, Self
@@ -46,6 +47,44 @@ class OptimConfig(Config):
         if self.schedule != "constant" and self.decay_steps <= self.warmup_steps:
             raise ValueError(f"schedule {self.schedule} needs decay_steps beyond warmup_steps")
         return self
+
+
+class VisionConfig(Config):
+    """Training of the parts that see, of a model that sees.
+
+    What is frozen stays as it was loaded, bit for bit. A learning rate of its own follows the
+    schedule of `optim`, and what a step is given in place of it, in proportion to
+    `optim.learning_rate`, which is that of all other parts.
+    """
+
+    frozen_tower: bool = Field(False, description="All that sees but the projector.")
+    frozen_projector: bool = Field(
+        False, description="What makes tokens of patches, for deeper layers too."
+    )
+    tower_learning_rate: float | None = Field(None, gt=0, allow_inf_nan=False)
+    projector_learning_rate: float | None = Field(None, gt=0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _check_frozen(self) -> Self:
+        for part in ("tower", "projector"):
+            if getattr(self, f"frozen_{part}") and getattr(self, f"{part}_learning_rate"):
+                raise ValueError(f"{part}_learning_rate has no effect with frozen_{part}")
+        return self
+
+    def scales(self, learning_rate: float) -> dict[str, float]:
+        """Return the learning rates of all parts by that of the text; 0 where one is frozen.
+
+        Parts are named as by `sluice.vision.part_of`.
+        """
+
+        def scale(is_frozen: bool, own: float | None) -> float:
+            return 0.0 if is_frozen else 1.0 if own is None else own / learning_rate
+
+        return {
+            "text": 1.0,
+            "tower": scale(self.frozen_tower, self.tower_learning_rate),
+            "projector": scale(self.frozen_projector, self.projector_learning_rate),
+        }
 
 
 class RanksConfig(Config):
@@ -134,6 +173,7 @@ class TrainerConfig(ProcessConfig):
     head: Head = Field("policy", description="Logits, or one value a token: a critic.")
     seed: int = 0
     optim: OptimConfig = OptimConfig()
+    vision: VisionConfig = VisionConfig()
     ranks: RanksConfig = RanksConfig()
     max_batches: int = Field(256, ge=1, description="Held; then QUEUE_FULL.")
     max_rows: int = Field(131_072, ge=1, description="Of a batch, or of a plan without one.")
@@ -215,6 +255,17 @@ class TrainerConfig(ProcessConfig):
         if not self.float32_head and (not narrow or self.head == "value"):
             what = "head value" if narrow else "a float32 model"
             raise ValueError(f"float32_head has no effect with {what}; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _check_vision(self) -> Self:
+        if self.vision == VisionConfig():
+            return self
+        document = json.loads((Path(self.model) / "config.json").read_bytes())
+        if "vision_config" not in document:
+            raise ValueError("vision has no effect on a model that reads text only; leave it out")
+        if self.backend == "fsdp":
+            raise ValueError("vision has no effect with backend fsdp, which shows no images")
         return self
 
     @model_validator(mode="after")

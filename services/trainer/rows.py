@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +13,11 @@ import numpy as np
 from services.trainer.config import TrainerConfig
 from services.trainer.errors import OversizeSampleError
 from sluice.balance.planner import OversizePolicy, TransformerShape, shape_from_config
+from sluice.config import ConfigError
 from sluice.runtime.errors import DataLossError, InvalidFieldError, NotFoundError
 from sluice.samples.arrow import InvalidGroupError, decode_group, read_facts
 from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReference, BlobStore
-from sluice.samples.images import ImageRules, InvalidImageError
+from sluice.samples.images import FILE, ImageRules, InvalidImageError, processor_digest
 from sluice.samples.sample import (
     ColumnLengthError,
     InvalidSampleError,
@@ -26,6 +27,7 @@ from sluice.samples.sample import (
     truncate_sample,
     validate_sample,
 )
+from sluice.weights.manifest import read_manifest
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,11 @@ class RowLimits:
 
     @classmethod
     def from_config(cls, config: TrainerConfig, context_size: int = 1) -> RowLimits:
-        """Return the limits of the configured model on ranks of this context parallelism."""
+        """Return the limits of the configured model on ranks of this context parallelism.
+
+        Raises ConfigError for a model that sees whose images are prepared by no rules known here,
+        or by others than it was trained with, or than those of its reference.
+        """
         directory = Path(config.model)
         model = json.loads((directory / "config.json").read_bytes())
         sees = "vision_config" in model
@@ -52,7 +58,7 @@ class RowLimits:
             shape_from_config(model).vocabulary_size,
             config.max_tokens_per_micro_batch * context_size,
             config.oversize_policy,
-            ImageRules.from_directory(directory) if sees else None,
+            _read_images(config) if sees else None,
             model["image_token_id"] if sees else -1,
         )
 
@@ -108,6 +114,26 @@ class RowLimits:
         if (token := sample.token_ids[span.first_token]) != self.placeholder:
             detail = f"stands on tokens {token}, not on {self.placeholder}"
             raise _invalid_media(sample.sample_id, span, detail)
+
+
+def _read_images(config: TrainerConfig) -> ImageRules:
+    """Raises ConfigError."""
+    directory = Path(config.model)
+    rules = ImageRules.from_directory(directory)
+    with suppress(FileNotFoundError):  # a model that is no version of a store
+        processor = read_manifest(directory).processor
+        if processor not in (None, rules.digest):
+            raise ConfigError(
+                f"model: {directory / FILE} prepares images otherwise than those this version was "
+                f"trained on: its digest is {rules.digest}, not {processor}"
+            )
+    reference = config.reference_model and processor_digest(Path(config.reference_model))
+    if reference and reference != rules.digest:
+        raise ConfigError(
+            f"reference_model: prepares images by other rules than the model: their digest is "
+            f"{reference}, not {rules.digest}"
+        )
+    return rules
 
 
 def _invalid_media(

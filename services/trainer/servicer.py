@@ -434,7 +434,13 @@ def bare_rows_from_proto(request: pb.PlanBatchRequest) -> list[BareRow]:
     if request.bare_rows and request.sample_ids:
         raise InvalidFieldError("sample_ids", "have no effect with bare_rows; leave them out")
     return [
-        BareRow(row.length, row.prompt_length, row.group if row.HasField("group") else None)
+        BareRow(
+            row.length,
+            row.prompt_length,
+            row.group if row.HasField("group") else None,
+            tuple(row.prompt_patches),
+            tuple(row.patches),
+        )
         for row in request.bare_rows
     ]
 

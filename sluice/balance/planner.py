@@ -27,6 +27,37 @@ Column = Sequence[int] | Sequence[float] | np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
+class TowerShape:
+    """The sizes of a vision tower that decide how expensive an image is.
+
+    feed_forward_matrices: of one layer. full_layers: in which every patch of an image sees every
+    other; in the rest it sees `window` at most. mergers: each makes one token of `merged` patches.
+    """
+
+    hidden_size: int
+    layer_count: int
+    feed_forward_size: int
+    feed_forward_matrices: int
+    patch_values: int
+    merged: int
+    output_size: int
+    mergers: int = 1
+    full_layers: int
+    window: int = 0
+
+    def flops(self, patches: int) -> float:
+        """Counts FLOPs of one image, forward: two per weight and patch, four per pair of them."""
+        hidden = self.hidden_size
+        layer = hidden * (4 * hidden + self.feed_forward_matrices * self.feed_forward_size)
+        wide = hidden * self.merged
+        merger = self.mergers * wide * (wide + self.output_size) / self.merged
+        weights = self.layer_count * layer + self.patch_values * hidden + merger
+        seen = self.full_layers * patches
+        seen += (self.layer_count - self.full_layers) * min(self.window, patches)
+        return patches * (2.0 * weights + 4.0 * hidden * seen)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TransformerShape:
     """The sizes that decide how expensive a token and a pair of tokens are."""
 
@@ -41,6 +72,7 @@ class TransformerShape:
     window: int | None = None  # sliding-window layers see at most this many tokens
     windowed_layer_count: int = 0
     linear_attention_layer_count: int = 0  # no quadratic term
+    tower: TowerShape | None = None  # of a model that sees
 
     @property
     def flops_per_token(self) -> float:
@@ -81,10 +113,11 @@ def row_costs(
 
 
 def shape_from_config(config: Mapping[str, Any]) -> TransformerShape:
-    """Reads the shape from a HF `config.json`, also of a vision-language model's text part.
+    """Reads the shape from a HF `config.json`, also of a vision-language model.
 
-    Raises KeyError naming a size that is absent.
+    Raises KeyError naming a size of the text that is absent.
     """
+    tower = _tower_from_config(config.get("vision_config") or {})
     config = config.get("text_config", config)
     layer_types = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
     head_count = config["num_attention_heads"]
@@ -101,7 +134,30 @@ def shape_from_config(config: Mapping[str, Any]) -> TransformerShape:
         window=window,
         windowed_layer_count=layer_types.count("sliding_attention") if window else 0,
         linear_attention_layer_count=layer_types.count("linear_attention"),
+        tower=tower,
     )
+
+
+def _tower_from_config(config: Mapping[str, Any]) -> TowerShape | None:
+    """None for a tower that is described otherwise than those of Qwen2.5-VL and Qwen3-VL."""
+    try:
+        merged = config["spatial_merge_size"] ** 2
+        full = config.get("fullatt_block_indexes")
+        side = config["patch_size"]
+        return TowerShape(
+            hidden_size=config["hidden_size"],
+            layer_count=config["depth"],
+            feed_forward_size=config["intermediate_size"],
+            feed_forward_matrices=2 if full is None else 3,  # windows came with gates
+            patch_values=config.get("in_channels", 3) * config["temporal_patch_size"] * side**2,
+            merged=merged,
+            output_size=config["out_hidden_size"],
+            mergers=1 + len(config.get("deepstack_visual_indexes") or ()),
+            full_layers=config["depth"] if full is None else len(full),
+            window=0 if full is None else (config["window_size"] // side) ** 2,
+        )
+    except KeyError:
+        return None
 
 
 def _feed_forward_size(config: Mapping[str, Any]) -> int:

@@ -42,6 +42,19 @@ _BROKEN = (
 )
 
 
+def processor_digest(directory: Path) -> str | None:
+    """Digest of how the model of a HF directory is shown images.
+
+    None where it is shown none: a model of text, or rules that are not known here.
+    """
+    try:
+        if "vision_config" not in json.loads((directory / "config.json").read_bytes()):
+            return None
+        return ImageRules.from_directory(directory).digest
+    except (OSError, ValueError, TypeError):  # ConfigError is a ValueError
+        return None
+
+
 class InvalidImageError(ValueError):
     """An image that no policy may be shown; `reason` is one of `REASONS`."""
 

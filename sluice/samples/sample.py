@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -334,7 +334,8 @@ class RowFacts:
     lengths (tokens), prompt_lengths, mask_counts (trained tokens), prompts (digest of group and
     prompt: siblings that share a prompt have the same), oldest_versions (of the weights that
     sampled; -1 unknown): int64[N]. temperatures: float64[N], the column of that name, NaN where a
-    row has none. present: bool[N] by column name.
+    row has none. present: bool[N] by column name. patches: of every image, in order, of the rows
+    that show any: those of the prompt, and those behind it.
     """
 
     sample_ids: Sequence[str]
@@ -346,6 +347,7 @@ class RowFacts:
     oldest_versions: np.ndarray
     temperatures: np.ndarray
     present: dict[str, np.ndarray]
+    patches: Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return the facts as text; a column that all rows have is `true`, others list rows.
@@ -365,6 +367,8 @@ class RowFacts:
                 for name, rows in sorted(self.present.items())
             },
         }
+        if self.patches:
+            document["patches"] = {str(row): parts for row, parts in self.patches.items()}
         return json.dumps(document, separators=(",", ":"))
 
     @classmethod
@@ -381,11 +385,18 @@ class RowFacts:
                 present[name] = np.full(count, rows is True)
                 if rows is not True:
                     present[name][np.array(rows, dtype=np.int64)] = True
+            patches = _read_patches(document.get("patches", {}), count)
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
             raise InvalidFactsError(f"no facts about rows: {error}") from None
         if len(group_ids) != count:
             raise InvalidFactsError("facts about rows differ in their count")
-        return cls(sample_ids=sample_ids, group_ids=group_ids, present=present, **numbers)
+        return cls(
+            sample_ids=sample_ids,
+            group_ids=group_ids,
+            present=present,
+            patches=patches,
+            **numbers,
+        )
 
     @classmethod
     def join(cls, parts: Sequence[RowFacts]) -> RowFacts:
@@ -393,6 +404,7 @@ class RowFacts:
         names = {name for part in parts for name in part.present}
         counts = [len(part.sample_ids) for part in parts]
         empty = [np.empty(0, dtype=np.int64)]
+        firsts = accumulate(counts, initial=0)
         return cls(
             sample_ids=[sample for part in parts for sample in part.sample_ids],
             group_ids=[group for part in parts for group in part.group_ids],
@@ -404,6 +416,11 @@ class RowFacts:
                     ]
                 )
                 for name in names
+            },
+            patches={
+                first + row: parts
+                for part, first in zip(parts, firsts, strict=False)
+                for row, parts in part.patches.items()
             },
             **{
                 name: np.concatenate([getattr(part, name) for part in parts] or empty)
@@ -434,6 +451,9 @@ class RowFacts:
             wrong = np.flatnonzero(np.asarray(expected) != np.asarray(found))
             if len(wrong):
                 return f"{what} of sample {actual.sample_ids[wrong[0]]!r}"
+        for index, row in enumerate(rows):
+            if self.patches.get(row) != actual.patches.get(index):
+                return f"patches of sample {actual.sample_ids[index]!r}"
         return ""
 
 
@@ -447,6 +467,22 @@ def _read_numbers(document: dict[str, Any], count: int) -> dict[str, np.ndarray]
         numbers = np.frombuffer(base64.b64decode(document["numbers"]), dtype="<i8")
     table = numbers.reshape(len(_NUMBERS) + 1, count)
     return {**dict(zip(_NUMBERS, table, strict=False)), "temperatures": table[-1].view(np.float64)}
+
+
+def _read_patches(
+    document: Mapping[str, Any], count: int
+) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Raises what any other text leads to."""
+    patches = {}
+    for key, (prompt, behind) in document.items():
+        row, parts = int(key), (tuple(prompt), tuple(behind))
+        numbers = [*parts[0], *parts[1]]
+        if not 0 <= row < count or not all(
+            type(number) is int and 0 < number <= LARGEST for number in numbers
+        ):
+            raise ValueError(f"patches of row {key!r}")
+        patches[row] = parts
+    return patches
 
 
 def describe_rows(samples: Sequence[Sample]) -> RowFacts:
@@ -469,7 +505,16 @@ def describe_rows(samples: Sequence[Sample]) -> RowFacts:
             name: np.array([name in each for each in columns], dtype=np.bool_)
             for name in dict.fromkeys(chain.from_iterable(columns))
         },
+        patches={row: _patches_of(sample) for row, sample in enumerate(samples) if sample.media},
     )
+
+
+def _patches_of(sample: Sample) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    prompt, behind = list[int](), list[int]()
+    for span in sample.media:
+        part = prompt if span.end <= sample.prompt_length else behind
+        part.append(math.prod(span.grid_thw))
+    return tuple(prompt), tuple(behind)
 
 
 def count_trained(sample: Sample) -> int:

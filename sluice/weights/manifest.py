@@ -110,7 +110,9 @@ class Manifest:
 
     `tensors` and `files` describe the whole HF directory. Where `base` is a version, some of it
     lies there: `deltas` are the files that hold what changed of the shards they are listed under,
-    and the files named in `inherited` are the base's.
+    and the files named in `inherited` are the base's. `processor`: digest of how images are
+    prepared for the model (`sluice.samples.images.processor_digest`); None where it sees none, and
+    of versions that older releases wrote.
     """
 
     version: int
@@ -123,6 +125,7 @@ class Manifest:
     base: int | None = None
     deltas: Mapping[str, FileEntry] = field(default_factory=dict)
     inherited: tuple[str, ...] = ()
+    processor: str | None = None
 
     @property
     def stored(self) -> dict[str, FileEntry]:
@@ -149,6 +152,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
         for name in ("base", "deltas", "inherited"):
             del document[name]
         document["format"] = FORMAT
+    if manifest.processor is None:
+        del document["processor"]
     return seal(document, "manifest_digest")
 
 

@@ -165,6 +165,7 @@ def assemble(
         files[name] = entry
     files.update(_write_index(staging.directory, shards))
     own = {shard.file_name for shard in shards}
+    processor = _processor_of(staging.directory)  # before anything that is the base's is dropped
     return Manifest(
         version=staging.version,
         parent=staging.parent,
@@ -176,7 +177,19 @@ def assemble(
         base=base.version if base else None,
         deltas=deltas,
         inherited=_drop_inherited(staging.directory, files, own, base),
+        processor=processor,
     )
+
+
+def _processor_of(directory: Path) -> str | None:
+    try:
+        if b"vision_config" not in (directory / "config.json").read_bytes():
+            return None
+    except FileNotFoundError:
+        return None
+    from sluice.samples.images import processor_digest  # models of text need no Pillow
+
+    return processor_digest(directory)
 
 
 def _check_shards(shards: Iterable[ShardFile], read_header: ReadHeader) -> None:

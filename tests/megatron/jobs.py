@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from safetensors.torch import save_file
 
 from services.trainer.backend import Mesh, Row
@@ -62,9 +61,8 @@ def open_backend(rank: int, world: int, arguments: dict[str, Any]) -> MegatronBa
         store=Path(arguments["out"]),
         backend="megatron",
         megatron=layout,
-        optim=OPTIM,
         durable=False,
-        **arguments.get("trainer", {}),
+        **{"optim": OPTIM, **arguments.get("trainer", {})},
     )
     return MegatronBackend(config, mesh_of(layout, rank, world))
 
@@ -166,6 +164,44 @@ def vision_resumed(rank: int, world: int, arguments: dict[str, Any]) -> dict[str
     scored = backend.compute_logprobs([rows], model="policy", temperature=1.0)
     if backend.mesh.reports:
         save_file(scored, out / f"resumed-{rank}.safetensors")
+    backend.close()
+    return {}
+
+
+def vision_scored(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Log-probs of rows that an engine has sampled."""
+    backend, out = open_backend(rank, world, arguments), Path(arguments["out"])
+    rows = torch.load(arguments["rows"], weights_only=False)
+    scored = backend.compute_logprobs([rows], model="policy", temperature=1.0)
+    if backend.mesh.reports:
+        save_file(scored, out / f"scored-{rank}.safetensors")
+    backend.close()
+    return {}
+
+
+def vision_parts(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A step on rows with images, a checkpoint, and another step; or that from a checkpoint."""
+    from tests.vision.cases import PPO, Model, mixed_rows
+
+    backend, out = open_backend(rank, world, arguments), Path(arguments["out"])
+    mesh, rows = backend.mesh, mixed_rows(Model(Path(arguments["model"])).rules)
+    if mesh.data_size > 1:
+        last = mesh.data_rank == mesh.data_size - 1
+        rows = [row for row in rows if row.group_id.startswith("text") == last]
+
+    def step(name: str) -> None:
+        backend.forward_backward([rows], PPO)
+        assert not backend.step(normalizer=1.0, learning_rate=None).skipped_reason
+        save_export(backend, out / f"{name}-{rank}.safetensors")
+
+    if "checkpoint" in arguments:
+        backend.load_checkpoint(Path(arguments["checkpoint"]))
+        step(arguments["name"])
+    else:
+        step("weights")
+        (out / "checkpoint").mkdir(exist_ok=True)
+        backend.save_checkpoint(out / "checkpoint")
+        step("second")
     backend.close()
     return {}
 
@@ -457,6 +493,9 @@ def stock_latent(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, 
                 yield replace(tensor, binding=binding)
             else:
                 yield tensor
+
+    # Not at the top: Megatron must have been adapted before it is imported.
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
     stock = unittest.mock.patch.object(model, "LatentSelfAttention", MLASelfAttention)
     with stock, unittest.mock.patch.object(model, "local_tensors", cut):

@@ -17,8 +17,10 @@ import numpy as np
 import torch
 import xxhash
 from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen3VLConfig,
@@ -67,6 +69,11 @@ _TOKENS = {
     "vision_end_token_id": END,
     "tie_word_embeddings": False,
 }
+CHAT = (
+    "{% for m in messages %}{{ m.role[0] }}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% else %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
 differences = {"logprob": 0.0, "gradient": 0.0}
 layouts: set[str] = set()
 
@@ -125,6 +132,35 @@ def build_model(directory: Path, family: str, seed: int = 0) -> Model:
     }
     (directory / "preprocessor_config.json").write_text(json.dumps(processor))
     return Model(directory)
+
+
+def speak(model: Model) -> Model:
+    """Add a tokenizer of one letter a token, and files that SGLang reads. Returns the model."""
+    specials = {STOP: "<|end|>", IMAGE: "<|image_pad|>", VIDEO: "<|video_pad|>"}
+    specials |= {START: "<|vision_start|>", END: "<|vision_end|>"}
+    letters = [chr(code) for code in range(ord("!"), ord("!") + STOP)]
+    inner = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens([specials[index] for index in sorted(specials)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=specials[STOP])
+    tokenizer.chat_template = CHAT
+    folder = model.directory
+    tokenizer.save_pretrained(folder)
+    family = json.loads((folder / "config.json").read_text())["model_type"]
+    name = {"qwen3_vl": "Qwen3VL", "qwen2_5_vl": "Qwen2_5_VL"}[family] + "Processor"
+    video = {"qwen3_vl": "Qwen3VL", "qwen2_5_vl": "Qwen2VL"}[family] + "VideoProcessor"
+    rules = json.loads((folder / "preprocessor_config.json").read_text()) | {
+        "processor_class": name
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(rules))
+    rules = {key: rules[key] for key in rules if key != "image_processor_type"}
+    (folder / "video_preprocessor_config.json").write_text(
+        json.dumps({**rules, "video_processor_type": video})
+    )
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"processor_class": name}))
+    return model
 
 
 def draw_image(rules: ImageRules, seed: int, tall: int, wide: int) -> PreparedImage:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
+from tests.rank_pool import Pool
 from tests.vision.cases import FAMILIES, Model, build_model, differences, layouts
 
 
@@ -19,11 +20,20 @@ def qwen3_vl(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return build_model(tmp_path_factory.mktemp("qwen3_vl"), "qwen3_vl")
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Ranks of Megatron, warm for all modules: to start them costs more than most tests."""
+    pool = Pool("tests.megatron.jobs")
+    yield pool
+    pool.close()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Generator[None]:
+    """What was met, behind everything else; nothing where a test has failed."""
     yield
-    if layouts:
-        terminalreporter.write_line(
+    if layouts and not exitstatus:
+        print(
             f"vision_tests: layouts={len(layouts)} "
             f"max_logprob_diff={differences['logprob']:.1e} "
             f"max_grad_rel={differences['gradient']:.1e}"

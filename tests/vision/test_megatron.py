@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,10 +34,11 @@ LAYOUTS = [
     pytest.param("qwen3_vl", 2, {"tensor": 2}, id="TP2"),
     pytest.param("qwen3_vl", 2, {"context": 2}, id="CP2-zigzag", marks=fast),
     pytest.param("qwen3_vl", 2, {"context": 2, "cp_layout": "contiguous"}, id="CP2-contiguous"),
-    pytest.param("qwen3_vl", 2, {"pipeline": 2}, id="PP2"),
+    pytest.param("qwen3_vl", 2, {"pipeline": 2}, id="PP2", marks=fast),
     pytest.param("qwen3_vl", 2, {}, id="DP2-one-without-images"),
     pytest.param("qwen3_vl", 2, {"distributed_optimizer": True}, id="DP2-distributed"),
-    pytest.param("qwen3_vl", 4, {**SP, "pipeline": 2}, id="TP2+SPxPP2", marks=fast),
+    pytest.param("qwen3_vl", 4, {**SP, "pipeline": 2}, id="TP2+SPxPP2"),
+    pytest.param("qwen3_vl", 4, {"tensor": 2, "pipeline": 2}, id="TP2xPP2"),
     pytest.param("qwen3_vl", 4, {"tensor": 2, "context": 2}, id="TP2xCP2"),
     pytest.param("qwen3_vl", 2, {"pipeline": 2, "recompute": "full"}, id="PP2-recompute"),
     pytest.param("qwen2_5_vl", 1, {}, id="2.5-single"),
@@ -76,13 +76,6 @@ class ExpectedByFamily:
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> ExpectedByFamily:
     return ExpectedByFamily(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool("tests.megatron.jobs")
-    yield pool
-    pool.close()
 
 
 def check_logprobs(found: Tensors, expected: Tensors, layout: str) -> None:

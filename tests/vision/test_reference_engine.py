@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,35 +13,26 @@ import torch
 
 from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.interface import (
-    Delta,
     Engine,
     FinishReason,
-    Generation,
-    Media,
-    MediaKind,
     PauseMode,
-    Sampling,
     create_engine,
 )
 from services.rollout.errors import MediaUnsupportedError
-from services.trainer.backend import Row
 from sluice.runtime.errors import InvalidFieldError
-from sluice.samples.images import PreparedImage
 from sluice.vision import VisionTower
 from sluice.weights.store import WeightStore
 from tests.contract.engine.cases import build_model as build_text_model
 from tests.imported import import_checkpoint
+from tests.vision.asking import check, request, rows_and_images, sample, shown
 from tests.vision.cases import (
     IMAGE,
-    MAX_LOGPROB_DIFF,
     VIDEO,
     Model,
     Oracle,
     build_model,
-    digest_of,
     draw_image,
     make_row,
-    record,
 )
 
 LAYOUT = "reference engine"
@@ -69,57 +60,6 @@ def oracle(model: Model) -> Oracle:
     return Oracle(model)
 
 
-def shown(image: PreparedImage, data: bytes | None = None) -> Media:
-    view = memoryview(image.png if data is None else data)
-    return Media(MediaKind.IMAGE, digest_of(image), view)
-
-
-def request(row: Row, images: Sequence[PreparedImage], **fields: Any) -> Generation:
-    """Asks for what follows all of a row, whose images the engine is to make tokens of."""
-    prompt, end = list[int](), 0
-    tokens = row.token_ids.tolist()
-    for span in row.media:
-        prompt += [*tokens[end : span.first_token], IMAGE]
-        end = span.end
-    return Generation(
-        request_id=fields.pop("request_id", row.sample_id),
-        prompt_token_ids=[*prompt, *tokens[end:]],
-        sampling=Sampling(max_new_tokens=6, temperature=1.0, **fields.pop("sampling", {})),
-        media=tuple(shown(image) for image in images),
-        **fields,
-    )
-
-
-async def generate(engine: Engine, generation: Generation) -> list[Delta]:
-    deltas = [delta async for delta in engine.generate(generation)]
-    return sorted(deltas, key=lambda delta: delta.index)
-
-
-def followed(row: Row, delta: Delta) -> Row:
-    """The row with what was drawn behind it as its response."""
-    tokens = torch.cat([row.token_ids, torch.tensor(list(delta.token_ids))])
-    return replace(row, token_ids=tokens, prompt_length=len(row.token_ids))
-
-
-def check(oracle: Oracle, row: Row, deltas: Sequence[Delta]) -> None:
-    for delta in deltas:
-        expected = oracle.logprobs(followed(row, delta)).detach()
-        difference = (torch.tensor(list(delta.logprobs)) - expected).abs().max().item()
-        assert record("logprob", difference, LAYOUT) <= MAX_LOGPROB_DIFF, row.sample_id
-
-
-def rows_and_images(model: Model) -> list[tuple[Row, list[PreparedImage]]]:
-    """Text alone, one image, two, and an image in a later turn."""
-    wide, small = draw_image(model.rules, 1, 2, 3), draw_image(model.rules, 2, 3, 1)
-    return [
-        (make_row("text/0", [9], [1], seed=1), []),
-        (make_row("one/0", [2, wide, 5], [1], seed=2), [wide]),
-        (make_row("two/0", [2, wide, 1, small, 2], [1], seed=3), [wide, small]),
-        (make_row("turn/0", [2, wide, 3], [4, small, 2], seed=4), [wide, small]),
-        (make_row("again/0", [2, wide, 1, wide, 2], [1], seed=5), [wide, wide]),
-    ]
-
-
 @pytest.mark.parametrize(
     "settings", [{}, {"deterministic": True}, {"prefill_chunk_tokens": 3}], ids=str
 )
@@ -129,16 +69,17 @@ async def test_logprobs_are_those_of_transformers(
     """Siblings of several prompts together, whatever the chunks in which prompts are encoded."""
     engine = await start(model.directory, **settings)
     for row, images in rows_and_images(model):
-        check(oracle, row, await generate(engine, request(row, images, sample_count=3)))
+        check(oracle, row, LAYOUT, await sample(engine, request(row, images, sample_count=3)))
 
 
+@pytest.mark.fast
 async def test_requests_that_run_together(model: Model, oracle: Oracle, start: Start) -> None:
     engine, rows = await start(model.directory), rows_and_images(model)
     found = await asyncio.gather(
-        *(generate(engine, request(row, images, sample_count=2)) for row, images in rows)
+        *(sample(engine, request(row, images, sample_count=2)) for row, images in rows)
     )
     for (row, _), deltas in zip(rows, found, strict=True):
-        check(oracle, row, deltas)
+        check(oracle, row, LAYOUT, deltas)
 
 
 async def test_a_prompt_is_cached_with_what_it_shows(
@@ -151,8 +92,8 @@ async def test_a_prompt_is_cached_with_what_it_shows(
     assert torch.equal(rows[0].token_ids, rows[1].token_ids)
     hits = list[float]()
     for turn, (row, picture) in enumerate([*zip(rows, pictures, strict=True)] * 2):
-        found = await generate(engine, request(row, [picture], request_id=str(turn)))
-        check(oracle, row, found)
+        found = await sample(engine, request(row, [picture], request_id=str(turn)))
+        check(oracle, row, LAYOUT, found)
         hits.append(engine.status().extra["prefix_hit_tokens_total"])
     assert hits[0] == hits[1] == 0 < hits[2] < hits[3]
 
@@ -170,11 +111,12 @@ async def test_the_tower_sees_an_image_once_for_a_group(
     monkeypatch.setattr(VisionTower, "encode", counted)
     engine = await start(qwen3_vl.directory)
     for row, images in rows_and_images(qwen3_vl)[1:]:
-        await generate(engine, request(row, images, sample_count=8))
+        await sample(engine, request(row, images, sample_count=8))
     assert sorted(seen) == sorted({digest for digest in seen})
     assert len(seen) == 2
 
 
+@pytest.mark.fast
 async def test_new_weights_see_anew(
     model: Model, start: Start, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -184,17 +126,18 @@ async def test_new_weights_see_anew(
     stored = import_checkpoint(store, other.directory, None, 0)
     engine, oracle = await start(model.directory), Oracle(other)
     row, images = rows_and_images(model)[1]
-    await generate(engine, request(row, images, request_id="before"))
+    await sample(engine, request(row, images, request_id="before"))
     await engine.prepare(stored.version, stored.digest, stored.directory)
     await engine.commit(stored.version, PauseMode.WAIT)
-    check(oracle, row, await generate(engine, request(row, images, request_id="after")))
+    check(oracle, row, LAYOUT, await sample(engine, request(row, images, request_id="after")))
 
 
+@pytest.mark.fast
 async def test_a_drawn_placeholder_ends_a_sample(qwen3_vl: Model, start: Start) -> None:
     """Nothing would be there to see."""
     engine = await start(qwen3_vl.directory)
     row, images = rows_and_images(qwen3_vl)[1]
-    found = await generate(engine, request(row, images, sample_count=512))
+    found = await sample(engine, request(row, images, sample_count=512))
     drawn = [delta for delta in found if {IMAGE, VIDEO} & set(delta.token_ids)]
     assert drawn
     for delta in drawn:
@@ -202,6 +145,7 @@ async def test_a_drawn_placeholder_ends_a_sample(qwen3_vl: Model, start: Start) 
         assert delta.finish_reason is FinishReason.STOP
 
 
+@pytest.mark.fast
 async def test_bad_images_are_refused_and_nothing_else_is_lost(
     qwen3_vl: Model, start: Start, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -217,8 +161,8 @@ async def test_bad_images_are_refused_and_nothing_else_is_lost(
         ]
     ):
         with pytest.raises(InvalidFieldError):
-            await generate(engine, replace(bad, request_id=str(number)))
-    assert await generate(engine, good)
+            await sample(engine, replace(bad, request_id=str(number)))
+    assert await sample(engine, good)
     text = build_text_model(tmp_path_factory.mktemp("text"), "qwen3", seed=0)
     with pytest.raises(MediaUnsupportedError):
-        await generate(await start(text.directory), good)
+        await sample(await start(text.directory), good)

@@ -82,7 +82,7 @@ def oracle(model: Model) -> Oracle:
     return Oracle(model)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.fast), 0.7])
 def test_logprobs_are_those_of_transformers(
     model: Model, oracle: Oracle, tmp_path: Path, temperature: float
 ) -> None:
@@ -99,6 +99,7 @@ def test_logprobs_are_those_of_transformers(
             assert record("logprob", difference, LAYOUT) <= MAX_LOGPROB_DIFF, row.sample_id
 
 
+@pytest.mark.fast
 def test_an_image_is_looked_at(model: Model, tmp_path: Path) -> None:
     """The negative control: another picture gives other log-probs."""
     (row,) = mixed_rows(model.rules)[:1]
@@ -111,6 +112,7 @@ def test_an_image_is_looked_at(model: Model, tmp_path: Path) -> None:
     assert (found[0] - found[1]).abs().max() > 0.01
 
 
+@pytest.mark.fast
 def test_gradients_are_those_of_transformers(model: Model, oracle: Oracle, tmp_path: Path) -> None:
     rows = mixed_rows(model.rules)
     backend = start(model, tmp_path)
@@ -142,6 +144,7 @@ def test_the_tower_sees_an_image_once_a_micro_batch(
         assert record("gradient", difference, LAYOUT) <= MAX_GRADIENT_DIFF, part
 
 
+@pytest.mark.fast
 def test_rows_without_images_leave_the_tower_alone(
     model: Model, oracle: Oracle, tmp_path: Path
 ) -> None:
@@ -155,6 +158,7 @@ def test_rows_without_images_leave_the_tower_alone(
     assert record("gradient", parts["text"], LAYOUT) <= MAX_GRADIENT_DIFF
 
 
+@pytest.mark.fast
 def test_a_sampled_placeholder_is_a_token_like_others(model: Model, tmp_path: Path) -> None:
     """Images go by their spans: transformers itself counts the tokens and gives up."""
     (row,) = mixed_rows(model.rules)[:1]

@@ -23,6 +23,8 @@ from sluice.samples.sample import Sample
 from tests.contract.training_backend.cases import build_model as build_text_model
 from tests.vision.cases import IMAGE, Model, build_model, draw_image, make_row
 
+pytestmark = pytest.mark.fast
+
 
 def limits_of(model: Any) -> RowLimits:
     settings = {"model": str(model.directory), "store": "/tmp"}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from services.rollout.engine.interface import TEXT_ONLY, Media
-from services.rollout.errors import MediaUnsupportedError
+from services.rollout.errors import ImageProcessorError, MediaUnsupportedError
 from sluice.config import ConfigError
 from sluice.runtime.errors import InvalidFieldError
 from sluice.samples.images import ImageRules, InvalidImageError
@@ -46,16 +46,40 @@ class ImageReader:
             return cls(unsampled=tokens, refusal=str(error))
         return cls(rules, placeholder, tokens)
 
-    def read(self, prompt: Sequence[int], media: Sequence[Media]) -> ShownPrompt:
+    @property
+    def processor(self) -> str:
+        """Digest of the rules, empty where there are none."""
+        return "" if self.rules is None else self.rules.digest
+
+    def check_text(self, token_ids: Sequence[int]) -> None:
+        """Raise InvalidFieldError for tokens that stand for a medium, where none is shown."""
+        for token in self.unsampled:
+            if token in token_ids:
+                raise InvalidFieldError(
+                    "token_ids", f"has {token}, which stands for a medium: scores are of text alone"
+                )
+
+    def read(
+        self, prompt: Sequence[int], media: Sequence[Media], processor: str = ""
+    ) -> ShownPrompt:
         """Return the prompt with every placeholder as often as its image has tokens.
 
-        Raises MediaUnsupportedError, and InvalidFieldError for images that were not prepared as
-        this model's are, or that are not as many as the placeholders.
+        `processor`: digest of the rules by which the images were prepared, if it is known. Raises
+        MediaUnsupportedError, ImageProcessorError for other rules than these, and
+        InvalidFieldError for images that were not prepared as this model's are, or that are not as
+        many as the placeholders.
         """
         if self.rules is None:
             if media:
                 raise MediaUnsupportedError(self.refusal)
             return ShownPrompt(prompt)
+        if media and processor and processor != self.processor:
+            raise ImageProcessorError(
+                "images are prepared by other rules than those of the model that serves: give "
+                "episode workers the preprocessor_config.json of that model",
+                expected=self.processor,
+                actual=processor,
+            )
         places = sum(token == self.placeholder for token in prompt)
         if places != len(media):
             raise InvalidFieldError(

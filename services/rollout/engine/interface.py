@@ -93,6 +93,7 @@ class Generation:
     dp_rank: int = 0
     stream: bool = False
     media: tuple[Media, ...] = ()
+    processor: str = ""  # digest of the rules by which these were prepared; empty: unknown
 
 
 @dataclass(frozen=True, kw_only=True)

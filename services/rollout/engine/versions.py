@@ -94,6 +94,22 @@ def checked_manifest(directory: Path, version: int, digest: str) -> Manifest:
     return manifest
 
 
+def check_processor(manifest: Manifest, processor: str) -> None:
+    """Raise UnfitWeightsError where the model of a version is shown images in another way.
+
+    processor: digest of the rules of this engine; empty where it is shown none. Versions of older
+    releases do not say.
+    """
+    if processor and manifest.processor and processor != manifest.processor:
+        raise UnfitWeightsError(
+            f"version {manifest.version} was trained on images of another processor: with this "
+            "engine's preprocessor_config.json it would see other pixels",
+            version=manifest.version,
+            expected=manifest.processor,
+            actual=processor,
+        )
+
+
 def describe_model(directory: Path) -> tuple[str, Mapping[str, TensorEntry]]:
     """Hashes a plain HF directory: the digest of the version that it is, and its tensors by name.
 

@@ -135,6 +135,7 @@ def generation_from_proto(message: pb.GenerateRequest, *, stream: bool) -> Gener
         sample_count=sample_count,
         dp_rank=message.dp_rank,
         stream=stream,
+        processor=message.processor,
     )
 
 

@@ -98,6 +98,12 @@ class PromptsEnvironment(Environment):
         return self._grader.grade(task, responses)
 
 
+VIDEOS = (
+    "video",
+    "videos",
+)  # columns of data sets: to train on the text alone is not what was asked
+
+
 def make_row_task(settings: PromptsSettings, request: TaskRequest) -> Task:
     """Makes the task of a row. Raises TaskError for one without prompt or answer."""
     row = required_row(request)
@@ -105,6 +111,9 @@ def make_row_task(settings: PromptsSettings, request: TaskRequest) -> Task:
     state: dict[str, Any] = {key: row[key] for key in settings.state_keys if key in row}
     if len(answers) > 1:
         state["answers"] = answers
+    for key in VIDEOS:
+        if row.get(key) and key not in settings.state_keys:
+            raise TaskError(f"row.{key}", "video is not taken; images are")
     images = _images(row.get(settings.images_key), settings.images_key)
     messages = row.get(settings.messages_key)
     if messages:

@@ -38,9 +38,13 @@ from sluice.samples.sample import MediaSpan
 class EngineAccess:
     """Asks engines by address; each channel is opened when first used."""
 
-    def __init__(self, security: SecurityConfig, media: MediaReader) -> None:
-        """`media` is for engines in this process; others read for themselves."""
+    def __init__(self, security: SecurityConfig, media: MediaReader, processor: str) -> None:
+        """`media` is for engines in this process; others read for themselves.
+
+        `processor`: digest of the rules by which images are prepared here, empty where none are.
+        """
         self._clients, self._media = ClientCache(EngineClient, security), media
+        self._processor = processor
         self._local: dict[str, Engine] = {}
 
     def add_local(self, address: str, engine: Engine) -> None:
@@ -61,7 +65,7 @@ class EngineAccess:
         """
         local, temperature = self._local.get(address), generation.sampling.temperature
         if local is None:
-            request = _request(generation, bounds, media)
+            request = _request(self._shown(generation, media), bounds, media)
             with typed_errors():
                 response = await self._clients[address].stub.Generate(request)
             return [delta_from_proto(c, temperature=temperature) for c in response.completions]
@@ -78,7 +82,9 @@ class EngineAccess:
         """Yields deltas as they come; closing it aborts the request. Raises RemoteError."""
         local, temperature = self._local.get(address), generation.sampling.temperature
         if local is None:
-            request = pb.StreamGenerateRequest(generate=_request(generation, bounds, media))
+            request = pb.StreamGenerateRequest(
+                generate=_request(self._shown(generation, media), bounds, media)
+            )
             with typed_errors():
                 async for response in self._clients[address].stub.StreamGenerate(request):
                     yield delta_from_proto(response.delta, temperature=temperature)
@@ -121,7 +127,11 @@ class EngineAccess:
     async def _with_media(self, generation: Generation, media: Sequence[MediaSpan]) -> Generation:
         if not media:
             return generation
-        return replace(generation, media=await self._media.read(media_to_proto(media)))
+        read = await self._media.read(media_to_proto(media))
+        return replace(self._shown(generation, media), media=read)
+
+    def _shown(self, generation: Generation, media: Sequence[MediaSpan]) -> Generation:
+        return replace(generation, processor=self._processor) if media else generation
 
 
 @contextlib.contextmanager
@@ -144,6 +154,7 @@ def _request(
         dp_rank=generation.dp_rank,
         versions=bounds_to_proto(bounds),
         media=media_to_proto(media),
+        processor=generation.processor,
         takes_columns=True,
     )
 

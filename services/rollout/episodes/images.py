@@ -100,6 +100,11 @@ class Images:
             raise ConfigError(f"tokenizer: {path}: {error}") from None
         return cls(ImageReader.of_model(directory, document), blobs, config)
 
+    @property
+    def processor(self) -> str:
+        """Digest of the rules by which images are prepared, empty where none are."""
+        return self._reader.processor
+
     def ends(self, token: int) -> bool:
         """Whether a sampled token stands for a medium, behind which nothing can follow."""
         return token in self._reader.unsampled

@@ -363,7 +363,9 @@ class EpisodeWorker:
         except ValueError as error:
             raise ConfigError(f"episodes.environments: {error}") from None
         self.images = Images.of_model(config.tokenizer_directory, blobs, config.images)
-        self.engines = EngineAccess(config.server.security, MediaReader(blobs))
+        self.engines = EngineAccess(
+            config.server.security, MediaReader(blobs), self.images.processor
+        )
         self.leases = RouterLeases(router)
         self.sampler = Sampler(
             self.leases,

@@ -325,10 +325,10 @@ def local_generator(config: RolloutConfig, engine: Engine, waits: Waits) -> Gene
     """Samples with the engine of this process alone. Raises ConfigError without a tokenizer."""
     assert config.tokenizer_directory is not None
     blobs = BlobStore(config.store, sync=config.store_sync)
-    engines = EngineAccess(config.server.security, MediaReader(blobs))
+    images = Images.of_model(config.tokenizer_directory, blobs, config.images)
+    engines = EngineAccess(config.server.security, MediaReader(blobs), images.processor)
     engines.add_local(LOCAL_ADDRESS, engine)
     leases = LocalLeases(engine, config.engine_id)
     sampler = Sampler(leases, engines, waits, attempts=config.episodes.engine_attempts)
     directory = config.tokenizer_directory
-    images = Images.of_model(directory, blobs, config.images)
     return Generator(TextTokenizer(directory), sampler, config.pool, images)

@@ -30,6 +30,7 @@ from sluice.runtime.errors import (
     NotFoundError,
     ServiceError,
 )
+from sluice.samples.images import processor_digest
 from sluice.weights.errors import FileDigestError
 from sluice.weights.manifest import FileEntry, seal, unseal
 
@@ -63,6 +64,7 @@ class CheckpointRecord:
     """What the controller itself needs of a checkpoint.
 
     `files` are all others of its directory; None where the release that wrote it did not say.
+    `processor`: digest of how images were prepared; None for a model of text, or of such a release.
     """
 
     backend: str
@@ -71,6 +73,7 @@ class CheckpointRecord:
     weights: PublishedWeights | None
     layout: dict[str, int]
     files: dict[str, FileEntry] | None
+    processor: str | None = None
 
 
 class CheckpointStore:
@@ -184,7 +187,11 @@ def _decode_record(data: bytes, name: str) -> CheckpointRecord:
 
 
 def record_state(
-    state: TrainerState, backend: str, layout: dict[str, int], files: dict[str, FileEntry]
+    state: TrainerState,
+    backend: str,
+    layout: dict[str, int],
+    files: dict[str, FileEntry],
+    processor: str | None,
 ) -> CheckpointRecord:
     return CheckpointRecord(
         backend=backend,
@@ -193,6 +200,7 @@ def record_state(
         weights=state.weights,
         layout=layout,
         files=files,
+        processor=processor,
     )
 
 
@@ -220,6 +228,7 @@ class TrainerCheckpoints:
         self.store = CheckpointStore(config.store_root / "checkpoints", durable=config.durable)
         self.turns = turns
         self._backend, self._state = config.backend, state
+        self._processor = processor_digest(Path(config.model))
         self._ranks, self._batches = ranks, batches
 
     @in_turn
@@ -236,7 +245,9 @@ class TrainerCheckpoints:
                     for result in results
                     for file in result.checkpoint_files
                 }
-                record = record_state(self._state, self._backend, self._layout(), files)
+                record = record_state(
+                    self._state, self._backend, self._layout(), files, self._processor
+                )
             except BaseException:
                 self.store.abandon(partial)
                 raise
@@ -251,7 +262,7 @@ class TrainerCheckpoints:
     async def load(self, name: str) -> int:
         """Go back to a checkpoint; batches and gradients are dropped. Returns its step."""
         ranks = self._ranks.incarnation
-        self.store.read(name, self._backend)  # refused before anything is dropped
+        self._read(name)  # refused before anything is dropped
         await self._batches.drop_all(ranks)
         await self._load_into(ranks, name)
         return self._state.step
@@ -273,7 +284,7 @@ class TrainerCheckpoints:
 
     async def _load_into(self, ranks: RankIncarnation, name: str) -> None:
         try:
-            record = self.store.read(name, self._backend)
+            record = self._read(name)
             await self._load_recorded(ranks, name, record)
         except ServiceError as error:
             if self._state.checkpoint == name and error.reason in _LOST:
@@ -282,6 +293,19 @@ class TrainerCheckpoints:
             raise
         restore_state(self._state, name, record)
         metrics.STEP.set(self._state.step)
+
+    def _read(self, name: str) -> CheckpointRecord:
+        """Raises CheckpointDamagedError and CheckpointMismatchError."""
+        record = self.store.read(name, self._backend)
+        if record.processor not in (None, self._processor):
+            raise CheckpointMismatchError(
+                f"{name} was trained on images of another processor: with this model's "
+                "preprocessor_config.json it would see other pixels",
+                name=name,
+                expected=record.processor,
+                actual=self._processor or "",
+            )
+        return record
 
     async def _load_recorded(
         self, ranks: RankIncarnation, name: str, record: CheckpointRecord

@@ -142,13 +142,11 @@ class Planner:
         costs, prompt_costs = self._costs(facts, np.arange(len(facts.lengths)))
         if data_size == 1 or not len(costs):
             return np.zeros(len(costs), dtype=np.int64)
-        if not self.packing.shares_prompts:
-            prompt_costs = np.zeros_like(costs)
         siblings, own_costs = Siblings.of(facts, self.limits.cap), costs - prompt_costs
         best, least, ideal = np.empty(0, dtype=np.int64), np.inf, 0.0
         eighth = np.arange(len(costs)) * RANGES // len(costs)
         for split in itertools.chain([None], itertools.count()):
-            if split is not None and not self.packing.shares_prompts:
+            if split is not None and not prompt_costs.any():
                 return assign_owners(costs, data_size)
             part_of, first_row = siblings.parts(split)
             part_costs = np.bincount(part_of, own_costs) + prompt_costs[first_row]
@@ -191,7 +189,7 @@ class Planner:
         """
         costs, prompt_costs = self._costs(facts, selection)
         rows = selection.tolist()
-        shares = self.packing.shares_prompts
+        shares, sees = self.packing.shares_prompts, bool(facts.patches)
         lengths = self.packing.lengths(facts.lengths[selection], limits.cap)
         try:
             plan = plan_micro_batches(
@@ -199,9 +197,11 @@ class Planner:
                     lengths=lengths,
                     costs=costs,
                     owners=owners[selection],
-                    groups=facts.prompts[selection] if shares else None,
-                    prompt_lengths=facts.prompt_lengths[selection],
-                    prompt_costs=prompt_costs if shares else None,
+                    groups=facts.prompts[selection] if shares or sees else None,
+                    prompt_lengths=facts.prompt_lengths[selection]
+                    if shares or not sees
+                    else np.zeros_like(lengths),  # siblings share images alone
+                    prompt_costs=prompt_costs if shares or sees else None,
                 ),
                 limits,
             )
@@ -219,11 +219,26 @@ class Planner:
         )
 
     def _costs(self, facts: RowFacts, selection: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Costs of whole rows, and what a further sibling in a micro-batch saves of them.
+
+        The tower sees an image of the prompt once for all siblings, however the backend packs.
+        """
         lengths, lengths_of = np.unique(facts.lengths[selection], return_inverse=True)
         prompts, prompts_of = np.unique(facts.prompt_lengths[selection], return_inverse=True)
         costs, _ = row_costs(self._shape, lengths.tolist(), [])
         _, prompt_costs = row_costs(self._shape, [], prompts.tolist())
-        return np.asarray(costs)[lengths_of], np.asarray(prompt_costs)[prompts_of]
+        row_costs_N = np.asarray(costs)[lengths_of]
+        saved_N = np.asarray(prompt_costs)[prompts_of]
+        if not self.packing.shares_prompts:
+            saved_N = np.zeros_like(row_costs_N)
+        if facts.patches and (tower := self._shape.tower) is not None:
+            for index, row in enumerate(selection.tolist()):
+                prompt, behind = (
+                    sum(map(tower.flops, patches)) for patches in facts.patches.get(row, ((), ()))
+                )
+                row_costs_N[index] += prompt + behind
+                saved_N[index] += prompt
+        return row_costs_N, saved_N
 
 
 def weigh_pass(batch: Batch, selection: np.ndarray, loss: LossSpec) -> PassWeights:
@@ -285,11 +300,16 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class BareRow:
-    """A row that only has a length; group None is a group of its own."""
+    """A row that only has a length; group None is a group of its own.
+
+    prompt_patches, patches: of every image in the prompt, and behind it.
+    """
 
     length: int
     prompt_length: int = 0
     group: int | None = None
+    prompt_patches: tuple[int, ...] = ()
+    patches: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -314,7 +334,7 @@ class DryPlan:
 
 def describe_bare(rows: Sequence[BareRow]) -> RowFacts:
     """Return facts of rows without ids. Raises InvalidFieldError."""
-    prompts: dict[tuple[int | str, int], int] = {}
+    prompts: dict[tuple[int | str, int, tuple[int, ...]], int] = {}
     prompt_of = np.empty(len(rows), dtype=np.int64)
     group_ids = []
     for index, row in enumerate(rows):
@@ -327,9 +347,15 @@ def describe_bare(rows: Sequence[BareRow]) -> RowFacts:
                 f"bare_rows[{index}].prompt_length",
                 f"is {row.prompt_length}, not within 0..{row.length}",
             )
+        for name in ("prompt_patches", "patches"):
+            if (least := min(getattr(row, name), default=1)) < 1:
+                raise InvalidFieldError(
+                    f"bare_rows[{index}].{name}", f"must be positive, got {least}"
+                )
         group = f"alone {index}" if row.group is None else row.group
         group_ids.append(str(group))
-        prompt_of[index] = prompts.setdefault((group, row.prompt_length), len(prompts))
+        prompt = group, row.prompt_length, row.prompt_patches
+        prompt_of[index] = prompts.setdefault(prompt, len(prompts))
     return RowFacts(
         sample_ids=[""] * len(rows),
         group_ids=group_ids,
@@ -340,4 +366,9 @@ def describe_bare(rows: Sequence[BareRow]) -> RowFacts:
         oldest_versions=np.full(len(rows), -1, dtype=np.int64),
         temperatures=np.full(len(rows), np.nan),
         present={},
+        patches={
+            index: (row.prompt_patches, row.patches)
+            for index, row in enumerate(rows)
+            if row.prompt_patches or row.patches
+        },
     )

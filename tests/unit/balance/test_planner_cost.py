@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -99,3 +100,52 @@ def test_layers_without_full_attention():
 def test_a_missing_size_is_named():
     with pytest.raises(KeyError, match="vocab_size"):
         shape_from_config({key: value for key, value in DENSE.items() if key != "vocab_size"})
+
+
+QWEN3_VL = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "patch_size": 8,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "in_channels": 3,
+    "out_hidden_size": 64,
+    "deepstack_visual_indexes": [0, 1],
+}
+QWEN2_5_VL = {
+    **{name: QWEN3_VL[name] for name in QWEN3_VL if name != "deepstack_visual_indexes"},
+    "window_size": 32,
+    "fullatt_block_indexes": [2],
+}
+
+
+def matrix_flops(config: dict[str, Any], patches: int) -> float:
+    """Counted matrix by matrix: two operations per entry and row."""
+    hidden, wide = config["hidden_size"], config["hidden_size"] * 4
+    gated = "window_size" in config
+    total = 2 * patches * (3 * 2 * 8 * 8) * hidden  # patches to vectors
+    for layer in range(config["depth"]):
+        for rows, columns in ((hidden, 3 * hidden), (hidden, hidden)):
+            total += 2 * patches * rows * columns
+        total += (3 if gated else 2) * 2 * patches * hidden * config["intermediate_size"]
+        full = not gated or layer in config["fullatt_block_indexes"]
+        total += 2 * 2 * patches * (patches if full else min(patches, 16)) * hidden
+    mergers = 1 + len(config.get("deepstack_visual_indexes", ()))
+    tokens = patches // 4
+    return total + mergers * 2 * tokens * (wide * wide + wide * config["out_hidden_size"])
+
+
+@pytest.mark.parametrize("config", [QWEN3_VL, QWEN2_5_VL], ids=["qwen3_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("patches", [4, 16, 64, 1024])
+def test_an_image_costs_its_matrix_products(config: dict[str, Any], patches: int):
+    tower = shape_from_config({"text_config": DENSE, "vision_config": config}).tower
+    assert tower is not None
+    assert tower.flops(patches) == pytest.approx(matrix_flops(config, patches))
+
+
+def test_a_tower_of_another_kind_costs_nothing_that_is_known():
+    strange = {name: QWEN3_VL[name] for name in QWEN3_VL if name != "depth"}
+    assert shape_from_config({"text_config": DENSE, "vision_config": strange}).tower is None
+    assert shape_from_config(DENSE).tower is None

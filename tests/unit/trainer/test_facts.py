@@ -21,7 +21,14 @@ from sluice.runtime.errors import DataLossError, InvalidFieldError
 from sluice.runtime.wire import blob_to_proto
 from sluice.samples import arrow
 from sluice.samples.blobs import BlobReference, BlobStore
-from sluice.samples.sample import InvalidFactsError, RowFacts, Sample, VersionSpan, describe_rows
+from sluice.samples.sample import (
+    InvalidFactsError,
+    MediaSpan,
+    RowFacts,
+    Sample,
+    VersionSpan,
+    describe_rows,
+)
 from tests.unit.trainer.rows import LIMITS, make_sample
 
 
@@ -241,6 +248,7 @@ CHANGES: dict[str, Callable[[RowFacts], RowFacts]] = {
     "mask_counts": lambda facts: replace(facts, mask_counts=facts.mask_counts + THIRD),
     "oldest_versions": lambda facts: replace(facts, oldest_versions=np.array([5, -1, 3, -1])),
     "group_id": lambda facts: replace(facts, group_ids=["g", "g", "h", "g"]),
+    "patches": lambda facts: replace(facts, patches={2: ((4,), ())}),
     "temperature": lambda facts: replace(facts, temperatures=np.array([np.nan, 0.7, 1.0, np.nan])),
     "values": lambda facts: replace(
         facts, present={**facts.present, "values": np.array([False, False, True, False])}
@@ -269,3 +277,40 @@ def test_rows_that_are_cut_are_read(blobs: BlobStore) -> None:
     facts = find_facts(blobs, blobs.put(arrow.encode_group(group())), limits)
     assert facts.lengths.tolist() == [4, 3, 4, 3]
     assert facts.mask_counts.tolist() == [2, 1, 1, 1]
+
+
+def test_patches_of_images_are_facts(blobs: BlobStore) -> None:
+    """By image, in the prompt and behind it, of the rows that show any."""
+    plain, seeing = make_sample("g/0", [1], [2]), make_sample("g/1", [9, 9, 1], [2, 9, 9, 9, 3])
+    mask = np.array([True, False, False, False, True])
+
+    def span(first: int, count: int, grid: tuple[int, ...]) -> MediaSpan:
+        return MediaSpan(
+            digest="0" * 32,
+            size=1,
+            kind="image",
+            first_token=first,
+            token_count=count,
+            grid_thw=grid,
+        )
+
+    media = span(0, 2, (1, 2, 4)), span(4, 3, (1, 6, 2))
+    seeing = replace(seeing, media=media, columns={"loss_mask": mask})
+    facts = describe_rows([plain, seeing])
+    assert facts.patches == {1: ((8,), (12,))}
+    again = RowFacts.from_json(facts.to_json())
+    assert again.patches == facts.patches and not again.difference([plain, seeing], [0, 1])
+    joined = RowFacts.join([describe_rows([plain]), facts, facts])
+    assert joined.patches == {2: ((8,), (12,)), 4: ((8,), (12,))}
+    assert "patches" not in json.loads(describe_rows([plain]).to_json())
+    for wrong in (
+        [],
+        {"9": [[1], []]},
+        {"0": [[0], []]},
+        {"0": [["1"], []]},
+        {"0": 1},
+        {"0": [[]]},
+    ):
+        document = {**json.loads(facts.to_json()), "patches": wrong}
+        with pytest.raises(InvalidFactsError):
+            RowFacts.from_json(json.dumps(document))

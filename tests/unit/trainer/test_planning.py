@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,11 +31,14 @@ from sluice.algo.spec import LossSpec
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.balance.planner import (
+    MicroBatchPlan,
     OversizePolicy,
     PlanLimits,
+    TowerShape,
     TransformerShape,
     forward_flops,
 )
+from sluice.runtime.errors import InvalidFieldError
 from sluice.samples.sample import RowFacts
 from tests.unit.trainer.rows import make_batch, make_samples
 
@@ -308,3 +312,83 @@ def test_the_largest_command_is_below_a_mebibyte() -> None:
     rows = list(range(2**31 - passes.ROWS_PER_COMMAND, 2**31))
     part = pb.MicroBatchRows(rows=rows, loss_weights=[1.0] * len(rows))
     assert pb.GradientsCommand(micro_batches=[part]).ByteSize() < 1 << 20
+
+
+SEEING = replace(
+    SHAPE,
+    tower=TowerShape(
+        hidden_size=16,
+        layer_count=2,
+        feed_forward_size=32,
+        feed_forward_matrices=2,
+        patch_values=12,
+        merged=4,
+        output_size=16,
+        full_layers=2,
+    ),
+)
+
+
+def loads_of(plan: MicroBatchPlan, facts: RowFacts, *, shares: bool) -> list[float]:
+    """What each rank computes, an image of a prompt once a micro-batch."""
+    assert SEEING.tower is not None
+    loads = []
+    for rank in plan.ranks:
+        total = 0.0
+        for micro_batch in rank:
+            seen = set[int]()
+            for row in micro_batch:
+                prompt, behind = facts.patches.get(row, ((), ()))
+                prompts = int(facts.prompts[row])
+                total += forward_flops(SEEING, int(facts.lengths[row]))
+                total += sum(map(SEEING.tower.flops, behind))
+                if prompts not in seen:
+                    total += sum(map(SEEING.tower.flops, prompt))
+                elif shares:
+                    total -= forward_flops(SEEING, int(facts.prompt_lengths[row]))
+                seen.add(prompts)
+        loads.append(total)
+    return loads
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_images_move_rows_to_other_ranks(shares: bool) -> None:
+    """Rows of one length, of which a few show large images: by tokens alone any split is even."""
+    rows = [
+        BareRow(20, 10, group, patches=(400,) if group % 4 == 0 else (), prompt_patches=(4,))
+        for group in range(16)
+    ]
+    facts = describe_bare(rows)
+    limits = PlanLimits(token_cap=60, data_size=2)
+    chosen = np.arange(len(rows))
+
+    def plan(shape: TransformerShape) -> list[float]:
+        planner = Planner(shape, limits, Packing(shares_prompts=shares))
+        owners = planner.own(facts)
+        return loads_of(planner.solve(facts, owners, chosen, limits), facts, shares=shares)
+
+    blind, seeing = plan(SHAPE), plan(SEEING)
+    assert max(blind) > 1.5 * min(blind)
+    assert max(seeing) < 1.1 * min(seeing)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_statistics_count_an_image_of_a_prompt_once_for_its_siblings(shares: bool) -> None:
+    rows = [BareRow(20, 10, 0, prompt_patches=(400,)) for _ in range(4)]
+    rows += [BareRow(20, 10, 1, prompt_patches=(400,), patches=(64,)) for _ in range(2)]
+    facts, limits = describe_bare(rows), PlanLimits(token_cap=200, data_size=2)
+    planner = Planner(SEEING, limits, Packing(shares_prompts=shares))
+    plan = planner.solve(facts, np.array([0, 0, 0, 0, 1, 1]), np.arange(6), limits)
+    loads = loads_of(plan, facts, shares=shares)
+    assert plan.statistics.imbalance == pytest.approx(max(loads) / np.mean(loads))
+
+
+@pytest.mark.parametrize("name", ["patches", "prompt_patches"])
+@pytest.mark.parametrize("value", [0, -1, -(2**31)])
+def test_an_image_of_no_patches_is_refused(name: str, value: int) -> None:
+    with pytest.raises(InvalidFieldError) as caught:
+        describe_bare([BareRow(2, 1), BareRow(2, 1, **{name: (4, value)})])
+    assert caught.value.metadata["field"] == f"bare_rows[1].{name}"
+    planner = Planner(SEEING, PlanLimits(token_cap=8, data_size=2))
+    huge = describe_bare([BareRow(2, 1, **{name: (2**31 - 1,) * 9})] * 4)
+    assert sorted(planner.own(huge).tolist()) == [0, 0, 1, 1]

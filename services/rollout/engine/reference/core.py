@@ -413,7 +413,9 @@ class EngineCore:
     def submit(self, key: int, generation: Generation) -> None:
         """Queues a request; its deltas come to the outbox. Raises typed errors."""
         model = self._serving()
-        shown = model.images.read(generation.prompt_token_ids, generation.media)
+        shown = model.images.read(
+            generation.prompt_token_ids, generation.media, generation.processor
+        )
         text = replace(generation, prompt_token_ids=shown.token_ids, media=())
         check_generation(text, model.vocabulary_size, self.max_length, self.config)
         sampling, prompt = generation.sampling, model.prompt(shown, generation.media)
@@ -435,6 +437,7 @@ class EngineCore:
         """Queues a scoring; its scores come to the outbox."""
         model = self._serving()
         check_score(token_ids, prompt_length, model.vocabulary_size, self.max_length)
+        model.images.check_text(token_ids)
         scoring = Scoring(
             key=key, prompt=PrefillPrompt.of(token_ids), first=prompt_length, top_count=top_count
         )

@@ -328,7 +328,7 @@ class ReferenceEngine(Engine):
         return self._model
 
     def check_incoming(self, manifest: Manifest) -> None:
-        self._known_model().check_named(manifest.version, manifest.tensors)
+        self._known_model().check_incoming(manifest)
 
     async def leave_transfer(self) -> None:
         self._leave_transfer()

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from services.rollout.engine.images import ImageReader, ShownPrompt
+from services.rollout.engine.images import ImageReader, ShownPrompt, reads_media
 from services.rollout.engine.interface import Media
 from services.rollout.engine.reference.attention import (
     IMPLEMENTATION,
@@ -23,7 +23,12 @@ from services.rollout.engine.reference.attention import (
     PrefillPrompt,
     Sight,
 )
-from services.rollout.engine.versions import checked_manifest, describe_model, reading
+from services.rollout.engine.versions import (
+    check_processor,
+    checked_manifest,
+    describe_model,
+    reading,
+)
 from services.rollout.errors import UnfitWeightsError, UnsupportedModelError
 from sluice import vision
 from sluice.algo.logprobs import float32_logits
@@ -129,6 +134,11 @@ class ServingModel:
         self.vocabulary_size: int = config.get_text_config().vocab_size
         self.max_length: int = config.get_text_config().max_position_embeddings
         self.images = ImageReader()
+        if not sees and reads_media(config.to_dict()):
+            known = ", ".join(vision.FAMILIES)
+            self.images = ImageReader(
+                refusal=f"images are shown to {known}, not to {config.model_type}: docs/vision.md"
+            )
         self.tower: VisionTower | None = None
         if sees:
             self.images = ImageReader.of_model(directory, config.to_dict())
@@ -224,6 +234,11 @@ class ServingModel:
     def names_match(self, tensors: Mapping[str, Shaped]) -> bool:
         """Whether `fit` finds every parameter by name; further tensors do not matter."""
         return all(any(name in tensors for name in names) for names in self._places)
+
+    def check_incoming(self, manifest: Manifest) -> None:
+        """Raises UnfitWeightsError for a version that is not this model's, as far as that shows."""
+        check_processor(manifest, self.images.processor)
+        self.check_named(manifest.version, manifest.tensors)
 
     def check_named(self, version: int, tensors: Mapping[str, Shaped]) -> None:
         """Raises UnfitWeightsError for tensors that `fit` could not take as they are named."""
@@ -366,6 +381,7 @@ def load_version(
         manifest = checked_manifest(directory, version, digest)
         tensors = dict(load_verified(directory, manifest))
     model = model or ServingModel(directory, dtype, device)
+    check_processor(manifest, model.images.processor)
     if model.names_match(tensors):
         return model, PreparedWeights(version, digest, model.fit(tensors))
     # Checkpoints of some architectures name or cut tensors in another way than the module.

@@ -37,7 +37,7 @@ from services.rollout.engine.sglang.weights import (
     read_model,
     read_version,
 )
-from services.rollout.engine.versions import PreparedVersions
+from services.rollout.engine.versions import PreparedVersions, check_processor
 from services.rollout.errors import (
     DuplicateRequestError,
     EngineFailedError,
@@ -101,7 +101,12 @@ class SglangEngine(Engine):
         self._check_serving()
         length = self._max_length
         size = len(self._load.by_rank(0))
-        read = partial(self._images.read, generation.prompt_token_ids, generation.media)
+        read = partial(
+            self._images.read,
+            generation.prompt_token_ids,
+            generation.media,
+            generation.processor,
+        )
         shown = await asyncio.to_thread(read) if generation.media else read()
         prompt = shown.token_ids
         check_generation(
@@ -146,6 +151,7 @@ class SglangEngine(Engine):
     ) -> TokenScores:
         self._check_serving()
         check_score(token_ids, prompt_length, self._vocabulary, self._max_length)
+        self._images.check_text(token_ids)
         return await score(self._replica.handle, token_ids, prompt_length, top_count)
 
     async def abort(self, request_ids: Sequence[str]) -> list[str]:
@@ -202,6 +208,7 @@ class SglangEngine(Engine):
     def check_incoming(self, manifest: Manifest) -> None:
         if self._serving is None:
             raise UnfitWeightsError("the engine has no weights yet: it needs the store")
+        check_processor(manifest, self._serving.images.processor)
         check_fit(self._serving, self._serving.renamed(manifest))
 
     async def leave_transfer(self) -> None:
@@ -378,7 +385,7 @@ class SglangEngine(Engine):
         if not isinstance(vocabulary, int):
             raise UnfitWeightsError("config.json has no vocab_size")
         self._vocabulary = vocabulary
-        self._images = ImageReader.of_model(version.directory, config)
+        self._images = version.images
         self._routing = self._routing_of(config)
 
     def _routing_of(self, config: Mapping[str, Any]) -> Routing | None:

@@ -19,8 +19,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from services.rollout.engine.images import ImageReader
 from services.rollout.engine.sglang.client import Capabilities, SglangClient, SGLangRefusedError
 from services.rollout.engine.versions import (
+    check_processor,
     checked_manifest,
     describe_model,
     reading,
@@ -45,6 +47,7 @@ class DiskVersion:
     directory: Path
     tensors: Mapping[str, TensorEntry | StoredTensor]
     config: Mapping[str, Any]  # config.json
+    images: ImageReader
 
     @property
     def tag(self) -> str:
@@ -74,13 +77,18 @@ def read_version(version: int, digest: str, directory: Path) -> DiskVersion:
     with reading(version):
         manifest = checked_manifest(directory, version, digest)
         verify_files(directory, manifest)
-    return DiskVersion(version, digest, directory, manifest.tensors, read_config(directory))
+    config = read_config(directory)
+    images = ImageReader.of_model(directory, config)
+    check_processor(manifest, images.processor)
+    return DiskVersion(version, digest, directory, manifest.tensors, config, images)
 
 
 def read_model(directory: Path) -> DiskVersion:
     """Hashes a model directory, which is version 0; blocks. Raises UnfitWeightsError."""
     digest, tensors = describe_model(directory)
-    return DiskVersion(0, digest, directory, tensors, read_config(directory))
+    config = read_config(directory)
+    images = ImageReader.of_model(directory, config)
+    return DiskVersion(0, digest, directory, tensors, config, images)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -113,6 +121,14 @@ def check_fit(serving: DiskVersion, new: DiskVersion) -> None:
             f"version {new.version} is of {', '.join(new.architectures) or 'nothing'}, the engine "
             f"serves {', '.join(serving.architectures) or 'nothing'}",
             version=new.version,
+        )
+    if serving.images.processor != new.images.processor:  # the server keeps the one it began with
+        raise UnfitWeightsError(
+            f"version {new.version} is shown images by another preprocessor_config.json than the "
+            "model that serves",
+            version=new.version,
+            expected=serving.images.processor,
+            actual=new.images.processor,
         )
     old, shapes = serving.shapes, new.shapes
     differing = {n for n in old.keys() | shapes.keys() if old.get(n) != shapes.get(n)}

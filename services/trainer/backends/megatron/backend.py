@@ -58,8 +58,11 @@ class MegatronBackend(TrainingBackend):
         self._groups = parallel.start(
             self._layout, seed=config.seed, check_timeout=config.ranks.check_timeout
         )
+        self._scales = config.vision.scales(config.optim.learning_rate)
         self._policy = self._create_model(config.model, head=config.head)
-        self._stepper = Stepper(self._policy, self._layout, config.optim, self._groups)
+        self._stepper = Stepper(
+            self._policy, self._layout, config.optim, self._groups, self._scales
+        )
         self._replay = self._create_replay()
         self._passes = ChunkPasses(
             chunks=self._policy.chunks,
@@ -107,11 +110,12 @@ class MegatronBackend(TrainingBackend):
             self._layout,
             self._groups,
             directory,
+            scales=self._scales,
             durable=self._config.durable,
         )
 
     def load_checkpoint(self, directory: Path) -> None:
-        checkpoint.load(self._policy, self._stepper, self._layout, directory)
+        checkpoint.load(self._policy, self._stepper, self._layout, directory, scales=self._scales)
         self._stepper.clear()
 
     def write_shards(self, directory: Path, write: ShardWrite | None = None) -> list[ShardFile]:
@@ -144,6 +148,7 @@ class MegatronBackend(TrainingBackend):
             tensor=self._groups.tensor,
             head=head,
             trained=trained,
+            scales=self._scales,
             float32_head=self._config.float32_head,
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -177,6 +177,7 @@ def save(
     groups: RankGroups,
     directory: Path,
     *,
+    scales: Mapping[str, float],
     durable: bool,
 ) -> dict[str, FileEntry]:
     """Writes into the existing, empty `directory`; collective. The files of this rank.
@@ -204,7 +205,7 @@ def save(
         ) from failure
     for finalize in request.finalize_fns:
         finalize()
-    _describe(policy, config, directory)
+    _describe(policy, config, scales, directory)
     assert strategy.writer is not None
     files = {n: e for n, e in strategy.writer.files.entries.items() if (directory / n).exists()}
     if dist.get_rank() == 0:  # the small ones, of which Megatron writes some by itself
@@ -213,7 +214,9 @@ def save(
     return files
 
 
-def _describe(policy: PolicyModel, config: MegatronConfig, directory: Path) -> None:
+def _describe(
+    policy: PolicyModel, config: MegatronConfig, scales: Mapping[str, float], directory: Path
+) -> None:
     """Names model and layout in the finished checkpoint; on rank 0, then all ranks go on."""
     if dist.get_rank() == 0:
         description = {
@@ -221,12 +224,20 @@ def _describe(policy: PolicyModel, config: MegatronConfig, directory: Path) -> N
             "backend": "megatron",
             "model": _fingerprint(policy),
             "layout": _layout(config),
+            "scales": dict(scales),
         }
         write_new(directory / DESCRIPTION, json.dumps(description).encode())
     dist.barrier()
 
 
-def load(policy: PolicyModel, stepper: Stepper, config: MegatronConfig, directory: Path) -> None:
+def load(
+    policy: PolicyModel,
+    stepper: Stepper,
+    config: MegatronConfig,
+    directory: Path,
+    *,
+    scales: Mapping[str, float],
+) -> None:
     """Reads a checkpoint of any layout; collective.
 
     Raises UnfitCheckpointError when it is of another kind or its optimizer does not fit.
@@ -236,6 +247,12 @@ def load(policy: PolicyModel, stepper: Stepper, config: MegatronConfig, director
         raise UnfitCheckpointError(f"the checkpoint {directory.name!r} is of another model")
     saved = description["layout"]
     _check_optimizer(saved, config)
+    were = description.get("scales", dict.fromkeys(scales, 1.0))
+    if were != scales:
+        raise UnfitCheckpointError(
+            f"optimizer state saved with learning rates of {were} times that of the text cannot be "
+            f"read with {dict(scales)}: publish the weights and start from them"
+        )
     state = _sharded_state(policy, stepper, loading=True)
     if saved == _layout(config):
         state["rng"] = _rng_object()

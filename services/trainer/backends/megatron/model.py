@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from services.trainer.backends.megatron.vision import VisionLanguageModel
 from services.trainer.backends.megatron.weights import LocalTensor, load_hf, local_tensors
 from services.trainer.config import Head
 from sluice.algo.collectives import Collectives
-from sluice.vision import VisionTower
+from sluice.vision import VisionTower, part_of
 
 
 class RMSNorm(torch.nn.Module):
@@ -365,12 +365,14 @@ def create_policy(
     tensor: Collectives,
     head: Head = "policy",
     trained: bool = True,
+    scales: Mapping[str, float] | None = None,
     float32_head: bool = True,
 ) -> PolicyModel:
     """Builds this rank's chunks and loads the HF checkpoint in `directory` into them.
 
     `head` value: a critic, also of a language model's checkpoint, whose head then starts at zero.
-    `tensor`: over the tensor-parallel ranks. `trained`: wraps the chunks for gradients.
+    `tensor`: over the tensor-parallel ranks. `trained`: wraps the chunks for gradients, which
+    parts take none whose learning rate is to be 0 times that of the text (`scales`).
     `float32_head`: logits are float32 whatever the model is. Collective over the model-parallel
     groups.
     """
@@ -394,6 +396,7 @@ def create_policy(
     if core.bf16 or core.fp16:
         chunks = [_narrow(core, chunk) for chunk in chunks]
     if trained:
+        _freeze(models, scales or {})
         chunks = _wrap(chunks, core, config)
     return PolicyModel(
         source=source,
@@ -458,6 +461,14 @@ def _build(
         # Megatron leaves some of its parameters (routers) on the host.
         models.append(build_model(config.model_provider, request).to(current_device()))
     return models
+
+
+def _freeze(models: Sequence[torch.nn.Module], scales: Mapping[str, float]) -> None:
+    """Before they are wrapped: what is frozen has no place in the buffers of gradients."""
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if not scales.get(part_of(name), 1.0):
+                parameter.requires_grad_(False)
 
 
 def _wrap(

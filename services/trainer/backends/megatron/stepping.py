@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    ParamKey,
+    ParamWithNamePredicate,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from services.trainer.backend import StepOutcome
@@ -15,13 +22,30 @@ from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.backends.megatron.model import PolicyModel
 from services.trainer.backends.megatron.parallel import RankGroups
 from services.trainer.config import OptimConfig
+from sluice.vision import part_of
 
 FLOAT16_SCALE = 2.0**12  # losses are sums: the usual 2**32 would skip the first forty steps
 NON_FINITE = "non-finite gradient norm"
 
 
+def _own_rates(scales: Mapping[str, float]) -> dict[ParamKey, Any]:
+    """Parts whose learning rate is not that of the text; the same on ranks that have none of it."""
+
+    def belongs(part: str) -> ParamWithNamePredicate:
+        return ParamWithNamePredicate(name=part, fn=lambda _, name: part_of(name) == part)
+
+    return {
+        ParamKey(with_name_predicate=belongs(part)): {"lr_mult": scale}
+        for part, scale in scales.items()
+        if scale not in (0.0, 1.0)
+    }
+
+
 class Stepper:
-    """Owns the optimizer of one policy."""
+    """Owns the optimizer of one policy.
+
+    `scales`: learning rates of its parts by that of the text.
+    """
 
     def __init__(
         self,
@@ -29,27 +53,30 @@ class Stepper:
         config: MegatronConfig,
         settings: OptimConfig,
         groups: RankGroups,
+        scales: Mapping[str, float],
     ) -> None:
         self._chunks: list[Any] = list(policy.chunks)
         self._settings, self._groups = settings, groups
         core = policy.config
+        options = OptimizerConfig(
+            optimizer="adam",
+            lr=settings.learning_rate,
+            adam_beta1=settings.betas[0],
+            adam_beta2=settings.betas[1],
+            adam_eps=settings.epsilon,
+            weight_decay=settings.weight_decay,
+            clip_grad=settings.max_grad_norm,
+            bf16=core.bf16,
+            fp16=core.fp16,
+            params_dtype=core.params_dtype,
+            use_distributed_optimizer=config.distributed_optimizer,
+            initial_loss_scale=FLOAT16_SCALE,
+            hysteresis=1,
+        )
         self.optimizer: Any = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=settings.learning_rate,
-                adam_beta1=settings.betas[0],
-                adam_beta2=settings.betas[1],
-                adam_eps=settings.epsilon,
-                weight_decay=settings.weight_decay,
-                clip_grad=settings.max_grad_norm,
-                bf16=core.bf16,
-                fp16=core.fp16,
-                params_dtype=core.params_dtype,
-                use_distributed_optimizer=config.distributed_optimizer,
-                initial_loss_scale=FLOAT16_SCALE,
-                hysteresis=1,
-            ),
+            options,
             self._chunks,
+            get_standard_config_overrides(options) | _own_rates(scales),
             use_gloo_process_groups=False,
         )
         for group in self.optimizer.param_groups:  # left to Megatron's scheduler, not used here

@@ -27,14 +27,14 @@ from services.trainer.backend import (
     TrainingBackend,
 )
 from services.trainer.backends.reference.model import ScoredModel, split_rows
-from services.trainer.config import OptimConfig, TrainerConfig
+from services.trainer.config import OptimConfig, TrainerConfig, VisionConfig
 from sluice import platform
 from sluice.algo.collectives import create_collectives
 from sluice.algo.logprobs import EntropyMode
 from sluice.algo.losses import compute_loss, pack_rows
 from sluice.algo.spec import LossSpec
 from sluice.imports import uncompiled
-from sluice.vision import Features
+from sluice.vision import Features, part_of
 from sluice.weights.manifest import FileEntry, ShardFile
 from sluice.weights.shards import ShardWrite, write_shard
 
@@ -66,7 +66,7 @@ class ReferenceBackend(TrainingBackend):
             config.model, self._device, config.head, float32_head=config.float32_head
         )
         self._reference: ScoredModel | None = None
-        self._optimizer = FlatOptimizer(self._policy.model, config.optim)
+        self._optimizer = FlatOptimizer(self._policy.model, config.optim, config.vision)
         world = dist.group.WORLD if mesh.world_size > 1 else None
         self._ranks = create_collectives(world, config.ranks.check_timeout) if world else None
 
@@ -181,11 +181,18 @@ class ReferenceBackend(TrainingBackend):
 class FlatOptimizer:
     """Parameters whose gradients are views of one float32 buffer.
 
-    Backward passes add into the buffer; `step` is the only place that divides.
+    Backward passes add into the buffer; `step` is the only place that divides. Parameters of parts
+    that `vision` freezes take no gradients from then on.
     """
 
-    def __init__(self, model: torch.nn.Module, optim: OptimConfig) -> None:
+    def __init__(
+        self, model: torch.nn.Module, optim: OptimConfig, vision: VisionConfig | None = None
+    ) -> None:
+        scales = (vision or VisionConfig()).scales(optim.learning_rate)
         self._max_norm = optim.max_grad_norm
+        for name, parameter in model.named_parameters():
+            if not scales[part_of(name)]:
+                parameter.requires_grad_(False)
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         first = next(iter(self.parameters.values()))
         size = sum(p.numel() for p in self.parameters.values())
@@ -195,14 +202,15 @@ class FlatOptimizer:
             view = self.gradients[offset : offset + parameter.numel()]
             parameter.grad = view.view_as(parameter)
             offset += parameter.numel()
-        decayed = [p for p in self.parameters.values() if p.ndim > 1]
-        plain = [p for p in self.parameters.values() if p.ndim <= 1]
-        groups = [
-            {"params": decayed, "weight_decay": optim.weight_decay},
-            {"params": plain, "weight_decay": 0.0},
-        ]
+        groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
+        for name, parameter in self.parameters.items():
+            decay = optim.weight_decay if parameter.ndim > 1 else 0.0
+            groups.setdefault((decay, scales[part_of(name)]), []).append(parameter)
         self.adam = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
+            [
+                {"params": parameters, "weight_decay": decay, "scale": scale}
+                for (decay, scale), parameters in groups.items()
+            ],
             lr=optim.learning_rate,
             betas=optim.betas,
             eps=optim.epsilon,
@@ -222,7 +230,7 @@ class FlatOptimizer:
         clip = min(1.0, self._max_norm / (norm + CLIP_EPSILON)) if self._max_norm else 1.0
         self.gradients.mul_(clip / normalizer)
         for group in self.adam.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["scale"]
         self.adam.step()
         self.clear()
         return StepOutcome(grad_norm=norm, learning_rate=rate)

@@ -97,7 +97,7 @@ class SampleTiming(_message.Message):
     def __init__(self, queue: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "sampling", "sample_count", "dp_rank", "versions", "media", "takes_columns")
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "sample_count", "dp_rank", "versions", "media", "takes_columns", "processor")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -106,6 +106,7 @@ class GenerateRequest(_message.Message):
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     MEDIA_FIELD_NUMBER: _ClassVar[int]
     TAKES_COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    PROCESSOR_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: SamplingParams
@@ -114,7 +115,8 @@ class GenerateRequest(_message.Message):
     versions: VersionBounds
     media: _containers.RepeatedCompositeFieldContainer[Media]
     takes_columns: bool
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., sample_count: _Optional[int] = ..., dp_rank: _Optional[int] = ..., versions: _Optional[_Union[VersionBounds, _Mapping]] = ..., media: _Optional[_Iterable[_Union[Media, _Mapping]]] = ..., takes_columns: bool = ...) -> None: ...
+    processor: str
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., sample_count: _Optional[int] = ..., dp_rank: _Optional[int] = ..., versions: _Optional[_Union[VersionBounds, _Mapping]] = ..., media: _Optional[_Iterable[_Union[Media, _Mapping]]] = ..., takes_columns: bool = ..., processor: _Optional[str] = ...) -> None: ...
 
 class Media(_message.Message):
     __slots__ = ("kind", "blob")

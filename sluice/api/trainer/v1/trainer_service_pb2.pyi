@@ -291,14 +291,18 @@ class GetColumnsResponse(_message.Message):
     def __init__(self, rows: _Optional[_Iterable[_Union[RowColumns, _Mapping]]] = ...) -> None: ...
 
 class BareRow(_message.Message):
-    __slots__ = ("length", "prompt_length", "group")
+    __slots__ = ("length", "prompt_length", "group", "prompt_patches", "patches")
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_PATCHES_FIELD_NUMBER: _ClassVar[int]
+    PATCHES_FIELD_NUMBER: _ClassVar[int]
     length: int
     prompt_length: int
     group: int
-    def __init__(self, length: _Optional[int] = ..., prompt_length: _Optional[int] = ..., group: _Optional[int] = ...) -> None: ...
+    prompt_patches: _containers.RepeatedScalarFieldContainer[int]
+    patches: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, length: _Optional[int] = ..., prompt_length: _Optional[int] = ..., group: _Optional[int] = ..., prompt_patches: _Optional[_Iterable[int]] = ..., patches: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PlanBatchRequest(_message.Message):
     __slots__ = ("batch", "sample_ids", "bare_rows", "max_tokens_per_micro_batch", "oversize_policy", "micro_batch_multiple", "max_micro_batches")
