@@ -96,7 +96,7 @@ lint: $(VENV)/.dev  ## style, types, layers, contract, generated files
 	$(BIN)/buf breaking protos --against protos/released.binpb
 
 test: lint  ## what CI runs: lint, unit, service, contract, short end-to-end
-	$(TEST_ALL) --ignore tests/megatron --ignore tests/lm_eval --ignore tests/vision
+	$(TEST_ALL) --ignore tests/megatron --ignore tests/lm_eval --ignore tests/pages --ignore tests/vision
 	$(TEST) tests/megatron tests/vision -m "fast and not sglang"
 	$(MAKE) build/sglang/.installed
 	$(TEST) tests/sglang -m "sglang and fast"
@@ -122,6 +122,9 @@ test-openai: $(VENV)/.dev build/lm-eval/.installed  ## lm-eval, unmodified, thro
 
 test-sglang: $(VENV)/.dev build/sglang/.installed  ## the engine contract and more on real SGLang
 	$(TEST) tests/sglang tests/contract/engine -m sglang
+
+test-pages: $(VENV)/.dev  ## report and trace in a headless browser (Debian's chromium, or CHROMIUM=)
+	$(TEST) tests/pages
 
 demo: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny model learns by GRPO (ALGORITHM=, SEED=, BACKEND=fsdp, RANKS=, BACKEND=megatron, TP=, ENGINE=sglang)
 	$(RUN) -m examples.demo --seed $(SEED) --algorithm $(ALGORITHM) --backend $(BACKEND) \
@@ -208,5 +211,5 @@ accelerator-check: $(VENV)/.dev  ## the whole system on the device at hand: righ
 clean:  ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help accelerator-wheels accelerator-check setup sglang-cpu test-sglang proto docs lint test house stress-tests test-fsdp test-megatron test-openai demo demo-vision demo-smollm2 fault-matrix fuzz soak compose-smoke \
+.PHONY: help accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-pages proto docs lint test house stress-tests test-fsdp test-megatron test-openai demo demo-vision demo-smollm2 fault-matrix fuzz soak compose-smoke \
 	verify bench bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-loop bench-demo bench-training bench-router bench-router-simulation clean

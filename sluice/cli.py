@@ -1,4 +1,5 @@
-"""`sluice up | train | eval | sft | convert | verify | status | trace | waits`."""
+"""`sluice up | train | eval | sft | convert | verify | status | report | samples |
+trace | waits`."""
 
 from __future__ import annotations
 
@@ -33,7 +34,16 @@ from sluice.loop.status import LOOP_ADDRESS
 from sluice.loop.training import Critic, MismatchError, TrainerBrokenError, TrainerLostError
 from sluice.loop.workers import NoWorkerError, RolloutFailedError
 from sluice.platform import PlatformError
-from sluice.run_commands import STATUS_USAGE, UnansweredError, status
+from sluice.run_commands import (
+    REPORT_USAGE,
+    SAMPLES_USAGE,
+    STATUS_USAGE,
+    UnansweredError,
+    report,
+    samples,
+    status,
+    take_value,
+)
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import Server
 from sluice.runtime.waits import listed_in
@@ -56,6 +66,8 @@ USAGE = {
     "convert": "sluice convert SRC DST [--to hf|torch_dist] [--origin DIR] [--key value ...]",
     "verify": "sluice verify FIRST SECOND [--model DIR] [--key value ...]",
     "status": STATUS_USAGE,
+    "report": REPORT_USAGE,
+    "samples": SAMPLES_USAGE,
     "trace": "sluice trace RUN_DIR [-o FILE.html] [--steps FIRST-LAST]",
     "waits": "sluice waits ADDRESS|RUN_DIR [--security.token_file FILE] [--security.tls.ca X] ...",
 }
@@ -67,6 +79,8 @@ SUMMARY = {
     "convert": "a checkpoint from Hugging Face to torch_dist, back, or to another type",
     "verify": "are two checkpoints equal, tensor by tensor?",
     "status": "how a run and its services do: steps, rewards, health, who waits on whom",
+    "report": "one or more runs as an HTML page: curves, settings, events, samples",
+    "samples": "list, filter and export the samples of a run",
     "trace": "where the time of a run went, as one HTML page",
     "waits": "what a server, or the loop of a run, is waiting for, and on whom",
 }
@@ -113,7 +127,7 @@ async def up(arguments: Sequence[str]) -> None:
 async def train(arguments: Sequence[str]) -> None:
     """Train; with `--up` over services that live as long as the run."""
     rest = list(arguments)
-    services_yaml = _take(rest, "--up")
+    services_yaml = take_value(rest, "--up")
     config = _load(RunConfig, "train", rest)
     async with _own_services(services_yaml):
         await run_training(config)
@@ -133,7 +147,7 @@ async def evaluate(arguments: Sequence[str]) -> None:
 async def sft(arguments: Sequence[str]) -> None:
     """Supervised training; with `--up` over services that live as long as the run."""
     rest = list(arguments)
-    services_yaml = _take(rest, "--up")
+    services_yaml = take_value(rest, "--up")
     config = _load(SftConfig, "sft", rest)
     async with _own_services(services_yaml):
         await run_sft(config)
@@ -231,7 +245,7 @@ async def run_training(
         finally:
             await run.close()
             if (plot := report.plot()) is not None:
-                report.note(f"plot: {plot}")
+                report.note(f"plot: {plot}", is_kept=False)
 
 
 def _critic(config: RunConfig, addresses: Mapping[str, str]) -> Critic | None:
@@ -280,7 +294,7 @@ async def trace(arguments: Sequence[str]) -> None:
     from sluice.loop.timeline.page import write_page
 
     rest = list(arguments)
-    output, steps = _take(rest, "-o"), _take(rest, "--steps")
+    output, steps = take_value(rest, "-o"), take_value(rest, "--steps")
     if len(rest) != 1 or rest[0].startswith("-"):
         raise ConfigError(f"trace takes one RUN_DIR, not {' '.join(rest)!r}: {USAGE['trace']}")
     for line in write_page(Path(rest[0]), None if output is None else Path(output), steps):
@@ -323,18 +337,6 @@ def _load(cls: type[C], command: str, arguments: Sequence[str]) -> C:
     return load_config(cls, ["--config", *arguments], usage)
 
 
-def _take(arguments: list[str], flag: str) -> str | None:
-    """Remove `flag value`."""
-    if flag not in arguments:
-        return None
-    index = arguments.index(flag)
-    if index + 1 == len(arguments):
-        raise ConfigError(f"{flag} needs a value")
-    value = arguments[index + 1]
-    del arguments[index : index + 2]
-    return value
-
-
 def main() -> int:
     """Entry point; a refusal is one line on stderr and exit code 2, never a trace."""
     commands = {
@@ -345,6 +347,8 @@ def main() -> int:
         "convert": convert,
         "verify": verify,
         "status": status,
+        "report": report,
+        "samples": samples,
         "trace": trace,
         "waits": waits,
     }

@@ -240,9 +240,14 @@ class TrainerClient(Client):
         response = await self._call(self.stub.DiscardGradients, request)
         return list(response.part_ids)
 
-    async def get_columns(self, batch: str, columns: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Columns by sample id: arrays for per-token columns, floats for the others."""
-        request = trainer_pb.GetColumnsRequest(batch=batch, columns=columns)
+    async def get_columns(
+        self, batch: str, columns: Sequence[str], *, sample_ids: Sequence[str] = ()
+    ) -> dict[str, dict[str, Any]]:
+        """Columns by sample id: arrays for per-token columns, floats for the others.
+
+        sample_ids: rows to read; empty is all.
+        """
+        request = trainer_pb.GetColumnsRequest(batch=batch, columns=columns, sample_ids=sample_ids)
         rows: dict[str, dict[str, Any]] = {}
         with typed_errors():
             async for response in self.stub.GetColumns(request):

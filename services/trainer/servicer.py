@@ -66,6 +66,7 @@ def bound_requests(server: Server, config: TrainerConfig) -> None:
     server.bound(pb.PlanBatchRequest, "bare_rows", *rows)
     server.bound(pb.PlanBatchRequest, "sample_ids", *rows)
     server.bound(pb.ForwardBackwardRequest, "sample_ids", *rows)
+    server.bound(pb.GetColumnsRequest, "sample_ids", *rows)
     multiple = config.max_micro_batch_multiple, "max_micro_batch_multiple"
     server.bound(pb.PlanBatchRequest, "micro_batch_multiple", *multiple)
     engines = config.transfer.max_engines, "transfer.max_engines"
@@ -231,7 +232,9 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         self, request: pb.GetColumnsRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.GetColumnsResponse]:
         response, size = pb.GetColumnsResponse(), 0
-        for sample in await self._trainer.batches.get_columns(request.batch, request.columns):
+        batches = self._trainer.batches
+        rows = await batches.get_columns(request.batch, request.columns, request.sample_ids)
+        for sample in rows:
             row = pb.RowColumns(
                 sample_id=sample.sample_id,
                 columns={name: column_to_proto(value) for name, value in sample.columns.items()},

@@ -172,12 +172,26 @@ class RetentionConfig(Config):
 
 
 class TraceConfig(Config):
-    """What a run keeps in run_dir/traces: a span takes about 15 bytes on the disk."""
+    """What a run keeps to look at: spans in run_dir/traces, about 15 bytes each, and samples."""
 
-    steps: int = Field(200, ge=0, description="The latest ones; 0 keeps no trace.")
+    steps: int = Field(200, ge=0, description="The latest files; 0 keeps nothing.")
     spans_per_step: int = Field(
         20_000, ge=0, description="Of samples; groups beyond are only counted."
     )
+    samples_every: int = Field(
+        10, ge=0, description="Steps between those that leave samples in run_dir/samples; 0: none."
+    )
+    samples_per_step: int = Field(
+        64, ge=1, description="In whole groups, with what the trainer knew of their tokens."
+    )
+
+    @model_validator(mode="after")
+    def _samples_are_kept(self) -> TraceConfig:
+        if not self.steps and {"samples_every", "samples_per_step"} & self.model_fields_set:
+            raise ValueError("samples_every: has no effect with steps 0, which keeps nothing")
+        if not self.samples_every and "samples_per_step" in self.model_fields_set:
+            raise ValueError("samples_per_step: has no effect with samples_every 0")
+        return self
 
 
 class CommonRunConfig(ProcessConfig):

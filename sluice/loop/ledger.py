@@ -299,6 +299,40 @@ class Ledger:
         self._db.execute("COMMIT")
 
 
+class LedgerDamagedError(Exception):
+    """A ledger cannot be read at all; the message names it."""
+
+
+def read_groups(run_dir: Path) -> tuple[list[LedgerGroup], int]:
+    """Groups of a run by position, and how many rows are damaged and left out; changes nothing.
+
+    No groups where there is no ledger. Raises LedgerDamagedError.
+    """
+    path = run_dir / "ledger.sqlite"
+    if not path.exists():
+        return [], 0
+    # no lock and no shared memory are made for a file that nobody writes
+    alone = not path.with_name(path.name + "-wal").exists()
+    uri = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if alone else ''}"
+    groups, damaged = list[LedgerGroup](), 0
+    try:
+        with closing(sqlite3.connect(uri, uri=True, timeout=5)) as database, _damage():
+            database.row_factory = sqlite3.Row
+            names = ", ".join(_columns()["groups"])
+            sealed = SEAL in _names(database, "groups")
+            query = f"SELECT {names}{f', {SEAL}' if sealed else ''} FROM groups ORDER BY position"
+            for row in database.execute(query):
+                values = tuple(row)
+                seal = values[-1] if sealed else None
+                if seal is not None and seal != _row_digest(*values[:-1]):
+                    damaged += 1
+                else:
+                    groups.append(_group_from_row(row))
+    except (sqlite3.Error, TypeError) as error:
+        raise LedgerDamagedError(f"{path} cannot be read: {error}") from None
+    return groups, damaged
+
+
 def _columns() -> dict[str, list[str]]:
     """By table the columns it has in a ledger that is whole."""
     with closing(sqlite3.connect(":memory:")) as database:

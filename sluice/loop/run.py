@@ -40,6 +40,7 @@ from sluice.loop.run_directory import (
     set_aside,
     settings_digests,
 )
+from sluice.loop.run_samples import SampleKeeper
 from sluice.loop.training import (
     STEP,
     CheckpointLostError,
@@ -275,6 +276,7 @@ class TrainingRun(TrainerRun[RunConfig]):
         self.workers = EpisodeWorkers(self.router, config.security, config.service_timeout_seconds)
         self._evaluations = EvaluationLane(config, self.workers, report)
         self._trace = trace.RunTrace(config.run_dir, config.trace)
+        self._samples = SampleKeeper(config.run_dir, config.store_dir, config.trace)
         self._dispatcher: RolloutDispatcher | None = None
         self._keeping_up: asyncio.Task[None] | None = None
         self._rewards: list[float] = []
@@ -399,6 +401,7 @@ class TrainingRun(TrainerRun[RunConfig]):
     ) -> StepReport | None:
         """One step over these groups; None if a blob is lost, whose group is generated again."""
         limit = self._mismatch_limit(groups)
+        looked_at = self._samples.choose(self.step + 1, groups)
         try:
             trained = await train_step(
                 self.trainer,
@@ -409,7 +412,12 @@ class TrainingRun(TrainerRun[RunConfig]):
                 critic=self.critic,
                 critic_alone=self.step < self._warmup_steps,
                 max_mismatch=limit,
+                looked_at=looked_at,
             )
+            if looked_at:
+                await asyncio.to_thread(
+                    self._samples.keep, self.step + 1, looked_at, trained.columns
+                )
             self._mismatch_checked |= limit > 0 and "rollout_mismatch" in trained.metrics
             return trained
         except RemoteError as error:

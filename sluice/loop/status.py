@@ -120,7 +120,7 @@ def _run_status(run_dir: Path, events: list[dict[str, Any]]) -> dict[str, Any]:
     started = _last_start(events)
     total = started.get("steps")
     total = total if isinstance(total, int) else None
-    state, detail = _life(run_dir, events, bool(steps))
+    state, detail = life_of(run_dir, events, bool(steps))
     left = seconds_left(steps[-RECENT:], step, total) if total is not None else None
     scores = {
         str(row["dataset"]): {"score": row["score"], "step": row["step"]}
@@ -156,7 +156,7 @@ def _last_start(events: list[dict[str, Any]]) -> dict[str, Any]:
     return next((event for event in reversed(events) if event["event"] == START), {})
 
 
-def _life(run_dir: Path, events: list[dict[str, Any]], has_steps: bool) -> tuple[str, str]:
+def life_of(run_dir: Path, events: list[dict[str, Any]], has_steps: bool) -> tuple[str, str]:
     """What became of the process that began last, and what to say of it."""
     last = next((event for event in reversed(events) if event["event"] in (START, END)), None)
     if last is None:

@@ -7,7 +7,8 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import grpc
 from prometheus_client import Counter, Gauge
@@ -19,6 +20,7 @@ from sluice.config import ConfigError
 from sluice.loop import trace
 from sluice.loop.config import AlgorithmConfig, CriticConfig
 from sluice.loop.ledger import LedgerGroup
+from sluice.loop.run_samples import KEPT_COLUMNS
 from sluice.runtime.recovery import NotReadyError, wait_until_ready
 from sluice.runtime.security import SecurityConfig
 from sluice.samples.blobs import BlobReference
@@ -239,6 +241,7 @@ class StepReport:
     optimizer_step: int
     metrics: dict[str, float] = field(default_factory=dict)
     skipped_reasons: tuple[str, ...] = ()
+    columns: dict[str, dict[str, Any]] = field(default_factory=dict)  # of those looked at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,13 +262,15 @@ async def train_step(
     critic: Critic | None = None,
     critic_alone: bool = False,
     max_mismatch: float = 0.0,
+    looked_at: Sequence[LedgerGroup] = (),
 ) -> StepReport:
     """Trains on finished groups: `mini_batches` optimizer steps over references alone.
 
     With critic_alone the actor learns nothing. Raises RemoteError; then gradients may or
     may not have been added, and the caller goes back to a run checkpoint. Raises MismatchError,
     with no step made, for groups of the trainer's own weights whose log-probs are further from
-    the engines' than `max_mismatch` (0: any are near enough).
+    the engines' than `max_mismatch` (0: any are near enough). The report has the columns of the
+    groups `looked_at`.
     """
     batch_id = f"{name}-{new_request_id()[:8]}"  # a step tried again is another batch
     batch = await _upload(trainer, critic, groups, batch_id)
@@ -300,11 +305,17 @@ async def train_step(
                 reports.append((gradients, step))
         if critic is not None:
             critic_steps.append(task.result())
+    columns: dict[str, dict[str, Any]] = {}
+    if looked_at:
+        with trace.span(trace.TRAINER, "columns"):
+            columns = await trainer.get_columns(
+                batch.name, KEPT_COLUMNS, sample_ids=_sample_ids(looked_at)
+            )
     await trainer.delete_batch(batch.name)
     if critic is not None:
         await critic.delete_batch(batch.critic_name)
         metrics |= _critic_metrics(critic_steps)
-    return _report(optimizer_step, metrics, reports)
+    return replace(_report(optimizer_step, metrics, reports), columns=columns)
 
 
 async def _upload(

@@ -206,6 +206,27 @@ class _Draft:
             self._source.unlink(missing_ok=True)
 
 
+def read_blob(root: Path, reference: BlobReference) -> memoryview:
+    """Return content of the store at `root`, mapped and checked; nothing is made or changed there.
+
+    The view stays valid even if the blob is collected meanwhile. Raises BlobNotFoundError or
+    BlobDigestError.
+    """
+    digest = reference.digest
+    if not DIGEST.fullmatch(digest):
+        raise BlobNotFoundError(digest)
+    try:
+        with (root / "blobs" / digest[:2] / digest).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+    except FileNotFoundError as error:
+        raise BlobNotFoundError(digest) from error
+    actual = xxhash.xxh3_128_hexdigest(mapped)
+    if actual != digest:
+        raise BlobDigestError(digest, actual)
+    return memoryview(mapped)
+
+
 class BlobStore:
     """Blobs in a shared directory; any number of processes and threads.
 
@@ -273,16 +294,7 @@ class BlobStore:
 
         The view stays valid even if the blob is collected meanwhile.
         """
-        try:
-            with self._path(reference.digest).open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-        except FileNotFoundError as error:
-            raise BlobNotFoundError(reference.digest) from error
-        actual = xxhash.xxh3_128_hexdigest(mapped)
-        if actual != reference.digest:
-            raise BlobDigestError(reference.digest, actual)
-        return memoryview(mapped)
+        return read_blob(self.root, reference)
 
     def locate(self, reference: BlobReference) -> Path:
         """Return where the blob is, if it is, for readers of parts with a digest of their own."""

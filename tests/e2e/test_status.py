@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from sluice.loop.run_samples import load_samples
 from tests.e2e.conftest import ENVIRONMENT, Stack, wait_until
 from tests.e2e.test_waits import stopped
 from tests.patience import PATIENCE
@@ -48,6 +49,9 @@ def test_a_run_at_work_and_after_a_kill(stack: Stack) -> None:
     training.process.communicate(timeout=PATIENCE)
     found = status_of(training.run_dir)
     assert (found["run"]["state"], found["run"]["seconds_left"]) == ("gone", None)
+    seen = next(load_samples(training.run_dir, stack.run_dir / "store", range(1, 2), print))
+    assert seen.step == 1
+    assert seen.advantage is not None  # as the trainer computed it
     router = status_of(stack.services["router"]["address"])
     assert router["services"][0]["kind"] == "router"
     assert len(router["engines"]) == 1

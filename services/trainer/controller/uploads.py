@@ -406,15 +406,23 @@ class TrainerBatches:
                 await self._forget(batch)
 
     @in_turn
-    async def get_columns(self, name: str, columns: Sequence[str]) -> Iterator[Sample]:
-        """Return rows in the order of the upload, with the named columns that they have."""
+    async def get_columns(
+        self, name: str, columns: Sequence[str], sample_ids: Sequence[str] = ()
+    ) -> Iterator[Sample]:
+        """Return rows in the order of the upload, with the named columns that they have.
+
+        sample_ids: those to return; empty is all.
+        """
         check_names(columns)
         ranks, batch = self._ranks.incarnation, self._state.batches.get(name)
+        batch.select(sample_ids)  # or it is refused
+        wanted = set(sample_ids)
         command = pb.ReadColumns(batch_id=batch.batch_id, columns=columns)
         results = await ranks.run(pb.FollowResponse(read_columns=command))
         blobs = [blob_from_proto(result.columns) for result in ranks.reporting(results)]
         parts = [await asyncio.to_thread(self._read_columns, blob) for blob in blobs]
-        return in_upload_order(batch, parts)
+        rows = in_upload_order(batch, parts)
+        return (row for row in rows if row.sample_id in wanted) if wanted else rows
 
     def _read_columns(self, blob: BlobReference) -> list[Sample]:
         with blob_errors(blob):

@@ -23,6 +23,7 @@ const KINDS = {
   publish: ["#a25cc4", "new weights go to the store"],
   prepare: ["#f3a6c0", "engines load them, sampling on"],
   commit: ["#d6285a", "engines swap them in, standing still"],
+  columns: ["#c9b18f", "what the trainer knows of samples, to keep"],
   checkpoint: ["#8d6e63", "a place to resume from"],
   other: ["#b8c0c8", "none of these"],
 };

@@ -55,6 +55,8 @@ async def test_unknown_names(client: TrainerClient) -> None:
         client.forward_backward(batch, PPO, expected_step=step, part_id="p", sample_ids=["x/9"])
     )
     assert_is(error, NOT_FOUND, "SAMPLE_NOT_FOUND", name="x/9")
+    error = await refusal(client.get_columns(batch, ["reward"], sample_ids=["x/9"]))
+    assert_is(error, NOT_FOUND, "SAMPLE_NOT_FOUND", name="x/9")
     error = await refusal(client.load_checkpoint("checkpoints/no"))
     assert_is(error, NOT_FOUND, "CHECKPOINT_NOT_FOUND", name="checkpoints/no")
     error = await refusal(client.get_columns(batch, ["no_such_column"]))

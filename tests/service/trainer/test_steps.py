@@ -46,6 +46,10 @@ async def test_a_step_changes_what_is_published(
     # The published model scores as the trainer does.
     await client.compute_logprobs(batch)
     columns = await client.get_columns(batch, ["old_logprobs"])
+    chosen = [samples[2].sample_id, samples[0].sample_id]
+    some = await client.get_columns(batch, ["old_logprobs"], sample_ids=chosen)
+    assert list(some) == sorted(chosen)  # in the order of the upload
+    assert some[chosen[0]]["old_logprobs"] == pytest.approx(columns[chosen[0]]["old_logprobs"])
     for sample in samples[:3]:
         tokens = torch.from_numpy(sample.token_ids.astype(np.int64))
         logits = model(tokens[None]).logits[0, sample.prompt_length - 1 : -1]

@@ -277,12 +277,14 @@ class PutColumnsResponse(_message.Message):
     def __init__(self, row_count: _Optional[int] = ...) -> None: ...
 
 class GetColumnsRequest(_message.Message):
-    __slots__ = ("batch", "columns")
+    __slots__ = ("batch", "columns", "sample_ids")
     BATCH_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_IDS_FIELD_NUMBER: _ClassVar[int]
     batch: str
     columns: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, batch: _Optional[str] = ..., columns: _Optional[_Iterable[str]] = ...) -> None: ...
+    sample_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, batch: _Optional[str] = ..., columns: _Optional[_Iterable[str]] = ..., sample_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetColumnsResponse(_message.Message):
     __slots__ = ("rows",)

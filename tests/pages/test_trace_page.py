@@ -1,0 +1,33 @@
+"""The timeline in a browser: it draws, and keys move through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from playwright.sync_api import Page
+
+from sluice.loop.config import TraceConfig
+from sluice.loop.timeline.page import write_page
+from sluice.loop.trace import LOOP, STEP, RunTrace
+
+
+def test_steps_are_drawn_and_keys_go_through_them(
+    tmp_path: Path, opened: Callable[[Path], Page]
+) -> None:
+    trace = RunTrace(tmp_path, TraceConfig())
+    for step in range(1, 6):
+        begin = 100.0 + 10 * step
+        trace.add(LOOP, STEP, begin, begin + 9, f"step {step}")
+        trace.add(LOOP, "wait for groups", begin, begin + 5, "</script><b>")
+        trace.flush(step)
+    write_page(tmp_path, None, None)
+    page = opened(tmp_path / "trace.html")
+    assert "5" in page.inner_text("#facts")
+    whole = page.inner_text("#where")
+    page.keyboard.press("ArrowRight")
+    first = page.inner_text("#where")
+    page.keyboard.press("ArrowRight")
+    assert len({whole, first, page.inner_text("#where")}) == 3
+    page.keyboard.press("0")
+    assert page.inner_text("#where") == whole
