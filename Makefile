@@ -163,7 +163,7 @@ verify: $(VENV)/.dev  ## the long version: three seeds, every algorithm, faults,
 	$(MAKE) demo-vision ALGORITHM=ppo
 	$(MAKE) fault-matrix test-fsdp test-megatron test-vision test-sglang test-openai demo-smollm2 bench
 
-bench: bench-planner bench-logprob bench-router bench-engine bench-convert bench-sync bench-controller bench-loop bench-demo bench-training  ## side by side, one summary line each
+bench: bench-planner bench-logprob bench-router bench-engine bench-convert bench-sync bench-controller bench-loop bench-demo bench-training bench-checkpoint  ## side by side, one summary line each
 
 bench-planner: $(VENV)/.dev  ## micro-batch planner against first-fit and others
 	$(RUN) benchmarks/planner.py
@@ -194,6 +194,10 @@ bench-demo: $(VENV)/.dev  ## processor time of the demo beside a bare loop that 
 
 bench-training: $(VENV)/.dev  ## processor time of the reference trainer beside a bare loop, long responses
 	$(RUN) -m benchmarks.training_bare
+
+.PHONY: bench-checkpoint
+bench-checkpoint: $(VENV)/.dev  ## memory and time of Megatron checkpoints, loaded by other layouts too
+	$(RUN) -m benchmarks.checkpoint
 
 bench-sync: $(VENV)/.dev  ## weight updates: bytes of a delta, encode, apply, prepare, pause
 	$(RUN) benchmarks/sync.py

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from services.trainer.staging import StagedCheckpoint
 from sluice.algo.spec import LossSpec
 from sluice.imports import import_named
 from sluice.samples.sample import MediaSpan
@@ -133,11 +134,16 @@ class TrainingBackend(ABC):
         """Forget gathered gradients."""
 
     @abstractmethod
-    def save_checkpoint(self, directory: Path) -> dict[str, FileEntry]:
-        """Write model, optimizer and RNG state below `directory` (shared by all ranks).
+    def stage_checkpoint(self, directory: Path) -> StagedCheckpoint:
+        """Take in model, optimizer and RNG state, to be written below `directory`.
 
-        Returns the files that this rank wrote by name, digested while they were.
+        All ranks share the directory. Nothing is copied yet: what changes the state (`step`,
+        `load_checkpoint`) must be preceded by the checkpoint's `keep`, unless it is written.
         """
+
+    def save_checkpoint(self, directory: Path) -> dict[str, FileEntry]:
+        """Write a checkpoint now."""
+        return self.stage_checkpoint(directory).write()
 
     @abstractmethod
     def load_checkpoint(self, directory: Path) -> None:

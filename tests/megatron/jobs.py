@@ -6,6 +6,7 @@ import math
 import resource
 import unittest.mock
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from tests.megatron.pool import JOB_SECONDS
 
 from services.trainer.backend import Mesh, Row
+from services.trainer.backends.chunks import CheckpointWriteError
 from services.trainer.backends.megatron import backend as megatron_backend
 from services.trainer.backends.megatron import (
     checkpoint,
@@ -42,7 +45,7 @@ from sluice.algo.collectives import CollectiveMismatchError
 from sluice.algo.spec import LossSpec
 from sluice.weights.errors import WeightStoreError
 from sluice.weights.rules.rule import ShardAxis
-from tests.megatron import providers
+from tests.megatron import former, providers
 from tests.megatron.models import make_rows, micro_batches, routed_rows
 from tests.megatron.mutants import exchanged, mutants
 from tests.megatron.settings import NORMALIZER, OPTIM, SPEC, STEPS
@@ -268,11 +271,51 @@ def save_midway(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, A
     out = Path(arguments["out"])
     backend = open_backend(rank, world, arguments)
     before = run_steps(backend, 0, arguments.get("first", 2))
-    backend.save_checkpoint(out / "checkpoint")
+    if arguments.get("former"):
+        former.save(backend, out / "checkpoint")
+    else:
+        backend.save_checkpoint(out / "checkpoint")
+    if arguments.get("dump"):
+        save_file(dump_adam(backend), out / f"adam-{rank}.safetensors")
     after = run_steps(backend, len(before), 3)
     save_export(backend, out / f"weights-{rank}.safetensors")
     backend.close()
     return {"steps": after, "draw": torch.rand(()).item()}
+
+
+def dump_adam(backend: MegatronBackend) -> dict[str, torch.Tensor]:
+    """What torch's AdamW itself holds of every parameter, where one rank holds all of them."""
+    (part,) = backend._stepper.optimizer.chained_optimizers
+    states = part.optimizer.state
+    (model,) = backend._policy.models
+    found = {}
+    for name, parameter in model.named_parameters():
+        found[f"{name}/weight"] = parameter.detach().clone()
+        for kind in ("exp_avg", "exp_avg_sq"):
+            found[f"{name}/{kind}"] = states[parameter][kind].clone()
+    return found
+
+
+def save_beside_steps(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint written at once, and the same state written while steps go on."""
+    out = Path(arguments["out"])
+    backend = open_backend(rank, world, arguments)
+    run_steps(backend, 0, 2)
+    backend.save_checkpoint(out / "at-once")
+    staged = backend.stage_checkpoint(out / "beside")
+    with ThreadPoolExecutor(1) as pool:
+        gather_gradients(backend, 2)
+        if arguments["when"] == "before":
+            staged.keep()
+            backend.step(normalizer=NORMALIZER, learning_rate=None)
+        writing = pool.submit(staged.write)
+        gather_gradients(backend, 3)
+        staged.keep()
+        backend.step(normalizer=NORMALIZER, learning_rate=None)
+        run_steps(backend, 4, 2)
+        files = writing.result(JOB_SECONDS)
+    backend.close()
+    return {"files": {name: list(asdict(entry).values()) for name, entry in files.items()}}
 
 
 def checked(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -375,7 +418,7 @@ def save_full(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
     try:
         backend.save_checkpoint(Path(arguments["out"]) / "checkpoint")
-    except checkpoint.CheckpointWriteError as error:
+    except CheckpointWriteError as error:
         return {"error_message": str(error)}
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -538,7 +581,7 @@ def origins(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
         "optimizer": type(stepper.optimizer.chained_optimizers[0]),
         "schedule": megatron_backend.get_forward_backward_func(),
         "finalize": stepping.finalize_model_grads,
-        "checkpoint": checkpoint.dist_checkpointing.save,
+        "sharded_tensor": checkpoint.ShardedTensor,
     }
     backend.close()
     return {name: f"{thing.__module__}.{thing.__qualname__}" for name, thing in found.items()}

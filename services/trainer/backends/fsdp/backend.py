@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from services.trainer.backend import (
@@ -29,12 +31,13 @@ from services.trainer.backends.fsdp.model import Asked, ShardedModel, load_model
 from services.trainer.backends.fsdp.optimizer import ShardedOptimizer
 from services.trainer.backends.reference.model import PackedLayout, pack
 from services.trainer.config import Head, TrainerConfig
+from services.trainer.staging import StagedCheckpoint
 from sluice import platform
 from sluice.algo.collectives import create_collectives
 from sluice.algo.logprobs import EntropyMode
 from sluice.algo.losses import check_columns, compute_loss, pack_rows
 from sluice.algo.spec import LossSpec, required_columns
-from sluice.weights.manifest import FileEntry, ShardFile
+from sluice.weights.manifest import ShardFile
 from sluice.weights.shards import ShardWrite, write_shard
 
 DUMMY = Row(
@@ -64,6 +67,8 @@ class FsdpBackend(TrainingBackend):
         current.seed_all(config.seed)
         self._cut_over = init_device_mesh(self._device.type, (mesh.world_size,))
         self._ranks = create_collectives(self._cut_over.get_group(), config.ranks.check_timeout)
+        timeout = timedelta(seconds=config.ranks.command_timeout)
+        self._writers = dist.new_group(backend="gloo", timeout=timeout)  # of checkpoints
         self._policy = self._load(config.model, head=config.head)
         self._reference: ShardedModel | None = None
         self._start(self._policy)
@@ -112,9 +117,13 @@ class FsdpBackend(TrainingBackend):
     def discard_gradients(self) -> None:
         self._optimizer.clear()
 
-    def save_checkpoint(self, directory: Path) -> dict[str, FileEntry]:
-        return checkpoint.save(
-            self._policy, self._optimizer, directory, durable=self._config.durable
+    def stage_checkpoint(self, directory: Path) -> StagedCheckpoint:
+        return checkpoint.stage(
+            self._policy,
+            self._optimizer,
+            directory,
+            self._writers,
+            durable=self._config.durable,
         )
 
     def load_checkpoint(self, directory: Path) -> None:
@@ -126,6 +135,7 @@ class FsdpBackend(TrainingBackend):
 
     def close(self) -> None:
         self._reference = None
+        dist.destroy_process_group(self._writers)
 
     def _load(self, path: str, *, head: Head = "policy", trained: bool = True) -> ShardedModel:
         return load_model(

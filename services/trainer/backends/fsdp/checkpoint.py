@@ -12,12 +12,20 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from services.trainer.backends.chunks import (
+    PIECE_BYTES,
+    Box,
+    BoxData,
+    RankFiles,
+    StagedChunks,
+    cut,
+)
 from services.trainer.backends.fsdp.model import ShardedModel
 from services.trainer.backends.fsdp.optimizer import MOMENTS, ShardedOptimizer
 from services.trainer.errors import CheckpointMismatchError
-from sluice.durable import write_new
-from sluice.weights.manifest import FileEntry, digest_file
+from services.trainer.staging import StagedCheckpoint
 
 DESCRIPTION = "sluice.json"
 FORMAT = 1
@@ -27,34 +35,43 @@ class ForeignCheckpointError(CheckpointMismatchError, ValueError):
     """A checkpoint is of another backend or model than it is read into."""
 
 
-def save(
-    sharded: ShardedModel, optimizer: ShardedOptimizer, directory: Path, *, durable: bool
-) -> dict[str, FileEntry]:
-    """Write into the existing, empty `directory`; collective. The files of this rank.
+def stage(
+    sharded: ShardedModel,
+    optimizer: ShardedOptimizer,
+    directory: Path,
+    group: dist.ProcessGroup,
+    *,
+    durable: bool,
+) -> StagedCheckpoint:
+    """Take in what is to be written into the existing, empty `directory`."""
+    rank, has_stepped = dist.get_rank(), bool(optimizer.adam.state)
+    chunks: list[BoxData] = []
+    for key, tensor in _state(sharded, optimizer, has_stepped=has_stepped).items():
+        chunks += _own_boxes(key, tensor, is_first=rank == 0)
+    chunks += _own_boxes(_random_key(rank), torch.get_rng_state(), is_first=True)
+    description = {
+        "format": FORMAT,
+        "backend": "fsdp",
+        "model": _fingerprint(sharded),
+        "has_stepped": has_stepped,
+    }
+    small = {DESCRIPTION: json.dumps(description).encode()}
+    files = RankFiles(rank, chunks, {})
+    return StagedChunks(directory, files, small, group, threads=1, durable=durable)
 
-    Raises OSError on every rank when any rank's files could not be written.
-    """
-    rank = dist.get_rank()
-    state = _state(sharded, optimizer, has_stepped=bool(optimizer.adam.state))
-    state[_random_key(rank)] = torch.get_rng_state()
-    writer = dcp.FileSystemWriter(directory, single_file_per_rank=True, sync_files=durable)
-    try:
-        dcp.save(state, storage_writer=writer)
-    except CheckpointException as error:  # of whatever rank; no subclass of Exception
-        raise OSError(f"checkpoint {directory.name!r} was not written: {_cause(error)}") from error
-    if rank == 0:
-        description = {
-            "format": FORMAT,
-            "backend": "fsdp",
-            "model": _fingerprint(sharded),
-            "has_stepped": bool(optimizer.adam.state),
-        }
-        write_new(directory / DESCRIPTION, json.dumps(description).encode())
-    dist.barrier()
-    names = {path.name for path in directory.glob(f"__{rank}_*.distcp")}
-    if rank == 0:
-        names |= {DESCRIPTION, ".metadata"}
-    return {name: FileEntry(*digest_file(directory / name)) for name in names}
+
+def _own_boxes(key: str, tensor: torch.Tensor, *, is_first: bool) -> list[BoxData]:
+    """Cut this rank's part of a tensor; one that is not cut over ranks is the first one's."""
+    shape, local = tuple(tensor.shape), tensor.detach()
+    sizes, offset = shape, (0,) * len(shape)
+    if isinstance(local, DTensor):
+        sizes, offset = compute_local_shape_and_global_offset(
+            tensor.shape, local.device_mesh, local.placements
+        )
+        local = local.to_local()
+    elif not is_first:
+        return []
+    return cut(Box(key, shape, tuple(offset), tuple(sizes)), local.reshape(-1), 0, PIECE_BYTES)
 
 
 def load(sharded: ShardedModel, optimizer: ShardedOptimizer, directory: Path) -> None:

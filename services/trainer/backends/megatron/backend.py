@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,11 @@ from services.trainer.backends.megatron.stepping import Stepper
 from services.trainer.backends.megatron.upstream import current_device
 from services.trainer.backends.megatron.weights import write_shards
 from services.trainer.config import Head, TrainerConfig
+from services.trainer.staging import StagedCheckpoint
 from sluice import platform
 from sluice.algo.losses import check_columns, compute_loss, pack_rows
 from sluice.algo.spec import LossSpec, required_columns
-from sluice.weights.manifest import FileEntry, ShardFile
+from sluice.weights.manifest import ShardFile
 from sluice.weights.shards import ShardWrite, write_shard
 
 
@@ -56,7 +58,10 @@ class MegatronBackend(TrainingBackend):
         platform.current().set_device(int(os.environ.get("LOCAL_RANK", "0")))
         self._device = current_device()
         self._groups = parallel.start(
-            self._layout, seed=config.seed, check_timeout=config.ranks.check_timeout
+            self._layout,
+            seed=config.seed,
+            check_timeout=config.ranks.check_timeout,
+            timeout=timedelta(seconds=config.ranks.command_timeout),
         )
         self._scales = config.vision.scales(config.optim.learning_rate)
         self._policy = self._create_model(config.model, head=config.head)
@@ -103,8 +108,8 @@ class MegatronBackend(TrainingBackend):
     def discard_gradients(self) -> None:
         self._stepper.clear()
 
-    def save_checkpoint(self, directory: Path) -> dict[str, FileEntry]:
-        return checkpoint.save(
+    def stage_checkpoint(self, directory: Path) -> StagedCheckpoint:
+        return checkpoint.stage(
             self._policy,
             self._stepper,
             self._layout,
@@ -128,6 +133,7 @@ class MegatronBackend(TrainingBackend):
         )
 
     def close(self) -> None:
+        dist.destroy_process_group(self._groups.checkpoint)
         parallel.stop()
 
     @cached_property

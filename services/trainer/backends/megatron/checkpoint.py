@@ -1,43 +1,41 @@
-"""Saves and loads Megatron's torch_dist checkpoints, written by threads of this process.
+"""Saves and loads checkpoints in Megatron's torch_dist format, from what each rank holds itself.
 
-Megatron's own writer forks, and starts a further process that imports the program again: neither
-is safe in a process that serves gRPC. The plan, the layout of files and the metadata stay
-Megatron's; only the writing of this rank's files happens here.
+Weights have Megatron's keys, what the optimizer keeps of them those of its `fully_reshardable`
+state. Megatron's own way there gathers whole parameters on one rank, and its writer forks; here
+each rank writes the ranges that it updates, by threads of its own.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import xxhash
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
-    save_state_dict_async_finalize,
-    save_state_dict_async_plan,
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
 )
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
-from megatron.core.dist_checkpointing.validation import StrictHandling
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
+from services.trainer.backends.chunks import (
+    PIECE_BYTES,
+    Box,
+    BoxData,
+    ChunkReader,
+    RankFiles,
+    StagedChunks,
+    cut,
+)
 from services.trainer.backends.megatron import upstream
 from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.backends.megatron.model import PolicyModel
@@ -45,115 +43,13 @@ from services.trainer.backends.megatron.parallel import RankGroups
 from services.trainer.backends.megatron.stepping import Stepper
 from services.trainer.backends.megatron.upstream import on_cpu
 from services.trainer.errors import CheckpointMismatchError
+from services.trainer.staging import StagedCheckpoint
 from sluice import platform
-from sluice.durable import naming, write_new
-from sluice.weights.manifest import FileEntry, digest_file
-
-
-class CheckpointWriteError(OSError):
-    """Files of a checkpoint could not be written."""
-
-
-class ThreadSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """Megatron's save strategy with a writer that neither forks nor spawns."""
-
-    def __init__(self, *, threads: int, durable: bool) -> None:
-        super().__init__("torch_dist", 1, thread_count=threads)
-        self._durable = durable
-        self.writer: HostWriter | None = None
-
-    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> Any:
-        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
-        writer = self.writer = HostWriter(
-            checkpoint_dir, thread_count=self.thread_count, sync_files=self._durable
-        )
-        planned, *_ = save_state_dict_async_plan(
-            mcore_to_pyt_state_dict(state, False),
-            writer,
-            None,
-            0,
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
-        return AsyncRequest(writer.write, (), [lambda: save_state_dict_async_finalize(*planned)])
-
-
-class _DigestedStream:
-    """A file that is hashed as it is written, from its beginning to its end."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self._hasher = xxhash.xxh3_128()
-        self.tell, self.flush = stream.tell, stream.flush
-        self.fileno, self.close = stream.fileno, stream.close
-
-    def write(self, data: Any) -> int:
-        self._hasher.update(data)
-        written: int = self._stream.write(data)
-        return written
-
-    def entry(self, path: Path) -> FileEntry:
-        return FileEntry(path.stat().st_size, self._hasher.hexdigest())
-
-
-class _DigestingFiles(FileSystem):
-    """torch's files. `entries` are of those written; `failures` of threads that torch forgets."""
-
-    def __init__(self) -> None:
-        self.entries: dict[str, FileEntry] = {}
-        self.failures: list[Exception] = []
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        try:
-            with naming(path), super().create_stream(path, mode) as stream:
-                digested = _DigestedStream(stream)
-                yield digested
-        except Exception as error:
-            self.failures.append(error)
-            raise
-        self.entries[path.name] = digested.entry(path)
-
-
-class HostWriter(FileSystemWriter):
-    """torch's writer in the steps that Megatron takes: prepare, write, collect."""
-
-    def __init__(self, path: Path, *, thread_count: int, sync_files: bool) -> None:
-        super().__init__(path, thread_count=thread_count, sync_files=sync_files)
-        self.fs = self.files = _DigestingFiles()
-        self._plan: SavePlan | None = None
-        self._data: dict[int, Any] = {}
-        self._results: Any = None
-
-    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Resolves everything that is to be written, and moves it to the host."""
-        self._plan = plan
-        for item in plan.items:
-            data: Any = planner.resolve_data(item)
-            if item.type != WriteItemType.BYTE_IO:
-                data = data.detach().cpu()
-            self._data[id(item)] = data
-
-    def write(self) -> None:
-        """Writes this rank's files; uses torch's writer threads and no collectives."""
-        assert self._plan is not None
-        planner: Any = SimpleNamespace(resolve_data=self._resolve)
-        self._results = self.write_data(self._plan, planner).wait()
-        self._data.clear()
-        if self.files.failures:
-            raise self.files.failures[0]
-
-    def retrieve_write_results(self) -> Any:
-        return self._results
-
-    def finish(self, metadata: Metadata, results: list[Any]) -> None:
-        super().finish(metadata, results)
-
-    def _resolve(self, item: WriteItem) -> Any:
-        return self._data[id(item)]
-
+from sluice.weights.convert.stored import COMMON, CONFIG, MALFORMED, save_object
 
 DESCRIPTION = "sluice.json"
-FORMAT = 1
+FORMAT, KIND = 2, "ranges"
+GATHERED_FORMAT = 1  # of earlier releases: Megatron's `fully_reshardable`, read in the same way
 LAYOUT_FIELDS = (
     "tensor",
     "pipeline",
@@ -164,13 +60,168 @@ LAYOUT_FIELDS = (
     "distributed_optimizer",
     "dtype",
 )
+STATE = "optimizer.state."
+MAIN, MOMENTS = "param", ("exp_avg", "exp_avg_sq")
+FORMER_MAIN = "fp32_param"  # of plain optimizers, in the format before
+_MEGATRON_CONFIG = b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
+UNSHARED_BYTES = 1 << 20  # what is smaller is written by one of the ranks that hold it
 
 
 class UnfitCheckpointError(CheckpointMismatchError, ValueError):
     """A checkpoint is of another backend, model or layout than it is read into."""
 
 
-def save(
+@dataclass(frozen=True)
+class HeldPart:
+    """A part of a parameter or buffer that is a tensor of its own in a checkpoint.
+
+    `flat` are its elements in their order, from the `begin`-th of the parameter on. `replica` of
+    `replicas` data ranks have the same; `leads` where this one and those are to write it.
+    """
+
+    place: Box
+    flat: torch.Tensor
+    begin: int
+    replica: int
+    replicas: int
+    leads: bool
+
+    @cached_property
+    def share(self) -> tuple[int, int]:
+        """Return the elements of which this rank writes, where others hold the same: whole rows."""
+        count = len(self.flat)
+        if not self.leads:
+            return 0, 0
+        if count * self.flat.element_size() < UNSHARED_BYTES:
+            return (0, count) if self.replica == 0 else (0, 0)
+        height = next(size for size in self.place.sizes if size > 1)
+        row = count // height
+        first, last = (height * (self.replica + i) // self.replicas for i in range(2))
+        return first * row, last * row
+
+
+class HeldState:
+    """What this rank holds of a model and its optimizer: parts of the tensors of a checkpoint."""
+
+    def __init__(self, policy: PolicyModel, stepper: Stepper) -> None:
+        metadata = {
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)
+        }
+        self._optimizer = stepper.optimizer
+        self.extra_states: dict[str, bytes] = {}
+        self._parts: list[HeldPart] = []
+        self._by_parameter: dict[int, list[HeldPart]] = {}
+        models: list[Any] = list(policy.models)
+        for model in models:
+            for base in nested_values(model.sharded_state_dict(metadata=metadata)):
+                if isinstance(base, ShardedObject):
+                    if _is_first(base.replica_id):
+                        self.extra_states[base.unique_key] = save_object([base.data])
+                    continue
+                parts = list(_parts_of(base, base.data))
+                self._parts += parts
+                self._by_parameter[id(base.data)] = parts
+
+    def written_chunks(self) -> Iterator[BoxData]:
+        """Yield what this rank writes: with the others', every element once."""
+        for part in self._parts:
+            first, last = part.share
+            place, begin = part.place, first
+            yield from cut(place, part.flat[first:last], begin, PIECE_BYTES)
+        for share, part, first, last in self._optimizer_ranges():
+            if share.spread:
+                low, high = (first, last) if part.leads else (0, 0)
+            else:
+                low, high = part.share
+            for name, flat in _state_of(share).items():
+                at = part.begin - share.begin
+                place = _renamed(part.place, name)
+                yield from cut(place, flat[at + low : at + high], low, PIECE_BYTES)
+
+    def wanted_weights(self) -> Iterator[BoxData]:
+        """Yield all weights of this rank, to be read."""
+        for part in self._parts:
+            yield from cut(part.place, part.flat)
+
+    def wanted_state(self) -> Iterator[tuple[str, str, list[BoxData]]]:
+        """Yield what the optimizer keeps, as (name, key of the weights, chunks), to be read."""
+        for share, part, first, last in self._optimizer_ranges():
+            for name in MOMENTS:
+                share.state.setdefault(name, torch.zeros_like(share.main, dtype=torch.float32))
+            for name, flat in _state_of(share).items():
+                at = part.begin - share.begin
+                yield name, part.place.key, cut(part.place, flat[at + first : at + last], first)
+
+    def _optimizer_ranges(
+        self,
+    ) -> Iterator[tuple[upstream.OptimizerShare, HeldPart, int, int]]:
+        """Yield shares by part, with the elements of the part that are in the share."""
+        for share in upstream.optimizer_shares(self._optimizer):
+            end = share.begin + len(share.main)
+            for part in self._by_parameter[id(share.parameter)]:
+                size = len(part.flat)
+                first, last = (
+                    min(max(bound - part.begin, 0), size) for bound in (share.begin, end)
+                )
+                if first < last:
+                    yield share, part, first, last
+
+
+def _parts_of(
+    base: ShardedTensor | ShardedTensorFactory, tensor: torch.Tensor
+) -> Iterator[HeldPart]:
+    whole = tensor.detach()
+    made = nested_values(base.build()) if isinstance(base, ShardedTensorFactory) else [base]
+    for sharded in made:
+        data = sharded.data.detach()
+        offset = data.storage_offset() - whole.storage_offset()
+        inside = data.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        assert inside and data.is_contiguous() and whole.is_contiguous(), sharded.key
+        *model_replica, replica = (0, *_numbers(sharded.replica_id))
+        prepended = (1,) * sharded.prepend_axis_num
+        place = Box(
+            sharded.key,
+            tuple(sharded.global_shape),
+            tuple(sharded.global_offset),
+            (*prepended, *sharded.local_shape),
+            padded=sharded.allow_shape_mismatch,
+        )
+        yield HeldPart(
+            place, data.view(-1), offset, replica, _replicas_of(tensor), not any(model_replica)
+        )
+
+
+def _numbers(replica_id: int | tuple[int, ...]) -> tuple[int, ...]:
+    return (replica_id,) if isinstance(replica_id, int) else tuple(replica_id)
+
+
+def _is_first(replica_id: int | tuple[int, ...]) -> bool:
+    return not any(_numbers(replica_id))
+
+
+def _replicas_of(tensor: torch.Tensor) -> int:
+    """Count the data ranks with the same tensor: experts have groups of their own."""
+    if not isinstance(tensor, torch.nn.Parameter):
+        return 1
+    if getattr(tensor, "allreduce", True):
+        return int(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
+    return int(parallel_state.get_expert_data_parallel_world_size())
+
+
+def _state_of(share: upstream.OptimizerShare) -> dict[str, torch.Tensor]:
+    """Find the tensors of a share that are not its weights themselves, flat."""
+    found = {name: share.state[name] for name in MOMENTS if name in share.state}
+    own = share.main.untyped_storage().data_ptr()
+    if own != share.parameter.untyped_storage().data_ptr():
+        found[MAIN] = share.main
+    return {name: tensor.detach().view(-1) for name, tensor in found.items()}
+
+
+def _renamed(place: Box, name: str) -> Box:
+    return Box(f"{STATE}{name}.{place.key}", place.shape, place.offset, place.sizes, place.padded)
+
+
+def stage(
     policy: PolicyModel,
     stepper: Stepper,
     config: MegatronConfig,
@@ -179,55 +230,30 @@ def save(
     *,
     scales: Mapping[str, float],
     durable: bool,
-) -> dict[str, FileEntry]:
-    """Writes into the existing, empty `directory`; collective. The files of this rank.
-
-    Raises CheckpointWriteError on every rank when any rank's files could not be written.
-    """
-    state = _sharded_state(policy, stepper, loading=False)
-    state["rng"] = _rng_object()
-    strategy = ThreadSave(threads=config.save_threads, durable=durable)
-    request = dist_checkpointing.save(
-        state,
-        str(directory),
-        sharded_strategy=strategy,
-        async_sharded_save=True,  # so that the files are written here, where an error can be shared
-        content_metadata={"distrib_optim_sharding_type": "fully_reshardable"},
+) -> StagedCheckpoint:
+    """Take in what is to be written into the existing, empty `directory`."""
+    state = HeldState(policy, stepper)
+    objects = {_rng_name(): save_object([_rng_states()]), **state.extra_states}
+    description = {
+        "format": FORMAT,
+        "kind": KIND,
+        "backend": "megatron",
+        "model": _fingerprint(policy),
+        "layout": _layout(config),
+        "scales": dict(scales),
+    }
+    return StagedChunks(
+        directory,
+        RankFiles(dist.get_rank(), state.written_chunks(), objects),
+        {
+            COMMON: save_object(_common_state(stepper)),
+            CONFIG: _MEGATRON_CONFIG,
+            DESCRIPTION: json.dumps(description).encode(),
+        },
+        groups.checkpoint,
+        threads=config.save_threads,
+        durable=durable,
     )
-    failure: OSError | RuntimeError | None = None
-    try:
-        request.async_fn(*request.async_fn_args)
-    except (OSError, RuntimeError) as error:
-        failure = error
-    if groups.any_rank(failure is not None):
-        raise CheckpointWriteError(
-            f"checkpoint {directory.name!r} was not written" + (f": {failure}" if failure else "")
-        ) from failure
-    for finalize in request.finalize_fns:
-        finalize()
-    _describe(policy, config, scales, directory)
-    assert strategy.writer is not None
-    files = {n: e for n, e in strategy.writer.files.entries.items() if (directory / n).exists()}
-    if dist.get_rank() == 0:  # the small ones, of which Megatron writes some by itself
-        names = {path.name for path in directory.iterdir() if not path.match("*.distcp")}
-        files |= {name: FileEntry(*digest_file(directory / name)) for name in names}
-    return files
-
-
-def _describe(
-    policy: PolicyModel, config: MegatronConfig, scales: Mapping[str, float], directory: Path
-) -> None:
-    """Names model and layout in the finished checkpoint; on rank 0, then all ranks go on."""
-    if dist.get_rank() == 0:
-        description = {
-            "format": FORMAT,
-            "backend": "megatron",
-            "model": _fingerprint(policy),
-            "layout": _layout(config),
-            "scales": dict(scales),
-        }
-        write_new(directory / DESCRIPTION, json.dumps(description).encode())
-    dist.barrier()
 
 
 def load(
@@ -238,59 +264,80 @@ def load(
     *,
     scales: Mapping[str, float],
 ) -> None:
-    """Reads a checkpoint of any layout; collective.
+    """Read a checkpoint of any layout into this rank's tensors.
 
-    Raises UnfitCheckpointError when it is of another kind or its optimizer does not fit.
+    Raises UnfitCheckpointError when it is of another kind or does not fit.
     """
     description = _read_description(directory)
     if description["model"] != _fingerprint(policy):
         raise UnfitCheckpointError(f"the checkpoint {directory.name!r} is of another model")
     saved = description["layout"]
-    _check_optimizer(saved, config)
+    if saved["dtype"] != config.dtype:
+        raise UnfitCheckpointError(
+            f"optimizer state saved with dtype {saved['dtype']} cannot be read with {config.dtype}"
+        )
     were = description.get("scales", dict.fromkeys(scales, 1.0))
     if were != scales:
         raise UnfitCheckpointError(
             f"optimizer state saved with learning rates of {were} times that of the text cannot be "
             f"read with {dict(scales)}: publish the weights and start from them"
         )
-    state = _sharded_state(policy, stepper, loading=True)
-    if saved == _layout(config):
-        state["rng"] = _rng_object()
     try:
-        loaded = dist_checkpointing.load(
-            state, str(directory), strict=StrictHandling.RAISE_UNEXPECTED
-        )
-    except CheckpointException as error:  # of whatever rank; no subclass of Exception
-        cause = next(iter(error.failures.values()))[0]
-        raise UnfitCheckpointError(f"{directory.name!r} cannot be read: {cause}") from error
-    for name, model in _named_models(policy):
-        model.load_state_dict(loaded[name])
-    upstream.name_missing_steps(loaded["optimizer"])
-    with torch.no_grad(), upstream.keep_steps(stepper.optimizer):
-        stepper.optimizer.load_state_dict(loaded["optimizer"])
-    upstream.own_steps(stepper.optimizer)
-    if "rng" in loaded:
-        _restore_rng(loaded["rng"])
+        _read_state(HeldState(policy, stepper), stepper, directory)
+        if saved == _layout(config):
+            _restore_rng(directory)
+    except OSError:
+        raise
+    except MALFORMED as error:
+        raise UnfitCheckpointError(f"{directory.name!r} cannot be read: {error}") from error
 
 
-def _sharded_state(policy: PolicyModel, stepper: Stepper, *, loading: bool) -> dict[str, Any]:
-    metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "chained_optim_avoid_prefix": True,
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
-    state: dict[str, Any] = {
-        name: model.sharded_state_dict(metadata=metadata) for name, model in _named_models(policy)
-    }
-    models = dict(state)
-    state["optimizer"] = stepper.optimizer.sharded_state_dict(
-        models, is_loading=loading, metadata=metadata
+def _read_state(state: HeldState, stepper: Stepper, directory: Path) -> None:
+    reader, common = ChunkReader(directory), torch.load(directory / COMMON, weights_only=True)
+    step = _find_number(common, ("step", "common_step"))
+    reader.fill(state.wanted_weights())
+    for name, weights, chunks in state.wanted_state():
+        key = f"{STATE}{name}.{weights}"
+        if name == MAIN and key not in reader:
+            key = f"{STATE}{FORMER_MAIN}.{weights}"
+        if key in reader or step:
+            reader.fill(chunks, key)
+        else:  # the format before leaves out what has not stepped
+            for chunk in chunks:
+                chunk.data.zero_()
+    with torch.no_grad():
+        reader.read()
+    upstream.set_step(stepper.optimizer, int(step))
+    for scaler in upstream.scalers_of(stepper.optimizer):
+        scaler.load_state_dict(_find_scaler(common))
+
+
+def _common_state(stepper: Stepper) -> dict[str, Any]:
+    """What all ranks have alike, in the words of Megatron's optimizer."""
+    common: dict[str, Any] = {"step": upstream.step_of(stepper.optimizer)}
+    for scaler in upstream.scalers_of(stepper.optimizer)[:1]:
+        common["grad_scaler"] = scaler.state_dict()
+    return {"optimizer": common}
+
+
+def _find_number(state: Any, names: tuple[str, ...]) -> float:
+    """Find a number by its name, however deep; 0 where there is none."""
+    if isinstance(state, (dict, list)):
+        for name, value in state.items() if isinstance(state, dict) else enumerate(state):
+            if name in names and value is not None:
+                return float(value)
+            if found := _find_number(value, names):
+                return found
+    return 0.0
+
+
+def _find_scaler(common: dict[str, Any]) -> dict[str, Any]:
+    """Find the state of a scaler: of the only optimizer, or of the first of several."""
+    state = common["optimizer"]
+    found: dict[str, Any] = (
+        state["grad_scaler"] if "grad_scaler" in state else state[0]["grad_scaler"]
     )
-    return state
-
-
-def _named_models(policy: PolicyModel) -> Sequence[tuple[str, Any]]:
-    return [(f"model{index}", model) for index, model in enumerate(policy.models)]
+    return found
 
 
 def _layout(config: MegatronConfig) -> dict[str, Any]:
@@ -301,13 +348,18 @@ def _layout(config: MegatronConfig) -> dict[str, Any]:
 def _read_description(directory: Path) -> dict[str, Any]:
     try:
         description: dict[str, Any] = json.loads((directory / DESCRIPTION).read_bytes())
-        is_ours = description["backend"] == "megatron" and description["format"] == FORMAT
+        backend, number = description["backend"], description["format"]
+        kind = description["kind"] if number == FORMAT else KIND
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UnfitCheckpointError(
             f"{directory.name!r} is no complete checkpoint of the Megatron backend"
         ) from error
-    if not is_ours:
-        raise UnfitCheckpointError(f"{directory.name!r} is of another backend or format")
+    if backend != "megatron" or number not in (FORMAT, GATHERED_FORMAT) or kind != KIND:
+        raise UnfitCheckpointError(
+            f"{directory.name!r} is of backend {backend!r}, format {number!r}, kind {kind!r}: "
+            f"this release reads kind {KIND!r} of format {FORMAT}, and format {GATHERED_FORMAT}; "
+            "load it with the release that wrote it, publish the weights and start from them"
+        )
     return description
 
 
@@ -317,35 +369,28 @@ def _fingerprint(policy: PolicyModel) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(tensors).encode())
 
 
-def _check_optimizer(saved: dict[str, Any], config: MegatronConfig) -> None:
-    now = _layout(config)
-    if (saved["expert"] > 1) != (config.expert > 1):
-        raise UnfitCheckpointError(
-            f"optimizer state saved with expert {saved['expert']} cannot be read with expert "
-            f"{config.expert}: publish the weights and start from them",
-            saved=saved["expert"],
-            expert=config.expert,
-        )
-    for name in ("distributed_optimizer", "dtype"):
-        if saved[name] != now[name]:
-            raise UnfitCheckpointError(
-                f"optimizer state saved with {name} {saved[name]} cannot be read with {now[name]}"
-            )
+def _rng_name() -> str:
+    """Name the object of this rank as Megatron's ShardedObject does."""
+    return f"rng/shard_{dist.get_rank()}_{dist.get_world_size()}"
 
 
-def _rng_object() -> ShardedObject:
-    """All generators of this rank; the data is read when saving and ignored when loading."""
-    states = {
+def _rng_states() -> dict[str, Any]:
+    states: dict[str, Any] = {
         "python": random.getstate(),
         "cpu": torch.get_rng_state(),
         "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
     if not on_cpu():
         states["device"] = platform.current().module.get_rng_state()
-    return ShardedObject("rng", states, (dist.get_world_size(),), (dist.get_rank(),))
+    return states
 
 
-def _restore_rng(states: dict[str, Any]) -> None:
+def _restore_rng(directory: Path) -> None:
+    """Go on with the random numbers of a run under the same layout."""
+    content = ChunkReader(directory).read_object(_rng_name())
+    if content is None:
+        raise ValueError(f"{_rng_name()!r} is missing")
+    (states,) = torch.load(io.BytesIO(content), weights_only=True)
     random.setstate(states["python"])
     torch.set_rng_state(states["cpu"])
     tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])

@@ -25,6 +25,7 @@ class RankGroups:
     world: Collectives
     tensor: Collectives
     context: Collectives
+    checkpoint: dist.ProcessGroup  # of all ranks, on their hosts, for the thread that writes files
 
     def any_rank(self, flag: bool) -> bool:
         """Returns whether `flag` is set on any rank of the world; collective."""
@@ -37,11 +38,14 @@ class RankGroups:
             collectives.end_step()
 
 
-def start(config: MegatronConfig, *, seed: int, check_timeout: timedelta | None) -> RankGroups:
+def start(
+    config: MegatronConfig, *, seed: int, check_timeout: timedelta | None, timeout: timedelta
+) -> RankGroups:
     """Makes all groups; collective over the default group, which must exist.
 
     Backends of one process share Megatron's. Raises LayoutError when theirs are of another layout.
-    `check_timeout`: of the check before each collective; None checks none.
+    `check_timeout`: of the check before each collective; None checks none. `timeout`: of ranks
+    that have written their files of a checkpoint, for the others.
     """
     if _users and _sizes(_users[0]) != _sizes(config):
         raise LayoutError("a backend of another layout is open in this process")
@@ -65,6 +69,7 @@ def start(config: MegatronConfig, *, seed: int, check_timeout: timedelta | None)
         world=create_collectives(world, check_timeout),
         tensor=create_collectives(parallel_state.get_tensor_model_parallel_group(), check_timeout),
         context=create_collectives(parallel_state.get_context_parallel_group(), check_timeout),
+        checkpoint=dist.new_group(backend="gloo", timeout=timeout),
     )
 
 

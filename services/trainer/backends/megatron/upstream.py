@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -65,39 +65,95 @@ def has_transformer_engine() -> bool:
     return bool(specs.HAVE_TE)
 
 
-def distributed_parts(optimizer: Any) -> Iterator[Any]:
-    """Yields the DistributedOptimizers with state inside `optimizer`, itself or chained."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if hasattr(part, "_set_main_param_and_optimizer_states") and not part.is_stub_optimizer:
-            yield part
+@dataclass(frozen=True)
+class OptimizerShare:
+    """Elements of a parameter that this rank updates, from `begin` on: `main` in their order.
+
+    `state` is what its optimizer keeps of them. `spread` says that other data ranks have the rest.
+    """
+
+    parameter: torch.Tensor
+    main: torch.Tensor
+    state: dict[str, Any]
+    begin: int
+    spread: bool
 
 
-def own_steps(optimizer: Any) -> None:
-    """Gives every parameter of torch's Adam its own `step`; 0 where there is none."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if part.is_stub_optimizer or not isinstance(part.optimizer, torch.optim.Adam):
+def optimizer_shares(optimizer: Any) -> Iterator[OptimizerShare]:
+    """Yield what this rank's optimizers hold; copies in float32 of other parameters among it."""
+    for part in _parts(optimizer):
+        states = part.optimizer.state
+        if hasattr(part, "model_param_group_index_map"):  # a DistributedOptimizer
+            for parameter, (group, order) in part.model_param_group_index_map.items():
+                main = part.optimizer.param_groups[group]["params"][order]
+                begin = part._get_model_param_range_map(parameter)["param"].start
+                yield OptimizerShare(parameter, main.detach(), states[main], begin, spread=True)
             continue
-        for state in part.optimizer.state.values():
-            step = state.get("step", torch.tensor(0.0))
-            state["step"] = torch.as_tensor(step, dtype=torch.float32).clone()
+        copied = dict(_copied_parameters(part))
+        for group in part.optimizer.param_groups:
+            for main in group["params"]:
+                parameter = copied.get(main, main)
+                flat = main.detach().view(-1)
+                yield OptimizerShare(parameter, flat, states[main], 0, spread=False)
 
 
-def name_missing_steps(state: dict[Any, Any]) -> None:
-    """Writes step 0 into a loaded optimizer state; Megatron leaves it out when it saves."""
-    parts = [state] if "state" in state or "optimizer" in state else list(state.values())
-    for part in parts:
-        inner = part.get("optimizer", part)
-        if "state" in inner:  # not so with a DistributedOptimizer
-            inner["state"].setdefault("common_step", torch.tensor(0.0))
+def _copied_parameters(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of a float32 copy and the parameter; none of an optimizer of float32 parameters."""
+    copies = getattr(part, "fp32_from_float16_groups", [])
+    for mains, parameters in zip(copies, getattr(part, "float16_groups", []), strict=True):
+        yield from zip(mains, parameters, strict=True)
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """List the optimizers with parameters inside `optimizer`, itself or chained."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in parts if not part.is_stub_optimizer]
+
+
+def step_of(optimizer: Any) -> int:
+    """Count the steps that the optimizer has taken, as its bias correction does.
+
+    Raises AssertionError where parameters differ.
+    """
+    steps = {
+        int(state["step"])
+        for part in _parts(optimizer)
+        for state in part.optimizer.state.values()
+        if "step" in state
+    } | {
+        int(group["step"])
+        for part in _parts(optimizer)
+        for group in part.optimizer.param_groups
+        if group["params"] and "step" in group  # of TransformerEngine's or Apex's Adam
+    }
+    assert len(steps) <= 1, f"parameters are at steps {sorted(steps)}"
+    return max(steps, default=0)
+
+
+def set_step(optimizer: Any, step: int) -> None:
+    """Give every parameter of torch's Adam its own `step`, and groups of others theirs."""
+    for part in _parts(optimizer):
+        if isinstance(part.optimizer, torch.optim.Adam):
+            for state in part.optimizer.state.values():
+                state["step"] = torch.tensor(float(step))
+        else:
+            for group in part.optimizer.param_groups:
+                group["step"] = step
+
+
+def scalers_of(optimizer: Any) -> list[Any]:
+    """List what scales the losses of float16, the same for each part; none for others."""
+    found = [getattr(part, "grad_scaler", None) for part in _parts(optimizer)]
+    return [scaler for scaler in found if scaler]
 
 
 def start_state(optimizer: Any) -> None:
     """Makes the state now that torch's Adam makes at its first step.
 
-    Without it Megatron can neither save nor load an optimizer that has not stepped yet.
+    What a checkpoint is read into is there from the start, then, and no step adds memory.
     """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if part.is_stub_optimizer or not isinstance(part.optimizer, torch.optim.Adam):
+    for part in _parts(optimizer):
+        if not isinstance(part.optimizer, torch.optim.Adam):
             continue
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
@@ -106,28 +162,3 @@ def start_state(optimizer: Any) -> None:
                     "exp_avg": torch.zeros_like(parameter),
                     "exp_avg_sq": torch.zeros_like(parameter),
                 }
-
-
-@contextmanager
-def keep_steps(optimizer: Any) -> Iterator[None]:
-    """Leaves, while loading, the `step` that was just restored where the checkpoint has none."""
-    parts = list(distributed_parts(optimizer))
-    for part in parts:
-        part._set_main_param_and_optimizer_states = _StepKeeper(part)
-    try:
-        yield
-    finally:
-        for part in parts:
-            del part._set_main_param_and_optimizer_states
-
-
-class _StepKeeper:
-    def __init__(self, part: Any) -> None:
-        self._part = part
-        self._set = part._set_main_param_and_optimizer_states
-
-    def __call__(self, model_param: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
-        group, order = self._part.model_param_group_index_map[model_param]
-        main = self._part.optimizer.param_groups[group]["params"][order]
-        step = self._part.optimizer.state[main].get("step")
-        self._set(model_param, tensors if step is None else {**tensors, "step": step})

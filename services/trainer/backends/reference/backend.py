@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 
 from services.trainer.backend import (
     Mesh,
@@ -28,6 +27,7 @@ from services.trainer.backend import (
 )
 from services.trainer.backends.reference.model import ScoredModel, split_rows
 from services.trainer.config import OptimConfig, TrainerConfig, VisionConfig
+from services.trainer.staging import LiveTensors, StagedCheckpoint
 from sluice import platform
 from sluice.algo.collectives import create_collectives
 from sluice.algo.logprobs import EntropyMode
@@ -114,9 +114,9 @@ class ReferenceBackend(TrainingBackend):
     def discard_gradients(self) -> None:
         self._optimizer.clear()
 
-    def save_checkpoint(self, directory: Path) -> dict[str, FileEntry]:
-        write = partial(write_shard, directory, sync=self._config.durable)
-        return _save(write, self._policy.model, self._optimizer, self.mesh)
+    def stage_checkpoint(self, directory: Path) -> StagedCheckpoint:
+        files = _checkpoint_files(self._policy.model, self._optimizer, self.mesh)
+        return StagedFiles(directory, files, sync=self._config.durable)
 
     def load_checkpoint(self, directory: Path) -> None:
         _load(directory, self._policy.model, self._optimizer, self.mesh)
@@ -239,19 +239,39 @@ class FlatOptimizer:
         self.gradients.zero_()
 
 
-def _save(
-    write: Callable[[str, Mapping[str, torch.Tensor]], ShardFile],
-    model: torch.nn.Module,
-    optimizer: FlatOptimizer,
-    mesh: Mesh,
-) -> dict[str, FileEntry]:
+def _checkpoint_files(
+    model: torch.nn.Module, optimizer: FlatOptimizer, mesh: Mesh
+) -> dict[str, Mapping[str, torch.Tensor]]:
     """Model, optimizer and random state; the first and the last rank share the writing."""
-    written = [write(_random_name(mesh), {"torch": torch.get_rng_state()})]
+    files: dict[str, Mapping[str, torch.Tensor]] = {
+        _random_name(mesh): {"torch": torch.get_rng_state()}
+    }
     if mesh.data_rank == 0:
-        written.append(write(MODEL_FILE, _model_tensors(model)))
+        files[MODEL_FILE] = _model_tensors(model)
     if mesh.data_rank == mesh.data_size - 1:
-        written.append(write(OPTIMIZER_FILE, _optimizer_tensors(optimizer)))
-    return {shard.file_name: FileEntry(shard.size, shard.digest) for shard in written}
+        files[OPTIMIZER_FILE] = _optimizer_tensors(optimizer)
+    return files
+
+
+class StagedFiles(StagedCheckpoint):
+    """Files of tensors; those of the reference backend's ranks need nothing of each other."""
+
+    def __init__(
+        self, directory: Path, files: Mapping[str, Mapping[str, torch.Tensor]], *, sync: bool
+    ) -> None:
+        self._directory, self._sync = directory, sync
+        self._files = {name: LiveTensors(tensors) for name, tensors in files.items()}
+
+    def write(self) -> dict[str, FileEntry]:
+        entries = {}
+        for name, tensors in self._files.items():
+            shard = write_shard(self._directory, name, tensors, sync=self._sync)
+            entries[name] = FileEntry(shard.size, shard.digest)
+        return entries
+
+    def keep(self) -> None:
+        for tensors in self._files.values():
+            tensors.keep()
 
 
 def _load(directory: Path, model: torch.nn.Module, optimizer: FlatOptimizer, mesh: Mesh) -> None:
@@ -260,24 +280,30 @@ def _load(directory: Path, model: torch.nn.Module, optimizer: FlatOptimizer, mes
     Raises ValueError for another model's or a damaged one; the state is then undefined.
     """
     own = _model_tensors(model)
-    saved = _read(directory / MODEL_FILE)
-    if saved.keys() != own.keys():
-        different = ", ".join(sorted(saved.keys() ^ own.keys())[:8])
-        raise ValueError(f"the checkpoint is of another model, they differ in: {different}")
-    with torch.no_grad():
+    with _open(directory / MODEL_FILE) as saved, torch.no_grad():
+        if different := sorted(set(saved.keys()) ^ own.keys()):
+            named = ", ".join(different[:8])
+            raise ValueError(f"the checkpoint is of another model, they differ in: {named}")
         for name, tensor in own.items():
-            tensor.copy_(saved[name])
-    moments = _read(directory / OPTIMIZER_FILE)
-    optimizer.adam.state.clear()
-    for name, parameter in optimizer.parameters.items():
-        if f"{name}/step" in moments:
-            optimizer.adam.state[parameter] = {
-                kind: moments[f"{name}/{kind}"].to(parameter.device) for kind in MOMENTS
-            }
+            tensor.copy_(saved.get_tensor(name))
+    with _open(directory / OPTIMIZER_FILE) as moments:
+        stepped = set(moments.keys())
+        for name, parameter in optimizer.parameters.items():
+            if f"{name}/step" not in stepped:
+                optimizer.adam.state.pop(parameter, None)
+                continue
+            state = optimizer.adam.state[parameter]
+            for kind in MOMENTS:  # in place: a second copy would be twice the model
+                read = moments.get_tensor(f"{name}/{kind}")
+                if kind in state:
+                    state[kind].copy_(read)
+                else:
+                    state[kind] = read.to(parameter.device, copy=True)
     optimizer.clear()
     random = directory / _random_name(mesh)
     if random.exists():
-        torch.set_rng_state(_read(random)["torch"])
+        with _open(random) as states:
+            torch.set_rng_state(states.get_tensor("torch"))
 
 
 def _write_shards(
@@ -317,12 +343,14 @@ def _model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def _read(path: Path) -> dict[str, torch.Tensor]:
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    """Open a file of tensors, which are read one by one. Raises ValueError for a damaged one."""
     try:
-        tensors: dict[str, torch.Tensor] = load_file(path)
+        with safe_open(path, "pt") as file:
+            yield file
     except SafetensorError as error:
         raise ValueError(f"{path.name} is damaged: {error}") from error
-    return tensors
 
 
 def _optimizer_tensors(optimizer: FlatOptimizer) -> dict[str, torch.Tensor]:
