@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 RUN := PATH="$(CURDIR)/$(BIN):$$PATH" OMP_WAIT_POLICY=passive PYTHONPATH="$(CURDIR)" $(BIN)/python
 TEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q
 TEST_WORKERS ?= $(shell expr $$(nproc) + 1)  # tests mostly wait for processes
-TEST_ALL := $(TEST) --numprocesses $(TEST_WORKERS) --dist worksteal
+TEST_ALL := $(TEST) --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ALGORITHM ?= grpo
 SEED ?= 0

@@ -8,7 +8,8 @@ round measures all in turn. What else runs on the machine can only add to a cost
 the rounds is judged, for both routers; the median is shown beside it. A decision: a lease acquired
 and the one before it given back, with outcome and token count, in groups of eight. Of single leases
 the client is counted too: `single_us`, `callers64_us`; sglang-router's costs beside them are its
-own with the client of 1 and of 64 callers counted.
+own with the client of 1 and of 64 callers counted, and those of gRPC alone, which a single lease
+cannot go below.
 
 Exits with 1 when a target is missed (see TARGETS).
 """
@@ -29,11 +30,13 @@ from dataclasses import dataclass, field
 
 import uvloop
 
+from benchmarks.router_bare import STREAM, UNARY, cpu_per_message
 from benchmarks.router_http import HttpPool
 from benchmarks.router_leases import LongQueue, cpu_per_lease
 from benchmarks.router_processes import (
     LeaseRouter,
     Measured,
+    bare_server,
     fake_engines,
     lease_router,
     sglang_router,
@@ -44,6 +47,7 @@ FEW, MANY, RANKS = 32, 256, 8  # engines: 256 and 2,048 targets
 GROUP = 8
 HELD = 4  # calls whose leases a client holds at a time
 LIVE = 100_000
+BARE_STREAM, BARE_UNARY = "bare gRPC stream, client: us", "bare gRPC call, client: us"
 AT_MANY, MANY_OVER_FEW = "us@256, 2048 targets", "2048/256 targets"
 TARGETS = {  # name: (limit, what)
     "us@8": (60.0, "CPU us per decision, 8 per call"),
@@ -203,6 +207,7 @@ async def run(binary: str, rounds: int) -> Results:
         addresses = await stack.enter_async_context(fake_engines(4))
         few = await stack.enter_async_context(lease_router(addresses, FEW, RANKS))
         many = await stack.enter_async_context(lease_router(addresses, MANY, RANKS))
+        bare = await stack.enter_async_context(bare_server())
         proxy = await stack.enter_async_context(sglang_router(binary, addresses))
         engines = {address: HttpPool(address) for address in addresses}
         for _ in range(rounds):
@@ -216,6 +221,9 @@ async def run(binary: str, rounds: int) -> Results:
             _, seconds = await cpu_per_decision(few, 8, 1, 4_000)
             put["p50_ms@8"].append(statistics.median(seconds) * 1e3)
             put["single_us"].append(await cpu_per_lease(few, 1, 3_000))
+            for name, method in ((BARE_STREAM, STREAM), (BARE_UNARY, UNARY)):
+                cost = await cpu_per_message(bare.address, bare.measured, method, 3_000)
+                put[name].append(cost)
             put["callers64_us"].append(await cpu_per_lease(few, 64, 19_200))
             put["queued_us"].append(queue.cpu_per_release(5_000))
             cost, _ = await cpu_per_decision(many, 256, 4, 400_000)
@@ -244,14 +252,18 @@ async def run(binary: str, rounds: int) -> Results:
 def report(results: Results) -> int:
     """Print the table and the summary; 1 when a target is missed."""
     results.values[MANY_OVER_FEW].append(results.best(AT_MANY) / results.best("us@256"))
-    print(f"{'':<28}{'best':>12}{'median':>12}")
+    print(f"{'':<30}{'best':>12}{'median':>12}")
     for name in sorted(results.values):
-        print(f"{name:<28}{results.best(name):>12.2f}{results.median(name):>12.2f}")
+        print(f"{name:<30}{results.best(name):>12.2f}{results.median(name):>12.2f}")
     reached = True
     for name, (limit, what) in TARGETS.items():
         verdict = "pass" if results.best(name) <= limit else "FAIL"
         print(f"{verdict}  {what}: {results.best(name):.2f} <= {limit:g}")
         reached &= verdict == "pass"
+    print(
+        f"floor of single_us: {results.best(BARE_STREAM):.0f} for a message and its answer on a "
+        f"stream that nobody reads, {results.best(BARE_UNARY):.0f} for such a call"
+    )
     ratio = results.best("sglang-router: us") / results.best("us@256")
     print(
         f"router: cpu_us_per_decision={results.best('us@256'):.2f} "

@@ -58,6 +58,14 @@ class LeaseRouter:
 
 
 @dataclass(frozen=True)
+class BareServer:
+    """A gRPC server that does nothing."""
+
+    measured: Measured
+    address: str
+
+
+@dataclass(frozen=True)
 class ProxyRouter:
     """A router that forwards HTTP."""
 
@@ -95,6 +103,18 @@ async def fake_engines(count: int) -> AsyncIterator[list[str]]:
         async with asyncio.timeout(START_SECONDS):
             ports = json.loads(await process.stdout.readline())
         yield [f"127.0.0.1:{port}" for port in ports]
+
+
+@asynccontextmanager
+async def bare_server() -> AsyncIterator[BareServer]:
+    """gRPC that answers without reading; see benchmarks/router_bare.py."""
+    pipe = asyncio.subprocess.PIPE
+    module = ("-m", "benchmarks.router_bare")
+    async with _running(sys.executable, *module, stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        async with asyncio.timeout(START_SECONDS):
+            port = int(await process.stdout.readline())
+        yield BareServer(Measured(psutil.Process(process.pid)), f"127.0.0.1:{port}")
 
 
 @asynccontextmanager
