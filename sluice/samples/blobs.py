@@ -145,6 +145,7 @@ class PinBoard:
 
 ABANDONED_SECONDS = 3600.0  # a file in the making untouched for so long has lost its writer
 UNLINKS_PER_LOCK = 64  # bounds how long the collector holds up others
+MAPPED_BYTES = 1 << 16  # a smaller file is read: its pages cost more to map than to copy
 
 
 class BlobNotFoundError(Exception):
@@ -207,24 +208,27 @@ class _Draft:
 
 
 def read_blob(root: Path, reference: BlobReference) -> memoryview:
-    """Return content of the store at `root`, mapped and checked; nothing is made or changed there.
+    """Return content of the store at `root`, checked; nothing is made or changed there.
 
     The view stays valid even if the blob is collected meanwhile. Raises BlobNotFoundError or
     BlobDigestError.
     """
     digest = reference.digest
+    content: bytes | mmap.mmap
     if not DIGEST.fullmatch(digest):
         raise BlobNotFoundError(digest)
     try:
         with (root / "blobs" / digest[:2] / digest).open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+            if os.fstat(file.fileno()).st_size > MAPPED_BYTES:
+                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            else:
+                content = file.read()
     except FileNotFoundError as error:
         raise BlobNotFoundError(digest) from error
-    actual = xxhash.xxh3_128_hexdigest(mapped)
+    actual = xxhash.xxh3_128_hexdigest(content)
     if actual != digest:
         raise BlobDigestError(digest, actual)
-    return memoryview(mapped)
+    return memoryview(content)
 
 
 class BlobStore:
@@ -290,7 +294,7 @@ class BlobStore:
         return references
 
     def get(self, reference: BlobReference) -> memoryview:
-        """Return content, mapped and checked; raises BlobNotFoundError or BlobDigestError.
+        """Return content, checked, a large one mapped; raises BlobNotFoundError or BlobDigestError.
 
         The view stays valid even if the blob is collected meanwhile.
         """

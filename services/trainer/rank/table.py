@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -86,7 +86,7 @@ class RowTable:
             samples = read_rows(self._blobs, reference, self._limits, stored.indices)
             for row, sample in zip(stored.rows, samples, strict=True):
                 self._read_images(sample, images)
-                batch[row] = replace(_own(sample), images=images)
+                batch[row] = _own(sample, images)
 
     def _read_images(self, sample: Sample, images: dict[str, bytes]) -> None:
         for span in sample.media:
@@ -133,7 +133,7 @@ class RowTable:
         ]
 
 
-def _own(sample: Sample) -> OwnedRow:
+def _own(sample: Sample, images: Mapping[str, bytes]) -> OwnedRow:
     row = OwnedRow(
         sample_id=sample.sample_id,
         group_id=sample.group_id,
@@ -141,6 +141,7 @@ def _own(sample: Sample) -> OwnedRow:
         prompt_length=sample.prompt_length,
         loss_mask=_all_trained(sample.response_length),
         media=sample.media,
+        images=images,
     )
     if sample.routed_experts is not None:
         row.routed_experts = torch.from_numpy(sample.routed_experts.copy())

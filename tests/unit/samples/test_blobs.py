@@ -20,6 +20,7 @@ from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice.durable import DirectoryError
 from sluice.samples.blobs import (
     COMPACT_LINES,
+    MAPPED_BYTES,
     BlobDigestError,
     BlobNotFoundError,
     BlobReference,
@@ -63,6 +64,22 @@ def test_damage_is_refused_and_healed_by_the_next_put(store: BlobStore) -> None:
     with pytest.raises(BlobDigestError):
         store.get(reference)
     assert store.get(store.put(b"content")) == b"content"
+
+
+@pytest.mark.parametrize("size", [MAPPED_BYTES, MAPPED_BYTES + 1])
+def test_read_and_mapped_blobs_are_checked_and_outlive_their_files(
+    store: BlobStore, size: int
+) -> None:
+    content = os.urandom(size)
+    reference = store.put(content)
+    view = store.get(reference)
+    path_of(store, reference).unlink()
+    assert view == content
+    assert isinstance(view.obj, bytes) == (size <= MAPPED_BYTES)
+    for damaged in (content[:-1], content[:-1] + bytes([content[-1] ^ 1])):
+        path_of(store, reference).write_bytes(damaged)
+        with pytest.raises(BlobDigestError):
+            store.get(reference)
 
 
 def test_a_view_outlives_its_blob(store: BlobStore) -> None:
