@@ -1,11 +1,19 @@
-"""Weight updates of a 135M model: bytes of a delta, time to encode, apply, prepare and swap in.
+"""Weight updates: bytes of a delta, time to encode, apply, prepare and swap in; then how fast.
 
-Two models of SmolLM2's shape (30 layers; hidden size 576, then 192), randomly initialised, with
-float32 master weights and bfloat16 published, take AdamW steps at learning rate 1e-6 on random
-tokens. Every step is published as a delta, made whole on the host, prepared and committed by
-the reference engine while it generates. Medians of STEPS steps; one thread.
+First two models of SmolLM2's shape (30 layers; hidden size 576, then 192), randomly initialised,
+with float32 master weights and bfloat16 published, take AdamW steps at learning rate 1e-6 on
+random tokens. Every step is published as a delta, made whole on the host, prepared and committed
+by the reference engine while it generates. Medians of STEPS steps; one thread.
 
-The last line is `sync: delta_bytes/full=<x> pause_ms=<p> prepare_ms=<q>`, of the large model.
+Then a model of WIDE's shape (half a gigabyte in bfloat16) is published whole into a directory that
+is synced, ROUNDS times, while the engine stages its files as they are announced, and deltas in
+which CHANGED of the elements differ are made whole on the host. What it is compared with is `cp`
+and `fsync` of the same bytes, in between. The least of each; the engine is idle.
+
+The last line is `sync: delta_bytes/full=<of the first> pause_ms=<of the first> prepare_ms=<of the
+first, generating> publish_to_serving/cp=<from the call to the commit in the engine, over cp and
+fsync> delta/full_time=<to have a delta as a whole version on the host, over a whole one>
+train_wait_ms_async=<what a trainer waits for whose engines prepare beside the next step>`.
 """
 
 from __future__ import annotations
@@ -13,11 +21,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
+import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,14 +37,30 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.interface import Generation, PauseMode, Sampling
 from services.rollout.engine.reference.engine import ReferenceEngine
+from services.rollout.engine.weights import EngineWeights
 from sluice.weights.checkpoint import companion_files
 from sluice.weights.host_cache import HostCache
 from sluice.weights.shards import PublishedShards
-from sluice.weights.store import WeightStore
+from sluice.weights.store import StoredVersion, WeightStore
 
 STEPS = 3
 RATE = 1e-6
 LARGE, SMALL = 576, 192  # hidden sizes
+WIDE = LlamaConfig(
+    vocab_size=8192,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=4,
+    num_attention_heads=16,
+    num_key_value_heads=16,
+    max_position_embeddings=256,
+    tie_word_embeddings=True,
+    eos_token_id=None,
+    bos_token_id=None,
+)
+ROUNDS = 5
+SHARD_BYTES = 64 << 20  # as the reference trainer cuts them
+CHANGED = 0.023
 FILE = "model-00001-of-00001.safetensors"
 
 
@@ -184,6 +211,168 @@ def report(hidden: int, steps: list[Step]) -> dict[str, float]:
     return found
 
 
+class Wide:
+    """Master weights of the large model, cut into the files that are published."""
+
+    def __init__(self, directory: Path) -> None:
+        torch.manual_seed(0)
+        self.directory = directory
+        model = LlamaForCausalLM(WIDE)
+        model.to(torch.bfloat16).save_pretrained(directory)
+        self.tensors = {name: p.detach().float() for name, p in model.named_parameters()}
+
+    def move(self) -> None:
+        """Every tensor moves a little everywhere, as a step does."""
+        for tensor in self.tensors.values():
+            tensor.mul_(1.01)
+
+    def change(self) -> None:
+        """Of each tensor CHANGED of the elements become neighbours in bfloat16."""
+        for tensor in self.tensors.values():
+            flat = tensor.view(-1)
+            at = torch.randint(0, len(flat), (int(CHANGED * len(flat)),))
+            flat[at] *= 1 + 2**-7
+
+    def parts(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+        part: dict[str, torch.Tensor] = {}
+        for number, (name, tensor) in enumerate(self.tensors.items()):
+            part[name] = tensor
+            if 2 * sum(t.numel() for t in part.values()) > SHARD_BYTES:
+                yield f"model-{number:05d}.safetensors", part
+                part = {}
+        yield "model-rest.safetensors", part
+
+
+def publish(
+    wide: Wide, shards: PublishedShards, store: WeightStore, base: int | None
+) -> tuple[StoredVersion, list[int]]:
+    """As a rank and its controller do; the sizes of the files written."""
+    staging = store.allocate(None)
+    shards.begin(base)
+    written = partial(store.announce, staging.version, directory=staging.directory)
+    pending = [
+        shards.submit(staging.directory, name, part, dict.fromkeys(part, torch.bfloat16), written)
+        for name, part in wide.parts()
+    ]
+    found = [wait() for wait in pending]
+    shards.finish(staging.version)
+    record = store.commit(staging, found, companion_files(wide.directory), 0, base=base)
+    return record, [shard.delta.size if shard.delta else shard.size for shard in found]
+
+
+def copy(directory: Path, target: Path) -> float:
+    """Seconds of cp and fsync of all files."""
+    began = time.perf_counter()
+    target.mkdir()
+    for path in directory.glob("*.safetensors"):
+        shutil.copyfile(path, target / path.name)
+        with (target / path.name).open("rb") as file:
+            os.fsync(file.fileno())
+    seconds = time.perf_counter() - began
+    shutil.rmtree(target)
+    return seconds
+
+
+async def stream(root: Path, wide: Wide) -> dict[str, float]:
+    """Publish whole versions into an engine that follows; least seconds, and bytes."""
+    store = WeightStore(root / "store")
+    writer = WeightStore(root / "store", durable=True)
+    engine = ReferenceEngine(
+        EngineConfig(model=str(wide.directory), threads=1, dtype="bfloat16", max_model_length=128)
+    )
+    await engine.start()
+
+    async def announce() -> None:
+        pass
+
+    weights = EngineWeights(
+        engine, store, "engine", announce, cache=HostCache(root / "unused", store)
+    )
+    shards = PublishedShards(keep=False, sync=True)
+    rows = []
+    try:
+        for number in range(ROUNDS + 2):  # two fill what is used again later
+            wide.move()
+            began, cpu = time.perf_counter(), time.process_time()
+            following = asyncio.create_task(weights.stage(number + 1, 600))
+            record, sizes = await asyncio.to_thread(publish, wide, shards, writer, None)
+            free = time.perf_counter()
+            await weights.prepare(record.version, record.digest)
+            await weights.commit(record.version, record.digest, PauseMode.IN_PLACE)
+            serving = time.perf_counter()
+            cpu = time.process_time() - cpu
+            files, staged = await following
+            assert record.directory is not None
+            copied = await asyncio.to_thread(copy, record.directory, root / "copy")
+            rows.append(
+                {
+                    "serving": serving - began,
+                    "cp": copied,
+                    "wait": free - began,
+                    "cpu": cpu,
+                    "bytes": float(sum(sizes)),
+                    "staged": staged / sum(sizes),
+                    "files": float(files),
+                }
+            )
+            await asyncio.to_thread(store.retain, 2)
+    finally:
+        await weights.close()
+        await engine.close()
+    return {name: min(row[name] for row in rows[2:]) for name in rows[0]}
+
+
+def rebuild(root: Path, wide: Wide) -> dict[str, float]:
+    """Make versions of the host out of whole ones of the store and out of deltas, in turn."""
+    store = WeightStore(root / "deltas", durable=False)
+    cache = HostCache(root / "cache", store)
+    shards = PublishedShards(keep=True, sync=False)
+    rows: dict[str, list[tuple[float, float, float]]] = {"full": [], "delta": []}
+    base = None
+    for number in range(2 * ROUNDS + 2):
+        kind = "delta" if number % 2 else "full"
+        if kind == "delta":
+            wide.change()
+        else:
+            wide.move()
+        record, sizes = publish(wide, shards, store, base if kind == "delta" else None)
+        began, cpu = time.perf_counter(), time.process_time()
+        cache.take(record.version).release()  # as an engine does that has read it
+        seconds = time.perf_counter() - began
+        rows[kind].append((seconds, time.process_time() - cpu, float(sum(sizes))))
+        base = record.version
+        store.retain(1)
+    return {
+        f"{kind} {what}": min(row[index] for row in found[1:])
+        for kind, found in rows.items()
+        for index, what in enumerate(("seconds", "cpu", "bytes"))
+    }
+
+
+def measure_wide() -> dict[str, float]:
+    with tempfile.TemporaryDirectory(prefix="sync-") as name:
+        root = Path(name)
+        wide = Wide(root / "model")
+        found = asyncio.run(stream(root, wide))
+        print(
+            f"whole: {found['bytes'] / 1e6:.0f} MB, {found['staged']:.0%} of it staged before the "
+            f"commit; cp and fsync {found['cp'] * 1e3:.0f} ms, published "
+            f"{found['wait'] * 1e3:.0f} ms, serving "
+            f"{found['serving'] * 1e3:.0f} ms, {found['cpu']:.2f} processor seconds",
+            flush=True,
+        )
+        gc.collect()
+        built = rebuild(root, wide)
+        print(
+            f"on the host: whole {built['full seconds'] * 1e3:.0f} ms "
+            f"({built['full cpu']:.2f} processor seconds), delta of "
+            f"{built['delta bytes'] / 1e6:.1f} MB {built['delta seconds'] * 1e3:.0f} ms "
+            f"({built['delta cpu']:.2f})",
+            flush=True,
+        )
+    return {**found, "delta/full": built["delta seconds"] / built["full seconds"]}
+
+
 def main() -> None:
     torch.set_num_threads(1)
     found = {}
@@ -197,9 +386,13 @@ def main() -> None:
         f"{large['full'] / small['full']:.1f} times the bytes: "
         f"{large['pause'] / small['pause']:.2f} times the pause"
     )
+    wide = measure_wide()
     print(
         f"sync: delta_bytes/full={large['delta'] / large['full']:.4f} "
-        f"pause_ms={large['pause'] * 1e3:.2f} prepare_ms={large['prepare'] * 1e3:.0f}"
+        f"pause_ms={large['pause'] * 1e3:.2f} prepare_ms={large['prepare'] * 1e3:.0f} "
+        f"publish_to_serving/cp={wide['serving'] / wide['cp']:.2f} "
+        f"delta/full_time={wide['delta/full']:.3f} "
+        f"train_wait_ms_async={wide['wait'] * 1e3:.0f}"
     )
 
 

@@ -85,18 +85,29 @@ class Client:
         method: Callable[..., Awaitable[operations_pb2.Operation]],
         request: Any,
         kind: type[M],
+        heed: Callable[[operations_pb2.Operation], bool] = lambda operation: True,
     ) -> M:
-        """Start an operation and wait for its response."""
+        """Start an operation and wait for its response.
+
+        `heed` sees it again and again, soon, until it has seen what it looks for.
+        """
         operation = await self._call(method, request)
         with waits.waiting(type(request).__name__.removesuffix("Request"), on=[self.address]):
+            has_seen = heed(operation)
             while not operation.done:
                 wait = operations_pb2.WaitOperationRequest(name=operation.name)
+                if not has_seen:
+                    wait.timeout.CopyFrom(wire.duration_of(HEED_SECONDS))
                 operation = await self._call(self._operations.WaitOperation, wait)
+                has_seen = has_seen or heed(operation)
         if operation.HasField("error"):
             raise error_from_status(operation.error)
         response = kind()
         operation.response.Unpack(response)
         return response
+
+
+HEED_SECONDS = 0.02  # between two looks at what an operation says of itself
 
 
 class ClientCache(Generic[C]):
@@ -300,13 +311,27 @@ class TrainerClient(Client):
         self,
         engines: Iterable[trainer_pb.TransferTarget] = (),
         pause_mode: engine_pb.PauseMode = engine_pb.PAUSE_MODE_UNSPECIFIED,
+        on_allocated: Callable[[int], None] | None = None,
     ) -> trainer_pb.PublishWeightsResponse:
-        """Publish to the store, then send to `engines`; the answer says which have it."""
+        """Publish to the store, then send to `engines`; the answer says which have it.
+
+        `on_allocated` hears the number of the version once, while it is being written.
+        """
+
+        def heed(operation: operations_pb2.Operation) -> bool:
+            if on_allocated is None:
+                return True
+            metadata = trainer_pb.PublishWeightsMetadata()
+            operation.metadata.Unpack(metadata)
+            if metadata.version and not operation.done:
+                on_allocated(metadata.version)
+            return operation.done or metadata.version > 0
+
         request = trainer_pb.PublishWeightsRequest(
             request_id=new_request_id(), engines=engines, pause_mode=pause_mode
         )
         return await self._operate(
-            self.stub.PublishWeights, request, trainer_pb.PublishWeightsResponse
+            self.stub.PublishWeights, request, trainer_pb.PublishWeightsResponse, heed
         )
 
 
@@ -360,6 +385,13 @@ class EngineClient(Client):
         request = engine_pb.PrepareWeightsRequest(weights=weights, transfer=transfer)
         response = await self._call(self.stub.PrepareWeights, request)
         return wire.seconds_of(response.duration)
+
+    async def stage_weights(self, version: int, timeout_seconds: float) -> int:
+        """Have files of a version read while it is published; bytes, once it is committed."""
+        request = engine_pb.StageWeightsRequest(version=version)
+        request.timeout.CopyFrom(wire.duration_of(timeout_seconds))
+        response = await self._call(self.stub.StageWeights, request)
+        return response.size_bytes
 
     async def commit_weights(
         self,

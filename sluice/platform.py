@@ -12,12 +12,12 @@ import os
 import resource
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -92,6 +92,21 @@ class Platform:
         """Wait for all work queued on the current device."""
         self.module.synchronize()
 
+    def host_memory(self, size: int) -> torch.Tensor:
+        """Returns uint8[size] of this host that the device copies to without a stop between."""
+        return _torch().empty(size, dtype=_torch().uint8, pin_memory=True)
+
+    def side_stream(self) -> Any:
+        """Returns a stream for copies, which begins when all that is queued now is done."""
+        stream = self.module.Stream()
+        stream.wait_stream(self.module.current_stream())
+        return stream
+
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        """Has the block, on whatever thread, use a stream of `side_stream`."""
+        context: AbstractContextManager[object] = self.module.stream(stream)
+        return context
+
     def seed_all(self, seed: int) -> None:
         """Seed torch on the host and on every device."""
         _torch().manual_seed(seed)
@@ -124,6 +139,16 @@ class _Cpu(Platform):
     def device(self, local_rank: int = 0) -> torch.device:
         del local_rank  # all ranks of a host share it; no index, as tensors have none
         return _torch().device(self.device_type)
+
+    def host_memory(self, size: int) -> torch.Tensor:
+        return _torch().empty(size, dtype=_torch().uint8)
+
+    def side_stream(self) -> Any:
+        return None
+
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        del stream
+        return nullcontext()
 
     def memory(self) -> MemoryStatistics:
         used, host = psutil.Process().memory_info().rss, psutil.virtual_memory()

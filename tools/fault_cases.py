@@ -21,12 +21,16 @@ SCHEDULES: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """`process` is a service of the stack, or `loop`; `passing` counts from the run's start."""
+    """`process` is a service of the stack, or `loop`; `passing` counts from the run's start.
+
+    `stops`: it is stopped there (SIGSTOP) until somebody ends it, and not killed.
+    """
 
     process: str
     name: str
     passing: int = 1
     schedule: str = "sync"
+    stops: bool = False
 
     @property
     def is_kill(self) -> bool:
@@ -55,6 +59,9 @@ KILLS = (
     Fault("trainer", "done.ForwardBackward", 3),
     Fault("trainer", "done.StepOptimizer", 3),
     Fault("trainer", "weights.allocated", 3),
+    Fault("trainer", "weights.announced", 3),  # a rank
+    Fault("trainer", "weights.announced", 6, stops=True),
+    Fault("trainer", "weights.allocated", 4, stops=True),
     Fault("trainer", "weights.manifest", 3),
     Fault("trainer", "weights.renamed", 4),
     Fault("trainer", "weights.trashed", 1),
@@ -69,6 +76,8 @@ KILLS = (
     Fault("trainer", "rank1.save", 2),
     Fault("trainer", "rank0.load", 1),
     Fault("engine-0", "weights.pinned", 3),
+    Fault("engine-0", "engine.staged", 3),
+    Fault("engine-1", "engine.staged", 4, stops=True),
     Fault("engine-0", "engine.prepared", 3),
     Fault("engine-1", "engine.swapped", 3),
     Fault("engine-1", "done.Generate", 3),
@@ -85,6 +94,8 @@ SCHEDULED = (
     Fault("loop", "generated", 14, "asynchronous"),
     Fault("loop", "consumed", 4, "asynchronous"),
     Fault("trainer", "rank0.step", 3, "asynchronous"),
+    Fault("trainer", "weights.announced", 5, "asynchronous"),
+    Fault("engine-0", "engine.staged", 3, "asynchronous"),
     Fault("engine-0", "engine.swapped", 3, "asynchronous"),
     Fault("episodes", "journal.recorded", 2, "asynchronous"),
     Fault("loop", "surplus", 3, "over-sampled"),
@@ -246,6 +257,7 @@ SHORT_DISTURBANCES = (
 )
 
 SHORT = (
+    Fault("trainer", "weights.announced", 4),
     Fault("loop", "consumed", 3),
     Fault("trainer", "done.StepOptimizer", 3),
     Fault("trainer", "rank0.step", 3),

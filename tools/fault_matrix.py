@@ -122,6 +122,7 @@ def running_stack(
 def inject(stack: Stack, fault: Fault, reference: Outcome, seconds: float) -> Outcome:
     """One case, judged against the undisturbed run where that has one outcome."""
     name = f"{fault.process}-{fault.name}-{fault.passing}-{fault.schedule}"
+    name += "-stopped" if fault.stops else ""
     outcome = FaultRun(stack, name, seconds, SCHEDULES[fault.schedule]).run(fault)
     return against(reference, outcome) if fault.schedule == "sync" else outcome
 

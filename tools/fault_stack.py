@@ -292,7 +292,8 @@ class FaultRun:
     def run(self, fault: Fault | None = None) -> Outcome:
         """Train to the end with at most one fault on the way."""
         if fault is not None:
-            faults.arm(self.stack.faults / fault.process, fault.name, fault.passing)
+            number = signal.SIGSTOP if fault.stops else signal.SIGKILL
+            faults.arm(self.stack.faults / fault.process, fault.name, fault.passing, number)
         try:
             return self._run_to_end(fault)
         finally:

@@ -74,6 +74,13 @@ class VersionNotPreparedError(ServiceError):
     reason = "VERSION_NOT_PREPARED"
 
 
+class VersionNotCommittedError(ServiceError):
+    """A version in the making was not committed in time; what was read of it is forgotten."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    reason = "VERSION_NOT_COMMITTED"
+
+
 class UnsupportedModelError(ServiceError):
     """This engine cannot run the architecture; the message says why."""
 

@@ -58,6 +58,10 @@ FETCH_SECONDS = Histogram(
     "Versions of weights made on this host out of the store, before they are loaded.",
     buckets=MINUTES,
 )
+STAGED_BYTES = Counter(
+    "sluice_rollout_staged_bytes_total",
+    "Bytes of weights read and checked before their version was committed.",
+)
 TRANSFER_SECONDS = Histogram(
     "sluice_rollout_transfer_duration_seconds",
     "Weights received from a trainer's ranks, checked and loaded.",

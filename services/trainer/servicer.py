@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import get_args
 
 import grpc
@@ -45,6 +46,7 @@ from sluice.runtime.wire import (
     timestamp_of,
 )
 
+ALLOCATION_SECONDS = 0.5  # that an answer waits for the number of a version
 MAX_RESPONSE_BYTES = 1 << 20  # of one message of a stream, unless a row alone is larger
 LOSSES: dict[Head, tuple[str, ...]] = {
     "policy": tuple(name for name in get_args(LossName) if name != "value"),
@@ -344,15 +346,25 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         targets = targets_from_proto(request)
         self._trainer.publisher.check_targets(targets)  # no operation fails over them later
 
+        allocated = asyncio.Event()
+
         def note(version: int) -> None:
             metadata.version = version
+            allocated.set()
 
         async def run() -> pb.PublishWeightsResponse:
-            return publication_to_proto(
-                await self._trainer.publisher.publish(note, targets, request.pause_mode)
-            )
+            try:
+                return publication_to_proto(
+                    await self._trainer.publisher.publish(note, targets, request.pause_mode)
+                )
+            finally:
+                allocated.set()
 
-        return self._operations.start("publish", request, run, lambda: metadata)
+        operation = self._operations.start("publish", request, run, lambda: metadata)
+        with suppress(TimeoutError):  # the number is the caller's head start, and no more
+            async with asyncio.timeout(ALLOCATION_SECONDS):
+                await allocated.wait()
+        return self._operations.describe(operation.name)
 
     def _loss_from_proto(self, message: loss_pb2.LossSpec) -> LossSpec:
         """Raises InvalidFieldError, also for a loss that the other head has."""

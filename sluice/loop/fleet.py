@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -21,6 +22,7 @@ from sluice.runtime.security import SecurityConfig
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+STAGE_SECONDS = 600.0  # for the shards of a version and its commit
 
 PAUSE_MODES = {
     "wait": engine_pb.PAUSE_MODE_WAIT,
@@ -60,6 +62,7 @@ class EngineFleet:
         self._clients = ClientCache(EngineClient, security)
         self._weights: sample_pb2.WeightVersion | None = None
         self._updating = asyncio.Lock()
+        self._staging: set[asyncio.Task[None]] = set()
 
     @property
     def version(self) -> int:
@@ -67,6 +70,9 @@ class EngineFleet:
         return self._weights.version
 
     async def close(self) -> None:
+        for task in self._staging:
+            task.cancel()
+        await asyncio.gather(*self._staging, return_exceptions=True)
         await self._clients.close()
 
     async def commit(self, weights: sample_pb2.WeightVersion, wait_seconds: float) -> CommitReport:
@@ -104,6 +110,40 @@ class EngineFleet:
             trainer_pb.TransferTarget(engine_id=engine.engine_id, address=engine.address)
             for engine in engines
         ]
+
+    @asynccontextmanager
+    async def streaming(self) -> AsyncIterator[Callable[[int], None]]:
+        """Has engines read a version while the block publishes it, once it knows the number.
+
+        Where the block raises they forget it. `commit` goes on from what they have; an engine
+        that cannot take part reads the version then.
+        """
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            yield lambda version: tasks.append(asyncio.create_task(self._stage_all(version)))
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+        for task in tasks:  # each ends with the commit of its version
+            self._staging.add(task)
+            task.add_done_callback(self._staging.discard)
+
+    async def _stage_all(self, version: int) -> None:
+        try:
+            alive = await self._list_alive()
+        except RemoteError as error:
+            logger.info("no engine reads ahead: %s", error)
+            return
+        await asyncio.gather(*(self._stage(engine, version) for engine in alive))
+
+    async def _stage(self, engine: router_pb.Engine, version: int) -> None:
+        try:
+            with trace.span(engine.engine_id, "stage", f"version {version}"):
+                await self._clients[engine.address].stage_weights(version, STAGE_SECONDS)
+        except RemoteError as error:  # perhaps of an earlier release; it prepares the version later
+            logger.info("engine %s does not read ahead: %s", engine.engine_id, error)
 
     async def keep_up(self) -> None:
         """Bring engines that come late, or come back, to the current weights; until cancelled."""

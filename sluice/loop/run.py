@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from sluice import faults
@@ -220,13 +220,15 @@ class TrainerRun(ABC, Generic[C]):
         targets: Sequence[trainer_pb.TransferTarget] = (),
         mode: engine_pb.PauseMode = engine_pb.PAUSE_MODE_UNSPECIFIED,
         restored: RunCheckpoint | None = None,
+        on_allocated: Callable[[int], None] | None = None,
     ) -> trainer_pb.PublishWeightsResponse:
         """Publishes the trainer's weights; they are pinned, and in the ledger.
 
-        Raises CheckpointLostError where they are not those that `restored` names.
+        `on_allocated` hears their number meanwhile. Raises CheckpointLostError where they are not
+        those that `restored` names.
         """
         with trace.span(trace.TRAINER, "publish"):
-            published = await self.trainer.publish_weights(targets, mode)
+            published = await self.trainer.publish_weights(targets, mode, on_allocated)
         weights = published.weights
         faults.point("published")
         check_step(published.step, self.optimizer_step, "published weights")
@@ -279,6 +281,8 @@ class TrainingRun(TrainerRun[RunConfig]):
         self._samples = SampleKeeper(config.run_dir, config.store_dir, config.trace)
         self._dispatcher: RolloutDispatcher | None = None
         self._keeping_up: asyncio.Task[None] | None = None
+        self._bringing: asyncio.Task[None] | None = None  # of engines to the version published last
+        self._committed: CommitReport | None = None  # of the version that engines were brought to
         self._rewards: list[float] = []
         self._mismatch_checked = False  # since the services were last brought to a state
         if config.sampling.truncates:
@@ -294,6 +298,7 @@ class TrainingRun(TrainerRun[RunConfig]):
         if self._is_done():
             self.report.note(f"the run is at its end already (step {self.step})")
         if self.step == 0:
+            await self._settle_engines()
             await self._evaluations.measure("before", 0, self.fleet.version)
         while not (self._is_done() and self._has_last_run_checkpoint()):
             before = self.step
@@ -302,12 +307,14 @@ class TrainingRun(TrainerRun[RunConfig]):
             STEP.set(self.step)
             if self.step > before:
                 self._trace.flush(self.step)
+        await self._settle_engines()
         await self._evaluations.measure("after", self.step, self.fleet.version)
 
     async def close(self) -> None:
-        if self._keeping_up is not None:
-            self._keeping_up.cancel()
-            await asyncio.gather(self._keeping_up, return_exceptions=True)
+        background = [task for task in (self._keeping_up, self._bringing) if task is not None]
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
         await self._evaluations.close()
         self._trace.flush(self.step + 1)  # what came after the last step
         if self._dispatcher is not None:
@@ -364,6 +371,8 @@ class TrainingRun(TrainerRun[RunConfig]):
         start = time.monotonic()
         if self._keeping_up is not None and self._keeping_up.done():
             self._keeping_up.result()  # a bug in there is one of this run
+        if self._bringing is not None and self._bringing.done():
+            await self._settle_engines()  # or no group would ever come
         dispatcher = self._open_dispatcher()
         with trace.span(trace.LOOP, "wait for groups"):
             await dispatcher.fill(self.step)
@@ -377,7 +386,7 @@ class TrainingRun(TrainerRun[RunConfig]):
         self.step, self.optimizer_step = self.step + 1, trained.optimizer_step
         self._recovery.note_step()
         stepped = time.monotonic()
-        committed = await self._publish()
+        await self._publish()
         seconds = {
             "rollout_seconds": rolled_out - start,
             "train_seconds": stepped - rolled_out,
@@ -390,7 +399,7 @@ class TrainingRun(TrainerRun[RunConfig]):
             trained.metrics["surplus_groups"] = float(counts.surplus)
             mean = counts.reward_sum / counts.finished if counts.finished else math.nan
             trained.metrics["reward_mean_unfiltered"] = mean
-        self._report_step(groups, trained, committed, seconds)
+        self._report_step(groups, trained, seconds)
         every = self.config.checkpoint_every
         if every and self.step % every == 0:
             await self._save()
@@ -461,7 +470,7 @@ class TrainingRun(TrainerRun[RunConfig]):
     def _rollout_request(
         self, groups: Sequence[LedgerGroup], trial: int
     ) -> rollout_pb.RolloutRequest:
-        version = self.fleet.version
+        version = self._weights.version
         synchronous = self.config.max_staleness == 0
         versions = engine_pb.VersionBounds(
             exact_version=version if synchronous else None,
@@ -470,29 +479,48 @@ class TrainingRun(TrainerRun[RunConfig]):
         tasks = [(group.group_id, self._prompts.task(group.position)) for group in groups]
         return build_request(self.config, tasks, versions, trial)
 
-    async def _publish(self, restored: RunCheckpoint | None = None) -> CommitReport:
-        """Publishes the trainer's weights and brings the engines to them.
+    async def _publish(self, restored: RunCheckpoint | None = None) -> None:
+        """Publishes the trainer's weights and has the engines brought to them.
 
-        Those of a run checkpoint are compared with it before an engine hears of them.
+        An asynchronous run goes on meanwhile: what it asks for from now on waits for engines that
+        serve them, so that no group is older than the step it is issued at. Those of a run
+        checkpoint are compared with it before an engine hears of them.
         """
+        await self._settle_engines()
         targets = []
         if self.config.weight_transport == "collective" and restored is None:
             targets = await self.fleet.targets()
         mode = PAUSE_MODES[self.config.pause_mode]
-        published = await self._publish_weights(targets, mode, restored)
+        if targets or restored is not None:
+            published = await self._publish_weights(targets, mode, restored)
+        else:
+            async with self.fleet.streaming() as note:
+                published = await self._publish_weights(mode=mode, on_allocated=note)
         for outcome in published.engines:
             if outcome.HasField("error"):  # it is brought up to date from the store below
                 cause = outcome.error.message
                 logger.warning("engine %s received no weights: %s", outcome.engine_id, cause)
+        self._weights = published.weights
         if self._dispatcher is not None:
             self._dispatcher.version_recorded()
         faults.point("version")
-        weights = published.weights
-        committed = await self.fleet.commit(weights, self.config.service_timeout_seconds)
+        bringing = self._bring_engines(published.weights)
+        self._bringing = asyncio.create_task(bringing, name="bring engines to new weights")
+        if self.config.max_staleness == 0:
+            await self._settle_engines()
+
+    async def _bring_engines(self, weights: sample_pb2.WeightVersion) -> None:
+        seconds = self.config.service_timeout_seconds
+        self._committed = await self.fleet.commit(weights, seconds)
         faults.point("committed")
-        self._weights = weights
         await self._retention.release_weights(weights.version)
-        return committed
+
+    async def _settle_engines(self) -> None:
+        """Waits until an engine serves what was published last. Raises NoEngineError."""
+        bringing, self._bringing = self._bringing, None
+        if bringing is not None:
+            with trace.span(trace.LOOP, "wait for engines"):
+                await bringing
 
     async def _layouts(self) -> dict[str, dict[str, int]]:
         layouts = await super()._layouts()
@@ -526,6 +554,7 @@ class TrainingRun(TrainerRun[RunConfig]):
     async def _evaluate_in_between(self) -> None:
         if not self._evaluations.is_due(self.step) or self._is_done():
             return
+        await self._settle_engines()
         if self._evaluations.is_beside:
             self._evaluations.begin(self.step, self.fleet.version)
         else:
@@ -535,9 +564,10 @@ class TrainingRun(TrainerRun[RunConfig]):
         self,
         groups: Sequence[LedgerGroup],
         trained: StepReport,
-        committed: CommitReport,
         seconds: dict[str, float],
     ) -> None:
+        committed = self._committed
+        assert committed is not None, "no engine serves"
         samples = sum(group.sample_count for group in groups)
         reward = sum(g.reward_mean * g.sample_count for g in groups) / samples
         self._rewards.append(reward)
@@ -545,7 +575,7 @@ class TrainingRun(TrainerRun[RunConfig]):
         row: dict[str, Any] = {
             "step": self.step,
             "optimizer_step": self.optimizer_step,
-            "weight_version": self.fleet.version,
+            "weight_version": self._weights.version,
             **trained.metrics,
             "reward_mean": reward,
             "response_length_mean": sum(g.response_tokens for g in groups) / samples,

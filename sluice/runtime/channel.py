@@ -34,6 +34,7 @@ DEADLINES = {  # seconds, by method; a caller's own timeout wins
     "StepOptimizer": 600.0,
     "UploadBatch": 600.0,
     "PrepareWeights": 600.0,
+    "StageWeights": 660.0,
     "JoinTransferGroup": 600.0,
     "CommitWeights": 600.0,
     "WaitOperation": 60.0,

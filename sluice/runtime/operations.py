@@ -154,6 +154,10 @@ class Operations(pb_grpc.OperationsServicer):
             raise NotFoundError("operation", name)
         return operation
 
+    def describe(self, name: str) -> pb.Operation:
+        """Return what is known of an operation now. Raises NotFoundError."""
+        return self._find(name).to_proto()
+
     async def GetOperation(self, request: pb.GetOperationRequest, context: object) -> pb.Operation:
         return self._find(request.name).to_proto()
 

@@ -2,6 +2,7 @@
 
 versions/<8 digits>/<file>  the files of a version; `manifest.json` comes last and makes it one
 allocated/<8 digits>        one object per number given out lately; names the parent
+announced/<8 digits>/<file> a file of a version in the making is there; digests of it
 pins/<8 digits>/<owner>     keeps a version from retention
 retiring/<8 digits>         the version is being removed: nobody may pin it any more
 

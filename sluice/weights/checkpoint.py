@@ -286,69 +286,130 @@ def describe_shard(path: Path) -> ShardFile:
 
 
 class ShardCheck:
-    """Checks the tensors of a shard, in their order, against the manifest of its version.
+    """Checks the tensors of a shard, in their order, against what its writer reported.
 
     Each byte is hashed once: a header is compared with the one that our writers make of the
     tensors. Only where another program wrote the file is all of it hashed besides.
     """
 
-    def __init__(
-        self, manifest: Manifest, file_name: str, header: bytes, extents: Mapping[str, Extent]
-    ) -> None:
-        """Raises DamagedFileError unless the header names the tensors of the manifest."""
-        self._manifest, self._file_name = manifest, file_name
-        stored = {n: (t.dtype, t.shape) for n, t in manifest.tensors.items() if t.file == file_name}
+    def __init__(self, expected: ShardFile, header: bytes, extents: Mapping[str, Extent]) -> None:
+        """Raises DamagedFileError unless the header names the tensors that are expected."""
+        self._expected = expected
+        stored = {n: (t.dtype, tuple(t.shape)) for n, t in expected.tensors.items()}
         layout = {name: (extent.dtype, extent.shape) for name, extent in extents.items()}
         if layout != stored:
             different = sorted({name for name, _ in layout.items() ^ stored.items()})
             raise DamagedFileError(
-                file_name, f"and its manifest differ in: {', '.join(different[:8])}"
+                expected.file_name, f"and its manifest differ in: {', '.join(different[:8])}"
             )
         ours, _ = encode_header(stored)
         self._whole = None if header == ours else xxhash.xxh3_128(header)
+        self._tensor = xxhash.xxh3_128()
 
     def check(self, name: str, data: memoryview) -> None:
         """Raises TensorDigestError."""
-        expected, actual = self._manifest.tensors[name].digest, digest_bytes(data)
-        if actual != expected:
-            raise TensorDigestError(name, expected, actual)
+        self.update(data)
+        self.end(name)
+
+    def update(self, data: memoryview) -> None:
+        """Takes the next bytes of a tensor."""
+        self._tensor.update(data)
         if self._whole is not None:
             self._whole.update(data)
 
+    def end(self, name: str) -> None:
+        """Ends a tensor, all bytes of which were taken. Raises TensorDigestError."""
+        expected, actual = self._expected.tensors[name].digest, self._tensor.hexdigest()
+        self._tensor.reset()
+        if actual != expected:
+            raise TensorDigestError(name, expected, actual)
+
     def finish(self) -> None:
         """Raises FileDigestError; to be called after all tensors."""
-        expected = self._manifest.files[self._file_name].digest
+        expected = self._expected.digest
         if self._whole is not None and self._whole.hexdigest() != expected:
-            raise FileDigestError(self._file_name, expected, self._whole.hexdigest())
+            raise FileDigestError(self._expected.file_name, expected, self._whole.hexdigest())
+
+
+CheckedTensor = tuple[str, mmap.mmap, Extent]
+
+
+def checked_shard(
+    path: Path, expected: ShardFile, access: int = mmap.ACCESS_READ
+) -> Iterator[CheckedTensor]:
+    """Yield every tensor of a shard, each checked before: its name, the map of the file, where.
+
+    Use the tensors only after the iterator has ended without TensorDigestError, FileDigestError,
+    MissingFileError or DamagedFileError.
+    """
+    if path.is_file() and (size := path.stat().st_size) != expected.size:
+        raise MissingFileError(expected.file_name, f"has {size} bytes, not {expected.size}")
+    mapped, extents = map_shard(path, access)
+    view = memoryview(mapped)
+    checking = ShardCheck(expected, bytes(view[: data_start(mapped)]), extents)
+    for name, extent in extents.items():
+        checking.check(name, view[extent.begin : extent.end])
+        yield name, mapped, extent
+    checking.finish()
 
 
 def checked_tensors(
     directory: Path, manifest: Manifest, access: int = mmap.ACCESS_READ
-) -> Iterator[tuple[str, mmap.mmap, Extent]]:
-    """Yield every tensor of a version, each checked before: its name, the map of its file, where.
-
-    Files are checked as well, headers and companions included: use the tensors only after the
-    iterator has ended without TensorDigestError, FileDigestError, MissingFileError or
-    DamagedFileError.
-    """
+) -> Iterator[CheckedTensor]:
+    """Yield every tensor of a version as `checked_shard` does, and check all other files."""
     check_companions(directory, manifest)
-    for file_name in sorted({tensor.file for tensor in manifest.tensors.values()}):
-        path, expected = directory / file_name, manifest.files[file_name].size
-        if path.is_file() and (size := path.stat().st_size) != expected:
-            raise MissingFileError(file_name, f"has {size} bytes, not {expected}")
-        mapped, extents = map_shard(path, access)
-        view = memoryview(mapped)
-        checking = ShardCheck(manifest, file_name, bytes(view[: data_start(mapped)]), extents)
-        for name, extent in extents.items():
-            checking.check(name, view[extent.begin : extent.end])
-            yield name, mapped, extent
-        checking.finish()
+    for shard in manifest.shards():
+        yield from checked_shard(directory / shard.file_name, shard, access)
 
 
-def verify_files(directory: Path, manifest: Manifest) -> None:
-    """Check every byte of a version; raises as `checked_tensors`."""
-    for _ in checked_tensors(directory, manifest):
-        pass
+@dataclass(frozen=True)
+class FileIdentity:
+    """Which file it is, as it was last written to; a rename changes nothing."""
+
+    device: int
+    inode: int
+    size: int
+    modified: int  # ns
+
+    @classmethod
+    def of(cls, path: Path) -> FileIdentity:
+        """Raises MissingFileError."""
+        try:
+            found = path.stat()
+        except FileNotFoundError as error:
+            raise MissingFileError(path.name) from error
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+class CheckedShards:
+    """Shards that were checked before their version was committed. For any thread."""
+
+    def __init__(self) -> None:
+        self._checked: dict[FileIdentity, Mapping[str, TensorEntry]] = {}
+
+    def check(self, path: Path, expected: ShardFile) -> None:
+        """Check every byte of a shard, and note it; raises as `checked_shard`."""
+        identity = FileIdentity.of(path)
+        for _ in checked_shard(path, expected):
+            pass
+        self._checked[identity] = expected.tensors
+
+    def has(self, path: Path, expected: ShardFile) -> bool:
+        """Return whether this very file was checked, against these digests."""
+        return self._checked.get(FileIdentity.of(path)) == expected.tensors
+
+    def clear(self) -> None:
+        self._checked.clear()
+
+
+def verify_files(directory: Path, manifest: Manifest, checked: CheckedShards | None = None) -> None:
+    """Check every byte of a version but of shards `checked` before; raises as `checked_tensors`."""
+    check_companions(directory, manifest)
+    for shard in manifest.shards():
+        path = directory / shard.file_name
+        if checked is None or not checked.has(path, shard):
+            for _ in checked_shard(path, shard):
+                pass
 
 
 def check_companions(directory: Path, manifest: Manifest) -> None:

@@ -72,13 +72,40 @@ def encode(old: Bytes, new: Bytes, width: int) -> Encoded:
     return Encoded(payload, changed)
 
 
-def apply(payload: memoryview, target: Bytes, width: int) -> None:
-    """Turn the old bytes in `target` into the new ones. Raises DeltaError, `target` undefined."""
-    elements = _elements(target, width)
+@dataclass(frozen=True)
+class Patch:
+    """A decoded payload: what `count` elements become, to be applied block by block.
+
+    SPARSE: `values` are added at `positions`. DENSE: they are added to all. RAW: they replace all.
+    """
+
+    form: Form
+    values: np.ndarray
+    positions: np.ndarray
+
+    def apply(self, block: np.ndarray, start: int) -> bool:
+        """Turn the old elements from `start` on into the new ones; whether any changes."""
+        end = start + len(block)
+        if self.form == Form.SPARSE:
+            first, last = np.searchsorted(self.positions, (start, end))
+            if first == last:
+                return False
+            block[self.positions[first:last] - start] += self.values[first:last]
+        elif self.form == Form.DENSE:
+            block += self.values[start:end]
+        elif self.form == Form.RAW:
+            block[:] = self.values[start:end]
+        return self.form != Form.SAME
+
+
+def decode(payload: memoryview, count: int, width: int) -> Patch:
+    """Decode a payload for `count` elements of `width` bytes. Raises DeltaError."""
+    kind = np.dtype(f"<u{width}")
+    values, positions = np.empty(0, kind), np.empty(0, np.int64)
     try:
-        form, count, changed, long_gaps = _HEAD.unpack_from(payload)
-        if count != len(elements):
-            raise DeltaError(f"is for {count} elements, not {len(elements)}")
+        form, expected, changed, long_gaps = _HEAD.unpack_from(payload)
+        if count != expected:
+            raise DeltaError(f"is for {expected} elements, not {count}")
         if not long_gaps <= changed <= count:
             raise DeltaError("has counts that do not fit")
         streams = payload[_HEAD.size :]
@@ -86,21 +113,29 @@ def apply(payload: memoryview, target: Bytes, width: int) -> None:
             gaps, streams = _take(streams, changed)
             long, streams = _take(streams, 8 * long_gaps)
             planes, streams = _take(streams, width * changed)
-            at = _positions(gaps, long.view("<u8"), count)
-            elements[at] += _unzigzag(_unplanes(planes, elements.dtype))
+            positions = _positions(gaps, long.view("<u8"), count)
+            values = _unzigzag(_unplanes(planes, kind))
         elif form == Form.DENSE:
             planes, streams = _take(streams, width * count)
-            elements += _unzigzag(_unplanes(planes, elements.dtype))
+            values = _unzigzag(_unplanes(planes, kind))
         elif form == Form.RAW:
-            target[:], streams = _take(streams, width * count)
+            raw, streams = _take(streams, width * count)
+            values = raw.view(kind)
         elif form != Form.SAME:
             raise DeltaError(f"has the unknown form {form}")
         if streams:
             raise DeltaError(f"has {len(streams)} bytes too many")
+        return Patch(Form(form), values, positions)
     except (struct.error, ValueError, IndexError, OSError, OverflowError) as error:
         if isinstance(error, DeltaError):
             raise
         raise DeltaError(f"is damaged: {error}") from error
+
+
+def apply(payload: memoryview, target: Bytes, width: int) -> None:
+    """Turn the old bytes in `target` into the new ones. Raises DeltaError, `target` undefined."""
+    elements = _elements(target, width)
+    decode(payload, len(elements), width).apply(elements, 0)
 
 
 @cache
@@ -141,12 +176,14 @@ def _encode_sparse(count: int, positions: np.ndarray, values: np.ndarray) -> byt
 
 
 def _positions(gaps: np.ndarray, long: np.ndarray, count: int) -> np.ndarray:
-    wide = gaps.astype(np.int64)
-    is_long = gaps == LONG_GAP
-    if int(is_long.sum()) != len(long) or (len(long) and int(long.max()) >= count):
+    steps = gaps.astype(np.int64)
+    is_long = np.flatnonzero(gaps == LONG_GAP)
+    if len(is_long) != len(long) or (len(long) and int(long.max()) >= count):
         raise DeltaError("has gaps that do not fit")
-    wide[is_long] = long
-    positions = np.cumsum(wide + 1) - 1
+    steps[is_long] = long
+    steps += 1
+    positions = np.cumsum(steps, out=steps)
+    positions -= 1
     if len(positions) and positions[-1] >= count:
         raise DeltaError("reaches beyond the tensor")
     return positions
@@ -158,8 +195,10 @@ def _zigzag(difference: np.ndarray) -> np.ndarray:
 
 
 def _unzigzag(coded: np.ndarray) -> np.ndarray:
-    half = coded >> 1
-    return np.where(coded & 1, ~half, half)
+    half, sign = coded >> 1, coded & 1
+    np.negative(sign, out=sign)  # all ones where the difference is negative
+    half ^= sign
+    return half
 
 
 def _planes(values: np.ndarray) -> np.ndarray:
@@ -169,7 +208,12 @@ def _planes(values: np.ndarray) -> np.ndarray:
 
 
 def _unplanes(planes: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    return np.ascontiguousarray(planes.reshape(dtype.itemsize, -1).T).reshape(-1).view(dtype)
+    rows = planes.reshape(dtype.itemsize, -1)
+    values = rows[-1].astype(dtype)
+    for row in rows[-2::-1]:
+        values <<= 8
+        values |= row
+    return values
 
 
 def _pack(form: Form, count: int, changed: int, long_gaps: int, *streams: np.ndarray) -> bytes:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import secrets
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,13 @@ from typing import IO
 import numpy as np
 
 from sluice import faults
-from sluice.durable import LockTimeoutError, try_lock, write_all, write_new
+from sluice.durable import (
+    LockTimeoutError,
+    clone_file,
+    try_lock,
+    write_all,
+    write_new,
+)
 from sluice.weights.checkpoint import (
     Extent,
     ShardCheck,
@@ -26,7 +32,7 @@ from sluice.weights.checkpoint import (
     data_start,
     map_shard,
 )
-from sluice.weights.delta import DeltaError, apply, element_width
+from sluice.weights.delta import DeltaError, Patch, decode, element_width
 from sluice.weights.errors import (
     DamagedFileError,
     FileDigestError,
@@ -39,6 +45,7 @@ from sluice.weights.manifest import (
     MANIFEST_NAME,
     FileEntry,
     Manifest,
+    ShardFile,
     delta_name,
     digest_bytes,
     encode_manifest,
@@ -54,49 +61,77 @@ class ShardSource:
     deltas: Sequence[tuple[Path, FileEntry]] = ()
 
 
-def build_shard(source: ShardSource, file_name: str, manifest: Manifest, target: Path) -> int:
-    """Write the shard `file_name` of `manifest` to `target`, checking every tensor; its size.
+BLOCK = 1 << 20  # elements that are changed, digested and written at a time
 
-    At most one tensor is held in memory. Raises TensorDigestError naming a tensor that does
-    not come out as the manifest says, FileDigestError, MissingFileError or
-    DamagedFileError; `target` is then to be thrown away.
+
+class _Shard:
+    """Makes one shard: a whole file, brought up to date by deltas, into another or the same."""
+
+    def __init__(self, source: ShardSource, expected: ShardFile) -> None:
+        self._source, self._expected = source, expected
+        self._whole, self._extents = map_shard(source.path)
+        self._deltas = [map_shard(path) for path, _ in source.deltas]
+        self._header = bytes(memoryview(self._whole)[: data_start(self._whole)])
+        self._check = ShardCheck(expected, self._header, self._extents)
+        for (path, _), (_, names) in zip(source.deltas, self._deltas, strict=True):
+            if names.keys() != self._extents.keys():
+                different = ", ".join(sorted(names.keys() ^ self._extents.keys())[:8])
+                raise DamagedFileError(path.name, f"and its manifest differ in: {different}")
+
+    def write(self, target: Path) -> None:
+        path = self._source.path
+        in_place = path == target or (bool(self._deltas) and clone_file(path, target))
+        with target.open("r+b" if in_place else "xb", buffering=0) as file:
+            if not in_place:
+                write_all(file, self._header)
+            for name, extent in self._extents.items():
+                for block, begin, has_changed in self._blocks(name, extent):
+                    self._check.update(block)
+                    if has_changed or not in_place:
+                        file.seek(begin)
+                        write_all(file, block)
+                self._check.end(name)
+                faults.point("weights.building")
+        self._check.finish()
+        for (path, entry), (delta, _) in zip(self._source.deltas, self._deltas, strict=True):
+            if (actual := digest_bytes(delta)) != entry.digest:  # though it did no harm
+                raise FileDigestError(path.name, entry.digest, actual)
+
+    def _blocks(self, name: str, extent: Extent) -> Iterator[tuple[memoryview, int, bool]]:
+        """Yield the new bytes of a tensor, where each block begins, and whether it has changed."""
+        width = element_width(extent.dtype)
+        old = np.frombuffer(self._whole, np.uint8)[extent.begin : extent.end].view(f"<u{width}")
+        patches = [self._patch(name, index, len(old), width) for index in range(len(self._deltas))]
+        memory = np.empty(BLOCK if patches else 0, old.dtype)
+        for start in range(0, len(old), BLOCK):
+            block, has_changed = old[start : start + BLOCK], False
+            if patches:
+                memory[: len(block)] = block
+                block = memory[: len(block)]
+                has_changed = any([patch.apply(block, start) for patch in patches])
+            yield block.view(np.uint8).data, extent.begin + start * width, has_changed
+
+    def _patch(self, name: str, index: int, count: int, width: int) -> Patch:
+        delta, extents = self._deltas[index]
+        try:
+            payload = memoryview(delta)[extents[name].begin : extents[name].end]
+            return decode(payload, count, width)
+        except DeltaError as error:
+            expected = self._expected.tensors[name].digest
+            raise TensorDigestError(name, expected, f"none: its delta {error}") from error
+
+
+def build_shard(source: ShardSource, expected: ShardFile, target: Path) -> None:
+    """Make the shard `expected` in `target`, checking every tensor.
+
+    Where `target` is the source, or can share its blocks until they are written, only blocks that
+    changed are. Raises TensorDigestError naming a tensor that does not come out as expected,
+    FileDigestError, MissingFileError or DamagedFileError; `target` is then to be thrown away.
     """
-    whole, extents = map_shard(source.path)
-    deltas = [map_shard(path) for path, _ in source.deltas]
-    header = bytes(memoryview(whole)[: data_start(whole)])
-    checking = ShardCheck(manifest, file_name, header, extents)
-    for (path, _), (_, names) in zip(source.deltas, deltas, strict=True):
-        if names.keys() != extents.keys():
-            different = ", ".join(sorted(names.keys() ^ extents.keys())[:8])
-            raise DamagedFileError(path.name, f"and its manifest differ in: {different}")
-    with target.open("xb", buffering=0) as file:
-        write_all(file, header)
-        for name, extent in extents.items():
-            data = np.frombuffer(whole, np.uint8)[extent.begin : extent.end]
-            if deltas:
-                data = data.copy()
-                for delta, found in deltas:
-                    _apply(delta, found[name], data, name, manifest)
-            checking.check(name, data.data)
-            write_all(file, data.data)
-            faults.point("weights.building")
-        size = file.tell()
-    checking.finish()
-    for (path, entry), (delta, _) in zip(source.deltas, deltas, strict=True):
-        if (actual := digest_bytes(delta)) != entry.digest:  # though it did no harm
-            raise FileDigestError(path.name, entry.digest, actual)
-    return size
+    _Shard(source, expected).write(target)
 
 
-def _apply(
-    delta: mmap.mmap, extent: Extent, data: np.ndarray, name: str, manifest: Manifest
-) -> None:
-    payload = memoryview(delta)[extent.begin : extent.end]
-    try:
-        apply(payload, data, element_width(manifest.tensors[name].dtype))
-    except DeltaError as error:
-        expected = manifest.tensors[name].digest
-        raise TensorDigestError(name, expected, f"none: its delta {error}") from error
+BUILDERS = 2  # shards that are made at a time
 
 
 def check_out(
@@ -105,7 +140,8 @@ def check_out(
     """Write the version into the empty `directory`, checking every byte.
 
     `local` are versions that lie on this host as whole directories: what is in them is not
-    fetched, and only the deltas since are. Raises VersionNotFoundError, ManifestError,
+    fetched, and only the deltas since are. One of them may be `directory` itself, which is then
+    turned into the version by writing what changed. Raises VersionNotFoundError, ManifestError,
     TensorDigestError, FileDigestError, MissingFileError or DamagedFileError.
     """
     local, chain = local or {}, [store.manifest(version)]
@@ -114,9 +150,12 @@ def check_out(
             raise ManifestError(f"version {chain[-1].version} has the base {base}, no older one")
         chain.append(store.manifest(base))
     manifest = chain[0]
-    shards = {tensor.file for tensor in manifest.tensors.values()}
+    shards = {shard.file_name: shard for shard in manifest.shards()}
     prefix = directory.name + ".fetched-"
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=directory.parent) as scratch:
+    with (
+        tempfile.TemporaryDirectory(prefix=prefix, dir=directory.parent) as scratch,
+        ThreadPoolExecutor(BUILDERS, "weight-build") as pool,
+    ):
 
         def path_of(holder: Manifest, name: str) -> Path:
             if holder.version not in local:
@@ -133,15 +172,28 @@ def check_out(
                     return chain[:length]
             raise ManifestError(f"version {chain[-1].version} has no base to be made of")
 
-        for name, entry in manifest.files.items():
+        def make(name: str) -> None:
             *changed, whole = holders(name)
+            target, path = directory / name, path_of(whole, name)
+            if path != target:
+                target.unlink(missing_ok=True)  # of the version that the directory was
             if name not in shards:
-                shutil.copyfile(path_of(whole, name), directory / name)
-                check_file(directory / name, entry.digest)
-                continue
+                if path != target:
+                    shutil.copyfile(path, target)
+                check_file(target, manifest.files[name].digest)
+                return
             deltas = [(path_of(m, delta_name(name)), m.deltas[name]) for m in reversed(changed)]
-            source = ShardSource(path_of(whole, name), deltas)
-            build_shard(source, name, manifest, directory / name)
+            build_shard(ShardSource(path, deltas), shards[name], target)
+
+        making = [pool.submit(make, name) for name in manifest.files]
+        try:
+            for made in making:
+                made.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+    for path in directory.iterdir():
+        if path.name not in manifest.files:
+            path.unlink()
     write_new(directory / MANIFEST_NAME, encode_manifest(manifest), sync=False)
     return manifest
 
@@ -150,6 +202,7 @@ logger = logging.getLogger(__name__)
 
 FETCH_SECONDS = 600.0  # for another process of this host to make a version
 POLL_SECONDS = 0.01
+RECYCLED_CHAIN = 4  # deltas that are applied to an old version sooner than a newer one is copied
 LOCK_SUFFIX = ".lock"
 FORMER_FOLDER = "engines"  # `<version>-<digest>`, each with a `.use` that is locked while served
 
@@ -240,6 +293,8 @@ class HostCache:
             raise
 
     def _check_out(self, manifest: Manifest, partial: Path) -> None:
+        if self._recycle(manifest, partial):
+            return
         with ExitStack() as holding:
             local = self._hold_chain(manifest, holding)
             try:
@@ -254,6 +309,45 @@ class HostCache:
         for path in partial.iterdir():
             path.unlink()
         check_out(self._store, manifest.version, partial)
+
+    def _recycle(self, manifest: Manifest, partial: Path) -> bool:
+        """Turn a version of the chain that nobody uses any more into this one, if there is one.
+
+        `partial` is empty again where that fails.
+        """
+        former = self._take_former(manifest, partial)
+        if former is None:
+            return False
+        try:
+            check_out(self._store, manifest.version, partial, {former: partial})
+            return True
+        except (WeightStoreError, OSError) as error:
+            logger.warning("version %d is not made of %d: %s", manifest.version, former, error)
+        for path in partial.iterdir():
+            path.unlink()
+        return False
+
+    def _take_former(self, manifest: Manifest, partial: Path) -> int | None:
+        """Move the files of the version to recycle into `partial`; its number, or None."""
+        others = {int(path.name[:8]) for path in self._root.glob("[0-9]*-*") if path.is_dir()}
+        stay = set(sorted({*others, manifest.version})[-self._keep :])
+        link = manifest
+        for _ in range(RECYCLED_CHAIN):
+            if link.base is None or link.base >= link.version:
+                return None
+            link = self._store.manifest(link.base)
+            directory = self._directory(link)
+            if link.version in stay or not (directory / MANIFEST_NAME).is_file():
+                continue
+            with self._lock_file(directory) as lock:
+                if not try_lock(lock.fileno()):
+                    continue  # it is in use
+                (directory / MANIFEST_NAME).unlink()
+                partial.rmdir()
+                directory.rename(partial)
+                directory.with_name(directory.name + LOCK_SUFFIX).unlink()
+                return link.version
+        return None
 
     def _hold_chain(self, manifest: Manifest, holding: ExitStack) -> dict[int, Path]:
         """Lock the nearest version of the chain that is here, while it is read."""

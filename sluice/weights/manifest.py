@@ -26,6 +26,15 @@ def digest_bytes(data: Buffer) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+def digest_shard(header: bytes, tensors: Iterable[str]) -> str:
+    """Hash a safetensors file of ours by its header and the digests of its tensors in their order.
+
+    Whoever checks the tensors and compares the header has checked all of it: no byte is hashed
+    twice. The digest of a shard that another program wrote is that of its bytes.
+    """
+    return xxhash.xxh3_128_hexdigest(header + "".join(tensors).encode())
+
+
 def digest_file(path: Path) -> tuple[int, str]:
     """Return size and digest of a file, read in pieces of 8 MiB."""
     hasher, size = xxhash.xxh3_128(), 0
@@ -126,6 +135,17 @@ class Manifest:
     deltas: Mapping[str, FileEntry] = field(default_factory=dict)
     inherited: tuple[str, ...] = ()
     processor: str | None = None
+
+    def shards(self) -> list[ShardFile]:
+        """The files of tensors as a whole directory holds them, by name."""
+        found: dict[str, dict[str, TensorEntry]] = {}
+        for name, tensor in self.tensors.items():
+            entry = TensorEntry(tensor.dtype, tensor.shape, tensor.digest)
+            found.setdefault(tensor.file, {})[name] = entry
+        return [
+            ShardFile(name, self.files[name].size, self.files[name].digest, found[name])
+            for name in sorted(found)
+        ]
 
     @property
     def stored(self) -> dict[str, FileEntry]:

@@ -2,6 +2,7 @@
 
 versions/<8 digits>/<file>        a version: a plain HF checkpoint and its manifest.json
 allocated/<8 digits>              one marker per number given out lately; names the parent
+announced/<8 digits>/<file>       a file of a version in the making is written; digests of it
 pins/<8 digits>/<owner>           keeps a version from retention
 staging/<8 digits>-<nonce>/       a version in the making, beside its owner's lock
 trash/                            versions on their way out
@@ -15,7 +16,7 @@ import secrets
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from sluice import faults
@@ -120,7 +121,7 @@ class DirectoryObjects(Objects):
     def __init__(self, root: Path, *, durable: bool) -> None:
         self._root, self._durable = root, durable
         self.staging = root / "staging"
-        for name in ("versions", "allocated", "staging", "pins", "trash"):
+        for name in ("versions", "allocated", "announced", "staging", "pins", "trash"):
             (root / name).mkdir(parents=True, exist_ok=True)
 
     def keys(self, folder: str) -> Sequence[str]:
@@ -198,6 +199,9 @@ class DirectoryObjects(Objects):
             for directory in (self._root / "pins").iterdir():
                 if not self.directory(int(directory.name)).exists() and not os.listdir(directory):
                     directory.rmdir()
+        for directory in (self._root / "announced").iterdir():
+            with suppress(OSError):  # not empty, or gone
+                directory.rmdir()
         for directory in (self._root / "trash").iterdir():
             shutil.rmtree(directory, ignore_errors=True)
 

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import math
 import mmap
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
 import xxhash
 
-from sluice.durable import write_pieces
+from sluice import platform
+from sluice.durable import sync_path, write_pieces
 from sluice.weights import delta as delta_module
 from sluice.weights.checkpoint import BITS, Extent, byte_order, checked_tensors, encode_header
 from sluice.weights.delta import element_width, encode_file
@@ -31,6 +35,7 @@ from sluice.weights.manifest import (
     TensorEntry,
     delta_name,
     digest_bytes,
+    digest_shard,
 )
 from sluice.weights.transfer.plan import Bucket
 
@@ -83,12 +88,24 @@ def write_shard(
     return ShardFile(file_name, size, whole.hexdigest(), entries)
 
 
-def write_file(path: Path, pieces: Iterable[bytes | memoryview], *, sync: bool) -> None:
-    """Write a new file of a version in the making; raises DuplicateFileError where it exists."""
+def write_file(
+    path: Path,
+    pieces: Iterable[bytes | memoryview],
+    *,
+    sync: bool,
+    written: Callable[[], None] = lambda: None,
+) -> None:
+    """Write a new file of a version in the making; raises DuplicateFileError where it exists.
+
+    `written` is called when others can read it, before it is synced to the disk.
+    """
     try:
-        write_pieces(path, pieces, sync=sync)
+        write_pieces(path, pieces, sync=False)
     except FileExistsError as error:
         raise DuplicateFileError(path.name) from error
+    written()
+    if sync:
+        sync_path(path)
 
 
 def load_verified(
@@ -102,12 +119,13 @@ def load_verified(
     TensorDigestError, FileDigestError, MissingFileError or DamagedFileError.
     """
     for name, mapped, extent in checked_tensors(directory, manifest, mmap.ACCESS_COPY):
-        tensor = _tensor(mapped, extent)
+        tensor = mapped_tensor(mapped, extent)
         convert = dtype is not None and tensor.is_floating_point()
         yield name, tensor.to(dtype) if convert else tensor
 
 
-def _tensor(mapped: mmap.mmap, extent: Extent) -> torch.Tensor:
+def mapped_tensor(mapped: mmap.mmap, extent: Extent) -> torch.Tensor:
+    """Return a tensor that lies in a mapped file."""
     dtype = TORCH_DTYPES[extent.dtype]
     if extent.begin == extent.end:
         return torch.empty(extent.shape, dtype=dtype)
@@ -126,12 +144,42 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 WHOLE_SHARE = 0.8  # of a shard's bytes: a delta that is not smaller is not worth its base
-
-
-ShardWrite = Callable[[Path, str, Mapping[str, torch.Tensor]], ShardFile]
-
+WRITERS = 2  # shards that are written at a time
+CHUNK_BYTES = 8 << 20  # that are cast, digested and written at a time
 
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]
+PendingShard = Callable[[], ShardFile]  # waits until it is written
+Casts = Mapping[str, torch.dtype]  # by name, of tensors that are written as another type
+ShardWrite = Callable[[Path, str, Mapping[str, torch.Tensor], Casts], PendingShard]
+Written = Callable[[ShardFile], None]
+
+
+class _Buffer:
+    """Memory of this host that is used again and again: fresh pages cost more than their copies."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def hold(self, tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
+        """Copy a tensor, contiguous and as `dtype`; its bytes, until the next call."""
+        size = tensor.numel() * dtype.itemsize
+        if len(self._bytes) < size:
+            self._bytes = platform.current().host_memory(max(size, CHUNK_BYTES))
+        flat = self._bytes[:size]
+        flat.view(dtype).copy_(tensor.reshape(-1))
+        return flat.numpy()
+
+
+def _chunks(tensor: torch.Tensor, dtype: torch.dtype, buffer: _Buffer) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor as `dtype`, each chunk to be used before the next is taken."""
+    flat = tensor.detach().reshape(-1)
+    step = CHUNK_BYTES // dtype.itemsize
+    for begin in range(0, len(flat), step):
+        part = flat[begin : begin + step]
+        if part.device.type == "cpu" and part.dtype == dtype:
+            yield part.view(torch.uint8).numpy().data
+        else:
+            yield buffer.hold(part, dtype).data
 
 
 class _PublishedShard:
@@ -145,7 +193,8 @@ class _PublishedShard:
             dtype, shape = layout[name]
             begin, end = end, end + math.prod(shape) * BITS[dtype] // 8
             self._bounds[name] = begin, end
-        self.data = np.empty(end, np.uint8)
+        self._memory = platform.current().host_memory(end)
+        self.data = self._memory.numpy()
         self.report = ShardFile(file_name, 0, "", {})
 
     def part(self, name: str) -> np.ndarray:
@@ -153,23 +202,38 @@ class _PublishedShard:
         begin, end = self._bounds[name]
         return self.data[begin:end]
 
+    def fill(self, name: str, tensor: torch.Tensor) -> None:
+        """Take the bytes of a tensor, cast to the type of the layout."""
+        begin, end = self._bounds[name]
+        into = self._memory[begin:end].view(TORCH_DTYPES[self.layout[name][0]])
+        into.copy_(tensor.detach().reshape(-1))
+
     def describe(self) -> None:
         """Bring the report up to the bytes."""
-        whole = xxhash.xxh3_128(self.header)
-        entries = {}
-        for name in self._bounds:
-            piece = self.part(name).data
-            entries[name] = TensorEntry(*self.layout[name], digest_bytes(piece))
-            whole.update(piece)
-        size = len(self.header) + self.data.nbytes
-        self.report = ShardFile(self.report.file_name, size, whole.hexdigest(), entries)
+        entries = {
+            name: TensorEntry(*self.layout[name], digest_bytes(self.part(name).data))
+            for name in self._bounds
+        }
+        self.report = _report(self.report.file_name, self.header, entries)
+
+
+def _report(file_name: str, header: bytes, entries: Mapping[str, TensorEntry]) -> ShardFile:
+    size = len(header) + sum(
+        math.prod(entry.shape) * BITS[entry.dtype] // 8 for entry in entries.values()
+    )
+    digest = digest_shard(header, [entries[name].digest for name in byte_order(_layout(entries))])
+    return ShardFile(file_name, size, digest, entries)
+
+
+def _layout(entries: Mapping[str, TensorEntry]) -> Layout:
+    return {name: (entry.dtype, tuple(entry.shape)) for name, entry in entries.items()}
 
 
 class PublishedShards:
-    """The shards of one rank, version after version.
+    """The shards of one rank, version after version, WRITERS of them written at a time.
 
     With `keep` their bytes stay on the host, once: deltas are made against them, and transfers
-    read them. Use from one thread.
+    read them. Else no more than a chunk of each is there at a time. Use from one thread.
     """
 
     def __init__(self, *, keep: bool, sync: bool) -> None:
@@ -177,42 +241,74 @@ class PublishedShards:
         self._published: dict[str, _PublishedShard] = {}
         self._version: int | None = None  # that `_published` is of
         self._unfinished: dict[str, _PublishedShard] = {}
-        self.encode_seconds = 0.0  # of the last version
+        self._names: list[str] = []  # of the version in the making, in their order
+        self._pool = ThreadPoolExecutor(WRITERS, "weight-shards")
+        self._room = threading.Semaphore(WRITERS + 1)  # for tensors that wait to be written
+        self._running: list[Future[ShardFile]] = []
+        self._own = threading.local()  # of each writer: its buffer
+        self._counting = threading.Lock()
+        self.encode_seconds = 0.0  # of the last version, over all writers
 
     def begin(self, base: int | None) -> None:
         """Start a version, of deltas against `base` if that is the one kept."""
         if base is None or base != self._version:
             self._published = {}
         self._version = None  # until `finish`: what is kept becomes a mix of two versions
-        self._unfinished = {}
+        self._unfinished, self._names = {}, []
         self.encode_seconds = 0.0
 
+    def submit(
+        self,
+        directory: Path,
+        file_name: str,
+        tensors: Mapping[str, torch.Tensor],
+        casts: Casts = MappingProxyType({}),
+        written: Written = lambda shard: None,
+    ) -> PendingShard:
+        """Write one shard, whole or as a delta, beside others; waits while too many wait.
+
+        Tensors are cast to the types that `casts` has for them. They must stay as they are until
+        the answer was called, which raises like `write_shard`. `written` hears of the shard when
+        others can read it, on another thread.
+        """
+        kinds = {name: casts.get(name, tensor.dtype) for name, tensor in tensors.items()}
+        layout = {n: (DTYPE_NAMES[kinds[n]], tuple(t.shape)) for n, t in tensors.items()}
+        stream = platform.current().side_stream()
+        self._names.append(file_name)
+        self._room.acquire()
+
+        def run() -> ShardFile:
+            try:
+                with platform.current().on(stream):
+                    return self._write(directory, file_name, dict(tensors), layout, written)
+            finally:
+                self._room.release()
+
+        future = self._pool.submit(run)
+        self._running.append(future)
+        return future.result
+
     def write(
-        self, directory: Path, file_name: str, tensors: Mapping[str, torch.Tensor]
+        self,
+        directory: Path,
+        file_name: str,
+        tensors: Mapping[str, torch.Tensor],
+        casts: Casts = MappingProxyType({}),
     ) -> ShardFile:
-        """Write one shard, whole or as a delta; raises like `write_shard`."""
-        if not self._keep:
-            return write_shard(directory, file_name, tensors, sync=self._sync)
-        layout = {name: (DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
-        header, _ = encode_header(layout)
-        last = self._published.get(file_name)
-        if last is not None and last.header == header:
-            report = self._write_delta(directory, last, tensors)
-        else:
-            last, report = _PublishedShard(file_name, layout, header), None
-            for name in layout:
-                last.part(name)[:] = _bytes(tensors[name])
-            last.describe()
-        if report is None:
-            report = last.report
-            write_file(directory / file_name, [last.header, last.data.data], sync=self._sync)
-        self._unfinished[file_name] = last
-        return report
+        """Write one shard, and wait for it; raises like `write_shard`."""
+        return self.submit(directory, file_name, tensors, casts)()
+
+    def settle(self) -> None:
+        """Wait until nothing is written any more, whatever came of it."""
+        wait(self._running)
+        self._running = []
 
     def finish(self, version: int) -> None:
         """End a version, of which all shards are written."""
+        self.settle()
         if self._keep:
-            self._published, self._version = self._unfinished, version
+            self._published = {name: self._unfinished[name] for name in self._names}
+            self._version = version
         self._unfinished = {}
 
     @property
@@ -231,34 +327,110 @@ class PublishedShards:
         data = self._published[bucket.file_name].data
         return torch.from_numpy(data[bucket.offset : bucket.offset + bucket.size])
 
+    def _buffer(self) -> _Buffer:
+        if not hasattr(self._own, "buffer"):
+            self._own.buffer = _Buffer()
+        buffer: _Buffer = self._own.buffer
+        return buffer
+
+    def _write(
+        self,
+        directory: Path,
+        file_name: str,
+        tensors: Mapping[str, torch.Tensor],
+        layout: Layout,
+        written: Written,
+    ) -> ShardFile:
+        header, _ = encode_header(layout)
+        if not self._keep:
+            return self._write_through(directory, file_name, tensors, layout, header, written)
+        last = self._published.get(file_name)
+        if last is not None and last.header == header:
+            report = self._write_delta(directory, last, tensors, written)
+        else:
+            last, report = _PublishedShard(file_name, layout, header), None
+            for name in layout:
+                last.fill(name, tensors[name])
+            last.describe()
+        if report is None:
+            report = last.report
+            pieces: list[bytes | memoryview] = [last.header, last.data.data]
+            self._write_file(directory / file_name, pieces, report, written)
+        self._unfinished[file_name] = last
+        return report
+
+    def _write_through(
+        self,
+        directory: Path,
+        file_name: str,
+        tensors: Mapping[str, torch.Tensor],
+        layout: Layout,
+        header: bytes,
+        written: Written,
+    ) -> ShardFile:
+        """Cast, digest and write chunk by chunk; nothing of it is kept."""
+        entries: dict[str, TensorEntry] = {}
+
+        def pieces() -> Iterator[bytes | memoryview]:
+            yield header
+            for name in byte_order(layout):
+                hasher = xxhash.xxh3_128()
+                for chunk in _chunks(tensors[name], TORCH_DTYPES[layout[name][0]], self._buffer()):
+                    hasher.update(chunk)
+                    yield chunk
+                entries[name] = TensorEntry(*layout[name], hasher.hexdigest())
+
+        path = directory / file_name
+        write_file(
+            path,
+            pieces(),
+            sync=self._sync,
+            written=lambda: written(_report(file_name, header, entries)),
+        )
+        return _report(file_name, header, entries)
+
     def _write_delta(
-        self, directory: Path, last: _PublishedShard, tensors: Mapping[str, torch.Tensor]
+        self,
+        directory: Path,
+        last: _PublishedShard,
+        tensors: Mapping[str, torch.Tensor],
+        written: Written,
     ) -> ShardFile | None:
         """Bring `last` up to date and write the difference; None where it is not worth it."""
         began = time.monotonic()
         payloads: dict[str, bytes] = {}
+        entries: dict[str, TensorEntry] = {}
         changed = elements = 0
-        for name, (dtype, _) in last.layout.items():
-            new, old, width = _bytes(tensors[name]), last.part(name), element_width(dtype)
+        for name, (dtype, shape) in last.layout.items():
+            new = self._buffer().hold(tensors[name].detach(), TORCH_DTYPES[dtype])
+            old, width = last.part(name), element_width(dtype)
             encoded = delta_module.encode(old, new, width)
             payloads[name] = encoded.payload
             changed += encoded.changed
             elements += len(new) // width
-            old[:] = new
-        last.describe()
+            if encoded.changed:
+                old[:] = new
+            entries[name] = TensorEntry(dtype, shape, digest_bytes(new.data))
+        last.report = _report(last.report.file_name, last.header, entries)
         pieces = encode_file(payloads)
-        self.encode_seconds += time.monotonic() - began
+        with self._counting:
+            self.encode_seconds += time.monotonic() - began
         size = sum(len(piece) for piece in pieces)
         if size >= WHOLE_SHARE * last.report.size:
             return None
         hasher = xxhash.xxh3_128()
         for piece in pieces:
             hasher.update(piece)
+        report = replace(last.report, delta=DeltaFile(size, hasher.hexdigest(), changed, elements))
         path = directory / delta_name(last.report.file_name)
-        write_file(path, pieces, sync=self._sync)
-        delta = DeltaFile(size, hasher.hexdigest(), changed, elements)
-        return replace(last.report, delta=delta)
+        self._write_file(path, pieces, report, written)
+        return report
 
-
-def _bytes(tensor: torch.Tensor) -> np.ndarray:
-    return np.frombuffer(host_bytes(tensor), np.uint8)
+    def _write_file(
+        self,
+        path: Path,
+        pieces: Iterable[bytes | memoryview],
+        report: ShardFile,
+        written: Written,
+    ) -> None:
+        write_file(path, pieces, sync=self._sync, written=lambda: written(report))

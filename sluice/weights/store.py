@@ -6,12 +6,12 @@ import builtins
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
 
 from sluice import faults
-from sluice.weights.checkpoint import Extent, data_start, parse_header
+from sluice.weights.checkpoint import Extent, data_start, is_plain_name, parse_header
 from sluice.weights.errors import (
     ManifestError,
     MissingFileError,
@@ -22,16 +22,33 @@ from sluice.weights.errors import (
 )
 from sluice.weights.manifest import (
     MANIFEST_NAME,
+    DeltaFile,
     Manifest,
     ShardFile,
     TensorEntry,
     decode_manifest,
+    delta_name,
     encode_manifest,
+    seal,
+    unseal,
 )
 from sluice.weights.objects import DirectoryObjects, Objects
 from sluice.weights.staging import Staging, assemble, close_staging, open_staging, sweep_staging
 
 REMEMBERED = 64  # versions whose records a process keeps: it may read one of every step
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """A file of a version in the making, in a folder of the store."""
+
+    version: int
+    folder: str
+    shard: ShardFile
+
+    @property
+    def stored_name(self) -> str:
+        return delta_name(self.shard.file_name) if self.shard.delta else self.shard.file_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +123,46 @@ class WeightStore:
         """Move a file of a version in the making into the bucket; for ranks of other hosts."""
         self._objects.take_file(_key(version, path.name), path)
 
+    def announce(self, version: int, shard: ShardFile, directory: Path | None = None) -> None:
+        """Say that a file of a version in the making is written, for engines to take it early.
+
+        It lies in the staging `directory`; None means that it was uploaded. Nothing depends on
+        it: engines compare with the manifest all that they took.
+        """
+        folder = f"versions/{version:08d}" if directory is None else f"staging/{directory.name}"
+        document = {"folder": folder, "shard": asdict(shard)}
+        with suppress(FileExistsError):
+            self._objects.put_new(
+                f"announced/{version:08d}/{shard.file_name}", seal(document, "digest")
+            )
+
+    def announced(self, version: int, known: Collection[str] = ()) -> builtins.list[Announcement]:
+        """Return the files of a version in the making that are written, but for those `known`."""
+        found = []
+        for key in self._objects.keys(f"announced/{version:08d}"):
+            if key.rpartition("/")[2] in known:
+                continue
+            with suppress(FileNotFoundError, WeightStoreError, ValueError, KeyError, TypeError):
+                # one that is still being written is read again
+                found.append(_read_announcement(version, self._objects.get(key), key))
+        return found
+
+    def announced_file(self, announcement: Announcement, scratch: Path) -> Path:
+        """Return an announced file on this host; it may be fetched into `scratch`.
+
+        Raises MissingFileError for one that is gone with its version.
+        """
+        name = announcement.stored_name
+        for folder in (announcement.folder, f"versions/{announcement.version:08d}"):
+            path = scratch / f"{announcement.version:08d}-{name}"
+            with suppress(FileNotFoundError):
+                return self._objects.local_file(f"{folder}/{name}", path)
+        raise MissingFileError(name)
+
+    def has(self, version: int) -> bool:
+        """Return whether a version is committed."""
+        return self._has(version)
+
     def commit(
         self,
         staging: Staging,
@@ -154,10 +211,12 @@ class WeightStore:
             except FileNotFoundError as error:
                 raise StagingLostError(staging.version) from error
         close_staging(staging)
+        self._objects.delete(self._objects.keys(f"announced/{staging.version:08d}"))
         return self._remember(manifest)
 
     def abort(self, staging: Staging) -> None:
         """Drop a version in the making; its number stays taken. May be repeated."""
+        self._objects.delete(self._objects.keys(f"announced/{staging.version:08d}"))
         close_staging(staging)
         if not self._has(staging.version):
             self._objects.delete(self._objects.keys(self._objects.draft(staging)))
@@ -280,8 +339,14 @@ class WeightStore:
                 else:
                     kept.update(self._chain_or_itself(version))
         self._objects.clear()
+        self._forget_announcements(max(versions, default=0))
         self._forget_numbers(set(versions) - set(removed))
         return removed[::-1]
+
+    def _forget_announcements(self, newest: int) -> None:
+        """Remove what writers that died have announced of versions before `newest`."""
+        keys = self._objects.keys("announced")
+        self._objects.delete([key for key in keys if _number(key) < newest])
 
     def _forget_numbers(self, kept: Collection[int]) -> None:
         """Remove the markers of old numbers; none is given out again, for the newest stay."""
@@ -339,6 +404,20 @@ class WeightStore:
 def is_bucket(location: str) -> bool:
     """Return whether it is no directory, so that ranks have to upload what they write."""
     return "://" in location and not location.startswith("file://")
+
+
+def _read_announcement(version: int, data: bytes, key: str) -> Announcement:
+    document = unseal(data, "digest", key)
+    shard = document["shard"]
+    tensors = {
+        name: TensorEntry(t["dtype"], tuple(t["shape"]), t["digest"])
+        for name, t in shard["tensors"].items()
+    }
+    delta = DeltaFile(**shard["delta"]) if shard["delta"] else None
+    found = ShardFile(shard["file_name"], shard["size"], shard["digest"], tensors, delta)
+    if found.file_name != key.rpartition("/")[2] or not is_plain_name(found.file_name):
+        raise ValueError(f"{key} announces {found.file_name!r}")
+    return Announcement(version, document["folder"], found)
 
 
 def _key(version: int, name: str) -> str:

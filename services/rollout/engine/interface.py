@@ -23,7 +23,7 @@ from sluice.samples.sample import VersionSpan
 
 if TYPE_CHECKING:
     from services.rollout.engine.config import EngineConfig
-    from sluice.weights.manifest import Manifest
+    from sluice.weights.manifest import Manifest, ShardFile
     from sluice.weights.transfer.plan import Bucket, Membership
 
 ENGINES = {  # nothing heavy is imported until chosen
@@ -280,6 +280,19 @@ class Engine(ABC):
         Raises DigestMismatchError naming the tensor when bytes differ from the manifest, or
         the manifest from `digest`; UnfitWeightsError for weights of another architecture.
         """
+
+    @abstractmethod
+    async def stage(self, path: Path, shard: ShardFile) -> None:
+        """Checks, and perhaps reads, a file of the one version that is in the making.
+
+        `prepare` then need not read it again, if the file is the same and the manifest has these
+        digests. Several calls may run at a time. Raises DigestMismatchError naming the tensor,
+        or UnfitWeightsError.
+        """
+
+    @abstractmethod
+    def unstage(self) -> None:
+        """Forgets what was staged."""
 
     def check_incoming(self, manifest: Manifest) -> None:
         """Raises UnfitWeightsError for a version that `receive` could not take."""

@@ -37,6 +37,7 @@ from services.rollout.engine.wire import (
     pause_mode_from_proto,
     top_to_proto,
 )
+from services.rollout.errors import VersionNotCommittedError
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as pb
 from sluice.api.rollout.v1 import engine_service_pb2_grpc as pb_grpc
@@ -49,6 +50,7 @@ from sluice.runtime.wire import check_address, duration_of, seconds_of
 from sluice.weights.transfer.plan import DEFAULT_BUCKET_BYTES, Membership
 
 DEFAULT_SECONDS = 60.0
+STAGE_SECONDS = 600.0
 MAX_SECONDS = 3600.0
 
 
@@ -350,6 +352,26 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
         ):
             await self._weights.transfers.join(request.transfer_group, members, seconds)
         return pb.JoinTransferGroupResponse()
+
+    async def StageWeights(
+        self, request: pb.StageWeightsRequest, context: Any
+    ) -> pb.StageWeightsResponse:
+        if request.version < 1:
+            raise InvalidFieldError("version", "must be at least 1")
+        seconds = STAGE_SECONDS
+        if request.HasField("timeout"):
+            seconds = _seconds(request.timeout, "timeout", given=True)
+        version = request.version
+        with self._waits.waiting(
+            f"StageWeights of version {version}", on=["its writers"], timeout=seconds
+        ):
+            try:
+                count, size = await self._weights.stage(version, seconds)
+            except TimeoutError:
+                raise VersionNotCommittedError(
+                    f"version {version} was not committed within {seconds:g} s", version=version
+                ) from None
+        return pb.StageWeightsResponse(file_count=count, size_bytes=size)
 
     async def PrepareWeights(
         self, request: pb.PrepareWeightsRequest, context: Any

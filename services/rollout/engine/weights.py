@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from services.rollout import metrics
 from services.rollout.engine.interface import Engine, IncomingWeights, PauseMode
+from services.rollout.engine.streaming import WeightStream
 from services.rollout.engine.versions import mismatch_of
 from services.rollout.errors import (
     DigestMismatchError,
@@ -162,6 +163,7 @@ class EngineWeights:
         self._cached: dict[int, CachedVersion] = {}
         self._ready: dict[int, str] = {}  # digests of what was prepared
         self.transfers = EngineTransfers(engine, store)
+        self._stream = WeightStream(engine, store, in_place=in_place)
         self._preparations: dict[tuple[int, str], asyncio.Task[float]] = {}
         self._groups: dict[tuple[int, str], str] = {}  # that these come over; empty: the store
         self._committing = asyncio.Lock()
@@ -191,6 +193,19 @@ class EngineWeights:
             self._groups[key] = "" if transfer is None else transfer.group
             task.add_done_callback(partial(self._forget, key))
         return await asyncio.shield(task)
+
+    async def stage(self, version: int, seconds: float) -> tuple[int, int]:
+        """Reads files of a version in the making until it is committed; how many, and bytes.
+
+        Nothing of it stays when this fails or is cancelled. Raises DigestMismatchError naming
+        the tensor, UnfitWeightsError or TimeoutError.
+        """
+        status = self._engine.status()
+        if version == status.version or version in status.prepared_versions:
+            return 0, 0
+        files, size = await self._stream.follow(version, seconds)
+        metrics.STAGED_BYTES.inc(size)
+        return files, size
 
     async def check_transfer(self, version: int, digest: str) -> None:
         """Raises what keeps this engine from receiving a version over a group.
@@ -242,6 +257,7 @@ class EngineWeights:
             task.cancel()
         self._cache.close()  # or a thread of theirs waits on, and the process with it
         await asyncio.gather(*running, return_exceptions=True)
+        await self._stream.drop()
         self._release_all_but(frozenset())
         await self._in_order(self._unpin_all_but, frozenset())
         self._pinning.shutdown(wait=False)
@@ -264,6 +280,7 @@ class EngineWeights:
                 if self._engine.status().version == version:  # it cannot hold two
                     await self._on_commit()
             else:
+                await self._stream.settle(version)
                 await self._prepare_from_store(record)
             self._ready[version] = digest
             faults.point("engine.prepared")

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,7 +44,7 @@ from sluice.weights.checkpoint import check_file
 from sluice.weights.errors import FileDigestError, MissingFileError, WeightStoreError
 from sluice.weights.manifest import FileEntry, ShardFile, delta_name
 from sluice.weights.shards import PublishedShards
-from sluice.weights.store import WeightStore
+from sluice.weights.store import WeightStore, is_bucket
 from sluice.weights.transfer.group import Deadline, Meeting, TransferGroup, send
 from sluice.weights.transfer.plan import plan_shards
 
@@ -339,34 +340,50 @@ class RankPublisher:
     def __init__(self, config: TrainerConfig, backend: TrainingBackend) -> None:
         self._config, self._backend = config, backend
         keep = config.publish.delta or config.transfer.enabled
-        self._shards = PublishedShards(keep=keep, sync=config.durable)
+        sync = config.durable and not is_bucket(config.weights_location)
+        self._shards = PublishedShards(keep=keep, sync=sync)
         self._meeting: Meeting | None = None
         self._group: TransferGroup | None = None
 
     def publish(self, command: pb.PublishCommand, result: pb.CommandResult) -> None:
+        """Write this rank's shards; each is announced when it is written and digested."""
         self._shards.begin(command.base if command.HasField("base") else None)
-        if command.directory:
-            shards = self._backend.write_shards(Path(command.directory), self._shards.write)
-        else:
-            shards = self._upload_shards(command.version)
+        try:
+            if command.directory:
+                shards = self._write_shards(command.version, Path(command.directory))
+            else:
+                shards = self._upload_shards(command.version)
+        finally:
+            self._shards.settle()
         self._shards.finish(command.version)
         result.shards.extend(_shard_to_proto(shard) for shard in shards)
         result.encode_seconds = self._shards.encode_seconds
+
+    def _write_shards(self, version: int, directory: Path) -> list[ShardFile]:
+        store = WeightStore(self._config.weights_location, durable=False)
+
+        def announce(shard: ShardFile) -> None:
+            store.announce(version, shard, directory)
+            faults.point("weights.announced")
+
+        return self._backend.write_shards(directory, partial(self._shards.submit, written=announce))
 
     def _upload_shards(self, version: int) -> list[ShardFile]:
         """Write shard after shard on this host, and put each into the bucket."""
         with scratch("sluice-shards-") as folder:
             store = WeightStore(self._config.weights_location, scratch=folder)
 
-            def write(
-                directory: Path, file_name: str, tensors: Mapping[str, torch.Tensor]
-            ) -> ShardFile:
-                shard = self._shards.write(directory, file_name, tensors)
-                stored = delta_name(file_name) if shard.delta else file_name
-                store.upload(version, directory / stored)
-                return shard
+            def upload(shard: ShardFile) -> None:
+                stored = delta_name(shard.file_name) if shard.delta else shard.file_name
+                store.upload(version, folder / stored)
+                store.announce(version, shard)
+                faults.point("weights.announced")
 
-            return self._backend.write_shards(folder, write)
+            submit = partial(self._shards.submit, written=upload)
+            try:
+                return self._backend.write_shards(folder, submit)
+            finally:
+                self._shards.settle()
 
     def open_transfer(self, command: pb.OpenTransferCommand, result: pb.CommandResult) -> None:
         """Listen for the members of a new group, if there is anything to send."""

@@ -11,7 +11,7 @@ import torch
 
 from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.reference.core import EngineCore
-from services.rollout.engine.reference.model import open_model
+from services.rollout.engine.reference.loading import open_model
 from tests.contract.engine.cases import Model, build_model
 
 CPU = torch.device("cpu")

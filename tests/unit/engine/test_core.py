@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from services.rollout.engine.interface import Delta, FinishReason, PauseMode
 from services.rollout.engine.reference.attention import DecodeBlock
 from services.rollout.engine.reference.core import EngineCore
-from services.rollout.engine.reference.model import open_model
+from services.rollout.engine.reference.loading import open_model
 from services.rollout.errors import NonFiniteLogitsError
 from tests.contract.engine.cases import Model, build_model, request_of
 

@@ -25,8 +25,8 @@ async def test_a_step_that_raises_reaches_everyone_and_the_engine_says_so(qwen3:
     while engine.status().rank_loads[0].running_count < 3:
         await asyncio.sleep(0)
     pause = asyncio.create_task(engine.pause(PauseMode.WAIT))
-    assert engine._model is not None
-    engine._model.module.lm_head = torch.nn.Linear(1, 1)
+    assert engine._versions.model is not None
+    engine._versions.model.module.lm_head = torch.nn.Linear(1, 1)
     outcomes = await asyncio.wait_for(
         asyncio.gather(*requests, pause, return_exceptions=True), PATIENCE
     )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from services.rollout.engine.interface import Delta
 from services.rollout.engine.reference.attention import BLOCK, PrefillPrompt, PrefixCache
 from services.rollout.engine.reference.core import EngineCore
-from services.rollout.engine.reference.model import open_model
+from services.rollout.engine.reference.loading import open_model
 from tests.contract.engine.cases import Model, build_model, request_of
 
 CreateCore = Callable[..., EngineCore]

@@ -14,7 +14,8 @@ from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.interface import Delta, Engine, FinishReason
 from services.rollout.engine.reference.core import EngineCore
 from services.rollout.engine.reference.engine import ReferenceEngine
-from services.rollout.engine.reference.model import ExpertRecorder, open_model
+from services.rollout.engine.reference.loading import open_model
+from services.rollout.engine.reference.model import ExpertRecorder
 from services.rollout.engine.wire import join_deltas
 from services.rollout.errors import UnsupportedModelError
 from tests.contract.engine.cases import SIZES, Model, request_of

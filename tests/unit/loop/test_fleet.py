@@ -24,9 +24,21 @@ class Engine(engine_grpc.EngineServiceServicer):
     def __init__(self, *, deterministic: bool) -> None:
         self.deterministic = deterministic
         self.weights: sample_pb2.WeightVersion | None = None
+        self.staging: list[int] = []  # versions that it is asked to read ahead
+        self.forgotten: list[int] = []
+        self.committed = asyncio.Event()
 
     async def GetEngine(self, request, context):
         return engine_pb.GetEngineResponse(weights=self.weights, deterministic=self.deterministic)
+
+    async def StageWeights(self, request, context):
+        self.staging.append(request.version)
+        try:
+            await self.committed.wait()
+        except asyncio.CancelledError:
+            self.forgotten.append(request.version)
+            raise
+        return engine_pb.StageWeightsResponse()
 
     async def PrepareWeights(self, request, context):
         return engine_pb.PrepareWeightsResponse()
@@ -147,3 +159,43 @@ async def test_an_engine_that_comes_late_is_brought_up(world):
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
     assert late.weights == FIRST
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_engines_read_ahead_while_a_version_is_published(world):
+    engines = [await world.add_engine(name) for name in "ab"]
+    fleet = await world.fleet()
+    async with fleet.streaming() as note:
+        note(7)
+        await until(lambda: [engine.staging for engine in engines] == [[7], [7]])
+    await fleet.commit(FIRST, wait_seconds=PATIENCE)  # which does not wait for them
+    assert [engine.forgotten for engine in engines] == [[], []]
+    for engine in engines:
+        engine.committed.set()
+
+
+async def test_engines_forget_a_version_whose_publication_fails(world):
+    engines = [await world.add_engine(name) for name in "ab"]
+    fleet = await world.fleet()
+    with pytest.raises(RuntimeError):
+        async with fleet.streaming() as note:
+            note(7)
+            await until(lambda: all(engine.staging for engine in engines))
+            raise RuntimeError
+    await until(lambda: [engine.forgotten for engine in engines] == [[7], [7]])
+
+
+async def test_a_router_that_is_gone_costs_the_head_start_alone(world):
+    engine = await world.add_engine("e")
+    fleet = await world.fleet()
+    world.router.failures = [grpc.StatusCode.UNAUTHENTICATED]
+    async with fleet.streaming() as note:
+        note(7)
+        await until(lambda: not world.router.failures)
+    report = await fleet.commit(FIRST, wait_seconds=PATIENCE)
+    assert (report.engine_count, engine.staging) == (1, [])

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from sluice.durable import LockTimeoutError
+from sluice.durable import LockTimeoutError, clone_file
 from sluice.weights.errors import TensorDigestError, VersionNotFoundError
-from sluice.weights.host_cache import CachedVersion, HostCache
+from sluice.weights.host_cache import CachedVersion, HostCache, check_out
 from sluice.weights.manifest import read_manifest
 from sluice.weights.shards import load_verified
 from sluice.weights.store import WeightStore
@@ -274,3 +274,78 @@ def test_folders_of_the_former_release_go_unless_an_engine_of_it_still_serves_th
         assert sorted(path.name for path in former.iterdir()) == ["b.lock"]
     cache.take(third)
     assert not former.exists()
+
+
+def inodes(directory: Path) -> set[int]:
+    return {path.stat().st_ino for path in directory.glob("*.safetensors")}
+
+
+def test_a_version_out_of_use_is_turned_into_the_next_one(policy, store, tmp_path) -> None:
+    """Its files are patched where they lie; a version that is held is not touched."""
+    first, second, third, fourth = policy.publish_chain(4)
+    cache = HostCache(tmp_path / "cache", store, keep=2)
+    old = cache.take(first)
+    files = inodes(old.directory)
+    held = cache.take(second)
+    taken = cache.take(third)  # the first is still in use
+    assert not inodes(taken.directory) & files
+    check(old.directory, policy.history[first])
+    old.release()
+    last = cache.take(fourth)
+    assert inodes(last.directory) == files
+    for kept, version in ((held, second), (taken, third), (last, fourth)):
+        check(kept.directory, policy.history[version])
+    assert not old.directory.exists()
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "lost"])
+def test_a_version_out_of_use_that_is_damaged_is_not_used(
+    policy, store, tmp_path, damage: str
+) -> None:
+    versions = policy.publish_chain(3)
+    cache = HostCache(tmp_path / "cache", store, keep=2)
+    old = cache.take(versions[0])
+    cache.take(versions[1]).release()
+    path = old.directory / "model-0.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 4
+    path.write_bytes(content if damage == "flip" else content[:-1])
+    if damage == "lost":
+        path.unlink()
+    old.release()
+    taken = cache.take(versions[2])
+    check(taken.directory, policy.history[versions[2]])
+    assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 2
+
+
+def test_a_tensor_that_did_not_change_is_not_written(policy, store, tmp_path) -> None:
+    versions = policy.publish_chain(2)
+    base = tmp_path / "base"
+    base.mkdir()
+    check_out(store, versions[0], base)
+    policy.tensors["layer.bias"] = policy.tensors["layer.bias"] + 1
+    third = policy.publish(base=versions[1]).version
+    policy.tensors["layer.bias"] = policy.tensors["layer.bias"] + 1
+    fourth = policy.publish(base=third).version
+    (base / "manifest.json").unlink()
+    check_out(store, third, base, {versions[0]: base})
+    (base / "manifest.json").unlink()
+    untouched = base / "model-0.safetensors"  # the embedding
+
+    before = untouched.stat().st_mtime_ns
+    check_out(store, fourth, base, {third: base})
+    check(base, policy.history[fourth])
+    assert untouched.stat().st_mtime_ns == before
+    check(base, policy.history[fourth])
+
+
+def test_blocks_are_shared_where_the_file_system_can(tmp_path: Path) -> None:
+    source, target = tmp_path / "a", tmp_path / "b"
+    source.write_bytes(b"x" * 8192)
+    if clone_file(source, target):
+        assert target.read_bytes() == source.read_bytes()
+    else:
+        assert not target.exists()
+    with pytest.raises(FileNotFoundError):
+        clone_file(tmp_path / "none", tmp_path / "c")
+    assert not (tmp_path / "c").exists()

@@ -16,7 +16,7 @@ from services.rollout.engine.interface import EngineStatus, IncomingWeights, Pau
 from services.rollout.engine.weights import EngineWeights, Transfer
 from services.rollout.errors import DigestMismatchError, TransferGroupNotJoinedError
 from sluice.weights.host_cache import CachedVersion, HostCache
-from sluice.weights.manifest import Manifest
+from sluice.weights.manifest import Manifest, ShardFile
 from sluice.weights.store import WeightStore
 from sluice.weights.transfer.plan import Membership
 from tests.patience import PATIENCE
@@ -28,6 +28,7 @@ class BareEngine:
     def __init__(self) -> None:
         self.received: list[str] = []
         self.directories: dict[int, Path] = {}
+        self.staged: list[str] = []
         self.group = ""
         self._prepared: list[int] = []
         self.serving: int | None = None
@@ -55,6 +56,12 @@ class BareEngine:
     async def prepare(self, version: int, digest: str, directory: Path) -> None:
         self.directories[version] = directory
         self._prepared.append(version)
+
+    async def stage(self, path: Path, shard: ShardFile) -> None:
+        self.staged.append(shard.file_name)
+
+    def unstage(self) -> None:
+        self.staged.clear()
 
     async def commit(self, version: int, mode: PauseMode) -> float:
         self._prepared.remove(version)

@@ -37,7 +37,8 @@ from services.rollout.engine.reference.batch import (
     TopTokens,
 )
 from services.rollout.engine.reference.drawing import Written
-from services.rollout.engine.reference.model import PreparedWeights, ServingModel, Shown
+from services.rollout.engine.reference.loading import PreparedWeights
+from services.rollout.engine.reference.model import ServingModel, Shown
 from services.rollout.errors import NoWeightsError
 from sluice.runtime.errors import QueueFullError, ServiceError
 

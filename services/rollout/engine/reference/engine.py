@@ -30,14 +30,14 @@ from services.rollout.engine.interface import (
     TokenScores,
 )
 from services.rollout.engine.reference.core import EngineCore, Outcome
-from services.rollout.engine.reference.model import (
+from services.rollout.engine.reference.loading import (
+    READERS,
     PreparedWeights,
-    ServingModel,
+    VersionLoader,
     fit_received,
-    load_version,
     open_model,
-    yield_to_others,
 )
+from services.rollout.engine.reference.model import ServingModel, lower_priority, yield_to_others
 from services.rollout.engine.versions import PreparedVersions
 from services.rollout.errors import (
     DuplicateRequestError,
@@ -46,7 +46,7 @@ from services.rollout.errors import (
 )
 from sluice import platform
 from sluice.runtime.errors import ServiceError
-from sluice.weights.manifest import Manifest
+from sluice.weights.manifest import Manifest, ShardFile
 from sluice.weights.transfer.group import Receiver
 from sluice.weights.transfer.plan import Membership
 
@@ -249,7 +249,9 @@ class ReferenceEngine(Engine):
         self._core = EngineCore(config)
         self._thread = DeviceThread(self._core, self._deliver, self._ended)
         self._loader = ThreadPoolExecutor(1, "engine-weights", initializer=yield_to_others)
-        self._model: ServingModel | None = None
+        self._stagers = ThreadPoolExecutor(READERS, "engine-stage", initializer=lower_priority)
+        self._versions = VersionLoader(self._dtype, self._device)
+        self._serving: PreparedWeights | None = None
         self._prepared = PreparedVersions[PreparedWeights]()
         self._receiver: Receiver | None = None
         self._keys = itertools.count(1)
@@ -267,7 +269,8 @@ class ReferenceEngine(Engine):
         if self._config.model:
             path = Path(self._config.model)
             model, weights = await self._load(partial(open_model, path, self._dtype, self._device))
-            self._model = self._watched(model)
+            self._versions.model = self._watched(model)
+            self._serving = weights
             await self._thread.call(partial(self._core.serve, model, weights))
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
@@ -311,9 +314,10 @@ class ReferenceEngine(Engine):
         began = time.monotonic()
         if self._prepared.has(version, digest):
             return
-        read = partial(load_version, self._model, self._dtype, self._device)
-        model, weights = await self._load(partial(read, version, digest, directory))
-        self._model = self._model or self._watched(model)
+        known = self._versions.model
+        weights = await self._load(partial(self._versions.load, version, digest, directory))
+        if known is None:
+            self._watched(self._known_model())
         self._prepared.add(weights)
         self._prepare_seconds = time.monotonic() - began
 
@@ -322,10 +326,17 @@ class ReferenceEngine(Engine):
             model.watch_routers()
         return model
 
+    async def stage(self, path: Path, shard: ShardFile) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._stagers, self._versions.stage, path, shard)
+
+    def unstage(self) -> None:
+        self._versions.forget()
+
     def _known_model(self) -> ServingModel:
-        if self._model is None:
+        if self._versions.model is None:
             raise UnfitWeightsError("the engine has no model yet: it needs the store")
-        return self._model
+        return self._versions.model
 
     def check_incoming(self, manifest: Manifest) -> None:
         self._known_model().check_incoming(manifest)
@@ -359,11 +370,11 @@ class ReferenceEngine(Engine):
 
     async def commit(self, version: int, mode: PauseMode) -> float:
         with self._prepared.serving(version) as weights:
-            assert self._model is not None
-            swap = partial(self._swap, self._model, weights, mode)
+            swap = partial(self._swap, self._known_model(), weights, mode)
             wait = mode is PauseMode.WAIT
             self._pause_seconds, retired = await self._thread.call(swap, when_quiet=wait)
-        self._loader.submit(retired.clear)
+        before, self._serving = self._serving, weights
+        self._loader.submit(self._retire, before, retired)
         return self._pause_seconds
 
     def status(self) -> EngineStatus:
@@ -400,6 +411,8 @@ class ReferenceEngine(Engine):
         self._leave_transfer()
         await self._thread.close()
         self._loader.shutdown(wait=False, cancel_futures=True)
+        self._stagers.shutdown(wait=False, cancel_futures=True)
+        self._versions.close()
 
     def _swap(
         self, model: ServingModel, weights: PreparedWeights, mode: PauseMode
@@ -410,6 +423,13 @@ class ReferenceEngine(Engine):
             self._core.abort_running()
         retired = self._core.serve(model, weights)
         return time.monotonic() - began, retired
+
+    def _retire(
+        self, before: PreparedWeights | None, retired: list[torch.nn.Parameter | None]
+    ) -> None:
+        retired.clear()
+        if before is not None:
+            self._versions.retire(before)
 
     async def _load(self, read: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._loader, read)

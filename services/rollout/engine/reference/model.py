@@ -1,4 +1,4 @@
-"""The transformers model that serves, and versions of weights made ready for it."""
+"""The transformers model that serves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,19 +23,13 @@ from services.rollout.engine.reference.attention import (
     PrefillPrompt,
     Sight,
 )
-from services.rollout.engine.versions import (
-    check_processor,
-    checked_manifest,
-    describe_model,
-    reading,
-)
+from services.rollout.engine.versions import check_processor
 from services.rollout.errors import UnfitWeightsError, UnsupportedModelError
 from sluice import vision
 from sluice.algo.logprobs import float32_logits
 from sluice.imports import uncompiled
 from sluice.vision import VisionTower, rotary_positions
 from sluice.weights.manifest import Manifest
-from sluice.weights.shards import load_verified
 
 with uncompiled():
     from transformers import (
@@ -272,6 +266,20 @@ class ServingModel:
             fitted[names[0]] = torch.nn.Parameter(value, requires_grad=False)
         return fitted
 
+    def parameter_names(self) -> frozenset[str]:
+        """Returns all names of parameters; one that is tied has several."""
+        return frozenset(name for same in self._places for name in same)
+
+    def adopt(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.nn.Parameter]:
+        """Returns parameters for `swap`, as `fit` does, that are these very tensors."""
+        self._check_shapes(values)
+        return {
+            names[0]: torch.nn.Parameter(
+                next(values[name] for name in names if name in values), requires_grad=False
+            )
+            for names in self._places
+        }
+
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Returns the parameters that serve now, as `swap` takes them."""
         return {names[0]: self.module.get_parameter(names[0]) for names in self._places}
@@ -355,67 +363,14 @@ def _places(model: torch.nn.Module) -> dict[tuple[str, ...], list[Owner]]:
 LOADER_NICENESS = 5
 
 
-@dataclass(frozen=True)
-class PreparedWeights:
-    """Parameters on the device, ready to be swapped in."""
-
-    version: int
-    digest: str
-    parameters: dict[str, torch.nn.Parameter]
-
-
-def load_version(
-    model: ServingModel | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    version: int,
-    digest: str,
-    directory: Path,
-) -> tuple[ServingModel, PreparedWeights]:
-    """Reads, verifies and fits a version directory; a `model` that serves goes on serving.
-
-    Without a model the directory's config builds it. Raises DigestMismatchError,
-    UnfitWeightsError or UnsupportedModelError.
-    """
-    with reading(version):
-        manifest = checked_manifest(directory, version, digest)
-        tensors = dict(load_verified(directory, manifest))
-    model = model or ServingModel(directory, dtype, device)
-    check_processor(manifest, model.images.processor)
-    if model.names_match(tensors):
-        return model, PreparedWeights(version, digest, model.fit(tensors))
-    # Checkpoints of some architectures name or cut tensors in another way than the module.
-    converted = ServingModel(directory, dtype, device)
-    return model, PreparedWeights(version, digest, model.fit(converted.parameters()))
-
-
-def fit_received(
-    model: ServingModel, manifest: Manifest, tensors: Iterator[tuple[str, torch.Tensor]]
-) -> PreparedWeights:
-    """Fits a version that comes tensor by tensor; all of it is read, whatever it fits.
-
-    Raises UnfitWeightsError and what the iterator raises.
-    """
-    received = dict(tensors)
-    model.check_named(manifest.version, received)
-    return PreparedWeights(manifest.version, manifest.digest, model.fit(received))
-
-
-def open_model(
-    directory: Path, dtype: torch.dtype, device: torch.device
-) -> tuple[ServingModel, PreparedWeights]:
-    """Builds a model from a plain HF directory and takes its weights as version 0.
-
-    Raises UnfitWeightsError or UnsupportedModelError.
-    """
-    digest, _ = describe_model(directory)
-    model = ServingModel(directory, dtype, device)
-    return model, PreparedWeights(0, digest, model.parameters())
-
-
 def yield_to_others() -> None:
     """Gives the calling thread a low priority and a single core."""
     torch.set_num_threads(1)
+    lower_priority()
+
+
+def lower_priority() -> None:
+    """Gives the calling thread, and those it starts, a low priority."""
     if sys.platform == "linux":  # elsewhere priorities are of processes only
         thread = threading.get_native_id()
         current = os.getpriority(os.PRIO_PROCESS, thread)  # going back from it needs a privilege

@@ -37,7 +37,7 @@ from services.rollout.engine.sglang.weights import (
     read_model,
     read_version,
 )
-from services.rollout.engine.versions import PreparedVersions, check_processor
+from services.rollout.engine.versions import PreparedVersions, check_processor, reading
 from services.rollout.errors import (
     DuplicateRequestError,
     EngineFailedError,
@@ -46,7 +46,8 @@ from services.rollout.errors import (
     UnfitWeightsError,
 )
 from sluice.runtime.errors import QueueFullError, ServiceError
-from sluice.weights.manifest import Manifest
+from sluice.weights.checkpoint import CheckedShards
+from sluice.weights.manifest import Manifest, ShardFile
 from sluice.weights.transfer.plan import Membership
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class SglangEngine(Engine):
         self._replica = Replica(config)
         self._disk = ThreadPoolExecutor(1, "engine-weights")
         self._prepared = PreparedVersions[DiskVersion]()
+        self._checked = CheckedShards()
         self._restorable: DiskVersion | None = None  # the last one served from the disk
         self._gate, self._load = SlotLimiter(0, 0), Load(0)
         self._is_asleep = False
@@ -177,12 +179,25 @@ class SglangEngine(Engine):
         began = time.monotonic()
         if not self._prepared.has(version, digest):
             read = partial(self._read, version, digest, directory)
-            self._prepared.add(await self._on_disk(read))
+            try:
+                self._prepared.add(await self._on_disk(read))
+            finally:
+                self.unstage()
             self._prepare_seconds = time.monotonic() - began
+
+    async def stage(self, path: Path, shard: ShardFile) -> None:
+        await asyncio.to_thread(self._check, path, shard)
+
+    def unstage(self) -> None:
+        self._checked.clear()
+
+    def _check(self, path: Path, shard: ShardFile) -> None:
+        with reading(0):
+            self._checked.check(path, shard)
 
     def _read(self, version: int, digest: str, directory: Path) -> DiskVersion:
         """Checks a version against its manifest and the model that serves; blocks."""
-        new = read_version(version, digest, directory)
+        new = read_version(version, digest, directory, self._checked)
         self._routing_of(new.config)
         if self._serving is not None:
             check_fit(self._serving, new)

@@ -30,7 +30,13 @@ from services.rollout.engine.versions import (
 )
 from services.rollout.errors import DigestMismatchError, EngineFailedError, UnfitWeightsError
 from sluice import platform
-from sluice.weights.checkpoint import Extent, parse_header, shard_paths, verify_files
+from sluice.weights.checkpoint import (
+    CheckedShards,
+    Extent,
+    parse_header,
+    shard_paths,
+    verify_files,
+)
 from sluice.weights.manifest import Manifest, StoredTensor, TensorEntry
 
 if TYPE_CHECKING:
@@ -69,14 +75,16 @@ class DiskVersion:
         )
 
 
-def read_version(version: int, digest: str, directory: Path) -> DiskVersion:
-    """Checks a version of the store; blocks.
+def read_version(
+    version: int, digest: str, directory: Path, checked: CheckedShards | None = None
+) -> DiskVersion:
+    """Checks a version of the store but for shards that were `checked` before; blocks.
 
     Raises DigestMismatchError naming the tensor or file, or UnfitWeightsError.
     """
     with reading(version):
         manifest = checked_manifest(directory, version, digest)
-        verify_files(directory, manifest)
+        verify_files(directory, manifest, checked)
     config = read_config(directory)
     images = ImageReader.of_model(directory, config)
     check_processor(manifest, images.processor)

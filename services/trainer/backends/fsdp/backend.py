@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,7 +37,7 @@ from sluice.algo.logprobs import EntropyMode
 from sluice.algo.losses import check_columns, compute_loss, pack_rows
 from sluice.algo.spec import LossSpec, required_columns
 from sluice.weights.manifest import ShardFile
-from sluice.weights.shards import ShardWrite, write_shard
+from sluice.weights.shards import PublishedShards, ShardWrite
 
 DUMMY = Row(
     sample_id="",
@@ -130,7 +129,7 @@ class FsdpBackend(TrainingBackend):
         checkpoint.load(self._policy, self._optimizer, directory)
 
     def write_shards(self, directory: Path, write: ShardWrite | None = None) -> list[ShardFile]:
-        write = write or partial(write_shard, sync=self._config.durable)
+        write = write or PublishedShards(keep=False, sync=self._config.durable).submit
         return self._export.write(directory, write)
 
     def close(self) -> None:

@@ -72,7 +72,7 @@ class Export:
         def flush() -> None:
             nonlocal size
             name = f"model-{self.group.rank():05d}-{len(files):05d}.safetensors"
-            files.append(write(directory, name, waiting))
+            files.append(write(directory, name, waiting, {})())
             waiting.clear()
             size = 0
 

@@ -45,7 +45,7 @@ from sluice import platform
 from sluice.algo.losses import check_columns, compute_loss, pack_rows
 from sluice.algo.spec import LossSpec, required_columns
 from sluice.weights.manifest import ShardFile
-from sluice.weights.shards import ShardWrite, write_shard
+from sluice.weights.shards import PublishedShards, ShardWrite
 
 
 class MegatronBackend(TrainingBackend):
@@ -129,7 +129,7 @@ class MegatronBackend(TrainingBackend):
             directory,
             rank=self.mesh.rank,
             max_bytes=self._layout.max_shard_bytes,
-            write=write or partial(write_shard, sync=self._config.durable),
+            write=write or PublishedShards(keep=False, sync=self._config.durable).submit,
         )
 
     def close(self) -> None:

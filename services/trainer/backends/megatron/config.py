@@ -40,7 +40,7 @@ class MegatronConfig(BaseModel):
     vocab_multiple: int = Field(128, ge=1)  # rows of the vocabulary per tensor rank
     # Experts taken again in training: recorded in the old-policy pass (R2) or in the rollout (R3)
     routing_replay: Literal["off", "recorded", "rollout"] = "off"
-    max_shard_bytes: int = Field(2 << 30, gt=0)  # published files are cut near this size
+    max_shard_bytes: int = Field(256 << 20, gt=0)  # published files are cut near this size
     save_threads: int = Field(1, ge=1)  # files per rank of a checkpoint, written side by side
 
     @property

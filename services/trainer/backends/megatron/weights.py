@@ -24,7 +24,7 @@ from sluice.weights.manifest import ShardFile
 from sluice.weights.rules.packing import Slice, pack, source_slices, unpack
 from sluice.weights.rules.rule import ShardAxis
 from sluice.weights.rules.weight_map import Binding, rule_name
-from sluice.weights.shards import ShardWrite
+from sluice.weights.shards import PendingShard, ShardWrite
 
 NEW_HEAD = {"score.weight", "score.bias"}  # zero where a checkpoint is a language model's
 LANGUAGE_HEAD = "lm_head.weight"
@@ -189,12 +189,12 @@ def write_shards(
     write: ShardWrite,
 ) -> list[ShardFile]:
     """Write what this rank owns as safetensors files of about `max_bytes` below `directory`."""
-    files: list[ShardFile] = []
+    pending: list[PendingShard] = []
     waiting: dict[str, torch.Tensor] = {}
 
     def flush() -> None:
-        name = f"model-{rank:05d}-{len(files):05d}.safetensors"
-        files.append(write(directory, name, waiting))
+        name = f"model-{rank:05d}-{len(pending):05d}.safetensors"
+        pending.append(write(directory, name, dict(waiting), {}))
         waiting.clear()
 
     for made in export_tensors(tensors):
@@ -203,7 +203,7 @@ def write_shards(
             flush()
     if waiting:
         flush()
-    return files
+    return [wait() for wait in pending]
 
 
 def _copy_index(*, expert: bool) -> int:

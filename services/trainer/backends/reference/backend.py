@@ -9,7 +9,6 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from sluice.algo.spec import LossSpec
 from sluice.imports import uncompiled
 from sluice.vision import Features, part_of
 from sluice.weights.manifest import FileEntry, ShardFile
-from sluice.weights.shards import ShardWrite, write_shard
+from sluice.weights.shards import PublishedShards, ShardWrite, write_shard
 
 with uncompiled():
     from transformers import PreTrainedModel
@@ -45,6 +44,7 @@ with uncompiled():
 NON_FINITE = "non-finite gradient norm"
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 MODEL_FILE, OPTIMIZER_FILE = "policy.safetensors", "optimizer.safetensors"
+SHARD_BYTES = 64 << 20  # of a published file, which engines take as soon as it is written
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -123,7 +123,7 @@ class ReferenceBackend(TrainingBackend):
 
     def write_shards(self, directory: Path, write: ShardWrite | None = None) -> list[ShardFile]:
         dtype = getattr(torch, self._config.publish_dtype)
-        write = write or partial(write_shard, sync=self._config.durable)
+        write = write or PublishedShards(keep=False, sync=self._config.durable).submit
         return _write_shards(directory, self._policy.model, self.mesh, dtype, write)
 
     def close(self) -> None:
@@ -309,21 +309,40 @@ def _load(directory: Path, model: torch.nn.Module, optimizer: FlatOptimizer, mes
 def _write_shards(
     directory: Path, model: PreTrainedModel, mesh: Mesh, dtype: torch.dtype, write: ShardWrite
 ) -> list[ShardFile]:
-    """This rank's share of the tensors, as HF names them, in one file.
+    """This rank's share of the tensors, as HF names them, in files of about SHARD_BYTES.
 
     Buffers, such as the biases of routers that choose experts, keep their dtype.
     """
-    tensors = _published_tensors(model)
+    share = _share(_published_tensors(model), mesh)
     buffers = {name for name, _ in model.named_buffers()}
-    share = _share(tensors, mesh)
-    if not share:
-        return []
-    cast = {
-        name: tensor.to(dtype) if tensor.is_floating_point() and name not in buffers else tensor
+    casts = {
+        name: dtype
         for name, tensor in share.items()
+        if tensor.is_floating_point() and name not in buffers
     }
-    file_name = f"model-{mesh.data_rank + 1:05d}-of-{mesh.data_size:05d}.safetensors"
-    return [write(directory, file_name, cast)]
+    stem = f"model-{mesh.data_rank + 1:05d}-of-{mesh.data_size:05d}"
+    pending = [
+        write(directory, f"{stem}-{i:05d}.safetensors" if i else f"{stem}.safetensors", p, casts)
+        for i, p in enumerate(_parts(share, casts))
+    ]
+    return [wait() for wait in pending]
+
+
+def _parts(
+    share: Mapping[str, torch.Tensor], casts: Mapping[str, torch.dtype]
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Cut a share into parts of at most SHARD_BYTES, but for tensors that are larger."""
+    part: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in share.items():
+        nbytes = tensor.numel() * casts.get(name, tensor.dtype).itemsize
+        size += nbytes
+        if part and size > SHARD_BYTES:
+            yield part
+            part, size = {}, nbytes
+        part[name] = tensor
+    if part:
+        yield part
 
 
 def _published_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:

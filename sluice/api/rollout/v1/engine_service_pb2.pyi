@@ -262,6 +262,22 @@ class WeightTransfer(_message.Message):
     mode: PauseMode
     def __init__(self, transfer_group: _Optional[str] = ..., senders: _Optional[_Iterable[_Union[SentFiles, _Mapping]]] = ..., bucket_bytes: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., mode: _Optional[_Union[PauseMode, str]] = ...) -> None: ...
 
+class StageWeightsRequest(_message.Message):
+    __slots__ = ("version", "timeout")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    timeout: _duration_pb2.Duration
+    def __init__(self, version: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class StageWeightsResponse(_message.Message):
+    __slots__ = ("file_count", "size_bytes")
+    FILE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    file_count: int
+    size_bytes: int
+    def __init__(self, file_count: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
 class PrepareWeightsRequest(_message.Message):
     __slots__ = ("weights", "transfer")
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]

@@ -81,6 +81,11 @@ class EngineServiceStub(object):
                 request_serializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.PrepareWeightsRequest.SerializeToString,
                 response_deserializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.PrepareWeightsResponse.FromString,
                 _registered_method=True)
+        self.StageWeights = channel.unary_unary(
+                '/sluice.api.rollout.v1.EngineService/StageWeights',
+                request_serializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.StageWeightsRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.StageWeightsResponse.FromString,
+                _registered_method=True)
         self.CommitWeights = channel.unary_unary(
                 '/sluice.api.rollout.v1.EngineService/CommitWeights',
                 request_serializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.CommitWeightsRequest.SerializeToString,
@@ -174,6 +179,17 @@ class EngineServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StageWeights(self, request, context):
+        """Reads files of a version that is being published, each as soon as its writer has announced it
+        in the store, so that PrepareWeights finds them checked. Answers once the version is
+        committed. When the call is cancelled, fails or ends at its timeout, all that was read is
+        forgotten: nothing of it is ever served unless PrepareWeights accepts the version. Of several
+        calls the last one counts. DATA_LOSS / DIGEST_MISMATCH names a tensor that is not as announced.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CommitWeights(self, request, context):
         """Swaps a prepared version in, in one short pause.
         """
@@ -251,6 +267,11 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.PrepareWeights,
                     request_deserializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.PrepareWeightsRequest.FromString,
                     response_serializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.PrepareWeightsResponse.SerializeToString,
+            ),
+            'StageWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.StageWeights,
+                    request_deserializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.StageWeightsRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.StageWeightsResponse.SerializeToString,
             ),
             'CommitWeights': grpc.unary_unary_rpc_method_handler(
                     servicer.CommitWeights,
@@ -518,6 +539,33 @@ class EngineService(object):
             '/sluice.api.rollout.v1.EngineService/PrepareWeights',
             sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.PrepareWeightsRequest.SerializeToString,
             sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.PrepareWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StageWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.api.rollout.v1.EngineService/StageWeights',
+            sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.StageWeightsRequest.SerializeToString,
+            sluice_dot_api_dot_rollout_dot_v1_dot_engine__service__pb2.StageWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

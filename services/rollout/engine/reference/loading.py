@@ -1,0 +1,201 @@
+"""Versions of weights made ready for the model that serves, several shards at a time."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from services.rollout.engine.reference.model import ServingModel, lower_priority
+from services.rollout.engine.versions import (
+    check_processor,
+    checked_manifest,
+    describe_model,
+    reading,
+)
+from sluice import faults, platform
+from sluice.weights.checkpoint import check_companions, checked_shard
+from sluice.weights.manifest import Manifest, ShardFile, TensorEntry
+from sluice.weights.shards import load_verified, mapped_tensor
+
+READERS = 2  # shards that are read at a time
+
+
+@dataclass(frozen=True)
+class PreparedWeights:
+    """Parameters on the device, ready to be swapped in.
+
+    `owned`: memory that nothing else refers to, so that it may be written once they serve no more.
+    """
+
+    version: int
+    digest: str
+    parameters: dict[str, torch.nn.Parameter]
+    owned: bool = False
+
+
+def fit_received(
+    model: ServingModel, manifest: Manifest, tensors: Iterator[tuple[str, torch.Tensor]]
+) -> PreparedWeights:
+    """Fits a version that comes tensor by tensor; all of it is read, whatever it fits.
+
+    Raises UnfitWeightsError and what the iterator raises.
+    """
+    received = dict(tensors)
+    model.check_named(manifest.version, received)
+    return PreparedWeights(manifest.version, manifest.digest, model.fit(received), owned=True)
+
+
+def open_model(
+    directory: Path, dtype: torch.dtype, device: torch.device
+) -> tuple[ServingModel, PreparedWeights]:
+    """Builds a model from a plain HF directory and takes its weights as version 0.
+
+    Raises UnfitWeightsError or UnsupportedModelError.
+    """
+    digest, _ = describe_model(directory)
+    model = ServingModel(directory, dtype, device)
+    return model, PreparedWeights(0, digest, model.parameters())
+
+
+class SpareMemory:
+    """Parameters that served before, written again: fresh pages cost more than what is copied."""
+
+    def __init__(self) -> None:
+        self._spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def give(self, value: torch.Tensor) -> None:
+        with self._lock:
+            self._spare.setdefault((value.shape, value.dtype), []).append(value)
+
+    def copy(self, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Returns a copy of `tensor`, in spare memory where there is some."""
+        with self._lock:
+            fitting = self._spare.get((tensor.shape, dtype))
+            spare = fitting.pop() if fitting else None
+        if spare is None:
+            return tensor.to(device, dtype, copy=True)
+        return spare.copy_(tensor)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._spare.clear()
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """A tensor on the device, and what it was checked against."""
+
+    entry: TensorEntry
+    value: torch.Tensor
+
+
+class VersionLoader:
+    """Reads and checks versions for one model, those in the making too. For any thread.
+
+    `model` is the one that serves; without one, the first version that is loaded makes it.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self._pool = ThreadPoolExecutor(READERS, "engine-shards", initializer=lower_priority)
+        self._spare = SpareMemory()
+        self._staged: dict[str, _Staged] = {}
+        self._taking = threading.Lock()
+        self.model: ServingModel | None = None
+
+    def stage(self, path: Path, shard: ShardFile) -> None:
+        """Reads a shard of a version in the making, as far as the model has its tensors.
+
+        Raises DigestMismatchError or UnfitWeightsError.
+        """
+        staged = self._staged  # once forgotten, what is still added is lost
+        names = frozenset() if self.model is None else self.model.parameter_names()
+        with reading(0):
+            values = self._read(path, shard, names)
+        for name, value in values.items():
+            staged[name] = _Staged(shard.tensors[name], value)
+        faults.point("engine.staged")
+
+    def forget(self) -> None:
+        """Forgets what was staged; the memory is used again."""
+        for each in self._take_staged().values():
+            self._spare.give(each.value)
+
+    def _take_staged(self) -> dict[str, _Staged]:
+        """Returns what is staged, for this caller alone."""
+        with self._taking:
+            staged, self._staged = self._staged, {}
+        return staged
+
+    def retire(self, weights: PreparedWeights) -> None:
+        """Takes the memory of parameters that serve no more."""
+        self._spare.clear()  # one model's worth is enough
+        if weights.owned:
+            for parameter in weights.parameters.values():
+                self._spare.give(parameter.detach())
+
+    def load(self, version: int, digest: str, directory: Path) -> PreparedWeights:
+        """Reads, verifies and fits a version directory; the model goes on serving.
+
+        Shards that were staged as the manifest has them are not read again. Without a model the
+        directory's config builds it. Raises DigestMismatchError, UnfitWeightsError or
+        UnsupportedModelError.
+        """
+        try:
+            with reading(version):
+                manifest = checked_manifest(directory, version, digest)
+                if self.model is not None and self.model.names_match(manifest.tensors):
+                    self.model.check_incoming(manifest)
+                    check_companions(directory, manifest)
+                    values = self._read_all(directory, manifest)
+                    parameters = self.model.adopt(values)
+                    return PreparedWeights(version, digest, parameters, owned=True)
+                tensors = dict(load_verified(directory, manifest))
+        finally:
+            self.forget()
+        model = self.model = self.model or ServingModel(directory, self._dtype, self._device)
+        check_processor(manifest, model.images.processor)
+        if model.names_match(tensors):
+            return PreparedWeights(version, digest, model.fit(tensors), owned=True)
+        # Checkpoints of some architectures name or cut tensors in another way than the module.
+        converted = ServingModel(directory, self._dtype, self._device)
+        return PreparedWeights(version, digest, model.fit(converted.parameters()), owned=True)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _read_all(self, directory: Path, manifest: Manifest) -> Mapping[str, torch.Tensor]:
+        assert self.model is not None
+        names, staged = self.model.parameter_names(), self._take_staged()
+        values: dict[str, torch.Tensor] = {}
+
+        def read(shard: ShardFile) -> None:
+            found = {name: staged.get(name) for name in shard.tensors if name in names}
+            if found and all(s and s.entry == shard.tensors[n] for n, s in found.items()):
+                values.update((name, staged.pop(name).value) for name in found)
+            else:
+                values.update(self._read(directory / shard.file_name, shard, names))
+
+        with reading(manifest.version):
+            for _ in self._pool.map(read, manifest.shards()):
+                pass
+        return values
+
+    def _read(
+        self, path: Path, shard: ShardFile, names: Collection[str]
+    ) -> dict[str, torch.Tensor]:
+        """Checks a shard, and copies those of its tensors that have one of these names."""
+        values: dict[str, torch.Tensor] = {}
+        with platform.current().on(platform.current().side_stream()):
+            for name, mapped, extent in checked_shard(path, shard, mmap.ACCESS_COPY):
+                if name in names:
+                    tensor = mapped_tensor(mapped, extent)
+                    values[name] = self._spare.copy(tensor, self._dtype, self._device)
+        return values

@@ -1,0 +1,112 @@
+"""A version in the making, as an engine takes it: file by file, before it is committed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from services.rollout.engine.interface import Engine
+from sluice.runtime.errors import ServiceError
+from sluice.weights.errors import WeightStoreError
+from sluice.weights.store import Announcement, WeightStore, is_bucket
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.005  # for a file that is announced
+KEEP_SECONDS = 60.0  # that what was staged waits for its preparation
+
+
+class WeightStream:
+    """Has an engine stage the files of one version at a time, as their writers announce them.
+
+    All of it is forgotten when the version does not come, and when another one is prepared. Files
+    that the engine does not read where the store has them, deltas and those of a bucket, come with
+    the preparation.
+    """
+
+    def __init__(self, engine: Engine, store: WeightStore, *, in_place: bool) -> None:
+        self._engine, self._store = engine, store
+        self._in_place = in_place and not is_bucket(store.location)
+        self._following: asyncio.Task[tuple[int, int]] | None = None
+        self._forgetting: asyncio.TimerHandle | None = None
+        self._version = 0
+
+    async def follow(self, version: int, seconds: float) -> tuple[int, int]:
+        """Stages files until the version is committed; returns how many, and their bytes.
+
+        Raises ServiceError for a file that is not as announced, TimeoutError. Then, and when it
+        is cancelled, nothing stays.
+        """
+        await self.drop()
+        if not self._in_place:
+            return 0, 0
+        self._version = version
+        task = self._following = asyncio.ensure_future(self._follow(version))
+        try:
+            async with asyncio.timeout(seconds):
+                found = await asyncio.shield(task)
+        except BaseException:
+            if self._following is task:
+                await self.drop()
+            raise
+        loop = asyncio.get_running_loop()
+        self._forgetting = loop.call_later(KEEP_SECONDS, self._engine.unstage)
+        return found
+
+    async def settle(self, version: int) -> None:
+        """Waits until no file of a committed version is being staged; forgets any other one."""
+        if version != self._version:
+            await self.drop()
+        elif self._following is not None:
+            await asyncio.wait([self._following])
+
+    async def drop(self) -> None:
+        """Forgets what was staged."""
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+        task, self._following, self._forgetting, self._version = self._following, None, None, 0
+        if task is not None:
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await task
+        self._engine.unstage()
+
+    async def _follow(self, version: int) -> tuple[int, int]:
+        tasks: dict[str, asyncio.Task[int]] = {}
+        with ExitStack() as stack:
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-stage-")))
+            try:
+                while True:
+                    ended = await asyncio.to_thread(self._store.has, version)
+                    for found in await asyncio.to_thread(self._store.announced, version, [*tasks]):
+                        work = self._stage(found, scratch)
+                        tasks[found.shard.file_name] = asyncio.ensure_future(work)
+                    for task in tasks.values():
+                        if task.done():
+                            task.result()
+                    if ended:
+                        sizes = await asyncio.gather(*tasks.values())
+                        return sum(size > 0 for size in sizes), sum(sizes)
+                    await asyncio.sleep(POLL_SECONDS)
+            finally:
+                for task in tasks.values():
+                    task.cancel()
+                await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    async def _stage(self, found: Announcement, scratch: Path) -> int:
+        """Has a file staged; returns its bytes, 0 where it is no whole one or gone."""
+        if found.shard.delta is not None:
+            return 0
+        try:
+            path = await asyncio.to_thread(self._store.announced_file, found, scratch)
+            await self._engine.stage(path, found.shard)
+        except (WeightStoreError, OSError) as error:
+            logger.info("%s is not staged: %s", found.stored_name, error)
+            return 0
+        except ServiceError as error:
+            logger.warning("version %d is not staged: %s", found.version, error)
+            raise
+        return found.shard.size
