@@ -70,9 +70,10 @@ _TOKENS = {
     "tie_word_embeddings": False,
 }
 CHAT = (
-    "{% for m in messages %}{{ m.role[0] }}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% else %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% endfor %}{% endif %}"
+    "{% if m.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
 )
 differences = {"logprob": 0.0, "gradient": 0.0}
 layouts: set[str] = set()

@@ -20,6 +20,9 @@ from sluice.algo.spec import LossSpec
 from sluice.config import parse_config
 from sluice.samples.sample import MediaSpan
 from sluice.vision import VisionTower, rotary_positions
+from sluice.weights.convert.conversion import convert
+from sluice.weights.convert.options import ConvertOptions, Layout
+from sluice.weights.convert.verify import compare
 from tests.vision.cases import (
     IMAGE,
     MAX_GRADIENT_DIFF,
@@ -213,3 +216,11 @@ def test_what_is_published_can_be_loaded(model: Model, tmp_path: Path) -> None:
     for row in rows:
         difference = (found[row.sample_id] - trained.logprobs(row)).abs().max().item()
         assert record("logprob", difference, LAYOUT) <= MAX_LOGPROB_DIFF
+    # And so it is after a way to Megatron's format, cut over ranks, and back.
+    layout = ConvertOptions(layout=Layout(tensor=2, pipeline=2), vocab_multiple=8, sync=False)
+    convert(folder, tmp_path / "megatron", layout)
+    convert(tmp_path / "megatron", tmp_path / "back", ConvertOptions(to="hf", sync=False))
+    assert compare(folder, tmp_path / "back").same
+    again = Oracle(Model(tmp_path / "back"))
+    for row in rows:
+        assert torch.equal(again.logprobs(row), trained.logprobs(row))

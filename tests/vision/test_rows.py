@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from services.trainer.config import TrainerConfig
 from services.trainer.rank.table import RowTable
-from services.trainer.rows import RowLimits
+from services.trainer.rows import RowLimits, check_row
+from sluice.api.common.v1 import sample_pb2
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.config import ConfigError, parse_config
 from sluice.runtime.errors import DataLossError, InvalidFieldError, NotFoundError, ServiceError
-from sluice.runtime.wire import blob_to_proto
+from sluice.runtime.wire import blob_to_proto, sample_from_proto
 from sluice.samples.arrow import encode_group
 from sluice.samples.blobs import BlobStore
-from sluice.samples.sample import Sample
+from sluice.samples.sample import Sample, describe_rows
 from tests.contract.training_backend.cases import build_model as build_text_model
 from tests.vision.cases import IMAGE, Model, build_model, draw_image, make_row
 
@@ -162,3 +166,46 @@ def test_no_new_mask_trains_on_an_image(qwen3_vl: Model, blobs: BlobStore) -> No
             with pytest.raises(InvalidFieldError, match="leaves in"):
                 table.set_columns(command)
             assert torch.equal(table.rows("b")[0].loss_mask, before)
+
+
+EXTREMES = st.sampled_from([0, 1, -1, 2, 3, 4, 6, 8, 2**31 - 1, -(2**31), 2**30]) | st.integers(
+    -(2**31), 2**31 - 1
+)
+SPANS = st.builds(
+    sample_pb2.MediaSpan,
+    blob=st.builds(
+        sample_pb2.BlobReference,
+        digest=st.sampled_from(["0" * 32, "", "../" * 9, "\0", "a" * 5000, "A" * 32]),
+        size_bytes=st.sampled_from([0, 1, -1, 2**63 - 1, -(2**63)]),
+    ),
+    kind=st.sampled_from([0, 1, 2, 2**31 - 1, -(2**31)]),
+    first_token=EXTREMES,
+    token_count=EXTREMES,
+    grid_thw=st.lists(EXTREMES, max_size=4),
+    turn=EXTREMES,
+)
+
+
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(spans=st.lists(SPANS, min_size=1, max_size=3))
+def test_no_span_is_a_bug_of_the_trainer(
+    qwen3_vl: Model, blobs: BlobStore, spans: list[sample_pb2.MediaSpan]
+) -> None:
+    """Whatever the numbers are: the row is refused, or its image is looked for in the store."""
+    message = sample_pb2.Sample(
+        sample_id="a",
+        group_id="a",
+        token_ids=[IMAGE] * 6 + [1] * 2 + [IMAGE] * 4 + [2],
+        prompt_length=7,
+        media=spans,
+    )
+    message.columns["loss_mask"].bools.values.extend([True] + [False] * 4 + [True])
+    table = RowTable(blobs, limits_of(qwen3_vl))
+    with contextlib.suppress(ServiceError):
+        sample = sample_from_proto(message)
+        check_row(sample)
+        describe_rows([sample])
+        add(table, blobs, sample)
+        pytest.fail("no image of these is in the store")

@@ -286,7 +286,8 @@ def _read_file(name: str, field: str, roots: Sequence[Path], max_bytes: int) -> 
             raise ImageRefusedError("IMAGE_NOT_FOUND", field, f"{name!r} is no file")
         with path.open("rb") as file:
             return file.read(max_bytes + 1)  # who decodes it refuses one that is longer
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+    # ValueError: a name that no file can have; RuntimeError: links in a circle, before Python 3.13
+    except (OSError, ValueError, RuntimeError) as error:
         raise ImageRefusedError("IMAGE_NOT_FOUND", field, f"{name[:200]!r}: {error}") from None
 
 

@@ -151,9 +151,13 @@ async def running_episodes(
     split: bool = False,
     server: Mapping[str, Any] = SERVER,
     engine: Mapping[str, Any] = ENGINE,
+    rollout: Mapping[str, Any] | None = None,
     **episodes: Any,
 ) -> AsyncIterator[Episodes]:
-    """Everything a rollout needs; with `split` the roles are two servers."""
+    """Everything a rollout needs; with `split` the roles are two servers.
+
+    `rollout`: further settings of these.
+    """
     async with contextlib.AsyncExitStack() as stack:
         router = await stack.enter_async_context(running_router())
         common = {
@@ -162,6 +166,7 @@ async def running_episodes(
             "engine": engine,
             "tokenizer": str(model),
             "episodes": {"environments": {"grim": grim.PATH}, **episodes},
+            **(rollout or {}),
         }
         roles = [["engine"], ["episodes"]] if split else [["episodes", "engine"]]
         processes = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -33,12 +34,17 @@ class World:
         self.retention = Retention(config, self.store, self.run_dir, self.ledger)
         self.checkpoints = self.store / "checkpoints"
 
-    def generate(self, position: int) -> BlobReference:
+    def generate(self, position: int, media: Sequence[str] = ()) -> BlobReference:
         blob = self.blobs.put(f"group {position}".encode())
         group_id = f"g{position}"
         self.ledger.issue([(position, group_id)], 0)
         group = LedgerGroup(
-            position=position, group_id=group_id, state="generated", issue_step=0, blob=blob
+            position=position,
+            group_id=group_id,
+            state="generated",
+            issue_step=0,
+            blob=blob,
+            media=tuple(media),
         )
         assert self.ledger.generated(group)
         return blob
@@ -98,6 +104,26 @@ async def test_blobs_stay_until_no_kept_run_checkpoint_needs_them(world):
     await world.run_checkpoint(3, version)
     await world.retention.settle()
     assert kept(world) == {blobs[2].digest, blobs[3].digest}
+
+
+async def test_an_image_stays_as_long_as_a_group_that_shows_it(world):
+    version = await world.publish()
+    shared, alone = (world.blobs.put(name.encode()).digest for name in ("shared", "alone"))
+    shown = [[shared, alone], [shared], []]
+    blobs = [world.generate(position, media) for position, media in enumerate(shown)]
+    for blob, media in zip(blobs, shown, strict=True):
+        world.retention.hold(blob.digest, *media)
+    world.ledger.consume(["g0"], 1)
+    await world.run_checkpoint(1, version)
+    await world.retention.settle()
+    assert kept(world) >= {shared, blobs[1].digest}
+    world.ledger.consume(["g1"], 2)
+    await world.run_checkpoint(2, version)
+    await world.retention.settle()
+    assert kept(world) == {shared, blobs[1].digest, blobs[2].digest}  # going back to 1 needs g1
+    await world.run_checkpoint(3, version)
+    await world.retention.settle()
+    assert kept(world) == {blobs[2].digest}
 
 
 async def test_what_another_run_holds_is_left_alone(world, tmp_path):
