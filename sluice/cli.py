@@ -1,5 +1,5 @@
 """`sluice up | train | eval | sft | convert | verify | status | report | samples |
-trace | waits`."""
+trace | waits | check-loss`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sluice import logs
+from sluice.check_command import check_loss_command
 from sluice.client import Client, RemoteError
 from sluice.config import ConfigError, ProcessConfig, hint, load_config
 from sluice.convert_command import CheckpointError, convert, verify
@@ -69,6 +70,7 @@ USAGE = {
     "report": REPORT_USAGE,
     "samples": SAMPLES_USAGE,
     "trace": "sluice trace RUN_DIR [-o FILE.html] [--steps FIRST-LAST]",
+    "check-loss": "sluice check-loss NAME|PACKAGE.MODULE:NAME [--settings JSON]",
     "waits": "sluice waits ADDRESS|RUN_DIR [--security.token_file FILE] [--security.tls.ca X] ...",
 }
 SUMMARY = {
@@ -82,9 +84,11 @@ SUMMARY = {
     "report": "one or more runs as an HTML page: curves, settings, events, samples",
     "samples": "list, filter and export the samples of a run",
     "trace": "where the time of a run went, as one HTML page",
+    "check-loss": "does a loss keep what training needs of it: split, gradient, mask?",
     "waits": "what a server, or the loop of a run, is waiting for, and on whom",
 }
 HELP = ("-h", "--help")
+CHECK_LOSS = "check-loss"
 
 
 class WaitsConfig(ProcessConfig):
@@ -359,17 +363,23 @@ def main() -> int:
     if name == "--version":
         print(f"sluice {metadata.version('sluice')}")
         return 0
-    if name not in commands:
-        wrong = f"sluice: no command {name!r}{hint(name, commands)}" if name else _overview()
+    if name not in commands and name != CHECK_LOSS:
+        wrong = f"sluice: no command {name!r}{hint(name, USAGE)}" if name else _overview()
         print(wrong, file=sys.stderr)
         return 2
-    if name == "trace" and any(argument in HELP for argument in arguments):
+    if name in ("trace", CHECK_LOSS) and any(argument in HELP for argument in arguments):
         print(f"usage: {USAGE[name]}\n\n{SUMMARY[name]}")
         return 0
     if not arguments:
         print(f"usage: {USAGE[name]}", file=sys.stderr)
         return 2
     logs.configure("WARNING")
+    if name == CHECK_LOSS:
+        try:
+            return check_loss_command(arguments)
+        except ConfigError as error:
+            print(f"sluice: {error}", file=sys.stderr)
+            return 2
     return exit_code(commands[name](arguments))
 
 

@@ -203,6 +203,15 @@ class TrainerClient(Client):
         )
         return await self._call(self.stub.ComputeAdvantages, request)
 
+    async def describe_algorithm(
+        self, loss: LossSpec, advantage: AdvantageSpec
+    ) -> trainer_pb.DescribeAlgorithmResponse:
+        """What the two read; refused where a setting is wrong or a name may not be imported."""
+        request = trainer_pb.DescribeAlgorithmRequest(
+            loss=wire.loss_to_proto(loss), advantage=wire.advantage_to_proto(advantage)
+        )
+        return await self._call(self.stub.DescribeAlgorithm, request)
+
     async def compute_values(self, batch: str) -> trainer_pb.ComputeValuesResponse:
         """Add `values`; the trainer must be a critic."""
         request = trainer_pb.ComputeValuesRequest(batch=batch, request_id=new_request_id())

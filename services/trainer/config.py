@@ -204,6 +204,11 @@ class TrainerConfig(ProcessConfig):
     durable: bool = Field(
         True, description="False: what a crash of the machine leaves in the store is undefined."
     )
+    user_modules: tuple[str, ...] = Field(
+        (),
+        description="Modules and packages whose losses, estimators, KL forms and corrections "
+        "requests may name; ranks import them.",
+    )
     log_level: str = "INFO"
     fsdp: FsdpConfig = FsdpConfig()
     megatron: MegatronConfig = MegatronConfig()

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import get_args
 
 import grpc
 from google.longrunning import operations_pb2
@@ -22,7 +21,8 @@ from services.trainer.controller.trainer import Trainer
 from services.trainer.controller.transfer import Target
 from services.trainer.controller.uploads import ColumnUpdate
 from services.trainer.errors import WrongHeadError
-from sluice.algo.spec import AdvantageName, LossName, LossSpec
+from sluice.algo.plugins import SHIPPED, is_shipped
+from sluice.algo.spec import LossSpec
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.trainer.v1 import loss_pb2
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
@@ -49,7 +49,7 @@ from sluice.runtime.wire import (
 ALLOCATION_SECONDS = 0.5  # that an answer waits for the number of a version
 MAX_RESPONSE_BYTES = 1 << 20  # of one message of a stream, unless a row alone is larger
 LOSSES: dict[Head, tuple[str, ...]] = {
-    "policy": tuple(name for name in get_args(LossName) if name != "value"),
+    "policy": tuple(name for name in SHIPPED["loss"] if name != "value"),
     "value": ("value",),
 }
 OVERSIZE = {
@@ -184,6 +184,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         self, request: pb.ComputeAdvantagesRequest, context: grpc.aio.ServicerContext
     ) -> pb.ComputeAdvantagesResponse:
         spec = advantage_from_proto(request.advantage)
+        self._trainer.passes.algorithms.check(spec)
 
         async def run() -> pb.ComputeAdvantagesResponse:
             totals = await self._trainer.passes.compute_advantages(request.batch, spec)
@@ -196,6 +197,21 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             )
 
         return await self._requests.once(request.request_id, request, run)
+
+    async def DescribeAlgorithm(
+        self, request: pb.DescribeAlgorithmRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DescribeAlgorithmResponse:
+        loss = self._loss_from_proto(request.loss) if request.HasField("loss") else None
+        advantage = None
+        if request.HasField("advantage"):
+            advantage = advantage_from_proto(request.advantage)
+            self._trainer.passes.algorithms.check(advantage)
+        if loss is None and advantage is None:
+            raise InvalidFieldError("loss", "or advantage must be given")
+        columns = await self._trainer.passes.describe(loss, advantage)
+        return pb.DescribeAlgorithmResponse(
+            loss_columns=sorted(columns[0]), advantage_columns=sorted(columns[1])
+        )
 
     async def PutColumns(
         self,
@@ -369,7 +385,8 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
     def _loss_from_proto(self, message: loss_pb2.LossSpec) -> LossSpec:
         """Raises InvalidFieldError, also for a loss that the other head has."""
         loss, head = loss_from_proto(message), self._trainer.config.head
-        if loss.name not in LOSSES[head]:
+        self._trainer.passes.algorithms.check(loss)
+        if is_shipped("loss", loss.name) and loss.name not in LOSSES[head]:
             raise InvalidFieldError(
                 "loss.name", f"{loss.name} has no effect on a trainer of head {head}"
             )
@@ -499,7 +516,10 @@ def describe(trainer: Trainer) -> pb.Trainer:
         restart_count=ranks.restart_count,
         failure=ranks.failure,
         losses=LOSSES[trainer.config.head],
-        advantage_estimators=get_args(AdvantageName),
+        advantage_estimators=SHIPPED["advantage"],
+        corrections=SHIPPED["correction"],
+        kl_estimators=SHIPPED["kl"],
+        user_modules=trainer.config.user_modules,
         batches=[batch.name for batch in state.batches.all()],
         backend=trainer.config.backend,
         skipped_count=state.skipped_count,

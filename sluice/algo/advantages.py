@@ -13,8 +13,8 @@ from functools import lru_cache
 
 import torch
 
-from sluice.algo.aggregation import Moments, relative_scores
-from sluice.algo.kl import estimate_kl
+from sluice.algo.aggregation import Moments, relate_siblings
+from sluice.algo.estimator import Sibling
 from sluice.algo.losses import check_columns
 from sluice.algo.spec import AdvantageSpec, required_columns
 
@@ -95,8 +95,8 @@ FloatList = list[float]
 class AdvantageRow:
     """One sample as an estimator sees it; per-token tensors cover the response.
 
-    loss_mask: bool[response]. columns: float[response] by name. rewards: the per-sample columns
-    `reward`, `raw_reward`. What columns hold outside the mask is not read. episode: of which
+    loss_mask: bool[response]. columns: float[response] by name. rewards: the per-sample columns,
+    `reward` among them. What columns hold outside the mask is not read. episode: of which
     rollout of the group this is a sample, where one may have several; None is one of its own.
     """
 
@@ -135,18 +135,16 @@ def compute_advantages(
     merge: given this rank's moments returns those of every rank; called exactly once when
     `spec.whitens` and never otherwise, also on a rank without rows, so it may be a collective.
     A row without trained tokens gets zeros, but its reward counts in its group. A group of one
-    has advantage 0 under grpo, rloo and reinforce_plus_plus_baseline.
-    Raises MissingColumnError and ValueError naming the sample.
+    has advantage 0 under estimators that compare siblings.
+    Raises MissingColumnError, PluginSettingError, and ValueError naming the sample.
     """
     needed = required_columns(spec)
     for row in rows:
         _check_row(row, spec, needed)
-    packed = _Packed.of(rows)
+    packed = PackedRows.of(rows)
     kl_T = _kl_of(packed, spec)
-    scores = list(relative) if relative is not None else _scores(packed, kl_T, spec)
-    if relative is None and spec.compares_siblings:
-        scores = _relative(rows, scores, spec)
-    advantages_T, returns_T = _estimate(packed, scores, kl_T, spec)
+    scores = list(relative) if relative is not None else _relative(packed, kl_T, spec)
+    advantages_T, returns_T = spec.estimator.estimate(packed, scores, kl_T)
     gap_T = _teacher_gap(packed, spec)
     if gap_T is not None:
         coefficient = 1.0 if spec.teacher_coefficient is None else spec.teacher_coefficient
@@ -169,7 +167,7 @@ def compute_advantages(
 
 
 @dataclass(frozen=True)
-class _Packed:
+class PackedRows:
     """Rows end to end: what is asked of every token takes one operation, not one a row.
 
     mask: bool[T]. lengths: of each row.
@@ -180,7 +178,7 @@ class _Packed:
     lengths: list[int]
 
     @classmethod
-    def of(cls, rows: Sequence[AdvantageRow]) -> _Packed:
+    def of(cls, rows: Sequence[AdvantageRow]) -> PackedRows:
         masks = [torch.empty(0, dtype=torch.bool), *(row.loss_mask for row in rows)]
         return cls(rows, torch.cat(masks), [row.loss_mask.shape[0] for row in rows])
 
@@ -190,10 +188,47 @@ class _Packed:
         return torch.cat([torch.empty(0), *parts]).double()
 
     def split(self, values_T: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the values of each row."""
         return list(values_T.split(self.lengths)) if self.rows else []
 
     def zeros(self) -> torch.Tensor:
         return torch.zeros(self.mask.shape, dtype=torch.float64)
+
+    def masked(self, values_T: torch.Tensor) -> torch.Tensor:
+        """Returns the values of trained tokens, 0 on others."""
+        return torch.where(self.mask, values_T, 0.0)
+
+    def spread(self, scores: Sequence[float]) -> torch.Tensor:
+        """Returns each row's score on its trained tokens."""
+        lengths_N = torch.tensor(self.lengths, dtype=torch.int64)
+        scores_N = torch.tensor(scores, dtype=torch.float64)
+        return self.masked(torch.repeat_interleave(scores_N, lengths_N))
+
+    def returns(self, scores: Sequence[float], kl_T: torch.Tensor, gamma: float) -> torch.Tensor:
+        """Returns the discounted sums of each row's terminal score less the KL of its tokens."""
+        found = [
+            discounted_returns(place_terminal(row.loss_mask, score) - own_T, row.loss_mask, gamma)
+            for row, score, own_T in zip(self.rows, scores, self.split(kl_T), strict=True)
+        ]
+        return torch.cat([self.zeros()[:0], *found])
+
+    def generalized(
+        self, scores: Sequence[float], kl_T: torch.Tensor, gamma: float, gae_lambda: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (advantages_T, returns_T) by `generalized_advantages` of the column `values`."""
+        found = [
+            generalized_advantages(
+                place_terminal(row.loss_mask, score) - own_T,
+                row.columns["values"],
+                row.loss_mask,
+                gamma=gamma,
+                gae_lambda=gae_lambda,
+            )
+            for row, score, own_T in zip(self.rows, scores, self.split(kl_T), strict=True)
+        ]
+        advantages, returns = zip(*found, strict=True) if found else ((), ())
+        none = self.zeros()[:0]
+        return torch.cat([none, *advantages]), torch.cat([none, *returns])
 
 
 def whiten(values_T: torch.Tensor, mask_T: torch.Tensor, moments: Moments) -> torch.Tensor:
@@ -204,8 +239,9 @@ def whiten(values_T: torch.Tensor, mask_T: torch.Tensor, moments: Moments) -> to
 
 def _check_row(row: AdvantageRow, spec: AdvantageSpec, needed: frozenset[str]) -> None:
     check_columns(needed, row.columns.keys() | row.rewards.keys(), f"sample {row.sample_id}")
-    if spec.reward_column is not None and not math.isfinite(row.rewards[spec.reward_column]):
-        raise ValueError(f"sample {row.sample_id}: {spec.reward_column} is not finite")
+    for name in needed & row.rewards.keys():
+        if not math.isfinite(row.rewards[name]):
+            raise ValueError(f"sample {row.sample_id}: {name} is not finite")
     for name, values in row.columns.items():
         if values.shape != row.loss_mask.shape:
             raise ValueError(
@@ -214,88 +250,58 @@ def _check_row(row: AdvantageRow, spec: AdvantageSpec, needed: frozenset[str]) -
             )
 
 
-def _kl_of(packed: _Packed, spec: AdvantageSpec) -> torch.Tensor:
+def _kl_of(packed: PackedRows, spec: AdvantageSpec) -> torch.Tensor:
     """float64[T], coefficient x KL to the reference on trained tokens."""
     if not spec.kl_coefficient or spec.student_column is None:
         return packed.zeros()
-    kl_T = estimate_kl(
-        packed.column(spec.student_column),
-        packed.column("reference_logprobs"),
-        spec.kl_estimator or "k1",
-    )
-    return torch.where(packed.mask, spec.kl_coefficient * kl_T, 0.0)
+    difference_T = packed.column(spec.student_column) - packed.column("reference_logprobs")
+    return packed.masked(spec.kl_coefficient * spec.kl_form.estimate(difference_T))
 
 
-def _teacher_gap(packed: _Packed, spec: AdvantageSpec) -> torch.Tensor | None:
+def _teacher_gap(packed: PackedRows, spec: AdvantageSpec) -> torch.Tensor | None:
     """On-policy distillation: (teacher - student) log-prob on trained tokens, float64[T]."""
     if not spec.has_teacher or spec.student_column is None:
         return None
     gap_T = packed.column("teacher_logprobs") - packed.column(spec.student_column)
-    return torch.where(packed.mask, gap_T, 0.0)
+    return packed.masked(gap_T)
 
 
 def score_rows(rows: Sequence[AdvantageRow], spec: AdvantageSpec) -> FloatList:
-    """Returns one number a sample, before its siblings count: its reward, less the KL it pays.
+    """Returns the scores of each sample in turn, before its siblings count.
 
-    Raises MissingColumnError and ValueError naming the sample.
+    `spec.estimator.width` numbers a sample. Raises MissingColumnError and ValueError naming the
+    sample.
     """
     needed = required_columns(spec)
     for row in rows:
         _check_row(row, spec, needed)
-    packed = _Packed.of(rows)
-    return _scores(packed, _kl_of(packed, spec), spec)
+    packed = PackedRows.of(rows)
+    return [score for scores in _scores(packed, _kl_of(packed, spec), spec) for score in scores]
 
 
-def _scores(packed: _Packed, kl_T: torch.Tensor, spec: AdvantageSpec) -> FloatList:
-    if spec.reward_column is None:
-        return [0.0] * len(packed.rows)
-    rewards = [float(row.rewards[spec.reward_column]) for row in packed.rows]
-    if spec.name in ("grpo", "rloo") and spec.has_kl:  # one score: the whole sample's KL
+def _scores(packed: PackedRows, kl_T: torch.Tensor, spec: AdvantageSpec) -> list[tuple[float, ...]]:
+    column, overlong = spec.reward_column, spec.overlong
+    rewards = [float(row.rewards[column]) if column else 0.0 for row in packed.rows]
+    if overlong is not None:
+        punished = zip(rewards, packed.lengths, strict=True)
+        rewards = [reward + overlong.punish(length) for reward, length in punished]
+    if spec.has_kl and spec.estimator.kl_in_score:  # one score: the whole sample's KL
         parts = packed.split(kl_T)
         rewards = [r - part_T.sum().item() for r, part_T in zip(rewards, parts, strict=True)]
-    return rewards
-
-
-def _relative(rows: Sequence[AdvantageRow], scores: FloatList, spec: AdvantageSpec) -> FloatList:
-    groups = [row.group_id for row in rows]
-    episodes = [row.sample_id if row.episode is None else row.episode for row in rows]
-    return relative_scores(scores, groups, episodes, spec)
-
-
-def _estimate(
-    packed: _Packed, scores: FloatList, kl_T: torch.Tensor, spec: AdvantageSpec
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(advantages_T, returns_T), float64, before the teacher and whitening."""
-    if spec.name in ("grpo", "rloo"):
-        lengths_N = torch.tensor(packed.lengths, dtype=torch.int64)
-        scores_N = torch.tensor(scores, dtype=torch.float64)
-        score_T = torch.repeat_interleave(scores_N, lengths_N)
-        return torch.where(packed.mask, score_T, 0.0), None
-    if spec.name == "distillation":
-        return packed.zeros(), None
-    if spec.name == "provided":
-        return torch.where(packed.mask, packed.column("advantages"), 0.0), None
-    found = [
-        _scan(row, score, row_kl_T, spec)
-        for row, score, row_kl_T in zip(packed.rows, scores, packed.split(kl_T), strict=True)
+    return [
+        spec.estimator.scores(reward, row.rewards)
+        for row, reward in zip(packed.rows, rewards, strict=True)
     ]
-    advantages_T = torch.cat([packed.zeros()[:0], *(pair[0] for pair in found)])
-    if spec.name != "gae":
-        return advantages_T, None
-    return advantages_T, torch.cat([packed.zeros()[:0], *(pair[1] for pair in found)])
 
 
-def _scan(
-    row: AdvantageRow, score: float, kl_T: torch.Tensor, spec: AdvantageSpec
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages_T, returns_T) of one sample by sums over the tokens that follow."""
-    mask_T = row.loss_mask
-    rewards_T = place_terminal(mask_T, score) - kl_T
-    gamma = 1.0 if spec.gamma is None else spec.gamma
-    if spec.name != "gae":
-        returns_T = discounted_returns(rewards_T, mask_T, gamma)
-        return returns_T, returns_T
-    gae_lambda = 1.0 if spec.gae_lambda is None else spec.gae_lambda
-    return generalized_advantages(
-        rewards_T, row.columns["values"], mask_T, gamma=gamma, gae_lambda=gae_lambda
-    )
+def _relative(packed: PackedRows, kl_T: torch.Tensor, spec: AdvantageSpec) -> FloatList:
+    scores = _scores(packed, kl_T, spec)
+    if not spec.compares_siblings:
+        return [own[0] for own in scores]
+    siblings = [
+        Sibling(
+            own, int(row.loss_mask.sum()), row.sample_id if row.episode is None else row.episode
+        )
+        for row, own in zip(packed.rows, scores, strict=True)
+    ]
+    return relate_siblings(siblings, [row.group_id for row in packed.rows], spec.estimator)

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sluice.algo.spec import AdvantageSpec, LossSpec
+from sluice.algo.estimator import Estimator, Sibling
 
 if TYPE_CHECKING:
     import torch
+
+    from sluice.algo.spec import LossSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,39 +104,39 @@ class Moments:
         return math.sqrt(self.m2 / (self.count - 1)) if self.count > 1 else 0.0
 
 
+def merge_measured(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the measurements of all parts together."""
+    whole: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            if name not in whole:
+                whole[name] = value
+            elif name.endswith("/max"):
+                whole[name] = max(whole[name], value)
+            else:
+                whole[name] += value
+    return whole
+
+
 STD_EPSILON = 1e-6  # of a group's standard deviation, as GRPO implementations have it
 
 
-def relative_scores(
-    scores: Sequence[float],
-    group_ids: Sequence[str],
-    episodes: Sequence[int | str],
-    spec: AdvantageSpec,
+def relate_siblings(
+    siblings: Sequence[Sibling], group_ids: Sequence[str], estimator: Estimator
 ) -> list[float]:
-    """Returns the score of each sample relative to its group, of which all samples are given.
+    """Returns the number of each sample relative to its group, of which all samples are given.
 
-    episodes: which of the group's rollouts a sample is of; each counts once, by the mean of its
-    samples. The order of samples does not matter at all, nor where they were scored.
+    All samples of the batch are. Their order does not matter at all, nor where they were scored.
     """
-    members: dict[str, dict[int | str, list[float]]] = {}
-    for score, group, episode in zip(scores, group_ids, episodes, strict=True):
-        members.setdefault(group, {}).setdefault(episode, []).append(score)
-    means = {
-        group: {episode: math.fsum(own) / len(own) for episode, own in parts.items()}
-        for group, parts in members.items()
-    }
-    groups = {group: Moments.of_values(parts.values()) for group, parts in means.items()}
-    if spec.name == "rloo":
-        own = [means[group][episode] for group, episode in zip(group_ids, episodes, strict=True)]
-        return [
-            leave_one_out(mean, groups[group]) + (score - mean if groups[group].count > 1 else 0.0)
-            for score, mean, group in zip(scores, own, group_ids, strict=True)
-        ]
-    scaled = spec.name == "grpo" and spec.scale_by_std is not False
-    return [
-        group_relative(score, groups[group], scale_by_std=scaled)
-        for score, group in zip(scores, group_ids, strict=True)
-    ]
+    members: dict[str, list[int]] = {}
+    for index, group in enumerate(group_ids):
+        members.setdefault(group, []).append(index)
+    related = [0.0] * len(siblings)
+    for places in members.values():
+        found = estimator.relate([siblings[place] for place in places])
+        for place, score in zip(places, found, strict=True):
+            related[place] = score
+    return estimator.relate_batch(related)
 
 
 def group_relative(reward: float, group: Moments, *, scale_by_std: bool) -> float:

@@ -1,27 +1,22 @@
 """Every loss behind one entry, `compute_loss`: pure, summed, equal under any split of the rows.
 
-Formulas: PPO arXiv 1707.06347, dual clip 1912.09729, DAPO clip-higher 2503.14476, GSPO 2507.18071,
-CISPO 2506.13585, DRO 2405.19107.
+What a loss is of a token is in `sluice/algo/surrogates/`; here it is corrected, regularised and
+added up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+import xxhash
 
-from sluice.algo.correction import (
-    SequenceSums,
-    below_veto,
-    importance_weights,
-    needs_sequence_sums,
-    opsm_dropped,
-    sum_sequences,
-)
-from sluice.algo.kl import bounded_exp, estimate_kl, exp_remainder
+from sluice.algo.correction import Corrected, Opsm
+from sluice.algo.kl import bounded_exp, exp_remainder
 from sluice.algo.spec import LossSpec, required_columns
+from sluice.algo.surrogate import Tokens
 
 # Read for metrics where a row has them; rows without them are NaN and left out of the mean.
 METRIC_COLUMNS = ("rollout_logprobs", "old_logprobs")
@@ -50,6 +45,8 @@ class LossInputs:
     sample_index: int64[T], the sample of each token, in [0, N).
     sample_weights: float[N], factor of each sample's summed token losses (see aggregation.py).
     columns: float[T] by name. entropy: float[T] when there is a metric or a bonus to make.
+    sample_keys: int64[N], a number of each sample that no split changes; absent is all 0.
+    fixed: float[T], what stands for the outputs where they have no gradient; absent is themselves.
     """
 
     outputs: torch.Tensor
@@ -58,6 +55,8 @@ class LossInputs:
     sample_weights: torch.Tensor
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
     entropy: torch.Tensor | None = None
+    sample_keys: torch.Tensor | None = None
+    fixed: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +119,14 @@ def pack_rows(
         ).to(device),
         columns={name: _pack_column(rows, lengths, name).to(device) for name in sorted(names)},
         entropy=entropy_T,
+        sample_keys=torch.tensor([_key(row.sample_id) for row in rows], dtype=torch.int64).to(
+            device
+        ),
     )
+
+
+def _key(sample_id: str) -> int:
+    return xxhash.xxh64_intdigest(sample_id.encode()) - (1 << 63)
 
 
 def _pack_column(rows: Sequence[PackableRow], lengths: Sequence[int], name: str) -> torch.Tensor:
@@ -138,7 +144,8 @@ def _pack_column(rows: Sequence[PackableRow], lengths: Sequence[int], name: str)
     return torch.cat(parts)
 
 
-Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
+Metrics = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+CORRECTION, LOSS = "correction/", "loss/"  # prefixes of what was measured ahead of a pass
 
 
 def compute_loss(inputs: LossInputs, spec: LossSpec) -> LossTerms:
@@ -146,196 +153,145 @@ def compute_loss(inputs: LossInputs, spec: LossSpec) -> LossTerms:
 
     Equal for any split of whole samples into micro-batches.
     Tokens outside the mask have zero gradient whatever their columns hold, NaN included.
-    Raises MissingColumnError.
+    Raises MissingColumnError, and ValueError for a loss that answers with another shape.
     """
     check_columns(required_columns(spec), inputs.columns, f"loss {spec.name}")
     if spec.has_entropy_gradient and inputs.entropy is None:
         raise ValueError("entropy_coefficient is set but the inputs carry no entropy")
-    tokens = _Tokens.read(inputs)
-    loss_T = _value_loss(tokens, spec) if spec.name == "value" else _policy_loss(tokens, spec)
+    tokens = read_tokens(inputs, spec)
+    loss_T = spec.loss.token_losses(tokens)
+    if loss_T.shape != tokens.outputs.shape:
+        raise ValueError(
+            f"loss {spec.name} answered with shape {list(loss_T.shape)} "
+            f"for {list(tokens.outputs.shape)} tokens"
+        )
+    if spec.loss.head == "policy":
+        loss_T = _correct(tokens, spec, loss_T)
+        tokens.record("policy_loss", loss_T)
+        loss_T = loss_T + _regularisers(tokens, spec, inputs.entropy)
+        if spec.loss.has_ratio:
+            _record_ratio(tokens)
+        _record_mismatch(tokens)
     weight_T = inputs.sample_weights.to(loss_T.dtype)[inputs.sample_index]
-    loss = (loss_T * weight_T).sum()  # untrained tokens were made 0 when they were read
+    loss = torch.where(inputs.mask, loss_T * weight_T, 0.0).sum()
     return LossTerms(loss=loss, token_count=tokens.count, metrics=tokens.metrics)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Tokens:
-    """Inputs with untrained positions set to 0, so that nothing there can reach a sum."""
+def measure_loss(inputs: LossInputs, spec: LossSpec, number: int) -> dict[str, float]:
+    """Returns what round `number` measures of some rows ahead of a pass, by `prefix/name`.
 
-    inputs: LossInputs
-    outputs: torch.Tensor
-    columns: dict[str, torch.Tensor]
-    count: torch.Tensor
-    metrics: Metrics
+    Sums, to be added up over the rows of the pass; of a name in `/max` the largest is meant. Only
+    columns are read. `spec.measured` holds the rounds before. Raises MissingColumnError.
+    """
+    check_columns(required_columns(spec), inputs.columns, f"loss {spec.name}")
+    tokens, found = read_tokens(inputs, spec), dict[str, float]()
+    if number < spec.loss.rounds:
+        for name, value in spec.loss.measure(tokens, number).items():
+            found[f"{LOSS}{name}"] = float(value)
+    if number == 0:
+        for index, corrected, _ in _corrections(tokens, spec):
+            if spec.stages[index].measures:
+                for name, value in spec.stages[index].measure(corrected).items():
+                    found[f"{CORRECTION}{index}/{name}"] = float(value)
+    return found
 
-    @classmethod
-    def read(cls, inputs: LossInputs) -> _Tokens:
-        mask_T = inputs.mask
-        outputs_T = inputs.outputs
-        dtype = torch.promote_types(outputs_T.dtype, torch.float32)
-        return cls(
-            inputs=inputs,
-            outputs=torch.where(mask_T, outputs_T.to(dtype), 0.0),
-            columns={
-                name: torch.where(mask_T, values_T.detach().to(dtype), 0.0)
-                for name, values_T in inputs.columns.items()
-            },
-            count=mask_T.sum().to(dtype),
-            metrics={},
+
+def read_tokens(inputs: LossInputs, spec: LossSpec) -> Tokens:
+    """Returns the inputs with untrained positions set to 0, so that nothing there reaches a sum."""
+    mask_T = inputs.mask
+    dtype = torch.promote_types(inputs.outputs.dtype, torch.float32)
+
+    def kept(values_T: torch.Tensor) -> torch.Tensor:
+        return torch.where(mask_T, values_T.to(dtype), 0.0)
+
+    fixed_T = kept((inputs.outputs if inputs.fixed is None else inputs.fixed).detach())
+    columns = {name: kept(values_T.detach()) for name, values_T in inputs.columns.items()}
+    keys_N = inputs.sample_keys
+    if keys_N is None:
+        keys_N = torch.zeros(len(inputs.sample_weights), dtype=torch.int64, device=mask_T.device)
+    return Tokens(
+        outputs=kept(inputs.outputs),
+        fixed=fixed_T,
+        old=columns[spec.old_column] if spec.old_column else fixed_T,
+        mask=mask_T,
+        sample_index=inputs.sample_index,
+        sample_keys=keys_N,
+        columns=columns,
+        measured=_below(spec.measured, LOSS),
+    )
+
+
+def _below(measured: Mapping[str, float], prefix: str) -> dict[str, float]:
+    return {k.removeprefix(prefix): v for k, v in measured.items() if k.startswith(prefix)}
+
+
+def _corrections(tokens: Tokens, spec: LossSpec) -> Iterator[tuple[int, Corrected, torch.Tensor]]:
+    """Each stage's number, what it sees, and its factors."""
+    kept_T = tokens.mask
+    has_own = spec.loss.has_ratio and spec.old_logprobs == "old"
+    trainer_T = tokens.old if has_own else tokens.fixed
+    rollout_T = tokens.columns.get("rollout_logprobs", trainer_T)
+    for index, stage in enumerate(spec.stages):
+        corrected = Corrected(
+            tokens=tokens,
+            log_importance=trainer_T - rollout_T,
+            kept=kept_T,
+            measured=_below(spec.measured, f"{CORRECTION}{index}/"),
         )
-
-    def record(
-        self, name: str, values_T: torch.Tensor, among_T: torch.Tensor | None = None
-    ) -> None:
-        """Add the metric: mean of `values_T` over trained tokens (of `among_T` only)."""
-        mask_T = self.inputs.mask if among_T is None else self.inputs.mask & among_T
-        total = torch.where(mask_T, values_T.detach().to(self.count.dtype), 0.0).sum()
-        weight = self.count if among_T is None else mask_T.sum().to(self.count.dtype)
-        self.metrics[name] = (total, weight)
+        factor_T = stage.factors(corrected)
+        yield index, corrected, factor_T
+        kept_T = kept_T & (factor_T != 0)
 
 
-def _policy_loss(tokens: _Tokens, spec: LossSpec) -> torch.Tensor:
-    inputs, logprobs_T = tokens.inputs, tokens.outputs
-    old_T = tokens.columns[spec.old_column] if spec.old_column else logprobs_T.detach()
-    log_importance_T = _log_importance(tokens, spec, old_T)
-    sums = None
-    if needs_sequence_sums(spec):
-        terms = (
-            inputs.mask.to(logprobs_T.dtype),
-            logprobs_T.detach() - old_T,
-            log_importance_T,
-            below_veto(log_importance_T, spec.importance).to(logprobs_T.dtype),
-        )
-        sums = sum_sequences(torch.stack(terms), inputs.sample_index, len(inputs.sample_weights))
-    loss_T = _surrogate(tokens, spec, old_T, sums)
-    if spec.importance is not None:
-        weight_T, dropped_T = importance_weights(
-            log_importance_T, inputs.sample_index, sums, spec.importance
-        )
-        loss_T = loss_T * weight_T
+def _correct(tokens: Tokens, spec: LossSpec, loss_T: torch.Tensor) -> torch.Tensor:
+    """Multiplies by the factors of all stages and drops what one of them drops."""
+    if not spec.stages:
+        return loss_T
+    weight_T, dropped_T = torch.ones_like(tokens.fixed), torch.zeros_like(tokens.mask)
+    several = len(spec.stages) > 1
+    for index, _, factor_T in _corrections(tokens, spec):
+        stage, gone_T = spec.stages[index], factor_T == 0
+        if isinstance(stage, Opsm):
+            tokens.record("opsm_dropped", gone_T)
+        else:
+            dropped_T = dropped_T | gone_T
+            weight_T = weight_T * factor_T
+        if several:
+            tokens.record(f"correction_{index}_dropped", gone_T)
+        loss_T = (loss_T * factor_T).masked_fill(gone_T, 0.0)
+    if any(not isinstance(stage, Opsm) for stage in spec.stages):
         tokens.record("importance_weight", weight_T)
         tokens.record("importance_dropped", dropped_T)
-    if spec.opsm_delta is not None:
-        assert sums is not None
-        far_T = opsm_dropped(
-            tokens.columns["advantages"], inputs.sample_index, sums, spec.opsm_delta
-        )
-        loss_T = loss_T.masked_fill(far_T, 0.0)
-        tokens.record("opsm_dropped", far_T)
-    tokens.record("policy_loss", loss_T)
-    loss_T = loss_T + _regularisers(tokens, spec, old_T)
-    _record_mismatch(tokens)
     return loss_T
 
 
-def _surrogate(
-    tokens: _Tokens, spec: LossSpec, old_T: torch.Tensor, sums: SequenceSums | None
-) -> torch.Tensor:
-    logprobs_T = tokens.outputs
-    if spec.name == "sft":
-        tokens.record("negative_logprob", -logprobs_T)
-        return -logprobs_T
-    advantages_T = tokens.columns["advantages"]
-    if spec.name == "reinforce":
-        return -advantages_T * logprobs_T
-    log_ratio_T = logprobs_T - old_T
-    _record_ratio(tokens, log_ratio_T)
-    if spec.name == "dro":
-        assert spec.dro_beta is not None
-        return 0.5 * spec.dro_beta * log_ratio_T.square() - advantages_T * logprobs_T
-    if spec.name == "importance_sampling":
-        return -bounded_exp(log_ratio_T) * advantages_T
-    if spec.name == "cispo":
-        return _cispo(tokens, spec, bounded_exp(log_ratio_T.detach()))
-    if spec.name == "gspo":
-        assert sums is not None
-        # The sample's mean log ratio in value, each token's own gradient (GSPO-token, eq. 14):
-        # equal to the sequence form where a sample has one advantage, right where it has many.
-        mean_T = sums.mean(sums.log_ratio)[tokens.inputs.sample_index]
-        log_ratio_T = mean_T + logprobs_T - logprobs_T.detach()
-    return _clipped(tokens, spec, bounded_exp(log_ratio_T))
-
-
-def _clipped(tokens: _Tokens, spec: LossSpec, ratio_T: torch.Tensor) -> torch.Tensor:
-    """-min(r A, clip(r) A), for A < 0 at most -c A with dual clip; zero gradient where clipped."""
-    assert spec.clip_low is not None
-    advantages_T = tokens.columns["advantages"]
-    low = 1 - spec.clip_low
-    high = 1 + (spec.clip_low if spec.clip_high is None else spec.clip_high)
-    clipped_T = ratio_T.clamp(low, high)
-    loss_T = -torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)
-    tokens.record("clipped_low", (ratio_T < low) & (advantages_T < 0))
-    tokens.record("clipped_high", (ratio_T > high) & (advantages_T > 0))
-    if spec.dual_clip is not None:
-        bound_T = -spec.dual_clip * advantages_T
-        beyond_T = (advantages_T < 0) & (loss_T > bound_T)
-        loss_T = torch.where(beyond_T, bound_T, loss_T)
-        tokens.record("clipped_dual", beyond_T)
-    return loss_T
-
-
-def _cispo(tokens: _Tokens, spec: LossSpec, ratio_T: torch.Tensor) -> torch.Tensor:
-    """-stopgrad(clip(r)) A log p: every token keeps a gradient, only its weight is bounded."""
-    assert spec.clip_high is not None
-    low = 0.0 if spec.clip_low is None else 1 - spec.clip_low
-    high = 1 + spec.clip_high
-    tokens.record("clipped_low", ratio_T < low)
-    tokens.record("clipped_high", ratio_T > high)
-    return -ratio_T.clamp(low, high) * tokens.columns["advantages"] * tokens.outputs
-
-
-def _regularisers(tokens: _Tokens, spec: LossSpec, old_T: torch.Tensor) -> torch.Tensor:
+def _regularisers(tokens: Tokens, spec: LossSpec, entropy_T: torch.Tensor | None) -> torch.Tensor:
     """KL to the reference and the entropy bonus; the entropy is otherwise a metric."""
-    logprobs_T, entropy_T = tokens.outputs, tokens.inputs.entropy
-    loss_T = torch.zeros_like(logprobs_T)
+    loss_T = torch.zeros_like(tokens.outputs)
     if spec.kl_coefficient:
-        kl_T = estimate_kl(
-            logprobs_T, tokens.columns["reference_logprobs"], spec.kl_estimator or "k3"
-        )
+        kl_T = spec.kl_form.estimate(tokens.outputs - tokens.columns["reference_logprobs"])
         tokens.record("kl_reference", kl_T)
         if spec.kl_unbiased:
-            kl_T = kl_T * bounded_exp(logprobs_T - old_T)
+            kl_T = kl_T * bounded_exp(tokens.log_ratio)
         loss_T = loss_T + spec.kl_coefficient * kl_T
     if entropy_T is not None:
         tokens.record("entropy", entropy_T)
         if spec.entropy_coefficient:
-            kept_T = torch.where(tokens.inputs.mask, entropy_T.to(loss_T.dtype), 0.0)
+            kept_T = torch.where(tokens.mask, entropy_T.to(loss_T.dtype), 0.0)
             loss_T = loss_T - spec.entropy_coefficient * kept_T
     return loss_T
 
 
-def _value_loss(tokens: _Tokens, spec: LossSpec) -> torch.Tensor:
-    """Half the squared error; with value_clip the larger of it and that of the clipped value."""
-    values_T, returns_T = tokens.outputs, tokens.columns["returns"]
-    loss_T = 0.5 * (values_T - returns_T).square()
-    if spec.value_clip is not None:
-        old_T = tokens.columns["values"]
-        moved_T = (values_T - old_T).clamp(-spec.value_clip, spec.value_clip)
-        clipped_T = 0.5 * (old_T + moved_T - returns_T).square()
-        tokens.record("clipped_value", clipped_T > loss_T)
-        loss_T = torch.maximum(loss_T, clipped_T)
-    tokens.record("value_loss", loss_T)
-    tokens.record("value", values_T)
-    tokens.record("return", returns_T)
-    return loss_T
-
-
-def _log_importance(tokens: _Tokens, spec: LossSpec, old_T: torch.Tensor) -> torch.Tensor:
-    if spec.importance is None:
-        return torch.zeros_like(old_T)
-    return old_T - tokens.columns["rollout_logprobs"]
-
-
 @torch.no_grad()
-def _record_ratio(tokens: _Tokens, log_ratio_T: torch.Tensor) -> None:
-    ratio_T = bounded_exp(log_ratio_T)
-    tokens.record("ratio", ratio_T)
+def _record_ratio(tokens: Tokens) -> None:
+    log_ratio_T = tokens.fixed - tokens.old
+    tokens.record("ratio", bounded_exp(log_ratio_T))
     tokens.record("kl_old_k1", -log_ratio_T)
     tokens.record("kl_old_k3", exp_remainder(log_ratio_T))
 
 
 @torch.no_grad()
-def _record_mismatch(tokens: _Tokens) -> None:
+def _record_mismatch(tokens: Tokens) -> None:
     """How far the trainer's log-probs of the sampled tokens are from the engine's.
 
     The trainer's are those of the weights that sampled (`old_logprobs`) where they were computed,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from sluice.algo.spec import AdvantageSpec, LossSpec, required_columns
+from sluice.algo.spec import AdvantageSpec, LossSpec, known_columns
 from sluice.config import Config, ProcessConfig
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import ServerConfig
@@ -59,6 +59,9 @@ TRUNCATED = (
 _NOT_OF_A_RUN = ("advantages", "teacher_logprobs")
 
 
+SUPERVISED = ("sft", "cross_entropy")
+
+
 class AlgorithmConfig(Config):
     """How rewards become gradients."""
 
@@ -68,8 +71,20 @@ class AlgorithmConfig(Config):
 
     @property
     def columns(self) -> frozenset[str]:
-        """What the rows must carry before advantages and losses are computed."""
-        return required_columns(self.advantage) | required_columns(self.loss)
+        """What the rows must carry before advantages and losses are computed.
+
+        What a user's loss or estimator reads is not among it: the trainer is asked.
+        """
+        return known_columns(self.advantage) | known_columns(self.loss)
+
+    @property
+    def plugins(self) -> tuple[str, ...]:
+        """Names of users' classes, which only the trainer imports."""
+        return (*self.advantage.plugins.values(), *self.loss.plugins.values())
+
+    @property
+    def is_supervised(self) -> bool:
+        return self.loss.name in SUPERVISED
 
     def at_temperature(self, temperature: float) -> AlgorithmConfig:
         """Return the algorithm with the loss of tokens that were sampled at this temperature."""
@@ -80,8 +95,8 @@ class AlgorithmConfig(Config):
     def _loss_is_of_a_policy(self) -> AlgorithmConfig:
         if self.loss.name == "value":
             raise ValueError("loss.name: value is what a critic learns; give it as critic.loss")
-        if self.loss.name == "sft" and "advantage" in self.model_fields_set:
-            raise ValueError("advantage: has no effect with loss sft; leave it out")
+        if self.is_supervised and "advantage" in self.model_fields_set:
+            raise ValueError(f"advantage: has no effect with loss {self.loss.name}; leave it out")
         return self
 
 
@@ -281,7 +296,7 @@ class RunConfig(CommonRunConfig):
         needs = "values" in self.algorithm.columns
         if needs and self.critic is None:
             raise ValueError("critic: the advantage gae needs one")
-        if self.critic is not None and not needs:
+        if self.critic is not None and not needs and not self.algorithm.plugins:
             raise ValueError(
                 f"critic: has no effect for the advantage {self.algorithm.advantage.name}"
             )
@@ -312,7 +327,7 @@ class RunConfig(CommonRunConfig):
     def _estimator_finds_its_columns(self) -> RunConfig:
         advantage = self.algorithm.advantage
         for column in _NOT_OF_A_RUN:
-            if column in required_columns(advantage):
+            if column in known_columns(advantage):
                 key = (
                     "name"
                     if advantage.name in ("provided", "distillation")
@@ -381,7 +396,7 @@ class SftConfig(CommonRunConfig):
     @field_validator("loss")
     @classmethod
     def _is_supervised(cls, loss: LossSpec) -> LossSpec:
-        if loss.name != "sft":
+        if loss.name not in SUPERVISED:
             raise ValueError(f"rows of a file have no rewards for loss {loss.name}; use sft")
         return loss
 

@@ -333,14 +333,17 @@ async def _upload(
 async def _add_columns(
     trainer: TrainerClient, algorithm: AlgorithmConfig, batch: _StepRows, critic: Critic | None
 ) -> dict[str, float]:
-    temperature, needed = algorithm.loss.temperature, algorithm.columns
+    temperature, needed = algorithm.loss.temperature, set(algorithm.columns)
+    if algorithm.plugins:
+        described = await trainer.describe_algorithm(algorithm.loss, algorithm.advantage)
+        needed |= {*described.loss_columns, *described.advantage_columns}
     if "old_logprobs" in needed:
         with trace.span(trace.TRAINER, "old_logprobs"):
             await trainer.compute_logprobs(batch.name, temperature=temperature)
     if "reference_logprobs" in needed:
         with trace.span(trace.TRAINER, "reference_logprobs"):
             await trainer.compute_logprobs(batch.name, reference=True, temperature=temperature)
-    if algorithm.loss.name == "sft":
+    if algorithm.is_supervised:
         return {}
     if critic is not None:
         with trace.span(trace.CRITIC, "values"):

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from google.protobuf import duration_pb2, timestamp_pb2
+from google.protobuf import duration_pb2, struct_pb2, timestamp_pb2
 from google.protobuf import message as pb
 from pydantic import BaseModel, ValidationError
 
 from sluice.algo.evaluation import TaskScores, summarise
+from sluice.algo.plugins import PluginSettingError, check_allowed
 from sluice.algo.spec import AdvantageSpec, LossSpec
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.converter.v1 import converter_service_pb2 as converter_pb
@@ -82,23 +84,82 @@ def advantage_from_proto(
 
 
 def loss_to_proto(spec: LossSpec) -> loss_pb2.LossSpec:
-    values = spec.model_dump(exclude_none=True)
-    importance = values.pop("importance", None)
-    message = loss_pb2.LossSpec(**values)
-    if importance is not None:
-        message.importance.CopyFrom(loss_pb2.ImportanceSpec(**importance))
+    message = loss_pb2.LossSpec()
+    _fill(message, spec.model_dump(exclude_none=True))
     return message
 
 
 def advantage_to_proto(spec: AdvantageSpec) -> loss_pb2.AdvantageSpec:
-    return loss_pb2.AdvantageSpec(**spec.model_dump(exclude_none=True))
+    message = loss_pb2.AdvantageSpec()
+    _fill(message, spec.model_dump(exclude_none=True))
+    return message
+
+
+def invalid_setting(error: PluginSettingError, field: str) -> InvalidFieldError:
+    """What a caller is told of a wrong setting of what stands in `field`."""
+    return InvalidFieldError(f"{field}.{error.key}", error.problem)
+
+
+@contextmanager
+def invalid_settings(
+    field: str, plugins: Mapping[str, str], modules: Sequence[str]
+) -> Iterator[None]:
+    """Imports `plugins`, by field, of allowed modules alone, for a block that reads their settings.
+
+    Raises InvalidFieldError for what the block says is wrong.
+    """
+    check_plugins(field, plugins, modules)
+    try:
+        yield
+    except PluginSettingError as error:
+        raise invalid_setting(error, field) from None
+    except ValueError as error:
+        first = next(iter(plugins), "name")
+        raise InvalidFieldError(f"{field}.{first}", str(error)) from None
+
+
+def check_plugins(field: str, plugins: Mapping[str, str], modules: Sequence[str]) -> None:
+    """Raises InvalidFieldError for a user's name, by field, whose module is not an allowed one."""
+    for key, name in plugins.items():
+        try:
+            check_allowed(name, modules)
+        except ValueError as error:
+            raise InvalidFieldError(f"{field}.{key}", str(error)) from None
+
+
+def _fill(message: pb.Message, values: Mapping[str, Any]) -> None:
+    """Sets the fields of a message, of messages inside, and of Structs."""
+    for name, value in values.items():
+        if isinstance(value, tuple):
+            for each in value:
+                _fill(getattr(message, name).add(), each)
+        elif not isinstance(value, dict):
+            setattr(message, name, value)
+        elif isinstance(inner := getattr(message, name), struct_pb2.Struct):
+            inner.SetInParent()
+            inner.update(value)
+        else:
+            inner.SetInParent()
+            _fill(inner, value)
 
 
 def _set_fields(message: pb.Message) -> dict[str, Any]:
-    return {
-        field.name: _set_fields(value) if isinstance(value, pb.Message) else value
-        for field, value in message.ListFields()
-    }
+    return {field.name: _plain(value) for field, value in message.ListFields()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, struct_pb2.Struct):
+        return {name: _plain(each) for name, each in value.fields.items()}
+    if isinstance(value, struct_pb2.Value):
+        kind = value.WhichOneof("kind")
+        return None if kind in (None, "null_value") else _plain(getattr(value, kind))
+    if isinstance(value, struct_pb2.ListValue):
+        return [_plain(each) for each in value.values]
+    if isinstance(value, pb.Message):
+        return _set_fields(value)
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [_plain(each) for each in value]
+    return value
 
 
 def _model_from_proto(model: type[M], message: pb.Message, field: str) -> M:
@@ -106,6 +167,9 @@ def _model_from_proto(model: type[M], message: pb.Message, field: str) -> M:
         return model(**_set_fields(message))
     except ValidationError as error:
         first = error.errors()[0]
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, PluginSettingError):
+            raise invalid_setting(cause, field) from None
         path = ".".join([field, *(str(part) for part in first["loc"])])
         raise InvalidFieldError(path, first["msg"]) from None
 

@@ -12,11 +12,11 @@ import numpy as np
 
 from services.trainer import metrics
 from services.trainer.config import OptimConfig
+from services.trainer.controller.algorithms import Algorithms
 from services.trainer.controller.incarnation import Build, RankIncarnation
 from services.trainer.controller.planning import (
     Planner,
     find_missing,
-    skips_zero_advantage_rows,
     weigh_pass,
 )
 from services.trainer.controller.rank_group import RankGroup
@@ -35,12 +35,14 @@ from services.trainer.errors import (
     SkippedTooOftenError,
     TemperatureMismatchError,
 )
-from sluice.algo.aggregation import Moments, relative_scores
-from sluice.algo.spec import AdvantageSpec, LossSpec, required_columns
+from sluice.algo.aggregation import Moments, relate_siblings
+from sluice.algo.estimator import Sibling
+from sluice.algo.plugins import PluginSettingError
+from sluice.algo.spec import AdvantageSpec, LossSpec
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.runtime.errors import ServiceError, StepMismatchError
-from sluice.runtime.wire import advantage_to_proto, loss_to_proto
+from sluice.runtime.wire import advantage_to_proto, invalid_setting, loss_to_proto
 from sluice.samples.sample import SEVERAL
 
 COLUMN_OF_MODEL = {
@@ -49,6 +51,7 @@ COLUMN_OF_MODEL = {
 }
 NO_TOKENS = "no trained tokens"
 SCORES_PER_COMMAND = 100_000  # of 8 bytes
+SIBLING_BYTES = 900_000  # of a command
 ROWS_PER_COMMAND = 50_000  # a row takes at most 16 bytes of a command, which has 1 MiB
 
 
@@ -93,9 +96,11 @@ class TrainerPasses:
         state: TrainerState,
         ranks: RankGroup,
         planner: Planner,
+        algorithms: Algorithms,
         turns: Turns,
     ) -> None:
         self._optim, self._state, self._ranks, self._planner = optim, state, ranks, planner
+        self.algorithms = algorithms
         self.turns = turns
 
     @in_turn
@@ -129,14 +134,16 @@ class TrainerPasses:
     async def compute_advantages(self, name: str, spec: AdvantageSpec) -> AdvantageScalars:
         """Add `advantages` (and `returns`) to all rows of a batch."""
         batch, ranks = self._state.batches.get(name), self._ranks.incarnation
-        self._check_columns(batch, np.arange(batch.row_count), spec)
+        traits = await self.algorithms.advantage(spec)
+        what = f"advantage {spec.name}"
+        self._check_columns(batch, np.arange(batch.row_count), traits.columns, what)
         command = pb.AdvantagesCommand(
-            batch_id=batch.batch_id, advantage=advantage_to_proto(spec), moments_only=spec.whitens
+            batch_id=batch.batch_id, advantage=advantage_to_proto(spec), moments_only=traits.whitens
         )
         with metrics.PASS_SECONDS.labels("advantages").time():
-            if spec.compares_siblings:
-                await self._exchange_scores(batch, command, spec)
-            if spec.whitens:
+            if traits.compares_siblings:
+                await self._exchange_scores(batch, command, spec, traits.width)
+            if traits.whitens:
                 totals = await self._advantages(ranks, command)
                 merged = merge_moments([result.advantages.moments for result in totals])
                 command.moments_only = False
@@ -159,6 +166,16 @@ class TrainerPasses:
         )
 
     @in_turn
+    async def describe(
+        self, loss: LossSpec | None, advantage: AdvantageSpec | None
+    ) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the columns that the loss and the estimator read."""
+        of_loss = frozenset[str]() if loss is None else (await self.algorithms.loss(loss)).columns
+        if advantage is None:
+            return of_loss, frozenset()
+        return of_loss, (await self.algorithms.advantage(advantage)).columns
+
+    @in_turn
     async def forward_backward(self, name: str, request: GradientsRequest) -> PassScalars:
         """Add the gradients of a part of a batch, once."""
         batch, ranks = self._state.batches.get(name), self._ranks.incarnation
@@ -178,18 +195,22 @@ class TrainerPasses:
             )
         aggregation = (loss.aggregation, loss.constant_length)
         ledger.check_aggregation(aggregation)
+        traits = await self.algorithms.loss(loss)
         selection = batch.select(request.sample_ids)
-        self._check_columns(batch, selection, loss)
-        if loss.name != "value" and not request.any_temperature:
+        self._check_columns(batch, selection, traits.columns, f"loss {loss.name}")
+        if traits.head != "value" and not request.any_temperature:
             check_temperature(batch, selection, loss.temperature or 1.0)
-            check_scored_at(batch, loss)
+            check_scored_at(batch, traits.columns, loss.temperature or 1.0)
         weighed = weigh_pass(batch, selection, loss)
         computed = selection
-        if skips_zero_advantage_rows(loss):
+        if traits.silent:  # zero advantages have zero loss and zero gradient
             computed = selection[~batch.zero_advantage[selection]]
         plan = await self._plan(batch, computed)
         weights = dict(zip(selection.tolist(), weighed.weights.tolist(), strict=True))
-        command = pb.GradientsCommand(batch_id=batch.batch_id, loss=loss_to_proto(loss))
+        measured = await self.algorithms.measure(batch, selection, loss, traits.rounds)
+        command = pb.GradientsCommand(
+            batch_id=batch.batch_id, loss=loss_to_proto(loss), measured=measured
+        )
         message = pb.FollowResponse(forward_backward=command)
         try:
             with metrics.PASS_SECONDS.labels("forward_backward").time():
@@ -288,13 +309,12 @@ class TrainerPasses:
         return await asyncio.to_thread(self._planner.plan, batch, selection)
 
     def _check_columns(
-        self, batch: Batch, selection: np.ndarray, spec: LossSpec | AdvantageSpec
+        self, batch: Batch, selection: np.ndarray, columns: Iterable[str], reader: str
     ) -> None:
-        missing = find_missing(batch, selection, sorted(required_columns(spec)))
+        missing = find_missing(batch, selection, sorted(columns))
         if missing is not None:
-            row, columns = missing
-            kind = "loss" if isinstance(spec, LossSpec) else "advantage"
-            raise ColumnMissingError(columns, batch.facts.sample_ids[row], f"{kind} {spec.name}")
+            row, lacking = missing
+            raise ColumnMissingError(lacking, batch.facts.sample_ids[row], reader)
 
     async def _add_column(
         self, name: str, column: str, kind: str, command: pb.FollowResponse
@@ -313,7 +333,7 @@ class TrainerPasses:
         return ranks.reporting(await ranks.run(pb.FollowResponse(compute_advantages=command)))
 
     async def _exchange_scores(
-        self, batch: Batch, command: pb.AdvantagesCommand, spec: AdvantageSpec
+        self, batch: Batch, command: pb.AdvantagesCommand, spec: AdvantageSpec, width: int
     ) -> None:
         """Give every rank the scores of its rows relative to their siblings on all ranks."""
         ranks, data_size = self._ranks.incarnation, self._planner.limits.data_size
@@ -324,7 +344,14 @@ class TrainerPasses:
         question.CopyFrom(command)
         question.scores_only, question.moments_only = True, False
         results = [result.advantages for result in await self._advantages(ranks, question)]
-        relative = await asyncio.to_thread(compare_siblings, batch, rows_of, results, spec)
+        met = await asyncio.to_thread(SiblingTable.gather, batch, rows_of, results, width)
+        if spec.plugins:
+            relative = await self._relate_on_ranks(ranks, command, met)
+        else:
+            try:
+                relative = await asyncio.to_thread(met.relate, batch, spec)
+            except PluginSettingError as error:
+                raise invalid_setting(error, "advantage") from None
 
         def part(start: int) -> Build:
             def build(data_rank: int) -> pb.FollowResponse:
@@ -338,6 +365,19 @@ class TrainerPasses:
         for start in range(0, max(map(len, rows_of)), SCORES_PER_COMMAND):
             await ranks.run(part(start))
 
+    async def _relate_on_ranks(
+        self, ranks: RankIncarnation, command: pb.AdvantagesCommand, met: SiblingTable
+    ) -> np.ndarray:
+        """Have ranks relate all scores, which alone can import who does."""
+        answer: list[float] = []
+        for scores in met.split():
+            question = pb.AdvantagesCommand(
+                batch_id=command.batch_id, advantage=command.advantage, siblings=scores
+            )
+            results = await self._advantages(ranks, question)
+            answer = list(results[0].advantages.scores)
+        return np.array(answer)
+
     async def _sum(self, ranks: RankIncarnation, builds: Sequence[Build]) -> pb.PassSums:
         sums = []
         for build in builds:
@@ -345,22 +385,61 @@ class TrainerPasses:
         return add_sums(sums)
 
 
-def compare_siblings(
-    batch: Batch,
-    rows_of: Sequence[np.ndarray],
-    results: Sequence[pb.AdvantageResult],
-    spec: AdvantageSpec,
-) -> np.ndarray:
-    """Return the relative score of every row, float64[N]; `rows_of` and `results` are by rank."""
-    scores, episodes = np.zeros(batch.row_count), np.zeros(batch.row_count, dtype=np.int64)
-    for rows, result in zip(rows_of, results, strict=True):
-        scores[rows] = result.scores
-        if result.episodes:
-            episodes[rows] = result.episodes
-    ids: list[int | str] = list(batch.facts.sample_ids)
-    for row in np.flatnonzero(batch.present.get("episode", ())).tolist():
-        ids[row] = int(episodes[row])
-    return np.array(relative_scores(scores.tolist(), batch.facts.group_ids, ids, spec))
+@dataclass(frozen=True)
+class SiblingTable:
+    """What all rows of a batch are compared by.
+
+    scores: float64[N, width]. episodes: int64[N], different ones where rows are of different
+    rollouts of a group. lengths: trained tokens, int64[N]. groups: int64[N].
+    """
+
+    scores: np.ndarray
+    episodes: np.ndarray
+    lengths: np.ndarray
+    groups: np.ndarray
+
+    @classmethod
+    def gather(
+        cls,
+        batch: Batch,
+        rows_of: Sequence[np.ndarray],
+        results: Sequence[pb.AdvantageResult],
+        width: int,
+    ) -> SiblingTable:
+        """Put together what ranks answered; `rows_of` and `results` are by rank."""
+        scores = np.zeros((batch.row_count, width))
+        episodes = -1 - np.arange(batch.row_count)  # a row without one is a rollout of its own
+        has_episode = batch.present.get("episode", np.zeros(batch.row_count, dtype=np.bool_))
+        for rows, result in zip(rows_of, results, strict=True):
+            scores[rows] = np.reshape(result.scores, (len(rows), width))
+            if result.episodes:
+                own = np.asarray(result.episodes)
+                episodes[rows] = np.where(has_episode[rows], own, episodes[rows])
+        groups = np.unique(batch.facts.group_ids, return_inverse=True)[1]
+        return cls(scores, episodes, batch.mask_counts, groups)
+
+    def relate(self, batch: Batch, spec: AdvantageSpec) -> np.ndarray:
+        """Return the relative score of every row, float64[N]. Raises PluginSettingError."""
+        siblings = [
+            Sibling(tuple(scores), length, episode)
+            for scores, length, episode in zip(
+                self.scores.tolist(), self.lengths.tolist(), self.episodes.tolist(), strict=True
+            )
+        ]
+        return np.array(relate_siblings(siblings, batch.facts.group_ids, spec.estimator))
+
+    def split(self) -> Iterable[pb.SiblingScores]:
+        """Yield all rows in messages that fit a command."""
+        count, each = len(self.groups), SIBLING_BYTES // (32 + 8 * self.scores.shape[1])
+        for start in range(0, count, each):
+            part = slice(start, start + each)
+            yield pb.SiblingScores(
+                scores=self.scores[part].ravel().tolist(),
+                groups=self.groups[part].tolist(),
+                episodes=self.episodes[part].tolist(),
+                lengths=self.lengths[part].tolist(),
+                last=start + each >= count,
+            )
 
 
 def check_temperature(batch: Batch, selection: np.ndarray, asked: float) -> None:
@@ -383,10 +462,9 @@ def check_temperature(batch: Batch, selection: np.ndarray, asked: float) -> None
     )
 
 
-def check_scored_at(batch: Batch, loss: LossSpec) -> None:
-    """Raises TemperatureMismatchError for log-probs of another temperature that the loss reads."""
-    asked = loss.temperature or 1.0
-    for column in sorted(required_columns(loss) & batch.scored_at.keys()):
+def check_scored_at(batch: Batch, columns: frozenset[str], asked: float) -> None:
+    """Raises TemperatureMismatchError for log-probs of another temperature that a loss reads."""
+    for column in sorted(columns & batch.scored_at.keys()):
         if batch.scored_at[column] != asked:
             found = f"{batch.scored_at[column]:g}"
             raise TemperatureMismatchError(

@@ -271,13 +271,6 @@ def find_missing(
     return row, sorted(lacking)
 
 
-def skips_zero_advantage_rows(loss: LossSpec) -> bool:
-    """Tell whether a row of zero advantages has zero loss and zero gradient under `loss`."""
-    if loss.has_kl or loss.has_entropy_gradient:
-        return False
-    return loss.name in ("ppo_clip", "gspo", "cispo", "importance_sampling", "reinforce")
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
     """What the caller would have otherwise than the trainer has it; None leaves it."""

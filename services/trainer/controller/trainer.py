@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from services.trainer.config import TrainerConfig
+from services.trainer.controller.algorithms import Algorithms
 from services.trainer.controller.checkpoints import TrainerCheckpoints
 from services.trainer.controller.incarnation import RankIncarnation
 from services.trainer.controller.launch import LocalLauncher
@@ -50,7 +51,8 @@ class Trainer:
         limits = limits_of(config, trainer_pb.ParallelLayout())
         self._planner = planner = Planner(read_shape(config.model), limits)
         self.batches = TrainerBatches(config, state, ranks, planner, turns)
-        self.passes = TrainerPasses(config.optim, state, ranks, planner, turns)
+        algorithms = Algorithms(config, ranks)
+        self.passes = TrainerPasses(config.optim, state, ranks, planner, algorithms, turns)
         self.checkpoints = TrainerCheckpoints(config, state, ranks, self.batches, turns)
         weights = WeightStore(config.weights_location, durable=config.durable)
         self.publisher = Publisher(config, weights, state, ranks, turns, waits)

@@ -30,15 +30,30 @@ from services.trainer.errors import (
     disk_errors,
 )
 from services.trainer.rank import FAILURES
-from services.trainer.rank.table import RowTable, add_advantages, report_scores
+from services.trainer.rank.table import (
+    RowTable,
+    add_advantages,
+    measure_rows,
+    relate_scores,
+    report_scores,
+)
 from services.trainer.rows import RowLimits
 from sluice import faults, platform
 from sluice.algo.collectives import is_disconnected
+from sluice.algo.plugins import PluginSettingError
+from sluice.algo.spec import advantage_traits, loss_traits
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.durable import scratch
 from sluice.runtime.errors import ServiceError
-from sluice.runtime.wire import advantage_from_proto, blob_to_proto, loss_from_proto, seconds_of
+from sluice.runtime.wire import (
+    advantage_from_proto,
+    blob_to_proto,
+    invalid_setting,
+    invalid_settings,
+    loss_from_proto,
+    seconds_of,
+)
 from sluice.samples.blobs import BlobStore
 from sluice.weights.checkpoint import check_file
 from sluice.weights.errors import FileDigestError, MissingFileError, WeightStoreError
@@ -72,9 +87,11 @@ class Executor:
         blobs: BlobStore,
         table: RowTable,
         publisher: RankPublisher,
+        user_modules: Sequence[str] = (),
     ) -> None:
         self._backend, self._blobs, self._table = backend, blobs, table
-        self._publisher = publisher
+        self._publisher, self._user_modules = publisher, user_modules
+        self._siblings: list[pb.SiblingScores] = []  # so far, of a batch whose scores are related
         self._relative_scores: list[float] = []  # of the rows of the batch that they were asked for
 
     @classmethod
@@ -86,7 +103,8 @@ class Executor:
         backend = create_backend(config.backend, config, mesh)
         blobs = BlobStore(config.store, sync=config.durable)
         limits = RowLimits.from_config(config, backend.mesh.context_size)
-        return cls(backend, blobs, RowTable(blobs, limits), RankPublisher(config, backend))
+        table, publisher = RowTable(blobs, limits), RankPublisher(config, backend)
+        return cls(backend, blobs, table, publisher, config.user_modules)
 
     def describe(self) -> pb.RankReady:
         mesh = self._backend.mesh
@@ -115,6 +133,8 @@ class Executor:
             faults.point(f"rank{self._backend.mesh.rank}.{name}")
         except ServiceError as error:
             result.error.CopyFrom(error.to_status())
+        except PluginSettingError as error:  # what only the rows show to be wrong
+            result.error.CopyFrom(invalid_setting(error, "advantage").to_status())
         except FAILURES as error:  # the rank is fit for the next command
             logger.error("%s failed", name, exc_info=error)
             message = f"{type(error).__name__} in {name}: {error}"
@@ -174,14 +194,43 @@ class Executor:
             report_scores(rows, spec, result)
         elif command.HasField("relative"):
             self._relative_scores.extend(command.relative.scores)
+        elif command.HasField("siblings"):
+            self._siblings.append(command.siblings)
+            if command.siblings.last:
+                relate_scores(self._siblings, spec, result)
+                self._siblings = []
         else:
             given = self._relative_scores if spec.compares_siblings else []
             add_advantages(rows, spec, command, result, given or None)
 
     def _forward_backward(self, command: pb.GradientsCommand, result: pb.CommandResult) -> None:
         micro_batches = self._table.micro_batches(command.batch_id, command.micro_batches)
-        sums = self._backend.forward_backward(micro_batches, loss_from_proto(command.loss))
-        result.sums.CopyFrom(_sums_to_proto(sums))
+        loss = loss_from_proto(command.loss).with_measured(command.measured)
+        result.sums.CopyFrom(_sums_to_proto(self._backend.forward_backward(micro_batches, loss)))
+
+    def _measure(self, command: pb.MeasureCommand, result: pb.CommandResult) -> None:
+        loss = loss_from_proto(command.loss).with_measured(command.measured)
+        rows = self._table.rows(command.batch_id)
+        own = [rows[position].to_row(1.0) for position in command.rows]
+        for name, value in measure_rows(own, loss, command.number).items():
+            result.measured[name] = value
+
+    def _describe(self, command: pb.DescribeCommand, result: pb.CommandResult) -> None:
+        """Imports what the algorithm names. Raises InvalidFieldError."""
+        if command.HasField("loss"):
+            loss = loss_from_proto(command.loss)
+            with invalid_settings("loss", loss.plugins, self._user_modules):
+                traits = loss_traits(loss)
+            result.traits.columns.extend(sorted(traits.columns))
+            result.traits.head, result.traits.silent = traits.head, traits.silent
+            result.traits.rounds = traits.rounds
+        else:
+            advantage = advantage_from_proto(command.advantage)
+            with invalid_settings("advantage", advantage.plugins, self._user_modules):
+                known = advantage_traits(advantage)
+            result.traits.columns.extend(sorted(known.columns))
+            result.traits.compares_siblings = known.compares_siblings
+            result.traits.whitens, result.traits.width = known.whitens, known.width
 
     def _step(self, command: pb.StepCommand, result: pb.CommandResult) -> None:
         outcome = self._backend.step(

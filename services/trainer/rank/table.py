@@ -20,8 +20,10 @@ from sluice.algo.advantages import (
     compute_advantages,
     score_rows,
 )
-from sluice.algo.aggregation import Moments
-from sluice.algo.spec import AdvantageSpec
+from sluice.algo.aggregation import Moments, merge_measured, relate_siblings
+from sluice.algo.estimator import Sibling
+from sluice.algo.losses import measure_loss, pack_rows
+from sluice.algo.spec import AdvantageSpec, LossSpec
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.runtime.errors import InvalidFieldError
 from sluice.runtime.wire import (
@@ -196,9 +198,6 @@ def _bare_sample(row: OwnedRow, names: Sequence[str]) -> Sample:
     )
 
 
-REWARDS = ("reward", "raw_reward")
-
-
 def add_advantages(
     rows: dict[int, OwnedRow],
     spec: AdvantageSpec,
@@ -240,12 +239,39 @@ def report_scores(rows: dict[int, OwnedRow], spec: AdvantageSpec, result: pb.Com
         result.advantages.episodes.extend(row.episode or 0 for row in inputs)
 
 
+def relate_scores(
+    parts: Sequence[pb.SiblingScores], spec: AdvantageSpec, result: pb.CommandResult
+) -> None:
+    """Answer with the relative score of every row of the batch, in the order that they came."""
+    width, siblings, groups = spec.estimator.width, list[Sibling](), list[str]()
+    for part in parts:
+        groups += [str(group) for group in part.groups]
+        for index, (episode, length) in enumerate(zip(part.episodes, part.lengths, strict=True)):
+            own = tuple(part.scores[index * width : (index + 1) * width])
+            siblings.append(Sibling(own, length, episode))
+    result.advantages.scores.extend(relate_siblings(siblings, groups, spec.estimator))
+
+
+MEASURED_ROWS = 64  # at once: their columns are copied
+
+
+def measure_rows(rows: Sequence[Row], loss: LossSpec, number: int) -> dict[str, float]:
+    """Measure rows for a pass to come, which reads the old policy's log-probs as its own."""
+    parts = []
+    for first in range(0, len(rows), MEASURED_ROWS):
+        some = rows[first : first + MEASURED_ROWS]
+        column = loss.old_column or "rollout_logprobs"
+        outputs = [torch.empty(0), *(row.columns[column] for row in some)]
+        parts.append(measure_loss(pack_rows(some, loss, torch.cat(outputs)), loss, number))
+    return merge_measured(parts)
+
+
 def _input(row: OwnedRow) -> AdvantageRow:
     return AdvantageRow(
         sample_id=row.sample_id,
         group_id=row.group_id,
         loss_mask=row.loss_mask,
-        rewards={name: row.scalars[name] for name in REWARDS if name in row.scalars},
+        rewards=row.scalars,
         columns=row.columns,
         episode=int(row.scalars["episode"]) if "episode" in row.scalars else None,
     )

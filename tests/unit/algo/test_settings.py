@@ -11,22 +11,17 @@ from sluice.algo.advantages import AdvantageRow, compute_advantages
 from sluice.algo.aggregation import weigh_samples
 from sluice.algo.logprobs import token_logprobs
 from sluice.algo.losses import LossInputs, compute_loss
-from sluice.algo.spec import (
-    AdvantageName,
-    AdvantageSpec,
-    Aggregation,
-    ImportanceSpec,
-    KlEstimator,
-    LossName,
-    LossSpec,
-)
+from sluice.algo.plugins import SHIPPED, find
+from sluice.algo.spec import AdvantageSpec, Aggregation, ImportanceSpec, LossSpec
 from tests.unit.algo.loss_inputs import COLUMNS
+from tests.unit.algo.test_corrections import measure
 
 NEEDED = {
     "ppo_clip": {"clip_low": 0.2},
     "gspo": {"clip_low": 0.05},
     "cispo": {"clip_high": 0.2},
     "dro": {"dro_beta": 0.3},
+    "clip_cov": {"clip_low": 0.2},
 }
 KL = {"kl_coefficient": 0.1}
 CONSTANT = {"aggregation": "constant", "constant_length": 9.0}
@@ -43,7 +38,7 @@ LOSS_VALUES = {
     "dro_beta": [({}, 0.5)],
     "kl_coefficient": [({}, 0.1)],
     "kl_estimator": [
-        *((KL, name) for name in get_args(KlEstimator) if name != "k3"),
+        *((KL, name) for name in SHIPPED["kl"] if name != "k3"),
         ({**KL, "kl_unbiased": True}, "k1"),
         ({**KL, "kl_unbiased": True}, "k2"),
         ({**KL, "kl_unbiased": True}, "low_variance"),
@@ -52,6 +47,41 @@ LOSS_VALUES = {
     "entropy_coefficient": [({}, 0.1), ({}, -0.1)],
     "importance": [({"old_logprobs": "old"}, {"high": 1.2}), ({}, {"high": 1.2})],
     "opsm_delta": [({}, 0.05)],
+    "settings": [({}, {"unknown": 1.0})],
+    "corrections": [
+        ({"old_logprobs": "old"}, [{"name": "tis", "settings": {"high": 1.2}}]),
+        ({}, [{"name": "bypass_pg_is", "settings": {"is_threshold": 1.2}}]),
+    ],
+    "kl_settings": [(KL, {"unknown": 1.0})],
+}
+# every setting of a shipped class: (what stands beside it, another value than its default)
+OWN_LOSS_VALUES = {
+    "gmpo": {"log_clip_low": 0.05, "log_clip_high": 0.05},
+    "sapo": {"tau_positive": 3.0, "tau_negative": 3.0},
+    "dppo": {"divergence": "kl", "high": 0.02, "low": 0.01, "ratio_limit": 0.9},
+    "clip_cov": {
+        "clip_low": 0.05,
+        "clip_high": 0.02,
+        "dual_clip": 1.1,
+        "share": 1.0,
+        "low": 0.2,
+        "high": 0.05,
+    },
+    "kl_cov": {"share": 0.5, "coefficient": 3.0},
+    "ppo": {"clip_low_threshold": 0.95, "clip_high_threshold": 1.05},
+}
+NEEDED_SETTINGS = {
+    "clip_cov": {"clip_low": 0.2, "low": 0.0, "share": 0.2},
+    "dppo": {"high": 0.1},
+}
+OWN_ADVANTAGE_VALUES = {
+    "remax": {"baseline": "raw_reward"},
+    "pass_at_k": {"k": 2, "threshold": 5.0},
+    "gdpo": {"rewards": {"reward": 1.0}},
+}
+NEEDED_ADVANTAGE_SETTINGS = {
+    "pass_at_k": {"k": 1, "threshold": 0.6},
+    "gdpo": {"rewards": {"reward": 1.0, "raw_reward": 2.0}},
 }
 MASK = {"mode": "mask", "low": 0.7, "high": 1.3}
 IMPORTANCE_VALUES = {
@@ -73,8 +103,11 @@ ADVANTAGE_VALUES = {
     "kl_estimator": [(KL, "k2"), (KL, "k3"), (KL, "low_variance"), ({}, "k3")],
     "teacher_coefficient": [({}, 0.5), ({}, 0.0)],
     "old_logprobs": [(KL, "old"), (TEACHER, "old"), ({}, "old")],
+    "settings": [({}, {"unknown": 1.0})],
+    "overlong": [({}, {"max_length": 7, "buffer": 6})],
+    "kl_settings": [(KL, {"unknown": 1.0})],
 }
-WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")
 LENGTHS = (5, 2, 7, 3)
 
 
@@ -98,7 +131,7 @@ def loss_numbers(spec):
     spread["reference_logprobs"] *= 6  # far enough for low_variance to be cut
     columns = {name: outputs.detach() + torch.from_numpy(each) for name, each in spread.items()}
     columns["advantages"] = torch.from_numpy(rng.normal(size=tokens))
-    if spec.name == "value":
+    if spec.loss.head == "value":
         outputs, entropy = leaf[:, 0], None
     elif spec.temperature is not None:
         outputs, entropy = token_logprobs(
@@ -116,7 +149,7 @@ def loss_numbers(spec):
         columns=columns,
         entropy=entropy,
     )
-    loss = compute_loss(inputs, spec).loss
+    loss = compute_loss(inputs, measure(spec, inputs)).loss
     (gradient,) = torch.autograd.grad(loss, leaf)
     return torch.cat([loss[None], gradient.flatten()]).detach().numpy()
 
@@ -129,7 +162,7 @@ def advantage_numbers(spec):
             sample_id=str(i),
             group_id="ab"[i // 2],
             loss_mask=torch.ones(length, dtype=torch.bool),
-            rewards={"reward": rng.normal(), "raw_reward": rng.normal()},
+            rewards={name: rng.normal() for name in ("reward", "raw_reward", "score/baseline")},
             columns={
                 name: torch.from_numpy(rng.normal(scale=2.0, size=length))
                 for name in (*COLUMNS, "teacher_logprobs")
@@ -159,7 +192,7 @@ def assert_effect(build, numbers, context, name, value, means_default=False):
 
 
 @pytest.mark.parametrize("field", LOSS_VALUES)
-@pytest.mark.parametrize("loss", get_args(LossName))
+@pytest.mark.parametrize("loss", SHIPPED["loss"])
 def test_a_setting_of_a_loss_changes_a_number_or_is_refused(loss, field):
     def build(settings):
         return LossSpec(name=loss, **settings)
@@ -169,9 +202,11 @@ def test_a_setting_of_a_loss_changes_a_number_or_is_refused(loss, field):
 
 
 @pytest.mark.parametrize("field", IMPORTANCE_VALUES)
-@pytest.mark.parametrize("loss", [n for n in get_args(LossName) if n not in ("sft", "value")])
+@pytest.mark.parametrize(
+    "loss", [n for n in SHIPPED["loss"] if n not in ("sft", "cross_entropy", "value")]
+)
 def test_a_setting_of_the_correction_changes_a_number_or_is_refused(loss, field):
-    old = {} if loss == "reinforce" else {"old_logprobs": "old"}
+    old = {} if loss in ("reinforce", "gpg") else {"old_logprobs": "old"}
 
     def build(settings):
         return LossSpec(
@@ -186,10 +221,11 @@ def test_a_setting_of_the_correction_changes_a_number_or_is_refused(loss, field)
 
 
 @pytest.mark.parametrize("field", ADVANTAGE_VALUES)
-@pytest.mark.parametrize("estimator", get_args(AdvantageName))
+@pytest.mark.parametrize("estimator", SHIPPED["advantage"])
 def test_a_setting_of_an_estimator_changes_a_number_or_is_refused(estimator, field):
     def build(settings):
-        return AdvantageSpec(name=estimator, **settings)
+        own = NEEDED_ADVANTAGE_SETTINGS.get(estimator, {})
+        return AdvantageSpec(name=estimator, **{"settings": own, **settings})
 
     for context, value in ADVANTAGE_VALUES[field]:
         default = (field, value) in (
@@ -197,6 +233,36 @@ def test_a_setting_of_an_estimator_changes_a_number_or_is_refused(estimator, fie
             ("teacher_coefficient", 0.0),  # says off, as leaving it out does
         )
         assert_effect(build, advantage_numbers, context, field, value, default)
+
+
+def test_no_own_setting_is_left_out_here():
+    own = {name: set(LossSpec.model_fields) for name in NEEDED}
+    for name in SHIPPED["loss"]:
+        fields = set(find("loss", name).settings_type.model_fields)
+        assert fields <= OWN_LOSS_VALUES.get(name, {}).keys() | own.get(name, {"value_clip"})
+    for name in SHIPPED["advantage"]:
+        fields = set(find("advantage", name).settings_type.model_fields)
+        assert fields <= OWN_ADVANTAGE_VALUES.get(name, {}).keys() | ADVANTAGE_VALUES.keys()
+
+
+@pytest.mark.parametrize(
+    ("loss", "key"), [(loss, key) for loss, keys in OWN_LOSS_VALUES.items() for key in keys]
+)
+def test_an_own_setting_of_a_loss_changes_a_number(loss, key):
+    beside = NEEDED_SETTINGS.get(loss, {})
+    plain = loss_numbers(LossSpec(name=loss, settings=beside))
+    other = loss_numbers(LossSpec(name=loss, settings={**beside, key: OWN_LOSS_VALUES[loss][key]}))
+    assert not np.allclose(plain, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [(name, key) for name, keys in OWN_ADVANTAGE_VALUES.items() for key in keys]
+)
+def test_an_own_setting_of_an_estimator_changes_a_number(name, key):
+    beside = NEEDED_ADVANTAGE_SETTINGS.get(name, {})
+    own = {**beside, key: OWN_ADVANTAGE_VALUES[name][key]}
+    plain = advantage_numbers(AdvantageSpec(name=name, settings=beside))
+    assert not np.allclose(plain, advantage_numbers(AdvantageSpec(name=name, settings=own)))
 
 
 @pytest.mark.parametrize(
@@ -217,7 +283,7 @@ def test_a_kl_whose_gradient_is_not_of_a_kl_is_refused(settings, message):
 @pytest.mark.parametrize("spec", [LossSpec, ImportanceSpec, AdvantageSpec])
 def test_a_number_that_is_none_is_refused_by_name(spec, number):
     for name, field in spec.model_fields.items():
-        if "float" in str(field.annotation):
+        if "float" in str(field.annotation) and "Json" not in str(field.annotation):
             with pytest.raises(ValidationError, match=name):
                 spec(**{"name": "grpo" if spec is AdvantageSpec else "ppo_clip", name: number})
 

@@ -153,7 +153,7 @@ class ReferenceBackend(TrainingBackend):
         entropy: EntropyMode = "gradient" if loss.has_entropy_gradient else "metric"
         options: Any = {"temperature": loss.temperature or 1.0, "entropy": entropy}
         with self._precision():
-            if loss.name == "value":
+            if loss.loss.head == "value":
                 return self._policy.value(rows, features), None
             return self._policy.score(rows, features, **options)
 

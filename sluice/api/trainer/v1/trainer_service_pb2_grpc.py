@@ -62,6 +62,11 @@ class TrainerServiceStub(object):
                 request_serializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.ComputeValuesRequest.SerializeToString,
                 response_deserializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.ComputeValuesResponse.FromString,
                 _registered_method=True)
+        self.DescribeAlgorithm = channel.unary_unary(
+                '/sluice.api.trainer.v1.TrainerService/DescribeAlgorithm',
+                request_serializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.DescribeAlgorithmRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.DescribeAlgorithmResponse.FromString,
+                _registered_method=True)
         self.ComputeAdvantages = channel.unary_unary(
                 '/sluice.api.trainer.v1.TrainerService/ComputeAdvantages',
                 request_serializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.ComputeAdvantagesRequest.SerializeToString,
@@ -149,6 +154,13 @@ class TrainerServiceServicer(object):
 
     def ComputeValues(self, request, context):
         """Adds the column `values` of a trainer whose head gives values.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DescribeAlgorithm(self, request, context):
+        """Answers what an algorithm reads; refuses one that is wrong, and runs nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -260,6 +272,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.ComputeValues,
                     request_deserializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.ComputeValuesRequest.FromString,
                     response_serializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.ComputeValuesResponse.SerializeToString,
+            ),
+            'DescribeAlgorithm': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeAlgorithm,
+                    request_deserializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.DescribeAlgorithmRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.DescribeAlgorithmResponse.SerializeToString,
             ),
             'ComputeAdvantages': grpc.unary_unary_rpc_method_handler(
                     servicer.ComputeAdvantages,
@@ -449,6 +466,33 @@ class TrainerService(object):
             '/sluice.api.trainer.v1.TrainerService/ComputeValues',
             sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.ComputeValuesRequest.SerializeToString,
             sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.ComputeValuesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeAlgorithm(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.api.trainer.v1.TrainerService/DescribeAlgorithm',
+            sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.DescribeAlgorithmRequest.SerializeToString,
+            sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.DescribeAlgorithmResponse.FromString,
             options,
             channel_credentials,
             insecure,

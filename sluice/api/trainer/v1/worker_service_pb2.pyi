@@ -58,7 +58,14 @@ class RankHeartbeat(_message.Message):
     def __init__(self, activity: _Optional[str] = ...) -> None: ...
 
 class CommandResult(_message.Message):
-    __slots__ = ("sequence", "error", "sums", "step", "columns", "shards", "advantages", "transfer_address", "encode_seconds", "transfer_failure", "sent_bytes", "transfer_backend", "checkpoint_files")
+    __slots__ = ("sequence", "error", "sums", "step", "columns", "shards", "advantages", "transfer_address", "encode_seconds", "transfer_failure", "sent_bytes", "transfer_backend", "checkpoint_files", "traits", "measured")
+    class MeasuredEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     SUMS_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +79,8 @@ class CommandResult(_message.Message):
     SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_BACKEND_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FILES_FIELD_NUMBER: _ClassVar[int]
+    TRAITS_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     error: _status_pb2.Status
     sums: PassSums
@@ -85,7 +94,27 @@ class CommandResult(_message.Message):
     sent_bytes: int
     transfer_backend: str
     checkpoint_files: _containers.RepeatedCompositeFieldContainer[CheckpointFile]
-    def __init__(self, sequence: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., sums: _Optional[_Union[PassSums, _Mapping]] = ..., step: _Optional[_Union[StepResult, _Mapping]] = ..., columns: _Optional[_Union[_sample_pb2.BlobReference, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[WrittenShard, _Mapping]]] = ..., advantages: _Optional[_Union[AdvantageResult, _Mapping]] = ..., transfer_address: _Optional[str] = ..., encode_seconds: _Optional[float] = ..., transfer_failure: _Optional[str] = ..., sent_bytes: _Optional[int] = ..., transfer_backend: _Optional[str] = ..., checkpoint_files: _Optional[_Iterable[_Union[CheckpointFile, _Mapping]]] = ...) -> None: ...
+    traits: AlgorithmTraits
+    measured: _containers.ScalarMap[str, float]
+    def __init__(self, sequence: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., sums: _Optional[_Union[PassSums, _Mapping]] = ..., step: _Optional[_Union[StepResult, _Mapping]] = ..., columns: _Optional[_Union[_sample_pb2.BlobReference, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[WrittenShard, _Mapping]]] = ..., advantages: _Optional[_Union[AdvantageResult, _Mapping]] = ..., transfer_address: _Optional[str] = ..., encode_seconds: _Optional[float] = ..., transfer_failure: _Optional[str] = ..., sent_bytes: _Optional[int] = ..., transfer_backend: _Optional[str] = ..., checkpoint_files: _Optional[_Iterable[_Union[CheckpointFile, _Mapping]]] = ..., traits: _Optional[_Union[AlgorithmTraits, _Mapping]] = ..., measured: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class AlgorithmTraits(_message.Message):
+    __slots__ = ("columns", "head", "silent", "rounds", "compares_siblings", "whitens", "width")
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    SILENT_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    COMPARES_SIBLINGS_FIELD_NUMBER: _ClassVar[int]
+    WHITENS_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    columns: _containers.RepeatedScalarFieldContainer[str]
+    head: str
+    silent: bool
+    rounds: int
+    compares_siblings: bool
+    whitens: bool
+    width: int
+    def __init__(self, columns: _Optional[_Iterable[str]] = ..., head: _Optional[str] = ..., silent: bool = ..., rounds: _Optional[int] = ..., compares_siblings: bool = ..., whitens: bool = ..., width: _Optional[int] = ...) -> None: ...
 
 class CheckpointFile(_message.Message):
     __slots__ = ("name", "size_bytes", "digest")
@@ -204,7 +233,7 @@ class WrittenTensor(_message.Message):
     def __init__(self, dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class FollowResponse(_message.Message):
-    __slots__ = ("sequence", "add_rows", "drop_batch", "compute_logprobs", "compute_advantages", "set_columns", "read_columns", "forward_backward", "step", "discard", "save", "load", "publish", "shutdown", "compute_values", "open_transfer", "send_weights")
+    __slots__ = ("sequence", "add_rows", "drop_batch", "compute_logprobs", "compute_advantages", "set_columns", "read_columns", "forward_backward", "step", "discard", "save", "load", "publish", "shutdown", "compute_values", "open_transfer", "send_weights", "describe", "measure")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ADD_ROWS_FIELD_NUMBER: _ClassVar[int]
     DROP_BATCH_FIELD_NUMBER: _ClassVar[int]
@@ -222,6 +251,8 @@ class FollowResponse(_message.Message):
     COMPUTE_VALUES_FIELD_NUMBER: _ClassVar[int]
     OPEN_TRANSFER_FIELD_NUMBER: _ClassVar[int]
     SEND_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    DESCRIBE_FIELD_NUMBER: _ClassVar[int]
+    MEASURE_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     add_rows: AddRows
     drop_batch: DropBatch
@@ -239,7 +270,9 @@ class FollowResponse(_message.Message):
     compute_values: ValuesCommand
     open_transfer: OpenTransferCommand
     send_weights: SendWeightsCommand
-    def __init__(self, sequence: _Optional[int] = ..., add_rows: _Optional[_Union[AddRows, _Mapping]] = ..., drop_batch: _Optional[_Union[DropBatch, _Mapping]] = ..., compute_logprobs: _Optional[_Union[LogprobsCommand, _Mapping]] = ..., compute_advantages: _Optional[_Union[AdvantagesCommand, _Mapping]] = ..., set_columns: _Optional[_Union[SetColumns, _Mapping]] = ..., read_columns: _Optional[_Union[ReadColumns, _Mapping]] = ..., forward_backward: _Optional[_Union[GradientsCommand, _Mapping]] = ..., step: _Optional[_Union[StepCommand, _Mapping]] = ..., discard: _Optional[_Union[DiscardCommand, _Mapping]] = ..., save: _Optional[_Union[SaveCommand, _Mapping]] = ..., load: _Optional[_Union[LoadCommand, _Mapping]] = ..., publish: _Optional[_Union[PublishCommand, _Mapping]] = ..., shutdown: _Optional[_Union[ShutdownCommand, _Mapping]] = ..., compute_values: _Optional[_Union[ValuesCommand, _Mapping]] = ..., open_transfer: _Optional[_Union[OpenTransferCommand, _Mapping]] = ..., send_weights: _Optional[_Union[SendWeightsCommand, _Mapping]] = ...) -> None: ...
+    describe: DescribeCommand
+    measure: MeasureCommand
+    def __init__(self, sequence: _Optional[int] = ..., add_rows: _Optional[_Union[AddRows, _Mapping]] = ..., drop_batch: _Optional[_Union[DropBatch, _Mapping]] = ..., compute_logprobs: _Optional[_Union[LogprobsCommand, _Mapping]] = ..., compute_advantages: _Optional[_Union[AdvantagesCommand, _Mapping]] = ..., set_columns: _Optional[_Union[SetColumns, _Mapping]] = ..., read_columns: _Optional[_Union[ReadColumns, _Mapping]] = ..., forward_backward: _Optional[_Union[GradientsCommand, _Mapping]] = ..., step: _Optional[_Union[StepCommand, _Mapping]] = ..., discard: _Optional[_Union[DiscardCommand, _Mapping]] = ..., save: _Optional[_Union[SaveCommand, _Mapping]] = ..., load: _Optional[_Union[LoadCommand, _Mapping]] = ..., publish: _Optional[_Union[PublishCommand, _Mapping]] = ..., shutdown: _Optional[_Union[ShutdownCommand, _Mapping]] = ..., compute_values: _Optional[_Union[ValuesCommand, _Mapping]] = ..., open_transfer: _Optional[_Union[OpenTransferCommand, _Mapping]] = ..., send_weights: _Optional[_Union[SendWeightsCommand, _Mapping]] = ..., describe: _Optional[_Union[DescribeCommand, _Mapping]] = ..., measure: _Optional[_Union[MeasureCommand, _Mapping]] = ...) -> None: ...
 
 class AddRows(_message.Message):
     __slots__ = ("batch_id", "blobs")
@@ -293,21 +326,66 @@ class ValuesCommand(_message.Message):
     micro_batches: _containers.RepeatedCompositeFieldContainer[MicroBatchRows]
     def __init__(self, batch_id: _Optional[str] = ..., micro_batches: _Optional[_Iterable[_Union[MicroBatchRows, _Mapping]]] = ...) -> None: ...
 
+class DescribeCommand(_message.Message):
+    __slots__ = ("loss", "advantage")
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    ADVANTAGE_FIELD_NUMBER: _ClassVar[int]
+    loss: _loss_pb2.LossSpec
+    advantage: _loss_pb2.AdvantageSpec
+    def __init__(self, loss: _Optional[_Union[_loss_pb2.LossSpec, _Mapping]] = ..., advantage: _Optional[_Union[_loss_pb2.AdvantageSpec, _Mapping]] = ...) -> None: ...
+
+class MeasureCommand(_message.Message):
+    __slots__ = ("batch_id", "loss", "rows", "number", "measured")
+    class MeasuredEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    BATCH_ID_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_FIELD_NUMBER: _ClassVar[int]
+    batch_id: str
+    loss: _loss_pb2.LossSpec
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    number: int
+    measured: _containers.ScalarMap[str, float]
+    def __init__(self, batch_id: _Optional[str] = ..., loss: _Optional[_Union[_loss_pb2.LossSpec, _Mapping]] = ..., rows: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ..., measured: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
 class AdvantagesCommand(_message.Message):
-    __slots__ = ("batch_id", "advantage", "moments_only", "moments", "scores_only", "relative")
+    __slots__ = ("batch_id", "advantage", "moments_only", "moments", "scores_only", "relative", "siblings")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     ADVANTAGE_FIELD_NUMBER: _ClassVar[int]
     MOMENTS_ONLY_FIELD_NUMBER: _ClassVar[int]
     MOMENTS_FIELD_NUMBER: _ClassVar[int]
     SCORES_ONLY_FIELD_NUMBER: _ClassVar[int]
     RELATIVE_FIELD_NUMBER: _ClassVar[int]
+    SIBLINGS_FIELD_NUMBER: _ClassVar[int]
     batch_id: str
     advantage: _loss_pb2.AdvantageSpec
     moments_only: bool
     moments: TokenMoments
     scores_only: bool
     relative: RelativeScores
-    def __init__(self, batch_id: _Optional[str] = ..., advantage: _Optional[_Union[_loss_pb2.AdvantageSpec, _Mapping]] = ..., moments_only: bool = ..., moments: _Optional[_Union[TokenMoments, _Mapping]] = ..., scores_only: bool = ..., relative: _Optional[_Union[RelativeScores, _Mapping]] = ...) -> None: ...
+    siblings: SiblingScores
+    def __init__(self, batch_id: _Optional[str] = ..., advantage: _Optional[_Union[_loss_pb2.AdvantageSpec, _Mapping]] = ..., moments_only: bool = ..., moments: _Optional[_Union[TokenMoments, _Mapping]] = ..., scores_only: bool = ..., relative: _Optional[_Union[RelativeScores, _Mapping]] = ..., siblings: _Optional[_Union[SiblingScores, _Mapping]] = ...) -> None: ...
+
+class SiblingScores(_message.Message):
+    __slots__ = ("scores", "groups", "episodes", "lengths", "last")
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    EPISODES_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    scores: _containers.RepeatedScalarFieldContainer[float]
+    groups: _containers.RepeatedScalarFieldContainer[int]
+    episodes: _containers.RepeatedScalarFieldContainer[int]
+    lengths: _containers.RepeatedScalarFieldContainer[int]
+    last: bool
+    def __init__(self, scores: _Optional[_Iterable[float]] = ..., groups: _Optional[_Iterable[int]] = ..., episodes: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., last: bool = ...) -> None: ...
 
 class RelativeScores(_message.Message):
     __slots__ = ("scores",)
@@ -332,14 +410,23 @@ class ReadColumns(_message.Message):
     def __init__(self, batch_id: _Optional[str] = ..., columns: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GradientsCommand(_message.Message):
-    __slots__ = ("batch_id", "loss", "micro_batches")
+    __slots__ = ("batch_id", "loss", "micro_batches", "measured")
+    class MeasuredEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     MICRO_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_FIELD_NUMBER: _ClassVar[int]
     batch_id: str
     loss: _loss_pb2.LossSpec
     micro_batches: _containers.RepeatedCompositeFieldContainer[MicroBatchRows]
-    def __init__(self, batch_id: _Optional[str] = ..., loss: _Optional[_Union[_loss_pb2.LossSpec, _Mapping]] = ..., micro_batches: _Optional[_Iterable[_Union[MicroBatchRows, _Mapping]]] = ...) -> None: ...
+    measured: _containers.ScalarMap[str, float]
+    def __init__(self, batch_id: _Optional[str] = ..., loss: _Optional[_Union[_loss_pb2.LossSpec, _Mapping]] = ..., micro_batches: _Optional[_Iterable[_Union[MicroBatchRows, _Mapping]]] = ..., measured: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class StepCommand(_message.Message):
     __slots__ = ("normalizer", "learning_rate")
