@@ -191,18 +191,19 @@ class Gdpo(Estimator):
 
     @property
     def needed_columns(self) -> tuple[str, ...]:
-        return tuple(self.settings.rewards)
+        return tuple(sorted(self.settings.rewards))  # a map that came over the wire has no order
 
     @property
     def width(self) -> int:
         return len(self.settings.rewards)
 
     def scores(self, reward: float, columns: Mapping[str, float]) -> tuple[float, ...]:
-        return tuple(columns[name] for name in self.settings.rewards)
+        return tuple(columns[name] for name in self.needed_columns)
 
     def relate(self, group: Sequence[Sibling]) -> list[float]:
         totals = [0.0] * len(group)
-        for place, weight in enumerate(self.settings.rewards.values()):
+        for place, name in enumerate(self.needed_columns):
+            weight = self.settings.rewards[name]
             moments = Moments.of_values(episode_means(group, place).values())
             for index, each in enumerate(group):
                 score = group_relative(each.scores[place], moments, scale_by_std=True)

@@ -80,7 +80,7 @@ OWN_ADVANTAGE_VALUES = {
     "gdpo": {"rewards": {"reward": 1.0}},
 }
 NEEDED_ADVANTAGE_SETTINGS = {
-    "pass_at_k": {"k": 1, "threshold": 0.6},
+    "pass_at_k": {"k": 1, "threshold": -0.7},
     "gdpo": {"rewards": {"reward": 1.0, "raw_reward": 2.0}},
 }
 MASK = {"mode": "mask", "low": 0.7, "high": 1.3}
