@@ -24,19 +24,19 @@ STEP = 1e-6  # of the finite difference, in nats
 SHARDS = 2
 
 
-class ContractError(Exception):
+class BrokenContractError(Exception):
     """A loss does not keep the contract; the message says how."""
 
 
 @dataclass(frozen=True)
-class Check:
+class Point:
     """One point of the contract. problem: empty where it is kept."""
 
     name: str
     problem: str = ""
 
 
-def check_loss(spec: LossSpec) -> list[Check]:
+def check_loss(spec: LossSpec) -> list[Point]:
     """Checks a loss on random rows in float64; every point is checked whatever others find.
 
     Raises PluginSettingError and ValueError for a name or settings that are wrong.
@@ -48,13 +48,13 @@ def check_loss(spec: LossSpec) -> list[Check]:
         for seed in SEEDS:
             try:
                 check(spec, make_rows(spec, seed))
-            except ContractError as error:
+            except BrokenContractError as error:
                 problem = str(error)
             except Exception as error:  # noqa: BLE001 - a user's code may raise anything
                 problem = f"{type(error).__name__}: {error}"
             if problem:
                 break
-        found.append(Check(name, problem))
+        found.append(Point(name, problem))
     return found
 
 
@@ -120,7 +120,7 @@ def differentiate(spec: LossSpec, inputs: LossInputs) -> tuple[LossTerms, torch.
     """Returns the terms, and the gradient by the outputs, float64[T]."""
     terms = compute_loss(inputs, spec)
     if not terms.loss.requires_grad:
-        raise ContractError("the loss has no gradient at all: were the outputs detached?")
+        raise BrokenContractError("the loss has no gradient at all: were the outputs detached?")
     (gradient_T,) = torch.autograd.grad(terms.loss, inputs.outputs, allow_unused=True)
     return terms, torch.zeros_like(inputs.outputs) if gradient_T is None else gradient_T
 
@@ -128,7 +128,7 @@ def differentiate(spec: LossSpec, inputs: LossInputs) -> tuple[LossTerms, torch.
 def _same(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
     if not torch.allclose(found, wanted, rtol=1e-9, atol=1e-11, equal_nan=False):
         worst = (found - wanted).abs().max().item()
-        raise ContractError(f"{what}: off by up to {worst:.3g}")
+        raise BrokenContractError(f"{what}: off by up to {worst:.3g}")
 
 
 def _check_split(
@@ -192,7 +192,7 @@ def _gradient(spec: LossSpec, inputs: LossInputs) -> None:
         below = compute_loss(replace(held, outputs=down_T), ready).loss.item()
         wanted, found = (above - below) / (2 * STEP), gradient_T[place].item()
         if not abs(found - wanted) <= 1e-6 + 1e-5 * abs(wanted):
-            raise ContractError(
+            raise BrokenContractError(
                 f"the gradient of a token is {found:.6g}, the loss changes by {wanted:.6g} a nat; "
                 "read what is to have none from tokens.fixed, and change nothing in place"
             )
@@ -202,7 +202,7 @@ def _masked_tokens(spec: LossSpec, inputs: LossInputs) -> None:
     ready = measured_for(spec, [inputs])
     clean, wanted_T = differentiate(ready, inputs)
     if wanted_T[~inputs.mask].any():
-        raise ContractError("tokens outside the mask have a gradient")
+        raise BrokenContractError("tokens outside the mask have a gradient")
     for bad in (torch.nan, torch.inf, 1.0):
         spoiled = replace(
             inputs,
@@ -240,10 +240,10 @@ def _without_masked(inputs: LossInputs) -> LossInputs:
 def _finite(spec: LossSpec, inputs: LossInputs) -> None:
     terms, gradient_T = differentiate(measured_for(spec, [inputs]), inputs)
     if not (terms.loss.isfinite() and gradient_T.isfinite().all()):
-        raise ContractError("the loss or its gradient is no number")
+        raise BrokenContractError("the loss or its gradient is no number")
     again, _ = differentiate(measured_for(spec, [inputs]), inputs)
     if again.loss.item() != terms.loss.item():
-        raise ContractError("the same rows give another loss the second time")
+        raise BrokenContractError("the same rows give another loss the second time")
 
 
 def _leaves_inputs(spec: LossSpec, inputs: LossInputs) -> None:
@@ -253,7 +253,7 @@ def _leaves_inputs(spec: LossSpec, inputs: LossInputs) -> None:
     spec.loss.token_losses(tokens)
     for name, each in (*tensors.items(), *tokens.columns.items()):
         if each._version != before[name]:
-            raise ContractError(f"{name} is changed in place")
+            raise BrokenContractError(f"{name} is changed in place")
 
 
 def _silent(spec: LossSpec, inputs: LossInputs) -> None:
@@ -263,7 +263,7 @@ def _silent(spec: LossSpec, inputs: LossInputs) -> None:
     quiet = replace(inputs, columns={**inputs.columns, **zero})
     terms, gradient_T = differentiate(measured_for(spec, [inputs]), quiet)
     if terms.loss.item() != 0 or gradient_T.any():
-        raise ContractError("it is marked as silent, but has a loss where advantages are 0")
+        raise BrokenContractError("it is marked as silent, but has a loss where advantages are 0")
 
 
 CHECKS: dict[str, Callable[[LossSpec, LossInputs], None]] = {
@@ -278,6 +278,6 @@ CHECKS: dict[str, Callable[[LossSpec, LossInputs], None]] = {
 }
 
 
-def failures(checks: Sequence[Check]) -> Iterator[Check]:
+def failures(checks: Sequence[Point]) -> Iterator[Point]:
     """Yields the points that are not kept."""
     return (check for check in checks if check.problem)
