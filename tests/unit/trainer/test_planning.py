@@ -23,11 +23,10 @@ from services.trainer.controller.planning import (
     find_missing,
     limits_of,
     packing_of,
-    skips_zero_advantage_rows,
     weigh_pass,
 )
 from sluice.algo.layout import SequenceLayout
-from sluice.algo.spec import LossSpec
+from sluice.algo.spec import LossSpec, loss_traits
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.balance.planner import (
@@ -283,7 +282,7 @@ def test_the_first_row_that_lacks_a_column() -> None:
 def test_rows_of_zero_advantage_are_left_out_only_where_they_do_nothing(
     settings_: dict[str, object], skips: bool
 ) -> None:
-    assert skips_zero_advantage_rows(LossSpec(**settings_)) is skips  # type: ignore[arg-type]
+    assert loss_traits(LossSpec(**settings_)).silent is skips  # type: ignore[arg-type]
 
 
 def test_large_passes_are_cut_into_commands_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:

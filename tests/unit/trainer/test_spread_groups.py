@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.trainer.controller.passes import compare_siblings, merge_moments
+from services.trainer.controller.passes import SiblingTable, merge_moments
 from services.trainer.rank.table import OwnedRow, add_advantages, report_scores
 from sluice.algo.spec import AdvantageSpec
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
@@ -94,7 +94,8 @@ def by_ranks(
         for table, answer in zip(tables, answers, strict=True):
             report_scores(table, spec, answer)
         results = [answer.advantages for answer in answers]
-        scores = compare_siblings(batch, rows_of, results, spec)
+        width = spec.estimator.width
+        scores = SiblingTable.gather(batch, rows_of, results, width).relate(batch, spec)
         relative = [scores[rows].tolist() for rows in rows_of]
     command = pb.AdvantagesCommand(advantage=advantage_to_proto(spec))
     if spec.whitens:
