@@ -189,6 +189,9 @@ def _router(name: str) -> Sequence[pb_message.Message]:
 
 def _trainer(name: str) -> Sequence[pb_message.Message]:
     loss = loss_pb2.LossSpec(name="ppo_clip", clip_low=0.2, kl_coefficient=0.1)
+    staged = loss_pb2.LossSpec(name="sapo", old_logprobs="old")
+    staged.settings.update({"tau_positive": 1.5})
+    staged.corrections.add(name="reject").settings.update({"high": 0.5})
     known: dict[str, Sequence[pb_message.Message]] = {
         "UploadBatch": [
             trainer_pb.UploadBatchRequest(header={"batch_id": "fuzz", "sample_count": 4}),  # type: ignore[arg-type]
@@ -204,6 +207,12 @@ def _trainer(name: str) -> Sequence[pb_message.Message]:
         "ComputeValues": [trainer_pb.ComputeValuesRequest(batch=BATCH)],
         "ComputeAdvantages": [
             trainer_pb.ComputeAdvantagesRequest(batch=BATCH, advantage={"name": "grpo"})  # type: ignore[arg-type]
+        ],
+        "DescribeAlgorithm": [
+            trainer_pb.DescribeAlgorithmRequest(
+                loss=staged,
+                advantage={"name": "grpo", "overlong": {"max_length": 9, "buffer": 3}},  # type: ignore[arg-type]
+            )
         ],
         "PutColumns": [
             trainer_pb.PutColumnsRequest(
@@ -229,7 +238,10 @@ def _trainer(name: str) -> Sequence[pb_message.Message]:
         "ForwardBackward": [
             trainer_pb.ForwardBackwardRequest(
                 batch=BATCH, loss=loss, expected_step=0, part_id="p", sample_ids=["s0", "s1"]
-            )
+            ),
+            trainer_pb.ForwardBackwardRequest(
+                batch=BATCH, loss=staged, expected_step=0, part_id="p"
+            ),
         ],
         "StepOptimizer": [
             trainer_pb.StepOptimizerRequest(expected_step=0, part_ids=["p"], learning_rate=0.1)

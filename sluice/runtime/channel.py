@@ -31,6 +31,7 @@ DEADLINES = {  # seconds, by method; a caller's own timeout wins
     "ComputeLogprobs": 1800.0,
     "ComputeValues": 1800.0,
     "ForwardBackward": 1800.0,
+    "DescribeAlgorithm": 600.0,
     "StepOptimizer": 600.0,
     "UploadBatch": 600.0,
     "PrepareWeights": 600.0,

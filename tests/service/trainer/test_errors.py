@@ -250,7 +250,7 @@ async def test_settings_that_are_wrong_or_without_effect(client: TrainerClient) 
         return client.stub.ForwardBackward(request)
 
     for wrong in (
-        {"name": "ppo"},
+        {"name": "a2c"},
         {"name": "ppo_clip"},
         {"name": "sft", "clip_low": 0.2},
         {"name": "sft", "temperature": 0.0},
