@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from examples.demo import START_SECONDS
-from examples.measured import Cost, empty_directory, measured_run
+from examples.measured import Cost, empty_directory, held_out_score, measured_run
 from sluice import logs
 from sluice.cli import exit_code
 from sluice.config import parse_config
 from sluice.durable import DirectoryError
 from sluice.loop.config import RunConfig
-from sluice.loop.report import read_metrics
 from sluice.supervise import UpConfig
 
 ENVIRONMENT = "examples.environments.colours_and_places:ColoursAndPlaces"
@@ -139,21 +138,12 @@ def main() -> int:
     if code := exit_code(measured_run(services(run_dir, run_dir / "model", flags), run, cost)):
         return code
     first, last = (sum(part) / len(part) for part in (cost.rewards[:3], cost.rewards[-10:]))
-    blank = held_out_score(run, "blank")
+    blank = held_out_score(run.run_dir, "blank")
     print(
         f"vision: reward first={first:.3f} last={last:.3f} blank={blank:.3f} "
         f"steps={len(cost.rewards)} cpu_seconds={cost.cpu_seconds:.1f}"
     )
     return 0 if last >= flags.target and blank <= BLANK else 1
-
-
-def held_out_score(run: RunConfig, dataset: str) -> float:
-    """What the final policy got on a data set of the evaluation."""
-    rows = read_metrics(run.run_dir)
-    (score,) = (
-        r["score"] for r in rows if (r.get("evaluation"), r.get("dataset")) == ("after", dataset)
-    )
-    return float(score)
 
 
 if __name__ == "__main__":

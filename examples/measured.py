@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,8 +54,13 @@ class Cost:
         )
 
 
-async def measured_run(services: UpConfig, config: RunConfig, cost: Cost) -> None:
-    """Bring services up, train, take them down; fills in `cost`."""
+async def measured_run(
+    services: UpConfig,
+    config: RunConfig,
+    cost: Cost,
+    before: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    """Bring services up, train, take them down; fills in `cost`. `before`: on them, first."""
     start = time.monotonic()
     supervisor = Supervisor(services)
 
@@ -64,9 +70,18 @@ async def measured_run(services: UpConfig, config: RunConfig, cost: Cost) -> Non
         cost.training_cpu = supervisor.cpu_seconds() - cost.startup_cpu
 
     async with supervised(supervisor):
+        if before is not None:
+            await before()
         await run_training(config, train)
     cost.cpu_seconds = supervisor.cpu_seconds()
     rows = read_metrics(Path(config.run_dir))
     cost.rewards = [row["reward_mean"] for row in rows if "reward_mean" in row]
     cost.scores = [row["score"] for row in rows if "score" in row]
     cost.seconds = time.monotonic() - start
+
+
+def held_out_score(run_dir: Path, dataset: str, when: str = "after") -> float:
+    """The score on a data set of the evaluation, `before` or `after` training."""
+    rows = [row for row in read_metrics(run_dir) if row.get("dataset") == dataset]
+    (score,) = (row["score"] for row in rows if row["evaluation"] == when)
+    return float(score)
