@@ -92,7 +92,18 @@ class Client:
         `heed` sees it again and again, soon, until it has seen what it looks for.
         """
         operation = await self._call(method, request)
-        with waits.waiting(type(request).__name__.removesuffix("Request"), on=[self.address]):
+        what = type(request).__name__.removesuffix("Request")
+        return await self._finish(what, operation, kind, heed)
+
+    async def _finish(
+        self,
+        what: str,
+        operation: operations_pb2.Operation,
+        kind: type[M],
+        heed: Callable[[operations_pb2.Operation], bool] = lambda operation: True,
+    ) -> M:
+        """Wait for the response of an operation. Raises RemoteError."""
+        with waits.waiting(what, on=[self.address]):
             has_seen = heed(operation)
             while not operation.done:
                 wait = operations_pb2.WaitOperationRequest(name=operation.name)
@@ -301,12 +312,22 @@ class TrainerClient(Client):
         return int(response.row_count)
 
     async def save_checkpoint(self, checkpoint_id: str) -> trainer_pb.SaveCheckpointResponse:
+        return await (await self._begin_save(checkpoint_id))
+
+    async def begin_checkpoint(
+        self, checkpoint_id: str
+    ) -> Awaitable[trainer_pb.SaveCheckpointResponse]:
+        """Have the state of now saved beside the calls that follow; the answer tells its end."""
+        return await self._begin_save(checkpoint_id, write_behind=True)
+
+    async def _begin_save(
+        self, checkpoint_id: str, *, write_behind: bool = False
+    ) -> Awaitable[trainer_pb.SaveCheckpointResponse]:
         request = trainer_pb.SaveCheckpointRequest(
-            checkpoint_id=checkpoint_id, request_id=new_request_id()
+            checkpoint_id=checkpoint_id, request_id=new_request_id(), write_behind=write_behind
         )
-        return await self._operate(
-            self.stub.SaveCheckpoint, request, trainer_pb.SaveCheckpointResponse
-        )
+        operation = await self._call(self.stub.SaveCheckpoint, request)
+        return self._finish("SaveCheckpoint", operation, trainer_pb.SaveCheckpointResponse)
 
     async def load_checkpoint(self, checkpoint: str) -> trainer_pb.LoadCheckpointResponse:
         request = trainer_pb.LoadCheckpointRequest(

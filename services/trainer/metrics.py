@@ -62,9 +62,12 @@ TRANSFER_FAILURES = with_values(
 )
 CHECKPOINT_SECONDS = with_values(
     Histogram(
-        "sluice_trainer_checkpoint_duration_seconds", "Checkpoints.", ["kind"], buckets=MINUTES
+        "sluice_trainer_checkpoint_duration_seconds",
+        "Checkpoints; `stage` is what calls wait for where the rest is written beside them.",
+        ["kind"],
+        buckets=MINUTES,
     ),
-    ("save", "load"),
+    ("save", "stage", "load"),
 )
 UNVERIFIED_CHECKPOINTS = Counter(
     "sluice_trainer_unverified_checkpoints_total",

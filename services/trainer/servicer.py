@@ -334,7 +334,9 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         name = f"checkpoints/{request.checkpoint_id}"
 
         async def run() -> pb.SaveCheckpointResponse:
-            step = await self._trainer.checkpoints.save(request.checkpoint_id)
+            step = await self._trainer.checkpoints.save(
+                request.checkpoint_id, behind=request.write_behind
+            )
             return pb.SaveCheckpointResponse(checkpoint=name, step=step)
 
         metadata = pb.CheckpointMetadata(checkpoint=name, create_time=timestamp_of(time.time()))

@@ -10,7 +10,9 @@ import os
 import re
 import secrets
 import shutil
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Awaitable, Iterable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,12 @@ from services.trainer.controller.incarnation import RankIncarnation
 from services.trainer.controller.rank_group import RankGroup
 from services.trainer.controller.state import PublishedWeights, TrainerState, Turns, in_turn
 from services.trainer.controller.uploads import TrainerBatches
-from services.trainer.errors import CheckpointDamagedError, CheckpointMismatchError
+from services.trainer.errors import (
+    CheckpointDamagedError,
+    CheckpointMismatchError,
+    CheckpointUnderWayError,
+    disk_errors,
+)
 from sluice import faults
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.durable import sync_path, write_new
@@ -214,6 +221,15 @@ def restore_state(state: TrainerState, name: str, record: CheckpointRecord) -> N
     state.ledger = type(state.ledger)()
 
 
+def files_of(results: Iterable[pb.CommandResult]) -> dict[str, FileEntry]:
+    """Gather the files of a checkpoint that ranks say they wrote."""
+    return {
+        file.name: FileEntry(file.size_bytes, file.digest)
+        for result in results
+        for file in result.checkpoint_files
+    }
+
+
 class TrainerCheckpoints:
     """Saves and loads checkpoints of a trainer."""
 
@@ -230,21 +246,87 @@ class TrainerCheckpoints:
         self._backend, self._state = config.backend, state
         self._processor = processor_digest(Path(config.model))
         self._ranks, self._batches = ranks, batches
+        self._writing: asyncio.Task[int] | None = None  # beside other calls
+        self._written_name = ""
+
+    async def save(self, checkpoint_id: str, *, behind: bool = False) -> int:
+        """Write everything a resumed run needs; returns the step it holds, once it is durable.
+
+        With `behind` the turn ends when the ranks have taken in their state, and later calls go on.
+        Raises CheckpointUnderWayError while another checkpoint is so written.
+        """
+        if not behind:
+            return await self._save(checkpoint_id)
+        return await asyncio.shield(await self._begin(checkpoint_id))
+
+    async def close(self) -> None:
+        """Give up what is being written beside other calls."""
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
+
+    def _check_free(self) -> None:
+        if self._writing is not None:
+            raise CheckpointUnderWayError(self._written_name)
+
+    async def _settle(self) -> None:
+        """Wait for the end of what is being written, which the command timeout bounds."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
 
     @in_turn
-    async def save(self, checkpoint_id: str) -> int:
-        """Write everything a resumed run needs; returns the step it holds."""
+    async def _begin(self, checkpoint_id: str) -> asyncio.Task[int]:
+        """Have the ranks take in their state; the task waits for their files and finishes."""
+        self._check_free()
+        ranks = self._ranks.incarnation
+        partial = self.store.begin(checkpoint_id)
+        began = time.monotonic()
+        try:
+            command = pb.SaveCommand(directory=str(partial.resolve()), write_behind=True)
+            written = await ranks.run_behind(pb.FollowResponse(save=command))
+        except BaseException:
+            self.store.abandon(partial)
+            raise
+        metrics.CHECKPOINT_SECONDS.labels("stage").observe(time.monotonic() - began)
+        record = record_state(self._state, self._backend, self._layout(), {}, self._processor)
+        work = self._finish_behind(checkpoint_id, partial, record, written, began)
+        self._writing = task = asyncio.create_task(work, name=f"write {checkpoint_id}")
+        self._written_name = PREFIX + checkpoint_id
+        return task
+
+    async def _finish_behind(
+        self,
+        checkpoint_id: str,
+        partial: Path,
+        record: CheckpointRecord,
+        written: Awaitable[list[pb.CommandResult]],
+        began: float,
+    ) -> int:
+        try:
+            with disk_errors():
+                try:
+                    record = replace(record, files=files_of(await written))
+                except BaseException:
+                    self.store.abandon(partial)
+                    raise
+                finish = asyncio.to_thread(self.store.finish, checkpoint_id, partial, record)
+                await asyncio.shield(finish)
+            metrics.CHECKPOINT_SECONDS.labels("save").observe(time.monotonic() - began)
+            self._state.checkpoint = PREFIX + checkpoint_id
+        finally:
+            self._writing = None
+        return record.step
+
+    @in_turn
+    async def _save(self, checkpoint_id: str) -> int:
+        self._check_free()
         ranks = self._ranks.incarnation
         partial = self.store.begin(checkpoint_id)
         with metrics.CHECKPOINT_SECONDS.labels("save").time():
             try:
                 command = pb.SaveCommand(directory=str(partial.resolve()))
                 results = await ranks.run(pb.FollowResponse(save=command))
-                files = {
-                    file.name: FileEntry(file.size_bytes, file.digest)
-                    for result in results
-                    for file in result.checkpoint_files
-                }
+                files = files_of(results)
                 record = record_state(
                     self._state, self._backend, self._layout(), files, self._processor
                 )
@@ -261,6 +343,7 @@ class TrainerCheckpoints:
     @in_turn
     async def load(self, name: str) -> int:
         """Go back to a checkpoint; batches and gradients are dropped. Returns its step."""
+        await self._settle()
         ranks = self._ranks.incarnation
         self._read(name)  # refused before anything is dropped
         await self._batches.drop_all(ranks)
@@ -269,6 +352,7 @@ class TrainerCheckpoints:
 
     async def restore(self, ranks: RankIncarnation) -> None:
         """Bring fresh ranks to where the lost ones were saved last."""
+        await self._settle()  # all ranks may have written a checkpoint that is not finished yet
         if self._state.checkpoint:
             await self._load_into(ranks, self._state.checkpoint)
         elif ranks.number > 1:

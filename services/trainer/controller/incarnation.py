@@ -103,6 +103,7 @@ class RankIncarnation:
         self.lost: asyncio.Future[ServiceError] = loop.create_future()
         self._config, self._waits = config, waits
         self._pending: dict[int, _Pending] = {}
+        self._behind: dict[int, _Pending] = {}  # what goes on beside later commands
         self._sequence = 0
         self._stuck = 0  # commands and ranks that are
         self.on_stuck: Callable[[bool], None] = lambda is_stuck: None
@@ -124,9 +125,10 @@ class RankIncarnation:
         if self.lost.done():
             return
         self.lost.set_result(error)
-        for pending in self._pending.values():
+        for pending in (*self._pending.values(), *self._behind.values()):
             if not pending.done.done():
                 pending.done.set_exception(error)
+                pending.done.exception()  # it may be that nobody waits for it yet
 
     def close(self, *, orderly: bool = False) -> None:
         """Close all streams and stop watching. Ranks count an end as failure unless `orderly`."""
@@ -147,6 +149,8 @@ class RankIncarnation:
             self._take_ready(link, event.ready)
         elif kind == "result":
             self._take_result(link, event.result)
+        elif kind == "written":
+            self._take_written(link, event.written)
 
     async def run(self, command: pb.FollowResponse | Build) -> list[pb.CommandResult]:
         """Give every rank the command, or its own, and wait for all answers in rank order.
@@ -155,6 +159,35 @@ class RankIncarnation:
         rank dies or is not done in time; the latter ends the incarnation, as does an answer that
         ranks are parted from each other.
         """
+        sequence, pending = self._send(command)
+        try:
+            await self._gather(pending, self._config.command_timeout)
+        finally:
+            del self._pending[sequence]
+        return self._results_of(pending)
+
+    async def run_behind(self, command: pb.FollowResponse) -> Awaitable[list[pb.CommandResult]]:
+        """As `run`, where ranks go on beside later commands: await their second answers, too.
+
+        It raises as `run` does. Where ranks do not all begin, the incarnation ends: those that did
+        would wait for the others.
+        """
+        sequence, pending = self._send(command)
+        behind = self._behind[sequence] = _Pending(pending.activity, set(self.links))
+        try:
+            await self._gather(pending, self._config.command_timeout)
+            self._results_of(pending)
+        except BaseException as error:
+            del self._behind[sequence]
+            if isinstance(error, ServiceError):
+                self.fail(error)
+            raise
+        finally:
+            del self._pending[sequence]
+        return self._gather_behind(sequence, behind)
+
+    def _send(self, command: pb.FollowResponse | Build) -> tuple[int, _Pending]:
+        """Put a command into the queue of every rank."""
         if self.lost.done():
             raise self.lost.result()
         data_ranks = {link.data_rank for link in self.links.values()}
@@ -169,10 +202,28 @@ class RankIncarnation:
             commands[link.data_rank].sequence = sequence
             link.activity = activity
             link.outgoing.put_nowait(commands[link.data_rank])
+        return sequence, pending
+
+    async def _gather_behind(self, sequence: int, behind: _Pending) -> list[pb.CommandResult]:
+        seconds = self._config.command_timeout
         try:
-            await self._gather(pending, self._config.command_timeout)
+            with self._waits.waiting(
+                f"{behind.activity} beside other work",
+                on=lambda: [f"rank {rank}" for rank in sorted(behind.waiting)],
+                timeout=seconds,
+            ):
+                done, _ = await asyncio.wait([behind.done], timeout=seconds)
+            if not done:
+                slowest = min(behind.waiting)
+                detail = f"did not end {behind.activity} within {seconds:g} s"
+                self.fail(RankLostError(slowest, detail))
+            await behind.done
         finally:
-            del self._pending[sequence]
+            del self._behind[sequence]
+        return self._results_of(behind)
+
+    def _results_of(self, pending: _Pending) -> list[pb.CommandResult]:
+        """Return the answers in rank order. Raises the error of the lowest rank with one."""
         errors = [
             RankError(rank, result.error)
             for rank, result in sorted(pending.results.items())
@@ -256,6 +307,15 @@ class RankIncarnation:
                 pending.done.set_result(None)
         elif result.HasField("error"):  # the others may wait for it in a collective
             asyncio.get_running_loop().call_later(ERROR_GRACE, self._give_up, pending)
+
+    def _take_written(self, link: RankLink, result: pb.CommandResult) -> None:
+        behind = self._behind.get(result.sequence)
+        if behind is None or link.rank not in behind.waiting:
+            return
+        behind.waiting.remove(link.rank)
+        behind.results[link.rank] = result
+        if not behind.waiting and not behind.done.done():
+            behind.done.set_result(None)
 
     def _give_up(self, pending: _Pending) -> None:
         if pending.waiting and not pending.done.done():

@@ -65,6 +65,7 @@ class Trainer:
 
     async def close(self) -> None:
         await self.ranks.close()
+        await self.checkpoints.close()
         await self.turns.close()
         await self.publisher.close()
 

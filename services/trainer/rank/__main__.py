@@ -73,7 +73,7 @@ def _follow(config: TrainerConfig, stream: ControllerStream) -> int:
         with uncollected():
             from services.trainer.rank.executor import Executor
 
-        executor = Executor.load(config)
+        executor = Executor.load(config, stream.send)
     except FAILURES as error:
         logger.error("the model cannot be loaded", exc_info=error)
         _refuse(stream, error)
@@ -145,7 +145,7 @@ class ControllerStream:
         self._activity = activity
 
     def send(self, event: pb.FollowRequest) -> None:
-        """Queue an event; from the device thread."""
+        """Queue an event; from the device thread, or one that works for it."""
         self._has_spoken = True
         if self._loop is not None and not self._loop.is_closed():
             with contextlib.suppress(RuntimeError):  # closed in between: the controller is gone

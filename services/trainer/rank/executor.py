@@ -6,7 +6,8 @@ import datetime
 import logging
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -38,6 +39,7 @@ from services.trainer.rank.table import (
     report_scores,
 )
 from services.trainer.rows import RowLimits
+from services.trainer.staging import StagedCheckpoint
 from sluice import faults, platform
 from sluice.algo.collectives import is_disconnected
 from sluice.algo.plugins import PluginSettingError
@@ -72,6 +74,8 @@ OPEN_PORTS = (
         "nothing: libraries open them. Over several hosts give them a network of their own",
     ),
 )
+Report = Callable[[pb.FollowRequest], None]  # called by any thread
+CLOSE_SECONDS = 4.0  # a checkpoint that is being written has so long when the rank is to end
 MODELS: dict[int, tuple[ModelName, str]] = {
     trainer_pb.ComputeLogprobsRequest.MODEL_POLICY: ("policy", "old_logprobs"),
     trainer_pb.ComputeLogprobsRequest.MODEL_REFERENCE: ("reference", "reference_logprobs"),
@@ -87,16 +91,18 @@ class Executor:
         blobs: BlobStore,
         table: RowTable,
         publisher: RankPublisher,
+        report: Report,
         user_modules: Sequence[str] = (),
     ) -> None:
         self._backend, self._blobs, self._table = backend, blobs, table
         self._publisher, self._user_modules = publisher, user_modules
+        self._behind = WriteBehind(report)
         self._siblings: list[pb.SiblingScores] = []  # so far, of a batch whose scores are related
         self._relative_scores: list[float] = []  # of the rows of the batch that they were asked for
 
     @classmethod
-    def load(cls, config: TrainerConfig) -> Executor:
-        """Build the backend this rank runs."""
+    def load(cls, config: TrainerConfig, report: Report) -> Executor:
+        """Build the backend this rank runs. `report` takes what ends beside later commands."""
         torch.set_num_threads(config.threads)
         mesh = find_mesh(config, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         join_group(config, mesh)
@@ -104,7 +110,7 @@ class Executor:
         blobs = BlobStore(config.store, sync=config.durable)
         limits = RowLimits.from_config(config, backend.mesh.context_size)
         table, publisher = RowTable(blobs, limits), RankPublisher(config, backend)
-        return cls(backend, blobs, table, publisher, config.user_modules)
+        return cls(backend, blobs, table, publisher, report, config.user_modules)
 
     def describe(self) -> pb.RankReady:
         mesh = self._backend.mesh
@@ -119,6 +125,8 @@ class Executor:
         return pb.RankReady(layout=layout, data_rank=mesh.data_rank, reports=mesh.reports)
 
     def close(self) -> None:
+        if not self._behind.ends_within(CLOSE_SECONDS):
+            return  # its thread uses a group, which must not be taken from it
         self._publisher.close()
         self._backend.close()
         leave_group()
@@ -127,19 +135,9 @@ class Executor:
         """Answer a command; an error is an answer too, and the next command goes on."""
         name = command.WhichOneof("command") or ""
         result = pb.CommandResult(sequence=command.sequence)
-        try:
-            with disk_errors():
-                getattr(self, f"_{name}")(getattr(command, name), result)
+        with answered(result, name):
+            getattr(self, f"_{name}")(getattr(command, name), result)
             faults.point(f"rank{self._backend.mesh.rank}.{name}")
-        except ServiceError as error:
-            result.error.CopyFrom(error.to_status())
-        except PluginSettingError as error:  # what only the rows show to be wrong
-            result.error.CopyFrom(invalid_setting(error, "advantage").to_status())
-        except FAILURES as error:  # the rank is fit for the next command
-            logger.error("%s failed", name, exc_info=error)
-            message = f"{type(error).__name__} in {name}: {error}"
-            kind = RanksPartedError if is_disconnected(error) else ServiceError
-            result.error.CopyFrom(kind(message).to_status())
         return result
 
     def _add_rows(self, command: pb.AddRows, result: pb.CommandResult) -> None:
@@ -233,6 +231,7 @@ class Executor:
             result.traits.whitens, result.traits.width = known.whitens, known.width
 
     def _step(self, command: pb.StepCommand, result: pb.CommandResult) -> None:
+        self._behind.keep()
         outcome = self._backend.step(
             normalizer=command.normalizer, learning_rate=command.learning_rate
         )
@@ -244,15 +243,16 @@ class Executor:
         self._backend.discard_gradients()
 
     def _save(self, command: pb.SaveCommand, result: pb.CommandResult) -> None:
-        files = self._backend.save_checkpoint(Path(command.directory))
-        result.checkpoint_files.extend(
-            pb.CheckpointFile(name=name, size_bytes=entry.size, digest=entry.digest)
-            for name, entry in files.items()
-        )
+        staged = self._backend.stage_checkpoint(Path(command.directory))
+        if command.write_behind:
+            self._behind.start(staged, result.sequence, f"rank{self._backend.mesh.rank}.written")
+        else:
+            result.checkpoint_files.extend(files_to_proto(staged.write()))
 
     def _load(self, command: pb.LoadCommand, result: pb.CommandResult) -> None:
         files = {file.name: FileEntry(file.size_bytes, file.digest) for file in command.files}
         directory, mesh = Path(command.directory), self._backend.mesh
+        self._behind.keep()
         with checked_beside(directory, files, mesh.rank, mesh.world_size):
             try:
                 self._backend.load_checkpoint(directory)
@@ -267,6 +267,66 @@ class Executor:
 
     def _send_weights(self, command: pb.SendWeightsCommand, result: pb.CommandResult) -> None:
         self._publisher.send(command, result)
+
+
+@contextmanager
+def answered(result: pb.CommandResult, name: str) -> Iterator[None]:
+    """Put an error of the block into the answer: the rank is fit for the next command."""
+    try:
+        with disk_errors():
+            yield
+    except ServiceError as error:
+        result.error.CopyFrom(error.to_status())
+    except PluginSettingError as error:  # what only the rows show to be wrong
+        result.error.CopyFrom(invalid_setting(error, "advantage").to_status())
+    except FAILURES as error:
+        logger.error("%s failed", name, exc_info=error)
+        message = f"{type(error).__name__} in {name}: {error}"
+        kind = RanksPartedError if is_disconnected(error) else ServiceError
+        result.error.CopyFrom(kind(message).to_status())
+
+
+class WriteBehind:
+    """Writes a staged checkpoint in a thread, beside the commands that follow; one at a time."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._staged: StagedCheckpoint | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, staged: StagedCheckpoint, sequence: int, point: str) -> None:
+        """Begin to write; the report repeats `sequence`. `point` names a fault behind the files."""
+        assert self._staged is None, "the controller has one checkpoint written at a time"
+        self._staged = staged
+        self._thread = threading.Thread(
+            target=self._write, args=(staged, sequence, point), name="write-behind", daemon=True
+        )
+        self._thread.start()
+
+    def keep(self) -> None:
+        """Copy what is not written yet: the state is about to change."""
+        if (staged := self._staged) is not None:
+            staged.keep()
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for the end of what is being written; False if it does not come."""
+        if self._thread is None:
+            return True
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _write(self, staged: StagedCheckpoint, sequence: int, point: str) -> None:
+        result = pb.CommandResult(sequence=sequence)
+        with answered(result, "save"):
+            result.checkpoint_files.extend(files_to_proto(staged.write()))
+            faults.point(point)
+        self._staged = None
+        self._report(pb.FollowRequest(written=result))
+
+
+def files_to_proto(files: Mapping[str, FileEntry]) -> Iterator[pb.CheckpointFile]:
+    for name, entry in files.items():
+        yield pb.CheckpointFile(name=name, size_bytes=entry.size, digest=entry.digest)
 
 
 BULK = (".distcp", ".safetensors")

@@ -57,6 +57,10 @@ class ScriptedRank:
         self._task = asyncio.create_task(self._follow(address))
         self._heart = asyncio.create_task(self._beat())
 
+    def say(self, event: pb.FollowRequest) -> None:
+        """Send an event beside the answers."""
+        self._outgoing.put_nowait(event)
+
     async def ended(self) -> None:
         """Until the stream is over, long before its own deadline."""
         async with asyncio.timeout(PATIENCE):

@@ -55,6 +55,21 @@ class WholeStage(Stage):
     def __init__(self, path: Path, executor: Executor) -> None:
         super().__init__(path)
         self._executor = executor
+        loop = asyncio.get_running_loop()
+
+        self.held: list[pb.FollowRequest] | None = None  # what ended beside, once it is a list
+
+        def report(event: pb.FollowRequest) -> None:
+            loop.call_soon_threadsafe(self._tell, event)
+
+        executor._behind._report = report
+
+    def _tell(self, event: pb.FollowRequest) -> None:
+        if self.held is None:
+            assert self.rank is not None
+            self.rank.say(event)
+        else:
+            self.held.append(event)
 
     async def _answer(self, command: pb.FollowResponse) -> pb.CommandResult:
         self.commands.append(command.WhichOneof("command") or "")
@@ -91,7 +106,9 @@ def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     patch.setenv("WORLD_SIZE", "1")
     with patch.context():
         values = {"model": str(model), "store": str(root), "head": request.param, "threads": 1}
-        return Executor.load(parse_config(TrainerConfig, {**values, "durable": False}))
+        return Executor.load(
+            parse_config(TrainerConfig, {**values, "durable": False}), lambda event: None
+        )
 
 
 @pytest.fixture
@@ -247,3 +264,69 @@ async def test_a_store_that_is_gone_is_named(whole: WholeStage) -> None:
         with pytest.raises(ServiceError, match=str(whole.config.store)) as caught:
             await work
         assert caught.value.reason == "STORE_FAILED"
+
+
+def _on_disk(stage: Stage) -> set[str]:
+    return {path.name for path in (stage.config.store / "checkpoints").iterdir()}
+
+
+async def test_one_checkpoint_is_written_beside_other_calls_at_a_time(whole: WholeStage) -> None:
+    checkpoints, state = whole.trainer.checkpoints, whole.trainer.state
+    await checkpoints.save("before")
+    expected = whole.parameters
+    whole.held = []
+    saving = asyncio.create_task(checkpoints.save("beside", behind=True))
+    # Its files are there, the turn is over, and the controller has not heard of them.
+    await until(lambda: bool(whole.held) and checkpoints._writing is not None)
+    state.step = 5
+    for save in (checkpoints.save("other"), checkpoints.save("other", behind=True)):
+        with pytest.raises(ServiceError, match="checkpoints/beside is being written") as caught:
+            await save
+        assert caught.value.reason == "CHECKPOINT_UNDER_WAY"
+    assert not checkpoint(whole, "beside").exists()
+    assert state.checkpoint == "checkpoints/before"
+    whole.change()
+    loading = asyncio.create_task(checkpoints.load("checkpoints/before"))
+    (event,) = whole.held
+    whole.held = None
+    await until(lambda: whole.trainer.turns._lock.locked())
+    assert "load" not in whole.commands, "it waits for the end of the writing"
+    whole._tell(event)
+    assert await saving == 0, "of the step at which it was asked for"
+    assert await loading == 0
+    assert all(map(torch.equal, whole.parameters, expected))
+    assert state.checkpoint == "checkpoints/before"
+    assert _on_disk(whole) == {"before", "beside"}
+    await checkpoints.load("checkpoints/beside")
+    assert all(map(torch.equal, whole.parameters, expected))
+
+
+async def test_a_rank_that_is_lost_while_it_writes_leaves_the_checkpoint_before(
+    whole: WholeStage,
+) -> None:
+    checkpoints = whole.trainer.checkpoints
+    await checkpoints.save("before")
+    expected = whole.parameters
+    whole.held = []
+    saving = asyncio.create_task(checkpoints.save("lost", behind=True))
+    await until(lambda: bool(whole.held) and checkpoints._writing is not None)
+    whole.change()
+    assert whole.rank is not None
+    await whole.rank.leave()
+    with pytest.raises(ServiceError) as caught:
+        await saving
+    assert caught.value.reason == "RANK_LOST"
+    assert _on_disk(whole) == {"before"}
+    await until(lambda: whole.trainer.ranks.restart_count == 1)
+    whole.held = None
+    await whole.connect()
+    assert all(map(torch.equal, whole.parameters, expected))
+    assert await checkpoints.save("lost", behind=True) == 0
+
+
+async def test_a_full_disk_is_named_where_it_is_met_beside_other_calls(whole: WholeStage) -> None:
+    with full_disk(10_000), pytest.raises(ServiceError, match=r"too large: .*policy") as caught:
+        await whole.trainer.checkpoints.save("full", behind=True)
+    assert (caught.value.code.name, caught.value.reason) == ("FAILED_PRECONDITION", "STORE_FAILED")
+    assert _on_disk(whole) == set()
+    await whole.trainer.checkpoints.save("full", behind=True)

@@ -101,7 +101,7 @@ def test_a_store_that_refuses_a_shard_costs_no_rank(
     values = {"model": str(model.directory), "store": str(tmp_path / "store"), "durable": False}
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    executor = Executor.load(parse_config(TrainerConfig, values))
+    executor = Executor.load(parse_config(TrainerConfig, values), [].append)
     staging = tmp_path / "staging"
     staging.mkdir()
     command = pb.PublishCommand(directory=str(staging), version=1)

@@ -490,12 +490,14 @@ class DiscardGradientsResponse(_message.Message):
     def __init__(self, part_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SaveCheckpointRequest(_message.Message):
-    __slots__ = ("checkpoint_id", "request_id")
+    __slots__ = ("checkpoint_id", "request_id", "write_behind")
     CHECKPOINT_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    WRITE_BEHIND_FIELD_NUMBER: _ClassVar[int]
     checkpoint_id: str
     request_id: str
-    def __init__(self, checkpoint_id: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
+    write_behind: bool
+    def __init__(self, checkpoint_id: _Optional[str] = ..., request_id: _Optional[str] = ..., write_behind: bool = ...) -> None: ...
 
 class SaveCheckpointResponse(_message.Message):
     __slots__ = ("checkpoint", "step")

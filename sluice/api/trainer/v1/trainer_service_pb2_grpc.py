@@ -216,7 +216,8 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SaveCheckpoint(self, request, context):
-        """Writes model, optimizer and random state. Resolves to SaveCheckpointResponse.
+        """Writes model, optimizer and random state. Resolves to SaveCheckpointResponse, once all of it is
+        durable.
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """

@@ -14,16 +14,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class FollowRequest(_message.Message):
-    __slots__ = ("hello", "heartbeat", "result", "ready")
+    __slots__ = ("hello", "heartbeat", "result", "ready", "written")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_FIELD_NUMBER: _ClassVar[int]
     hello: RankHello
     heartbeat: RankHeartbeat
     result: CommandResult
     ready: RankReady
-    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., heartbeat: _Optional[_Union[RankHeartbeat, _Mapping]] = ..., result: _Optional[_Union[CommandResult, _Mapping]] = ..., ready: _Optional[_Union[RankReady, _Mapping]] = ...) -> None: ...
+    written: CommandResult
+    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., heartbeat: _Optional[_Union[RankHeartbeat, _Mapping]] = ..., result: _Optional[_Union[CommandResult, _Mapping]] = ..., ready: _Optional[_Union[RankReady, _Mapping]] = ..., written: _Optional[_Union[CommandResult, _Mapping]] = ...) -> None: ...
 
 class RankHello(_message.Message):
     __slots__ = ("rank", "world_size", "generation", "process_id", "host")
@@ -441,10 +443,12 @@ class DiscardCommand(_message.Message):
     def __init__(self) -> None: ...
 
 class SaveCommand(_message.Message):
-    __slots__ = ("directory",)
+    __slots__ = ("directory", "write_behind")
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    WRITE_BEHIND_FIELD_NUMBER: _ClassVar[int]
     directory: str
-    def __init__(self, directory: _Optional[str] = ...) -> None: ...
+    write_behind: bool
+    def __init__(self, directory: _Optional[str] = ..., write_behind: bool = ...) -> None: ...
 
 class LoadCommand(_message.Message):
     __slots__ = ("directory", "files")
