@@ -114,6 +114,12 @@ test-megatron: $(VENV)/.dev  ## Megatron-Core under every parallel layout agains
 test-fsdp: $(VENV)/.dev  ## transformers models cut over ranks against plain transformers
 	$(TEST) tests/fsdp
 
+test-models: $(VENV)/.dev  ## every family of docs/models.md: log-probs, gradients, steps, publication, rollouts
+	$(TEST) tests/models
+
+models-table: test-models  ## rewrite docs/models.md from a run of all families
+	$(RUN) -m tools.models_table
+
 test-vision: $(VENV)/.dev build/sglang/.installed  ## engines (real SGLang too) and trainers that are shown images against transformers
 	$(TEST) tests/sglang/test_encoders.py tests/vision -m "sglang or not sglang"
 
@@ -161,7 +167,7 @@ verify: $(VENV)/.dev  ## the long version: three seeds, every algorithm, faults,
 	$(MAKE) demo ENGINE=sglang
 	for seed in 0 1 2; do $(RUN) -m examples.demo_vision --seed $$seed --run-dir runs/verify-vision-$$seed; done
 	$(MAKE) demo-vision ALGORITHM=ppo
-	$(MAKE) fault-matrix test-fsdp test-megatron test-vision test-sglang test-openai demo-smollm2 bench
+	$(MAKE) fault-matrix test-fsdp test-models test-megatron test-vision test-sglang test-openai demo-smollm2 bench
 
 bench: bench-planner bench-logprob bench-router bench-engine bench-convert bench-sync bench-controller bench-loop bench-demo bench-training bench-checkpoint  ## side by side, one summary line each
 
@@ -202,6 +208,9 @@ bench-checkpoint: $(VENV)/.dev  ## memory and time of Megatron checkpoints, load
 bench-sync: $(VENV)/.dev  ## weight updates: bytes of a delta, encode, apply, prepare, pause
 	$(RUN) benchmarks/sync.py
 
+bench-models: $(VENV)/.dev  ## resident memory of trainer ranks: load, step, checkpoint, publication
+	$(RUN) -m benchmarks.models
+
 WHEELS_PYTHON ?= 3.12
 WHEELS_ALSO ?=
 WHEELS ?= build/accelerator-wheels/$(WHEELS_PYTHON)
@@ -215,5 +224,5 @@ accelerator-check: $(VENV)/.dev  ## the whole system on the device at hand: righ
 clean:  ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-pages proto docs lint test house stress-tests test-fsdp test-megatron test-openai demo demo-vision demo-smollm2 fault-matrix fuzz soak compose-smoke \
-	verify bench bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-loop bench-demo bench-training bench-router bench-router-simulation clean
+.PHONY: help accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-pages proto docs lint test house stress-tests test-fsdp test-models models-table test-megatron test-openai demo demo-vision demo-smollm2 fault-matrix fuzz soak compose-smoke \
+	verify bench bench-models bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-loop bench-demo bench-training bench-router bench-router-simulation clean

@@ -173,3 +173,18 @@ def critic(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
 def replace_columns(row: Row) -> Row:
     """The row with what a critic is to find: one number a token."""
     return replace(row, columns={"returns": row.columns["advantages"] + 1.0})
+
+
+def recomputes(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """How often each layer's attention runs in a pass with gradients."""
+    backend, counts = open_backend(rank, world, arguments), [0]
+
+    def count(*_: Any) -> None:
+        counts[0] += 1
+
+    for name, module in backend._policy.model.named_modules():
+        if name.endswith("self_attn"):
+            module.register_forward_pre_hook(count)
+    backend.forward_backward([rows_of(0)], PPO)
+    layers = backend._policy.model.config.num_hidden_layers
+    return {"runs": counts[0] / layers}

@@ -32,14 +32,14 @@ def test_what_cannot_be_trained_is_refused_by_name(
     pool: Pool, expected: ExpectedByModel, tmp_path: Path
 ) -> None:
     model, _ = expected("qwen3")
-    unknown = copy_model(model, tmp_path / "unknown", model_type="opt")
+    unknown = copy_model(model, tmp_path / "unknown", model_type="stablelm")
     cut = copy_model(model, tmp_path / "cut")
     tensors = load_file(cut / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, cut / "model.safetensors", metadata={"format": "pt"})
     drops = copy_model(model, tmp_path / "drops", attention_dropout=0.1)
     cases: list[tuple[Path, dict[str, Any], str]] = [
-        (unknown, {}, "model_type opt"),
+        (unknown, {}, "model_type stablelm"),
         (model.directory, {"cpu_offload": True}, "fsdp.cpu_offload"),
         (cut, {}, "model.norm.weight"),
         (drops, {"activation_checkpointing": True}, "attention_dropout"),
@@ -84,3 +84,16 @@ def test_rounded_logits_are_further_off(
         gaps = [(logprobs[name] - oracle.logprobs[name]).abs().mean() for name in logprobs]
         found.append(float(torch.stack(gaps).mean()))
     assert found[0] < found[1]
+
+
+@fast
+def test_activations_are_run_again_only_where_it_is_asked_for(
+    pool: Pool, expected: ExpectedByModel, tmp_path: Path
+) -> None:
+    model, _ = expected("qwen3")
+    for again, runs in ((True, 2), (False, 1)):
+        settings = {"fsdp": {"activation_checkpointing": again}}
+        (answer,) = pool.run(
+            "recomputes", 1, model=str(model.directory), out=str(tmp_path), **settings
+        )
+        assert answer["runs"] == runs

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Qwen3MoeConfig,
@@ -21,7 +19,7 @@ from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.interface import Delta, PauseMode
 from services.rollout.engine.reference.core import EngineCore
 from services.rollout.engine.reference.engine import ReferenceEngine
-from services.rollout.errors import UnfitWeightsError, UnsupportedModelError
+from services.rollout.errors import UnfitWeightsError
 from sluice.weights.store import WeightStore
 from tests.contract.engine.cases import SIZES, Model, complete, request_of
 from tests.imported import import_checkpoint
@@ -55,12 +53,9 @@ def test_a_sliding_window_is_kept_in_prompts_chunks_and_decoding(
             assert delta.logprobs != pytest.approx(without, abs=1e-3)
 
 
-def test_attention_of_another_kind_is_refused(
+def test_a_directory_without_a_model_is_refused(
     tmp_path: Path, create_core: Callable[..., EngineCore]
 ) -> None:
-    save(Gemma2ForCausalLM(Gemma2Config(**SIZES)), tmp_path)
-    with pytest.raises(UnsupportedModelError, match="softcapping"):
-        create_core(tmp_path)
     with pytest.raises(UnfitWeightsError):
         create_core(tmp_path / "nowhere")
 

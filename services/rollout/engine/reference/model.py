@@ -23,6 +23,11 @@ from services.rollout.engine.reference.attention import (
     PrefillPrompt,
     Sight,
 )
+from services.rollout.engine.reference.foreign import (
+    foreign_reason,
+    run_whole_rows,
+    token_cache,
+)
 from services.rollout.engine.versions import check_processor
 from services.rollout.errors import UnfitWeightsError, UnsupportedModelError
 from sluice import vision
@@ -79,10 +84,6 @@ def _names_choice(router: torch.nn.Module) -> bool:
     return isinstance(chosen, torch.Tensor) and not chosen.is_floating_point()
 
 
-# Attention that keys, values and a window do not describe.
-FOREIGN_ATTENTION = ("attn_logit_softcapping", "kv_lora_rank", "num_kv_shared_layers")
-
-
 @dataclass(frozen=True)
 class Shown:
     """What images show at tokens `rows` of a pass: float[rows, hidden] of every layer."""
@@ -104,16 +105,18 @@ class ServingModel:
     def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
         """Builds from an HF directory; raises UnsupportedModelError, UnfitWeightsError."""
         config = read_model_config(directory)
+        self._foreign = foreign_reason(config.get_text_config())
         transformers_logging.disable_progress_bar()  # a server's log is no terminal
         try:
             sees = config.model_type in vision.FAMILIES
+            own = {"text_config": IMPLEMENTATION} if sees else IMPLEMENTATION
             model, report = (
                 AutoModelForImageTextToText if sees else AutoModelForCausalLM
             ).from_pretrained(
                 directory,
                 config=config,
                 dtype=dtype,
-                attn_implementation={"text_config": IMPLEMENTATION} if sees else IMPLEMENTATION,
+                attn_implementation=None if self._foreign else own,
                 output_loading_info=True,
             )
         except (ValueError, OSError, KeyError, RuntimeError) as error:
@@ -143,7 +146,9 @@ class ServingModel:
             (*_stop_tokens(model.generation_config, config), *self.images.unsampled)
         )
         self._features: OrderedDict[str, list[torch.Tensor]] = OrderedDict()
-        self.cache_shape = _cache_shape(config, dtype, device)
+        self.cache_shape = (
+            token_cache(device) if self._foreign else _cache_shape(config, dtype, device)
+        )
         self._places = _places(model)
         self._shapes = {names: model.get_parameter(names[0]).shape for names in self._places}
         self._dtype, self._device = dtype, device
@@ -151,6 +156,12 @@ class ServingModel:
 
     def watch_routers(self) -> None:
         """Records experts for `take_experts`. Raises UnsupportedModelError without any."""
+        if self._foreign:
+            raise UnsupportedModelError(
+                f"experts of a model with {self._foreign} are not recorded; leave routed_experts "
+                "off",
+                key="routed_experts",
+            )
         self._tap = ExpertRecorder(self.module)
 
     def take_experts(self) -> torch.Tensor | None:
@@ -199,6 +210,8 @@ class ServingModel:
 
         tokens: int64[T]. positions: int64[3, T], all alike for text.
         """
+        if self._foreign:
+            return run_whole_rows(self.module, tokens, plan, keep)
         if self.tower is None:
             logits = self.module(
                 input_ids=tokens[None],
@@ -318,10 +331,10 @@ def read_model_config(directory: Path) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(directory)
     except (ValueError, OSError, KeyError) as error:
         raise UnfitWeightsError(f"{directory.name!r} has no usable config: {error}") from error
-    text = config.get_text_config()
-    for name in FOREIGN_ATTENTION:
-        if getattr(text, name, None):
-            raise UnsupportedModelError(f"{config.model_type}: {name} is not supported", key=name)
+    if config.model_type in vision.FAMILIES and (
+        reason := foreign_reason(config.get_text_config())
+    ):
+        raise UnsupportedModelError(f"{config.model_type}: {reason} is not supported", key=reason)
     return config
 
 

@@ -1,48 +1,103 @@
 """Which transformers families the fsdp backend trains, and how their rows are packed.
 
-Imports no torch: the controller plans by it. Every entry is proven by tests/fsdp.
+Imports no torch: the controller plans by it. tests/models proves every entry; `make models-table`
+writes what it measured.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 # shared: a prompt of several rows stands in a pack once. rows: every row stands whole, as windows,
 # sinks and recurrent layers need it.
 Layout = Literal["shared", "rows"]
 
 FAMILIES: dict[str, Layout] = {
+    "arcee": "shared",
+    "cohere": "shared",
+    "cohere2": "rows",
+    "deepseek_v2": "shared",
+    "deepseek_v3": "shared",
+    "ernie4_5": "shared",
+    "exaone4": "shared",
+    "gemma": "shared",
+    "gemma3_text": "rows",
+    "glm": "shared",
+    "glm4": "shared",
+    "glm4_moe": "shared",
+    "gpt2": "shared",
+    "gpt_oss": "rows",
+    "granite": "shared",
+    "granitemoe": "shared",
+    "hunyuan_v1_dense": "shared",
     "llama": "shared",
+    "ministral": "rows",
+    "mistral": "shared",
+    "mixtral": "shared",
+    "olmo": "shared",
+    "olmo2": "shared",
+    "olmo3": "rows",
+    "opt": "shared",
+    "phi": "shared",
+    "phi3": "shared",
+    "phimoe": "shared",
     "qwen2": "shared",
+    "qwen2_moe": "shared",
     "qwen3": "shared",
+    "qwen3_5_moe_text": "rows",
+    "qwen3_5_text": "rows",
     "qwen3_moe": "shared",
+    "qwen3_next": "rows",
+    "seed_oss": "shared",
+    "smollm3": "shared",
+    "starcoder2": "shared",
 }
-REFUSED: dict[str, str] = {}
+IMAGES = "it reads images, which this backend shows no model; reference and megatron do"
+REFUSED: dict[str, str] = {
+    "bloom": "it takes positions from a mask of padding, so rows of a pack see each other",
+    "gemma2": "it caps scores and logits",
+    "gemma3": IMAGES,
+    "lfm2": "its convolutions run over the rows of a pack",
+    "minimax": "its recurrent layers run over the rows of a pack",
+    "nemotron": "its layers do not hand on to attention how rows are packed",
+    "qwen2_5_vl": IMAGES,
+    "qwen2_vl": IMAGES,
+    "qwen3_5": IMAGES,
+    "qwen3_5_moe": IMAGES,
+    "qwen3_vl": IMAGES,
+    "qwen3_vl_moe": IMAGES,
+}
 
 
 class UnknownFamilyError(ValueError):
     """A model is of a family that was refused, or was never proven."""
 
 
-def layout_of(model_type: str, *, unproven: bool = False) -> Layout:
-    """Return how rows of this family are packed. Raises UnknownFamilyError."""
+def layout_of(config: Mapping[str, Any], *, unproven: bool = False) -> Layout:
+    """Return how rows are packed for what config.json holds. Raises UnknownFamilyError."""
+    model_type = config["model_type"]
     if model_type in REFUSED:
+        reason = REFUSED[model_type]
+        raise UnknownFamilyError(f"model_type {model_type} cannot be trained: {reason}")
+    if model_type not in FAMILIES and not unproven:
         raise UnknownFamilyError(
-            f"model_type {model_type} cannot be trained: {REFUSED[model_type]}"
+            f"model_type {model_type} is not proven here; known: {', '.join(sorted(FAMILIES))}. "
+            "Set fsdp.unproven: true to train it all the same"
         )
-    if model_type in FAMILIES:
-        return FAMILIES[model_type]
-    if unproven:
-        return "rows"
-    raise UnknownFamilyError(
-        f"model_type {model_type} is not proven here; known: {', '.join(sorted(FAMILIES))}. "
-        "Set fsdp.unproven: true to train it all the same"
-    )
+    return "rows" if _has_window(config) else FAMILIES.get(model_type, "rows")
 
 
 def shares_prompts(model: str) -> bool:
     """Tell whether rows of the model in a directory share their prompts; of unknown ones, no."""
-    model_type = json.loads((Path(model) / "config.json").read_bytes()).get("model_type")
-    return FAMILIES.get(model_type) == "shared"
+    config = json.loads((Path(model) / "config.json").read_bytes())
+    return FAMILIES.get(config["model_type"]) == "shared" and not _has_window(config)
+
+
+def _has_window(config: Mapping[str, Any]) -> bool:
+    if not config.get("sliding_window") or config.get("use_sliding_window") is False:
+        return False
+    layers = config.get("layer_types")
+    return not layers or "sliding_attention" in layers

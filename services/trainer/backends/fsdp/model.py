@@ -149,7 +149,7 @@ def load_model(
     the directory, a language model's, has none. Raises OSError or ValueError.
     """
     config = AutoConfig.from_pretrained(path, local_files_only=True)
-    layout = layout_of(config.model_type, unproven=settings.unproven)
+    layout = layout_of(config.to_dict(), unproven=settings.unproven)
     if settings.activation_checkpointing and (found := _dropout(config)):
         raise ValueError(f"fsdp.activation_checkpointing with {found} above 0 in config.json")
     cut = _Cut(mesh=mesh, settings=settings, float32_head=float32_head, trained=trained)

@@ -1,0 +1,144 @@
+"""A tiny random model of every family: config and weights in which no two tensors are alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.contract.training_backend.cases import SIZES, Model
+
+WINDOW = 16  # rows are longer
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+RECURRENT = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+}
+GROUPED = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+}
+WHOLE_HEADS = {"num_key_value_heads": 4, "head_dim": 8}  # of families that know no others
+ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table. `of` says which variant of a family it is."""
+
+    model_type: str
+    title: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    of: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.model_type}-{self.of}" if self.of else self.model_type
+
+
+CASES = [
+    Case("llama", "Llama 2 and 3"),
+    Case("llama", "Llama, tied", {"tie_word_embeddings": True}, of="tied"),
+    Case("qwen2", "Qwen2, Qwen2.5"),
+    Case("qwen2", "Qwen2 with a window", {"use_sliding_window": True, **ALTERNATING}, of="window"),
+    Case("qwen2_moe", "Qwen1.5-MoE", {**EXPERTS, "shared_expert_intermediate_size": 32}),
+    Case("qwen3", "Qwen3"),
+    Case("qwen3", "Qwen3 with biases", {"attention_bias": True}, of="bias"),
+    Case("qwen3_moe", "Qwen3-MoE", EXPERTS),
+    Case(
+        "qwen3_next",
+        "Qwen3-Next",
+        {**RECURRENT, **EXPERTS, "shared_expert_intermediate_size": 32, "decoder_sparse_step": 1},
+    ),
+    Case("qwen3_5_text", "Qwen3.5, text", RECURRENT),
+    Case(
+        "qwen3_5_moe_text",
+        "Qwen3.5-MoE, text",
+        {**RECURRENT, **EXPERTS, "shared_expert_intermediate_size": 32},
+    ),
+    Case("glm", "GLM-4 9B (2024)", {"partial_rotary_factor": 0.5}),
+    Case("glm4", "GLM-4 (0414)", {"partial_rotary_factor": 0.5, "attention_bias": True}),
+    Case("glm4_moe", "GLM-4.5", {**GROUPED, "partial_rotary_factor": 0.5}),
+    Case(
+        "deepseek_v2", "DeepSeek-V2", {**LATENT, **GROUPED, "topk_method": "group_limited_greedy"}
+    ),
+    Case("deepseek_v3", "DeepSeek-V3, R1", {**LATENT, **GROUPED}),
+    Case("gemma", "Gemma"),
+    Case("gemma2", "Gemma 2", ALTERNATING),
+    Case("gemma3_text", "Gemma 3, text", ALTERNATING),
+    Case("mistral", "Mistral", {"sliding_window": None}),
+    Case("mistral", "Mistral with a window", {"sliding_window": WINDOW}, of="window"),
+    Case("ministral", "Ministral", ALTERNATING),
+    Case("mixtral", "Mixtral", {**LOCAL_EXPERTS, "sliding_window": None}),
+    Case("phi", "Phi-1, 1.5, 2", {"partial_rotary_factor": 0.5}),
+    Case("phi3", "Phi-3, 3.5, 4", {"sliding_window": None}),
+    Case("phimoe", "Phi-3.5-MoE", {**LOCAL_EXPERTS, "sliding_window": None}),
+    Case("gpt_oss", "gpt-oss", {**LOCAL_EXPERTS, **ALTERNATING}),
+    Case("olmo", "OLMo"),
+    Case("olmo2", "OLMo 2"),
+    Case("olmo3", "OLMo 3", ALTERNATING),
+    Case("granite", "Granite", {"logits_scaling": 4.0, "embedding_multiplier": 3.0}),
+    Case("granitemoe", "Granite MoE", {**LOCAL_EXPERTS, "logits_scaling": 4.0}),
+    Case("cohere", "Command R", {"logit_scale": 0.5}),
+    Case("cohere2", "Command A", {"logit_scale": 0.5, **ALTERNATING}),
+    Case("starcoder2", "StarCoder2", {"sliding_window": None}),
+    Case(
+        "smollm3", "SmolLM3", {"use_sliding_window": False, "layer_types": ["full_attention"] * 2}
+    ),
+    Case("seed_oss", "Seed-OSS"),
+    Case("ernie4_5", "ERNIE 4.5"),
+    Case("exaone4", "EXAONE 4", ALTERNATING),
+    Case("nemotron", "Nemotron"),
+    Case("arcee", "AFM"),
+    Case("hunyuan_v1_dense", "Hunyuan dense"),
+    Case(
+        "minimax",
+        "MiniMax-Text",
+        {**LOCAL_EXPERTS, "layer_types": ["linear_attention", "full_attention"]},
+    ),
+    Case("lfm2", "LFM2", {"layer_types": ["conv", "full_attention"]}),
+    Case("gpt2", "GPT-2", {**WHOLE_HEADS, "n_embd": 32, "n_layer": 2, "n_head": 4}),
+    Case("opt", "OPT", {**WHOLE_HEADS, "ffn_dim": 64, "word_embed_proj_dim": 32}),
+    Case("bloom", "BLOOM", {"n_head": 4, "n_layer": 2}),
+]
+
+
+def build(case: Case, directory: Path) -> Model:
+    """Write the model of a case. Whatever transformers raises for one that cannot be flies."""
+    torch.manual_seed(0)
+    settings = {**SIZES, "tie_word_embeddings": False, **case.settings}
+    config = AutoConfig.for_model(case.model_type, **settings)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for _, parameter in sorted(model.named_parameters()):
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.08)
+        for name, buffer in model.named_buffers():
+            if "correction_bias" in name:
+                buffer.add_(torch.randn(buffer.shape, generator=generator) * 0.2)
+    model.save_pretrained(directory)
+    return Model(directory)

@@ -1,0 +1,110 @@
+"""What ranks do with a model of every family."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from services.rollout.engine.config import EngineConfig
+from services.rollout.engine.interface import Engine, PauseMode, create_engine
+from services.trainer.backend import Row
+from services.trainer.backends.fsdp import families
+from services.trainer.backends.fsdp.backend import FsdpBackend
+from sluice.weights.checkpoint import companion_files
+from sluice.weights.store import WeightStore
+from tests.contract.engine.cases import complete, request_of
+from tests.contract.training_backend.cases import PPO
+from tests.fsdp import jobs
+from tests.fsdp.jobs import NORMALIZER, clean_up, export, micro_batches, open_backend, rows_of, save
+
+__all__ = ["attempt", "clean_up", "prove", "roll_out"]
+attempt = jobs.attempt
+
+
+def prove(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Log-probs and gradients of a batch, steps, then what is published and its log-probs.
+
+    let_in: a family that is refused, to see what would come of it.
+    """
+    out, refused = Path(arguments["out"]), families.REFUSED
+    if name := arguments.get("let_in"):
+        families.REFUSED = {n: reason for n, reason in refused.items() if n != name}
+    try:
+        backend = open_backend(rank, world, arguments)
+    finally:
+        families.REFUSED = refused
+    batches = micro_batches(rows_of(0), rank, world)
+    scored = backend.compute_logprobs(batches, model="policy", temperature=1.0)
+    save(scored, out / f"logprobs-{rank}.safetensors")
+    jobs.run_step(backend, 0)
+    export(backend, out / f"gradients-{rank}.safetensors", gradients=True)
+    backend.discard_gradients()
+    steps = []
+    for step in range(arguments["steps"]):
+        loss = jobs.run_step(backend, step)
+        outcome = backend.step(normalizer=NORMALIZER, learning_rate=None)
+        steps.append({"loss": loss, "grad_norm": outcome.grad_norm})
+    backend.write_shards(out / "published")
+    scored = backend.compute_logprobs(batches, model="policy", temperature=1.0)
+    save(scored, out / f"trained-{rank}.safetensors")
+    return {"steps": steps}
+
+
+ROUNDS, PROMPTS, SAMPLES, LENGTH = 3, 3, 4, 20
+
+
+def roll_out(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Three steps of GRPO: publish, have the engine take it, sample, score, train."""
+    backend = open_backend(rank, world, arguments)
+    return asyncio.run(_roll_out(backend, Path(arguments["model"]), Path(arguments["out"])))
+
+
+async def _roll_out(backend: FsdpBackend, model: Path, out: Path) -> dict[str, Any]:
+    store = WeightStore(out / "weights", durable=False)
+    engine = create_engine("reference", EngineConfig(threads=1, prefill_chunk_tokens=16))
+    mismatches, versions, norms = [], [], []
+    await engine.start()
+    try:
+        for step in range(ROUNDS):
+            staging = store.allocate(None)
+            shards = backend.write_shards(staging.directory)
+            record = store.commit(staging, shards, companion_files(model), step)
+            await engine.prepare(record.version, record.digest, record.directory)
+            await engine.commit(record.version, PauseMode.IN_PLACE)
+            rows = [row for group in range(PROMPTS) for row in await _sample(engine, step, group)]
+            scored = backend.compute_logprobs([rows], model="policy", temperature=1.0)
+            gaps = [scored[row.sample_id] - row.columns["rollout_logprobs"] for row in rows]
+            mismatches.append(max(float(gap.abs().max()) for gap in gaps))
+            backend.forward_backward([rows], PPO)
+            outcome = backend.step(normalizer=PROMPTS * SAMPLES * LENGTH, learning_rate=1e-2)
+            norms.append(outcome.grad_norm)
+            versions.append(engine.status().version)
+    finally:
+        await engine.close()
+    return {"mismatch": max(mismatches), "versions": versions, "norms": norms}
+
+
+async def _sample(engine: Engine, step: int, group: int) -> list[Row]:
+    """A group of samples; its reward is the share of small tokens."""
+    prompt = [*range(5, 5 + 9 * (group + 1))]
+    request = request_of(f"{step}-{group}", prompt, SAMPLES, max_new_tokens=LENGTH)
+    samples = await complete(engine, request)
+    rewards = torch.tensor([sum(t < 26 for t in s.token_ids) / LENGTH for s in samples])
+    advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+    return [
+        Row(
+            sample_id=f"{step}/{group}/{index}",
+            group_id=f"{step}/{group}",
+            token_ids=torch.tensor([*prompt, *sample.token_ids]),
+            prompt_length=len(prompt),
+            loss_mask=torch.ones(len(sample.token_ids), dtype=torch.bool),
+            columns={
+                "rollout_logprobs": torch.tensor(list(sample.logprobs)),
+                "advantages": advantages[index].expand(len(sample.token_ids)).clone(),
+            },
+        )
+        for index, sample in enumerate(samples)
+    ]

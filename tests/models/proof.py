@@ -1,0 +1,150 @@
+"""What a family showed, for the summary line and the table of docs/models.md."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from services.trainer.backends.fsdp.families import REFUSED
+from tests.contract.training_backend.cases import Model, Oracle
+from tests.fsdp.jobs import rows_of
+from tests.fsdp.oracle import (
+    Expected,
+    Tensors,
+    gradient_difference,
+    logprob_difference,
+    read_ranks,
+)
+from tests.models.families import CASES, Case
+from tests.rank_pool import Pool
+
+MAX_LOGPROB_DIFF, MAX_GRADIENT_DIFF = 5e-6, 5e-5
+MAX_MISMATCH = 1e-5  # the engine's and the trainer's log-probs round in other orders
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Largest differences of a case on some ranks.
+
+    logprob; gradient: by each tensor's largest element; norm: relative, over the steps; reloaded:
+    of log-probs when transformers loads what was published.
+    """
+
+    case: str
+    ranks: int
+    logprob: float
+    gradient: float
+    norm: float
+    reloaded: float
+
+    @property
+    def holds(self) -> bool:
+        return (
+            max(self.logprob, self.reloaded) <= MAX_LOGPROB_DIFF
+            and self.gradient <= MAX_GRADIENT_DIFF
+            and self.norm <= 1e-3
+        )
+
+
+@dataclass
+class Summary:
+    """The line that a whole run ends with.
+
+    mismatches: the largest difference of log-probs between engine and trainer, by case, over
+    three steps of GRPO. A family counts where it trains and rolls out.
+    """
+
+    proofs: list[Proof] = field(default_factory=list)
+    mismatches: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # how it is packed and served
+
+    def line(self) -> str:
+        types = {case.name: case.model_type for case in CASES}
+        rolled = {types[c] for c, gap in self.mismatches.items() if gap <= MAX_MISMATCH}
+        families = rolled & {types[proof.case] for proof in self.proofs if proof.holds}
+        logprob = max((max(p.logprob, p.reloaded) for p in self.proofs), default=0.0)
+        gradient = max((p.gradient for p in self.proofs), default=0.0)
+        return (
+            f"models: fsdp_families={len(families)} megatron_families={count_megatron_families()} "
+            f"max_logprob_diff={logprob:.1e} max_grad_rel={gradient:.1e} "
+            f"refused_by_name={len(REFUSED)}"
+        )
+
+    def write(self, path: Path) -> None:
+        """Add what this run showed of each case to what is there, for tools/models_table.py."""
+        path.parent.mkdir(exist_ok=True)
+        found: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
+        for case in CASES:
+            facts = found.setdefault(case.name, {})
+            facts |= {"title": case.title, "model_type": case.model_type}
+            if proofs := [asdict(proof) for proof in self.proofs if proof.case == case.name]:
+                facts["proofs"] = proofs
+            if case.name in self.mismatches:
+                facts |= {"mismatch": self.mismatches[case.name], **self.facts[case.name]}
+        path.write_text(json.dumps(found, indent=1))
+
+
+def count_megatron_families() -> int:
+    """Model types that tests/megatron and tests/vision train."""
+    with warnings.catch_warnings(action="ignore"):
+        from services.trainer.backends.megatron import upstream
+
+        upstream.load()
+        from services.trainer.backends.megatron.model_config import FAMILIES
+
+    return len(FAMILIES)
+
+
+def prove(
+    pool: Pool,
+    case: Case,
+    model: Model,
+    expected: Expected,
+    out: Path,
+    world: int,
+    **arguments: Any,
+) -> Proof:
+    """Run the job on ranks and compare it with plain transformers."""
+    (out / "published").mkdir(parents=True)
+    steps = len(expected.steps)
+    answers = pool.run(
+        "prove", world, model=str(model.directory), out=str(out), steps=steps, **arguments
+    )
+    pairs = zip(answers[0]["steps"], expected.steps, strict=True)
+    return Proof(
+        case=case.name,
+        ranks=world,
+        logprob=logprob_difference(read_ranks(out, "logprobs"), expected.logprobs),
+        gradient=gradient_difference(read_ranks(out, "gradients"), expected.gradients),
+        norm=max(abs(a["grad_norm"] - b["grad_norm"]) / b["grad_norm"] for a, b in pairs),
+        reloaded=_reload(model, out),
+    )
+
+
+def _reload(model: Model, out: Path) -> float:
+    """How far log-probs of the published files in transformers are from the backend's own."""
+    published = out / "published"
+    stored = _tensors(published)
+    assert stored.keys() == _tensors(model.directory).keys()
+    shutil.copy(model.directory / "config.json", published)
+    if len(list(published.glob("*.safetensors"))) > 1:
+        index = {n: f.name for f in published.glob("*.safetensors") for n in load_file(f)}
+        text = json.dumps({"metadata": {}, "weight_map": index})
+        (published / "model.safetensors.index.json").write_text(text)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
+    oracle = Oracle(loaded.eval())
+    rows = rows_of(0)
+    expected = {row.sample_id: oracle.logprobs(row).detach() for row in rows}
+    return logprob_difference(read_ranks(out, "trained"), expected)
+
+
+def _tensors(directory: Path) -> Tensors:
+    return {n: t for f in directory.glob("*.safetensors") for n, t in load_file(f).items()}

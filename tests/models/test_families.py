@@ -1,0 +1,109 @@
+"""Every family of the table trains as plain transformers says, and others are refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import transformers
+from transformers import AutoConfig
+
+from services.rollout.engine.reference.foreign import foreign_reason
+from services.trainer.backends.fsdp.families import (
+    FAMILIES,
+    IMAGES,
+    REFUSED,
+    UnknownFamilyError,
+    layout_of,
+)
+from tests.fsdp.oracle import STEPS, expect
+from tests.models.families import CASES, Case, build
+from tests.models.proof import MAX_GRADIENT_DIFF, MAX_LOGPROB_DIFF, MAX_MISMATCH, Summary, prove
+from tests.rank_pool import Pool
+
+FAST = ("qwen3_next", "gpt_oss")  # recurrent with experts; windows and sinks with experts
+PROVEN = [case for case in CASES if case.model_type in FAMILIES]
+LET_IN = [case for case in CASES if case.model_type in ("bloom", "lfm2", "minimax")]
+ON_FOUR = (
+    "llama-tied",
+    "qwen3_moe",
+    "qwen3_next",
+    "glm4",
+    "deepseek_v3",
+    "gpt_oss",
+)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, id=c.name, marks=pytest.mark.fast if c.name in FAST else ()) for c in PROVEN],
+)
+def test_a_family_trains_as_plain_transformers(
+    pool: Pool, tmp_path: Path, summary: Summary, case: Case
+) -> None:
+    model = build(case, tmp_path / "model")
+    expected = expect(model, STEPS)
+    for world in (2, 4) if case.name in ON_FOUR else (2,):
+        proof = prove(pool, case, model, expected, tmp_path / f"{world}", world)
+        summary.proofs.append(proof)
+        assert proof.logprob <= MAX_LOGPROB_DIFF
+        assert proof.gradient <= MAX_GRADIENT_DIFF
+        assert proof.norm <= 1e-3
+        assert proof.reloaded <= MAX_LOGPROB_DIFF
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, id=c.name, marks=pytest.mark.fast if c.name in FAST else ()) for c in PROVEN],
+)
+def test_a_family_rolls_out_what_it_trains(
+    pool: Pool, tmp_path: Path, summary: Summary, case: Case
+) -> None:
+    model = build(case, tmp_path / "model")
+    (answer,) = pool.run("roll_out", 1, model=str(model.directory), out=str(tmp_path))
+    assert answer["versions"] == [1, 2, 3]
+    assert all(norm > 0 for norm in answer["norms"])
+    config = AutoConfig.from_pretrained(model.directory)
+    summary.mismatches[case.name] = answer["mismatch"]
+    summary.facts[case.name] = {
+        "packing": layout_of(config.to_dict()),
+        "whole_rows": bool(foreign_reason(config)),
+    }
+    assert answer["mismatch"] <= MAX_MISMATCH
+
+
+def test_every_family_has_a_case() -> None:
+    assert {case.model_type for case in PROVEN} == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("case", LET_IN, ids=lambda case: case.name)
+def test_let_in_a_refused_family_is_wrong(pool: Pool, tmp_path: Path, case: Case) -> None:
+    """The comparison sees what they are refused for: rows that see each other."""
+    model = build(case, tmp_path / "model")
+    more = {"let_in": case.model_type, "fsdp": {"unproven": True}}
+    proof = prove(pool, case, model, expect(model, 1), tmp_path / "out", 1, **more)
+    assert proof.logprob > 1e3 * MAX_LOGPROB_DIFF
+
+
+def test_a_model_that_reads_images_is_refused_by_name() -> None:
+    for model_type in (name for name, reason in REFUSED.items() if reason == IMAGES):
+        with pytest.raises(UnknownFamilyError, match=f"{model_type} cannot be trained: it reads"):
+            layout_of({"model_type": model_type}, unproven=True)
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.model_type in REFUSED], ids=lambda case: case.name
+)
+def test_a_family_is_refused_by_name(pool: Pool, tmp_path: Path, case: Case) -> None:
+    model = build(case, tmp_path / "model")
+    (answer,) = pool.run(
+        "attempt", 1, model=str(model.directory), out=str(tmp_path), fsdp={"unproven": True}
+    )
+    assert f"model_type {case.model_type} cannot be trained" in answer["error_message"]
+    assert REFUSED[case.model_type] in answer["error_message"]

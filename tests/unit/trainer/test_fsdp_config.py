@@ -1,0 +1,74 @@
+"""Settings of the fsdp backend belong to it alone, and families are known without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from services.trainer.backends.fsdp.families import (
+    FAMILIES,
+    REFUSED,
+    UnknownFamilyError,
+    layout_of,
+    shares_prompts,
+)
+from services.trainer.config import TrainerConfig
+from services.trainer.controller.planning import Packing, packing_of
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"backend": "reference", "fsdp": {"dtype": "float32"}}, "fsdp has no effect"),
+        ({"backend": "fsdp", "megatron": {"tensor": 2}}, "megatron has no effect"),
+        ({"backend": "fsdp", "autocast": True}, "set fsdp.dtype"),
+        ({"backend": "fsdp", "fsdp": {"dtype": "float16"}}, "fsdp.dtype"),
+        ({"backend": "fsdp", "fsdp": {"offload": True}}, "fsdp.offload"),
+        (
+            {"backend": "fsdp", "fsdp": {"dtype": "float32"}, "float32_head": False},
+            "float32_head has no effect",
+        ),
+    ],
+)
+def test_what_has_no_effect_is_refused(model: Path, settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValidationError, match=named):
+        TrainerConfig(model=str(model), store=model, **settings)
+
+
+def test_rows_share_prompts_where_attention_knows_no_window(model: Path) -> None:
+    def plan(**config: Any) -> bool:
+        (model / "config.json").write_text(json.dumps(config))
+        settings = TrainerConfig(model=str(model), store=model, backend="fsdp")
+        packing = packing_of(settings, 1)
+        assert packing == Packing(shares_prompts=shares_prompts(str(model)))
+        if config["model_type"] in FAMILIES:
+            assert packing.shares_prompts == (layout_of(config) == "shared")
+        return packing.shares_prompts
+
+    assert plan(model_type="mistral", sliding_window=None)
+    assert not plan(model_type="mistral", sliding_window=4096)
+    assert plan(model_type="qwen2", sliding_window=4096, use_sliding_window=False)
+    assert plan(model_type="qwen2", sliding_window=9, layer_types=["full_attention"])
+    assert not plan(model_type="qwen2", sliding_window=9, layer_types=["sliding_attention"])
+    assert not plan(model_type="qwen3_next")
+    assert not plan(model_type="unheard_of")
+
+
+def test_unknown_families_are_let_in_on_purpose_and_refused_ones_never() -> None:
+    with pytest.raises(UnknownFamilyError, match="unheard_of is not proven"):
+        layout_of({"model_type": "unheard_of"})
+    assert layout_of({"model_type": "unheard_of"}, unproven=True) == "rows"
+    for name in REFUSED:
+        with pytest.raises(UnknownFamilyError, match=f"{name} cannot be trained"):
+            layout_of({"model_type": name}, unproven=True)
+    assert not FAMILIES.keys() & REFUSED.keys()
