@@ -15,11 +15,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from examples.measured import Cost, empty_directory, measured_run
 from examples.models.smollm2 import ensure_smollm2
 from sluice import logs
 from sluice.cli import exit_code
 from sluice.config import parse_config
+from sluice.demo.measured import Cost, empty_directory, measured_run
 from sluice.durable import DirectoryError
 from sluice.loop.config import RunConfig
 from sluice.supervise import UpConfig

@@ -1,5 +1,4 @@
-"""`sluice up | train | eval | sft | convert | verify | status | report | samples |
-trace | waits | check-loss`."""
+"""The command `sluice`; `USAGE` lists what it can do."""
 
 from __future__ import annotations
 
@@ -22,16 +21,19 @@ from rich.table import Table
 from sluice import logs
 from sluice.check_command import check_loss_command
 from sluice.client import Client, RemoteError
+from sluice.completion import COMPLETION_USAGE, completion_script
 from sluice.config import ConfigError, ProcessConfig, hint, load_config
 from sluice.convert_command import CheckpointError, convert, verify
+from sluice.doctor import DOCTOR_USAGE, DoctorConfig, UnfitError, doctor
 from sluice.durable import DirectoryError
+from sluice.init import INIT_USAGE, InitConfig, init
 from sluice.loop.config import CommonRunConfig, RunConfig, SftConfig
 from sluice.loop.evaluation import EvaluationError
 from sluice.loop.fleet import NoEngineError
 from sluice.loop.report import RunReport
 from sluice.loop.run import TrainingRun
 from sluice.loop.run_directory import RunDirectoryError, owned
-from sluice.loop.status import LOOP_ADDRESS
+from sluice.loop.status import LOOP_ADDRESS, StatusConfig
 from sluice.loop.training import Critic, MismatchError, TrainerBrokenError, TrainerLostError
 from sluice.loop.workers import NoWorkerError, RolloutFailedError
 from sluice.platform import PlatformError
@@ -39,6 +41,8 @@ from sluice.run_commands import (
     REPORT_USAGE,
     SAMPLES_USAGE,
     STATUS_USAGE,
+    ReportConfig,
+    SamplesConfig,
     UnansweredError,
     report,
     samples,
@@ -49,6 +53,7 @@ from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import Server
 from sluice.runtime.waits import listed_in
 from sluice.runtime.wire import seconds_of
+from sluice.slime import IMPORT_USAGE, import_slime
 from sluice.supervise import (
     ServiceDiedError,
     Supervisor,
@@ -60,6 +65,10 @@ from sluice.supervise import (
 )
 
 USAGE = {
+    "demo": "sluice demo [--run-dir DIR] [--steps N] ...",
+    "doctor": DOCTOR_USAGE,
+    "init": INIT_USAGE,
+    "import-slime": IMPORT_USAGE,
     "up": "sluice up SERVICES.yaml [--key value ...]",
     "train": "sluice train RUN.yaml [--up SERVICES.yaml] [--key value ...]",
     "eval": "sluice eval RUN.yaml [--key value ...]",
@@ -69,11 +78,16 @@ USAGE = {
     "status": STATUS_USAGE,
     "report": REPORT_USAGE,
     "samples": SAMPLES_USAGE,
-    "trace": "sluice trace RUN_DIR [-o FILE.html] [--steps FIRST-LAST]",
+    "trace": "sluice trace RUN_DIR [-o FILE.html] [--steps FIRST-LAST|all]",
+    "completion": COMPLETION_USAGE,
     "check-loss": "sluice check-loss NAME|PACKAGE.MODULE:NAME [--settings JSON]",
     "waits": "sluice waits ADDRESS|RUN_DIR [--security.token_file FILE] [--security.tls.ca X] ...",
 }
 SUMMARY = {
+    "demo": "a tiny model learns by GRPO over all services, on this machine",
+    "doctor": "what this machine lacks for a run, and the remedy",
+    "init": "write a commented run.yaml and services.yaml for a model and a task",
+    "import-slime": "write run.yaml and services.yaml from a run script of slime",
     "up": "start services, keep them alive until Ctrl-C",
     "train": "train; with --up on services that live as long as the run",
     "eval": "score the data sets of a run on the weights that are served now",
@@ -85,10 +99,21 @@ SUMMARY = {
     "samples": "list, filter and export the samples of a run",
     "trace": "where the time of a run went, as one HTML page",
     "check-loss": "does a loss keep what training needs of it: split, gradient, mask?",
+    "completion": "what a shell needs to complete commands and flags",
     "waits": "what a server, or the loop of a run, is waiting for, and on whom",
 }
 HELP = ("-h", "--help")
 CHECK_LOSS = "check-loss"
+ALONE = ("doctor",)  # needs no argument
+UNCONFIGURED = ("trace", "completion", "import-slime", CHECK_LOSS)  # have no keys to list
+
+
+class ScoredRunConfig(RunConfig):
+    """The run whose `evaluation.datasets` are scored, on the weights that engines serve now.
+
+    It is the file that `sluice train` takes. Read are services or router, security, evaluation,
+    environment and sampling; nothing is trained, and run_dir is left as it is.
+    """
 
 
 class WaitsConfig(ProcessConfig):
@@ -115,6 +140,7 @@ _EXPECTED = (
     TrainerBrokenError,
     TrainerLostError,
     UnansweredError,
+    UnfitError,
 )
 
 
@@ -141,7 +167,7 @@ async def evaluate(arguments: Sequence[str]) -> None:
     """Score the data sets of a run; a JSON line each."""
     from sluice.loop.evaluation import score_now
 
-    config = _load(RunConfig, "eval", arguments)
+    config = _load(ScoredRunConfig, "eval", arguments)
     router = config.router
     if not router and config.services is not None:
         router = address_of(config.services, "router")
@@ -329,6 +355,36 @@ async def _until_signal() -> None:
     await stop.wait()
 
 
+async def completion(arguments: Sequence[str]) -> None:
+    """Print what a shell reads. Raises ConfigError."""
+    if len(arguments) != 1:
+        raise ConfigError(f"completion takes the name of a shell: {COMPLETION_USAGE}")
+    configs: dict[str, type[ProcessConfig] | None] = {
+        **dict.fromkeys(USAGE),
+        "up": UpConfig,
+        "train": RunConfig,
+        "eval": ScoredRunConfig,
+        "sft": SftConfig,
+        "waits": WaitsConfig,
+        "status": StatusConfig,
+        "report": ReportConfig,
+        "samples": SamplesConfig,
+        "doctor": DoctorConfig,
+        "init": InitConfig,
+    }
+    more = {
+        "train": ("--up",),
+        "sft": ("--up",),
+        "status": ("--json", "--once"),
+        "trace": ("--steps", "-o"),
+        "demo": ("--run-dir", "--seed", "--algorithm", "--steps", "--target", "--max-staleness"),
+        "convert": ("--to", "--origin"),
+        "verify": ("--model",),
+        **dict.fromkeys(("report", "samples", "init", "import-slime"), ("-o",)),
+    }
+    print(completion_script(arguments[0], configs, more), end="")
+
+
 def _load(cls: type[C], command: str, arguments: Sequence[str]) -> C:
     """The configuration of `FILE.yaml --key value ...`."""
     usage = USAGE[command]
@@ -344,6 +400,10 @@ def _load(cls: type[C], command: str, arguments: Sequence[str]) -> C:
 def main() -> int:
     """Entry point; a refusal is one line on stderr and exit code 2, never a trace."""
     commands = {
+        "doctor": doctor,
+        "init": init,
+        "import-slime": import_slime,
+        "completion": completion,
         "up": up,
         "train": train,
         "eval": evaluate,
@@ -363,14 +423,18 @@ def main() -> int:
     if name == "--version":
         print(f"sluice {metadata.version('sluice')}")
         return 0
+    if name == "demo":
+        from sluice.demo import copy_digits
+
+        return copy_digits.main(arguments)
     if name not in commands and name != CHECK_LOSS:
         wrong = f"sluice: no command {name!r}{hint(name, USAGE)}" if name else _overview()
         print(wrong, file=sys.stderr)
         return 2
-    if name in ("trace", CHECK_LOSS) and any(argument in HELP for argument in arguments):
+    if name in UNCONFIGURED and any(argument in HELP for argument in arguments):
         print(f"usage: {USAGE[name]}\n\n{SUMMARY[name]}")
         return 0
-    if not arguments:
+    if not arguments and name not in ALONE:
         print(f"usage: {USAGE[name]}", file=sys.stderr)
         return 2
     logs.configure("WARNING")

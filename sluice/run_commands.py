@@ -75,7 +75,7 @@ async def report(arguments: Sequence[str]) -> None:
 
     rest = list(arguments)
     output = take_value(rest, "-o")
-    runs, flags = _leading(rest)
+    runs, flags = leading(rest)
     if not runs:
         load_config(ReportConfig, flags, REPORT_USAGE)
         raise ConfigError(f"RUN_DIR comes first: {REPORT_USAGE}")
@@ -124,7 +124,7 @@ async def samples(arguments: Sequence[str]) -> None:
 
     rest = list(arguments)
     output = take_value(rest, "-o")
-    runs, flags = _leading(rest)
+    runs, flags = leading(rest)
     config = load_config(SamplesConfig, flags, SAMPLES_USAGE)
     if len(runs) != 1:
         raise ConfigError(f"samples takes one RUN_DIR: {SAMPLES_USAGE}")
@@ -188,7 +188,7 @@ def _step_range(steps: str) -> range | None:
         raise ConfigError(f"--steps: {steps[:100]!r} is not FIRST-LAST") from None
 
 
-def _leading(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+def leading(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """What stands before the first flag, and the rest."""
     count = next((i for i, each in enumerate(arguments) if each.startswith("-")), len(arguments))
     return list(arguments[:count]), list(arguments[count:])

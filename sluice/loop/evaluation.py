@@ -259,7 +259,9 @@ async def score_now(config: RunConfig, router: str) -> None:
     Raises ConfigError without data sets, NoEngineError without weights, EvaluationError.
     """
     if config.evaluation is None:
-        raise ConfigError("evaluation: the file names no data sets")
+        raise ConfigError(
+            "evaluation.datasets: the file names none to score; examples/run.yaml has one"
+        )
     async with RouterClient(router, config.security) as client:
         workers = EpisodeWorkers(client, config.security, config.service_timeout_seconds)
         try:

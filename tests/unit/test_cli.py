@@ -1,11 +1,15 @@
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from sluice import cli
+from sluice.config import load_config
 from sluice.durable import DirectoryError, owned
 from tests.patience import PATIENCE
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture
@@ -32,6 +36,15 @@ def test_every_command_lists_its_keys(sluice, command):
     assert (code, err) == (0, "")
     assert out.startswith(f"usage: sluice {command}")
     assert "--security.token_file" in out
+
+
+@pytest.mark.parametrize("command", ["doctor", "init", "report", "samples"])
+def test_a_command_that_calls_nobody_lists_its_keys_too(sluice, command):
+    code, out, err = sluice(command, "--help")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"usage: sluice {command}")
+    assert out.count("--") > 3
+    assert "--security" not in out
 
 
 def test_help_is_no_error_and_names_every_command(sluice):
@@ -66,6 +79,11 @@ def test_help_is_no_error_and_names_every_command(sluice):
         (["status", "nowhere"], "neither a run directory nor host:port"),
         (["status", "."], "holds no run"),
         (["status", "127.0.0.1:1"], "failed to connect"),
+        (["init", "model"], "init takes MODEL_DIR and TASK"),
+        (["completion", "csh"], "is no shell"),
+        (["import-slime", "absent.sh"], "No such file"),
+        (["report", "nowhere"], "is no run directory"),
+        (["samples", "--limit", "3"], "samples takes one RUN_DIR"),
         (["waits", "--all"], "ADDRESS comes first"),
         (["waits", "127.0.0.1:1"], "is the service up"),
     ],
@@ -112,3 +130,20 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(DirectoryError, match=r"run_dir: .*file"):
         owned(tmp_path / "file" / "run", "up").__enter__()
+
+
+def test_the_help_of_eval_is_of_scores(sluice):
+    code, out, _ = sluice("eval", "--help")
+    assert code == 0
+    assert "are scored" in out
+    assert "A training run" not in out
+
+
+def test_the_example_of_a_run_has_held_out_tasks():
+    config = load_config(cli.ScoredRunConfig, ["--config", str(ROOT / "examples" / "run.yaml")])
+    ((name, dataset),) = config.evaluation.datasets.items()
+    held_out = (ROOT / dataset.prompts.file).read_text().splitlines()
+    trained = (ROOT / config.prompts.file).read_text().splitlines()
+    assert name == "held_out"
+    assert len(held_out) == dataset.groups == 64
+    assert not set(held_out) & set(trained)

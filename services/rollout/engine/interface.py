@@ -32,6 +32,13 @@ ENGINES = {  # nothing heavy is imported until chosen
 }
 
 
+def waiting_text(waiting: int, count: int, limit: int) -> str:
+    """Why a request of `count` samples is refused where `waiting` wait, of at most `limit`."""
+    if count > limit:
+        return f"{count} samples in one request are more than engine.waiting_limit, {limit}"
+    return f"{waiting} samples wait already, and {count} more exceed engine.waiting_limit, {limit}"
+
+
 class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"

@@ -359,7 +359,7 @@ window.addEventListener("keydown", (event) => {
     `${seconds(Math.round(summary.wall_seconds * 1e6))} in all, ${data.groups.length} groups, ` +
     `${summary.sample_count} samples`;
   const warnings = [];
-  if (data.isShortened) warnings.push("Only the latest steps are shown; --steps FIRST-LAST shows others.");
+  if (data.isShortened) warnings.push("Only the latest steps are shown; --steps FIRST-LAST shows others, --steps all every one.");
   if (data.leftOut) warnings.push(`${data.leftOut} spans of samples were left out when the run wrote its trace.`);
   byId("warning").textContent = warnings.join(" ");
   byId("warning").hidden = !warnings.length;

@@ -388,7 +388,7 @@ NAMED_SHARES = 5
 def write_page(run_dir: Path, output: Path | None, steps: str | None) -> list[str]:
     """Write the page, by default run_dir/trace.html; what to say about it.
 
-    Raises ConfigError for steps that are not FIRST-LAST, or where there is no trace.
+    Raises ConfigError for steps that are neither FIRST-LAST nor all, or where there is no trace.
     """
     first, last = _range(steps)
     try:
@@ -401,21 +401,26 @@ def write_page(run_dir: Path, output: Path | None, steps: str | None) -> list[st
     except OSError as error:
         raise ConfigError(f"-o: {error}") from None
     summary = summarise(trace)
+    shown = f"{path}: steps {trace.steps[0]}-{trace.steps[1]}, {summary.sample_count} samples"
+    if trace.is_shortened:
+        shown += "; earlier steps are there too: --steps FIRST-LAST, or --steps all"
     return [
         f"samples: {_shares(summary.samples)}",
         f"steps: {_shares(summary.steps)}",
-        f"{path}: steps {trace.steps[0]}-{trace.steps[1]}, {summary.sample_count} samples",
+        shown,
     ]
 
 
 def _range(steps: str | None) -> tuple[int | None, int | None]:
     if steps is None:
         return None, None
+    if steps == "all":
+        return 0, None
     first, dash, last = steps.partition("-")
     try:
         return int(first), int(last) if dash else int(first)
     except ValueError:
-        raise ConfigError(f"--steps: {steps!r} is not FIRST-LAST") from None
+        raise ConfigError(f"--steps: {steps!r} is neither FIRST-LAST nor all") from None
 
 
 def _shares(seconds: dict[str, float]) -> str:

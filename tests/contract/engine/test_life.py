@@ -204,8 +204,10 @@ async def test_too_long_too_many_and_twice_are_refused(
     waiting = asyncio.create_task(complete(engine, request_of("b", [1], 4)))
     while engine.status().rank_loads[0].waiting_count < 4:
         await asyncio.sleep(0)
-    with pytest.raises(QueueFullError):
+    with pytest.raises(QueueFullError, match="4 samples wait already, and 1 more"):
         await complete(engine, request_of("c", [1]))
+    with pytest.raises(QueueFullError, match="5 samples in one request are more than"):
+        await complete(engine, request_of("d", [1], 5))
     await engine.abort(["a"])
     await asyncio.gather(running, waiting)
 

@@ -14,7 +14,16 @@ from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.api.rollout.v1 import trace_pb2
 from sluice.loop import trace
 from sluice.loop.config import TraceConfig
-from sluice.loop.timeline.page import NoTraceError, Span, Trace, load, pack, render, summarise
+from sluice.loop.timeline.page import (
+    NoTraceError,
+    Span,
+    Trace,
+    load,
+    pack,
+    render,
+    summarise,
+    write_page,
+)
 from sluice.loop.trace import LOOP, STEP, TRAINER, RunTrace, trace_files
 
 ALL = -1
@@ -117,6 +126,9 @@ def test_the_latest_steps_are_shown_where_all_are_too_many(
     assert found.steps == (4, 5)
     assert found.is_shortened
     assert not load(tmp_path, 1, 5).is_shortened
+    assert "--steps all" in write_page(tmp_path, tmp_path / "some.html", None)[-1]
+    assert "--steps all" not in write_page(tmp_path, tmp_path / "all.html", "all")[-1]
+    assert "steps 1-5" in write_page(tmp_path, tmp_path / "all.html", "all")[-1]
 
 
 def test_steps_forgotten_while_they_are_read_are_left_out(

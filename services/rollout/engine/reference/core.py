@@ -19,6 +19,7 @@ from services.rollout.engine.interface import (
     TokenScores,
     check_generation,
     check_score,
+    waiting_text,
 )
 from services.rollout.engine.reference.attention import (
     Block,
@@ -217,7 +218,7 @@ class Intake:
         """Queues an item. Raises QueueFullError."""
         limit = self._config.waiting_limit
         if self.unstarted + item.unstarted > limit:
-            raise QueueFullError(f"{self.unstarted} samples wait already", limit=limit)
+            raise QueueFullError(waiting_text(self.unstarted, item.unstarted, limit), limit=limit)
         if isinstance(item, Request):
             item.prompt.chain = self.prefixes.chain(item.prompt)
         self.unstarted += item.unstarted

@@ -25,6 +25,7 @@ from services.rollout.engine.interface import (
     TokenScores,
     check_generation,
     check_score,
+    waiting_text,
 )
 from services.rollout.engine.sglang.jobs import Job, score
 from services.rollout.engine.sglang.load import Load, SlotLimiter
@@ -122,7 +123,8 @@ class SglangEngine(Engine):
         if name in self._jobs:
             raise DuplicateRequestError(f"request {name!r} is here already", request_id=name)
         if self._load.waiting + count > self._config.waiting_limit:
-            raise QueueFullError(f"{self._load.waiting} samples wait already")
+            limit = self._config.waiting_limit
+            raise QueueFullError(waiting_text(self._load.waiting, count, limit), limit=limit)
         room = length - len(prompt)
         budget = min(generation.sampling.max_new_tokens, room)
         job = self._jobs[name] = Job(

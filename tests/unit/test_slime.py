@@ -1,0 +1,240 @@
+"""What a run script of slime becomes; the script here is one in their form."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.rollout.config import RolloutConfig
+from services.trainer.config import TrainerConfig
+from sluice import cli, slime
+from sluice.config import ConfigError, parse_config
+from sluice.loop.config import RunConfig
+from sluice.supervise import UpConfig
+
+ROOT = Path(__file__).parent.parent.parent
+SCRIPT = r"""
+#!/bin/bash
+set -ex
+DETECTED=$(nvidia-smi -L | wc -l)
+GPUS=${GPUS:-4}
+DATA="/data"
+source models/some.sh
+MODEL_ARGS=(
+   --num-layers 36   # of the model
+   --swiglu
+)
+ROLLOUT_ARGS=(
+   --hf-checkpoint ${DATA}/model
+   #--hf-checkpoint /other
+   --prompt-data ${DATA}/tasks.jsonl
+   --input-key question --label-key solution
+   --apply-chat-template
+   --rollout-shuffle
+   --rm-type deepscaler
+   --num-rollout 300
+   --rollout-batch-size 32
+   --n-samples-per-prompt 8
+   --rollout-max-response-len 1024
+   --rollout-temperature 0.8
+   --rollout-top-k -1
+   --global-batch-size 128
+   --dynamic-sampling-filter-path a.b.check_reward_nonzero_std
+   --over-sampling-batch-size 64
+)
+ALGORITHM_ARGS=(
+   --advantage-estimator gspo
+   --eps-clip 3e-4 --eps-clip-high 4e-4
+   --use-kl-loss --kl-loss-coef 0.01 --kl-loss-type low_var_kl
+   --entropy-coef 0.00
+   --use-tis --tis-clip 5
+)
+OTHER_ARGS=( --lr 2e-6 --lr-decay-style cosine --min-lr 2e-7 --adam-beta2 0.98 --weight-decay 0.1 )
+UNUSED_ARGS=(
+   --steps-of-nobody "an open quote
+)
+python3 slime/ray_start.py --num-gpus ${GPUS}
+ray job submit --address="http://127.0.0.1:8265" \
+   -- python3 train.py \
+   --actor-num-nodes 1 --actor-num-gpus-per-node ${GPUS} \
+   ${MODEL_ARGS[@]} ${ROLLOUT_ARGS[@]} ${ALGORITHM_ARGS[@]} \
+   ${OTHER_ARGS[@]} \
+   --eval-interval 20 --eval-prompt-data aime ${DATA}/aime.jsonl "gp qa" ${HELD_OUT}/g.jsonl \
+   --n-samples-per-eval-prompt 16 --eval-max-response-len 2048 \
+   --tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full \
+   --recompute-num-layers 2 --expert-tensor-parallel-size 1 \
+   --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2 --sglang-mem-fraction-static 0.7 \
+   --sglang-cuda-graph-bs 1 2 4 --sglang-enable-dp-attention \
+   --colocate --custom-rm-path my.module.reward --brand-new-flag 7
+"""
+
+
+def imported(script: str, **environment: str) -> tuple[dict, dict, list[str]]:
+    return slime.import_script(script, Path("runs/slime"), environment)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return tmp_path / "model"
+
+
+def assert_loads(run: dict, services: dict, model: Path) -> None:
+    """In every process that reads a part of it."""
+    parse_config(RunConfig, run)
+    parse_config(UpConfig, services)
+    for name, entry in services["services"].items():
+        config = entry.get("config", {})
+        if entry["kind"] == "trainer":
+            there = {"model": str(model)}  # a trainer looks at its model first
+            parse_config(TrainerConfig, {"store": "x", "name": name, **config, **there})
+        if entry["kind"] == "rollout":
+            more = {"store": "x", "router": "a:1", "engine_id": "e"}
+            parse_config(RolloutConfig, {**more, **config})
+
+
+def test_every_number_arrives_where_it_has_an_effect(model: Path) -> None:
+    run, services, left = imported(SCRIPT, HELD_OUT="/held")
+    assert_loads(run, services, model)
+    config = parse_config(RunConfig, run)
+    assert (config.steps, config.groups_per_step, config.samples_per_group) == (300, 32, 8)
+    assert (config.sampling.max_new_tokens, config.sampling.temperature) == (1024, 0.8)
+    assert config.prompts.file == Path("/data/tasks.jsonl")
+    assert config.environment.settings == {
+        "prompt_key": "question",
+        "answer_key": "solution",
+        "chat": True,
+        "reward": "math",
+    }
+    assert config.algorithm.mini_batches == 2
+    assert config.over_sampling == 2
+    assert [each.name for each in config.filters] == ["reward_std"]
+    loss = config.algorithm.loss
+    assert (loss.name, loss.clip_low, loss.clip_high) == ("gspo", 3e-4, 4e-4)
+    assert (loss.kl_coefficient, loss.kl_estimator) == (0.01, "low_variance")
+    assert (loss.old_logprobs, loss.aggregation) == ("old", "sample_mean")
+    assert (loss.importance.mode, loss.importance.high) == ("truncate", 5)
+    assert loss.entropy_coefficient is None
+    assert config.evaluation.every_steps == 20
+    assert set(config.evaluation.datasets) == {"aime", "gp_qa"}
+    assert config.evaluation.datasets["gp_qa"].prompts.file == Path("/held/g.jsonl")
+    assert config.evaluation.datasets["aime"].samples == 16
+    trainer = services["services"]["trainer"]["config"]
+    assert trainer["model"] == "/data/model"
+    assert trainer["ranks"] == {"count": 4}
+    assert trainer["megatron"] == {
+        "tensor": 2,
+        "sequence_parallel": True,
+        "recompute": "full",
+        "recompute_layers": 2,
+    }
+    assert trainer["optim"] == {
+        "learning_rate": 2e-6,
+        "weight_decay": 0.1,
+        "betas": [0.9, 0.98],
+        "schedule": "cosine",
+        "decay_steps": 300,
+        "minimum_ratio": pytest.approx(0.1),
+    }
+    rollout = services["services"]["rollout"]
+    assert rollout["replicas"] == 2
+    assert rollout["config"]["engine"]["sglang"]["server_args"] == {
+        "mem_fraction_static": 0.7,
+        "cuda_graph_bs": [1, 2, 4],
+        "enable_dp_attention": True,
+        "tp_size": 2,
+    }
+    named = {line.split(":")[0] for line in left}
+    assert {"--colocate", "--custom-rm-path", "--brand-new-flag"} <= named
+    assert "--num-layers" not in named
+
+
+def test_what_only_the_shell_knows_is_said(model: Path) -> None:
+    _, _, left = imported(SCRIPT)
+    assert any("HELD_OUT" in line for line in left)
+    run, services, left = imported("python train.py --lr 1e-6")
+    assert_loads(run, services, model)
+    assert run["prompts"]["file"] == slime.UNKNOWN
+    assert any(line.startswith("--hf-checkpoint: is missing") for line in left)
+
+
+@pytest.mark.parametrize("estimator", [*slime._ADVANTAGES])
+def test_every_estimator_loads(model: Path, estimator: str) -> None:
+    flags = "--normalize-advantages --gamma 0.9 --lambd 0.9 --kl-coef 0.1 --eps-clip-c 3"
+    run, services, left = imported(f"train.py --advantage-estimator {estimator} {flags}")
+    assert_loads(run, services, model)
+    assert not [line for line in left if "do not load" in line]
+    assert ("critic" in services["services"]) == (estimator == "ppo")
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--lr nan", "--lr: 'nan' is not finite"),
+        ("--lr", "--lr: takes one value, has 0"),
+        ("--num-rollout 1e9", "--num-rollout: '1e9' is no whole number"),
+        ("--num-rollout -5", "do not load as they are: steps"),
+        ("--advantage-estimator magic", "--advantage-estimator: 'magic' is not there"),
+        ("--rm-type deepest", "--rm-type: 'deepest' is not there"),
+        ("--eval-prompt-data one", "--eval-prompt-data: takes pairs"),
+        ("--use-kl-loss yes", "--use-kl-loss: takes no value"),
+        ("--global-batch-size 0 --rollout-batch-size 3 --n-samples-per-prompt 3", "--global-batch"),
+        ("--global-batch-size 7 --rollout-batch-size 3 --n-samples-per-prompt 3", "--global-batch"),
+        ("--over-sampling-batch-size 1 --rollout-batch-size 3", "--over-sampling-batch-size"),
+        ("--rollout-top-k x", "--rollout-top-k"),
+        ("--optimizer muon", "--optimizer"),
+    ],
+)
+def test_a_value_that_cannot_be_is_told(flags: str, told: str) -> None:
+    _, _, left = imported(f"train.py {flags}")
+    assert any(told in line for line in left), left
+
+
+@settings(deadline=None)
+@given(st.text(max_size=200))
+def test_no_text_ends_in_a_trace(text: str) -> None:
+    for script in (text, f"A=(\n{text}\n)\ntrain.py ${{A[@]}}", f"train.py --lr {text}"):
+        with contextlib.suppress(ConfigError):
+            imported(script)
+
+
+def test_the_page_lists_every_flag() -> None:
+    page = (ROOT / "docs" / "from-slime.md").read_text()
+    assert slime.flag_table() in page
+
+
+def test_the_command_writes_files_that_load(tmp_path: Path, model: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(SCRIPT)
+    out, error = io.StringIO(), io.StringIO()
+
+    def run(*arguments: object) -> int:
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(error),
+        ):
+            patch.setattr(sys, "argv", ["sluice", "import-slime", *map(str, arguments)])
+            return cli.main()
+
+    assert run(script, "-o", tmp_path / "out") == 0
+    assert "--brand-new-flag" in out.getvalue()
+    services = yaml.safe_load((tmp_path / "out" / "services.yaml").read_text())
+    assert_loads(yaml.safe_load((tmp_path / "out" / "run.yaml").read_text()), services, model)
+    assert run(script, "-o", tmp_path / "out") == 2
+    assert "is there already" in error.getvalue()
+    binary = tmp_path / "binary.sh"
+    binary.write_bytes(b"\xff\xfe\x00" * 50)
+    for wrong in (tmp_path, tmp_path / "missing", "a\0b", "x" * 5000, binary):
+        error.truncate(0)
+        error.seek(0)
+        assert run(wrong, "-o", tmp_path / "none") == 2
+        assert len(error.getvalue().splitlines()) == 1
