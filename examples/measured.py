@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from sluice.demo.measured import Cost, empty_directory, measured_run
+from sluice.demo.measured import Cost, empty_directory, held_out_score, measured_run
 
-__all__ = ["Cost", "empty_directory", "measured_run"]
+__all__ = ["Cost", "empty_directory", "held_out_score", "measured_run"]

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import shutil
+import sqlite3
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,6 +180,16 @@ def test_a_flipped_byte_of_a_ledger_never_ends_in_a_trace(tmp_path: Path) -> Non
         told |= {"said" for text in page["warnings"] if "ledger" in text}
         assert len(page["samples"]) <= 6
     assert told  # or the flips hit nothing
+    path.write_bytes(data)
+    database = sqlite3.connect(path)
+    for trigger in ("groups_insert", "groups_update"):
+        database.execute(f"DROP TRIGGER {trigger}")
+    database.execute("UPDATE groups SET consumed_step = 9 WHERE position = 1")  # as a flip would
+    database.commit()
+    database.close()
+    page = data_of(run_dir)
+    assert "1 damaged rows" in " ".join(page["warnings"])
+    assert {sample[2] for sample in page["samples"]} == {"g0000", "g0002"}
     path.write_bytes(b"not a database")
     assert "cannot be read" in " ".join(data_of(run_dir)["warnings"])
     path.write_bytes(data[: len(data) // 2])
