@@ -46,7 +46,7 @@ def serve(model: Path) -> None:
     from services.rollout.engine.config import EngineConfig
     from services.rollout.engine.interface import Generation, Sampling
     from services.rollout.engine.reference.core import EngineCore
-    from services.rollout.engine.reference.model import open_model
+    from services.rollout.engine.reference.loading import open_model
 
     core = EngineCore(EngineConfig(model=str(model), max_running=8, max_model_length=16))
     core.serve(*open_model(model, torch.float32, torch.device("cpu")))
