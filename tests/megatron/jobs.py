@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from tests.megatron.pool import JOB_SECONDS
 
 from services.trainer.backend import Mesh, Row
 from services.trainer.backends.chunks import CheckpointWriteError
@@ -49,6 +48,7 @@ from tests.megatron import former, providers
 from tests.megatron.models import make_rows, micro_batches, routed_rows
 from tests.megatron.mutants import exchanged, mutants
 from tests.megatron.settings import NORMALIZER, OPTIM, SPEC, STEPS
+from tests.rank_pool import JOB_SECONDS
 
 
 def clean_up() -> None:
