@@ -10,13 +10,17 @@ from __future__ import annotations
 import gc
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 COMPILER = "torch._dynamo"
+AVAILABLE = "is_torch_distributed_available"
 MASKS = f"{COMPILER}._trace_wrapped_higher_order_op"  # transformers takes a name of it
+
+_sharding = threading.Event()  # set: transformers may shard models in this process
 
 
 @contextmanager
@@ -35,8 +39,9 @@ def uncollected() -> Iterator[None]:
 def uncompiled() -> Iterator[None]:
     """For imports of transformers: leaves out what compiles and shards models, here and after.
 
-    Dynamo is still there for who asks it for more than marks. DTensor and flexible attention are
-    for transformers as on a build of torch without them. Does nothing where Dynamo is imported.
+    Dynamo is still there for who asks it for more than marks. DTensor (until `with_shards`) and
+    flexible attention are for transformers as on a build of torch without them. Does nothing where
+    Dynamo is imported.
     """
     with uncollected():
         if COMPILER not in sys.modules:
@@ -54,9 +59,19 @@ def _leave_out_shards() -> None:
         return
     from transformers import utils
 
-    for name in ("is_torch_distributed_available", "is_torch_flex_attn_available"):
+    for name, answer in ((AVAILABLE, _sharding.is_set), ("is_torch_flex_attn_available", _no)):
         for module in (utils, utils.import_utils):
-            setattr(module, name, _no)
+            setattr(module, name, answer)
+
+
+def with_shards() -> None:
+    """To be called before transformers shards a model: it may have been imported without."""
+    _sharding.set()
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("transformers.distributed.") or hasattr(module, "DTensor"):
+            continue
+        if getattr(module, AVAILABLE, None) == _sharding.is_set:
+            importlib.reload(module)  # its functions, which others have, see the new names
 
 
 def _no() -> bool:

@@ -87,6 +87,21 @@ def test_what_trains_and_serves_one_imports_no_compiler_until_it_compiles(tmp_pa
     assert compiling - TORCH == COMPILER
 
 
+SHARDS = """
+import services.trainer.backends.reference.model
+from transformers.distributed import sharding_utils, utils
+assert not hasattr(sharding_utils, "DTensor") and not utils.is_torch_distributed_available()
+from sluice.imports import with_shards
+with_shards()
+from torch.distributed.tensor import DTensor
+assert sharding_utils.DTensor is DTensor and utils.is_torch_distributed_available()
+"""
+
+
+def test_shards_come_to_transformers_when_they_are_asked_for() -> None:
+    subprocess.run([sys.executable, "-c", SHARDS], timeout=PATIENCE, check=True)
+
+
 def test_transformers_alone_is_seen_to_import_all_that() -> None:
     module = "transformers.modeling_utils"
     found = importers((module,), TORCH | MODELS | COMPILER)[module]

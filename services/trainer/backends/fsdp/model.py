@@ -37,6 +37,7 @@ from services.trainer.backends.reference.model import (
 )
 from services.trainer.config import Head
 from sluice.algo.logprobs import EntropyMode, linear_logprobs, token_logprobs
+from sluice.imports import with_shards
 
 NEW_HEAD = {"score.weight", "score.bias"}  # zero where a checkpoint is a language model's
 
@@ -153,6 +154,7 @@ def load_model(
     if settings.activation_checkpointing and (found := _dropout(config)):
         raise ValueError(f"fsdp.activation_checkpointing with {found} above 0 in config.json")
     cut = _Cut(mesh=mesh, settings=settings, float32_head=float32_head, trained=trained)
+    with_shards()
     kind = _distributed_class(config, head, cut, device)
     disable_progress_bar()
     with errors_only():  # a new head and an unused one are what is asked for
