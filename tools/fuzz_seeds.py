@@ -33,6 +33,7 @@ _SAMPLES = [
     }
     for index in range(4)
 ]
+_SHOWN = {"blob": {"digest": "0" * 32}, "kind": 1, "token_count": 1, "grid_thw": [1, 2, 2]}
 _ENGINE = {
     "engine_id": "engine",
     "address": "127.0.0.1:9",
@@ -88,7 +89,11 @@ def _engine(name: str) -> Sequence[pb_message.Message]:
         "timeout": {"seconds": 1},
     }
     known: dict[str, Sequence[pb_message.Message]] = {
-        "Generate": [_generate(), _generate(versions={"min_version": 0})],
+        "Generate": [
+            _generate(),
+            _generate(versions={"min_version": 0}),
+            _generate(media=[{"kind": 1, "blob": {"digest": "0" * 32}}], processor="p"),
+        ],
         "StreamGenerate": [engine_pb.StreamGenerateRequest(generate=_generate(request_id="s"))],
         "Score": [engine_pb.ScoreRequest(token_ids=[1, 2, 3], prompt_length=1, top_count=2)],
         "Abort": [engine_pb.AbortRequest(request_ids=["r", "q"])],
@@ -196,6 +201,7 @@ def _trainer(name: str) -> Sequence[pb_message.Message]:
         "UploadBatch": [
             trainer_pb.UploadBatchRequest(header={"batch_id": "fuzz", "sample_count": 4}),  # type: ignore[arg-type]
             *(trainer_pb.UploadBatchRequest(sample=sample) for sample in _SAMPLES),  # type: ignore[arg-type]
+            trainer_pb.UploadBatchRequest(sample={**_SAMPLES[0], "media": [_SHOWN]}),  # type: ignore[arg-type]
             trainer_pb.UploadBatchRequest(blob={"digest": "a" * 32, "size_bytes": 5}),  # type: ignore[arg-type]
         ],
         "DeleteBatch": [trainer_pb.DeleteBatchRequest(batch="batches/none")],
@@ -229,7 +235,7 @@ def _trainer(name: str) -> Sequence[pb_message.Message]:
         "PlanBatch": [
             trainer_pb.PlanBatchRequest(batch=BATCH, sample_ids=["s0"]),
             trainer_pb.PlanBatchRequest(
-                bare_rows=[{"length": 9, "prompt_length": 3, "group": 1}] * 3,  # type: ignore[list-item]
+                bare_rows=[{"length": 9, "prompt_length": 3, "group": 1, "patches": [4]}] * 3,  # type: ignore[list-item]
                 max_tokens_per_micro_batch=64,
                 micro_batch_multiple=2,
                 max_micro_batches=4,
