@@ -15,7 +15,8 @@ from sluice.weights.store import Announcement, WeightStore, is_bucket
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.005  # for a file that is announced
+POLL_SECONDS = 0.005  # for a file that is announced, at first
+SLOW_POLL_SECONDS = 0.05  # of a version that takes long
 KEEP_SECONDS = 60.0  # that what was staged waits for its preparation
 
 
@@ -76,6 +77,7 @@ class WeightStream:
 
     async def _follow(self, version: int) -> tuple[int, int]:
         tasks: dict[str, asyncio.Task[int]] = {}
+        poll = POLL_SECONDS
         with ExitStack() as stack:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-stage-")))
             try:
@@ -90,7 +92,8 @@ class WeightStream:
                     if ended:
                         sizes = await asyncio.gather(*tasks.values())
                         return sum(size > 0 for size in sizes), sum(sizes)
-                    await asyncio.sleep(POLL_SECONDS)
+                    await asyncio.sleep(poll)
+                    poll = min(1.1 * poll, SLOW_POLL_SECONDS)
             finally:
                 for task in tasks.values():
                     task.cancel()
