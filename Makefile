@@ -205,6 +205,9 @@ bench-training: $(VENV)/.dev  ## processor time of the reference trainer beside 
 bench-checkpoint: $(VENV)/.dev  ## memory and time of Megatron checkpoints, loaded by other layouts too
 	$(RUN) -m benchmarks.checkpoint
 
+bench-algorithms: $(VENV)/.dev  ## every shipped loss on the copy task, two seeds: steps and processor seconds to 0.9 (half an hour)
+	$(RUN) -m benchmarks.algorithms
+
 bench-sync: $(VENV)/.dev  ## weight updates: bytes of a delta, encode, apply, prepare, pause
 	$(RUN) benchmarks/sync.py
 
@@ -225,4 +228,4 @@ clean:  ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 .PHONY: help accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-pages proto docs lint test house stress-tests test-fsdp test-models models-table test-megatron test-openai demo demo-vision demo-smollm2 fault-matrix fuzz soak compose-smoke \
-	verify bench bench-models bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-loop bench-demo bench-training bench-router bench-router-simulation clean
+	verify bench bench-models bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-loop bench-demo bench-training bench-algorithms bench-router bench-router-simulation clean

@@ -45,6 +45,28 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     },
     "ppo": {"advantage": {"name": "gae", "whiten": True}, "loss": WITH_BONUS},
     "cispo": {"advantage": {"name": "grpo"}, "loss": {"name": "cispo", "clip_high": 0.2}},
+    "sapo": {
+        "advantage": {"name": "grpo"},
+        "loss": {"name": "sapo", "aggregation": "sample_mean"},
+    },
+    "gmpo": {
+        "advantage": {"name": "grpo"},
+        "loss": {"name": "gmpo", "aggregation": "sample_mean"},
+    },
+    "dppo": {"advantage": {"name": "grpo"}, "loss": {"name": "dppo"}},
+    "clip_cov": {
+        "advantage": {"name": "grpo"},
+        "loss": {"name": "clip_cov", "clip_low": 0.2, "settings": {"share": 0.002}},
+    },
+    "kl_cov": {"advantage": {"name": "grpo"}, "loss": {"name": "kl_cov"}},
+    "importance_sampling": {
+        "advantage": {"name": "grpo"},
+        "loss": {"name": "importance_sampling"},
+    },
+    "reinforce": {"advantage": {"name": "opo"}, "loss": {"name": "reinforce"}},
+    "gpg": {"advantage": {"name": "gpg"}, "loss": {"name": "gpg"}},
+    "dro": {"advantage": {"name": "grpo"}, "loss": {"name": "dro", "dro_beta": 0.1}},
+    "tinker_ppo": {"advantage": {"name": "grpo"}, "loss": {"name": "ppo"}},
 }
 
 
