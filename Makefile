@@ -140,6 +140,9 @@ demo-vision: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny vision model lea
 	$(RUN) -m examples.demo_vision --seed $(SEED) --algorithm $(ALGORITHM) --backend $(BACKEND) \
 		--tensor $(TP) --engine $(ENGINE)
 
+demo-geometry: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny vision model learns what to measure, and to read the ruler (as demo-vision)
+	$(RUN) -m examples.demo_geometry --seed $(SEED) --backend $(BACKEND) --tensor $(TP) --engine $(ENGINE)
+
 demo-smollm2: $(VENV)/.reference  ## the real SmolLM2-135M learns to add, then to compare two numbers
 	$(RUN) -m examples.demo_smollm2 --task chain_sum --steps 60 --stop-at-reward 0.5 --target 0.3
 	$(RUN) -m examples.demo_smollm2
@@ -167,6 +170,7 @@ verify: $(VENV)/.dev  ## the long version: three seeds, every algorithm, faults,
 	$(MAKE) demo ENGINE=sglang
 	for seed in 0 1 2; do $(RUN) -m examples.demo_vision --seed $$seed --run-dir runs/verify-vision-$$seed; done
 	$(MAKE) demo-vision ALGORITHM=ppo
+	$(MAKE) demo-geometry
 	$(MAKE) fault-matrix test-fsdp test-models test-megatron test-vision test-sglang test-openai demo-smollm2 bench
 
 bench: bench-planner bench-logprob bench-router bench-engine bench-convert bench-sync bench-controller bench-loop bench-demo bench-training bench-checkpoint  ## side by side, one summary line each
@@ -227,5 +231,5 @@ accelerator-check: $(VENV)/.dev  ## the whole system on the device at hand: righ
 clean:  ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-pages proto docs lint test house stress-tests test-fsdp test-models models-table test-megatron test-openai demo demo-vision demo-smollm2 fault-matrix fuzz soak compose-smoke \
+.PHONY: help accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-pages proto docs lint test house stress-tests test-fsdp test-models models-table test-megatron test-openai demo demo-vision demo-geometry demo-smollm2 fault-matrix fuzz soak compose-smoke \
 	verify bench bench-models bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-loop bench-demo bench-training bench-algorithms bench-router bench-router-simulation clean

@@ -98,19 +98,17 @@ def training(run_dir: Path, flags: argparse.Namespace) -> RunConfig:
     )
 
 
-def prepare(run_dir: Path, seed: int) -> None:
+def build_model(directory: Path, seed: int) -> None:
     """A fresh model."""
     # a process of its own, so that torch stays out of the loop's
     builder = "examples.models.tiny_qwen3_vl"
-    build = [sys.executable, "-m", builder, str(run_dir / "model"), str(seed)]
+    build = [sys.executable, "-m", builder, str(directory), str(seed)]
     subprocess.run(build, check=True, timeout=START_SECONDS, stderr=subprocess.DEVNULL)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run-dir", type=Path, default=Path("runs/demo-vision"))
+def parse_flags(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Adds what services are chosen by, and reads the command line. Exits where it is wrong."""
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--algorithm", choices=sorted(ALGORITHMS), default="grpo")
     parser.add_argument("--backend", choices=["reference", "megatron"], default="reference")
     parser.add_argument("--engine", choices=["reference", "sglang"], default="reference")
     parser.add_argument(
@@ -120,19 +118,27 @@ def main() -> int:
         help="interpreter that has SGLang (make sglang-cpu)",
     )
     parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks (megatron)")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--target", type=float, default=0.9, help="exit 1 below this reward")
     flags = parser.parse_args()
     if flags.tensor > 1 and flags.backend != "megatron":
         parser.error("--tensor needs --backend megatron")
     if flags.engine == "sglang" and not flags.sglang_python.exists():
         parser.error(f"there is no {flags.sglang_python}; `make sglang-cpu` makes one")
+    return flags
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/demo-vision"))
+    parser.add_argument("--algorithm", choices=sorted(ALGORITHMS), default="grpo")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--target", type=float, default=0.9, help="exit 1 below this reward")
+    flags = parse_flags(parser)
     logs.configure("WARNING")
     try:
         run_dir = empty_directory(flags.run_dir)
     except DirectoryError as error:
         parser.error(str(error))
-    prepare(run_dir, flags.seed)
+    build_model(run_dir / "model", flags.seed)
     cost = Cost()
     run = training(run_dir, flags)
     if code := exit_code(measured_run(services(run_dir, run_dir / "model", flags), run, cost)):
