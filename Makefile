@@ -205,7 +205,6 @@ bench-demo: $(VENV)/.dev  ## processor time of the demo beside a bare loop that 
 bench-training: $(VENV)/.dev  ## processor time of the reference trainer beside a bare loop, long responses
 	$(RUN) -m benchmarks.training_bare
 
-.PHONY: bench-checkpoint
 bench-checkpoint: $(VENV)/.dev  ## memory and time of Megatron checkpoints, loaded by other layouts too
 	$(RUN) -m benchmarks.checkpoint
 
@@ -232,4 +231,4 @@ clean:  ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 .PHONY: help accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-pages proto docs lint test house stress-tests test-fsdp test-models models-table test-megatron test-openai demo demo-vision demo-geometry demo-smollm2 fault-matrix fuzz soak compose-smoke \
-	verify bench bench-models bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-loop bench-demo bench-training bench-algorithms bench-router bench-router-simulation clean
+	verify bench bench-models bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-loop bench-demo bench-training bench-checkpoint bench-algorithms bench-router bench-router-simulation clean

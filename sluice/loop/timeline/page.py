@@ -129,6 +129,7 @@ def _whole_steps(spans: Sequence[Span]) -> list[Span]:
     return [span for span in spans if id(span) not in empty]
 
 
+OWN_LANES = frozenset((LOOP, TRAINER, CRITIC))  # of what happens one after the other
 ON_ENGINE = ("queue", "prefill", "decode", "generate")
 SAMPLING = ("prefill", "decode", "generate")
 
@@ -189,19 +190,23 @@ def _by_kind(samples: Sequence[Span]) -> dict[str, float]:
 
 
 def _by_phase(trace: Trace, steps: Sequence[Span]) -> dict[str, float]:
-    """Phases of a step follow each other, but engines take weights at once: the union counts."""
-    seconds = defaultdict[str, float](float)
+    """Seconds of the steps by phase; of what engines do, those in which nothing else goes on.
+
+    Engines take weights at once, and beside the trainer: they stage a version that it still
+    writes, and prepare it while it learns.
+    """
     phases: dict[str, list[Span]] = defaultdict(list)
     for span in trace.spans:
         if not span.group and span.name != STEP:
             phases[span.name].append(span)
-    covered: list[tuple[float, float]] = []
-    for name, spans in phases.items():
-        merged = _union((s.start, s.end) for s in spans)
-        seconds[name] = _overlap(merged, steps)
-        covered += merged
+    seconds, covered = dict[str, float](), list[tuple[float, float]]()
+    by_engines = {name for name, spans in phases.items() if spans[0].lane not in OWN_LANES}
+    for name in sorted(phases, key=lambda name: name in by_engines):
+        before = _overlap(covered, steps)
+        covered = _union([*covered, *((s.start, s.end) for s in phases[name])])
+        seconds[name] = _overlap(covered, steps) - before
     whole = sum(step.duration for step in steps)
-    seconds["other"] = max(0.0, whole - _overlap(_union(covered), steps))
+    seconds["other"] = max(0.0, whole - _overlap(covered, steps))
     return _sorted(seconds)
 
 
@@ -285,7 +290,7 @@ def _times(span: Span, zero: float) -> tuple[int, int]:
 def _phase_lanes(trace: Trace, zero: float) -> list[dict[str, Any]]:
     """Loop, trainers, and the weight updates of every engine."""
     found = []
-    others = sorted({s.lane for s in trace.spans if not s.group} - {LOOP, TRAINER, CRITIC})
+    others = sorted({s.lane for s in trace.spans if not s.group} - OWN_LANES)
     labels = {LOOP: "loop", TRAINER: "trainer", CRITIC: "critic"}
     labels |= {name: f"weights of {name}" for name in others}
     for lane, label in labels.items():

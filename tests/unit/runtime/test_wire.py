@@ -74,7 +74,7 @@ def test_an_estimator_survives_the_wire():
 @pytest.mark.parametrize(
     ("message", "path"),
     [
-        (loss_pb2.LossSpec(name="ppo"), r"loss\.name"),
+        (loss_pb2.LossSpec(name="pop_clip"), r"loss\.name"),
         (loss_pb2.LossSpec(name="ppo_clip", clip_low=0.2, dro_beta=1.0), "dro_beta has no effect"),
         (loss_pb2.LossSpec(name="ppo_clip"), "clip_low is required"),
     ],

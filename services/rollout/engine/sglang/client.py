@@ -14,7 +14,8 @@ from services.rollout.engine.versions import Version, parse_tag
 from services.rollout.errors import EngineFailedError
 from sluice.runtime.errors import InvalidFieldError, ServiceError
 
-CONNECT_SECONDS = 5.0
+CONNECT_SECONDS = 30.0  # also of the last of hundreds that connect at once on a busy machine
+PROBE_SECONDS = 5.0
 CONTROL_SECONDS = 30.0
 CONTEXT_MARGIN = 8  # places of the context that SGLang keeps to itself
 UNLIMITED = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
@@ -59,7 +60,7 @@ class SglangClient:
     async def answers(self) -> bool:
         """Whether it is up; asks for nothing that costs a generation."""
         try:
-            await self.get("/model_info", CONNECT_SECONDS)
+            await self.get("/model_info", PROBE_SECONDS)
         except (EngineFailedError, SGLangRefusedError):
             return False
         return True
@@ -67,7 +68,7 @@ class SglangClient:
     async def is_healthy(self) -> bool:
         """Whether an encoder-only server is up, whose health is cheap to ask for."""
         try:
-            await self._call("GET", "/health", None, CONNECT_SECONDS)
+            await self._call("GET", "/health", None, PROBE_SECONDS)
         except (EngineFailedError, SGLangRefusedError):
             return False
         return True
@@ -99,7 +100,7 @@ class SglangClient:
     ) -> Json:
         if self._http.is_closed:
             raise EngineFailedError("the connection to SGLang was closed")
-        timeout = httpx2.Timeout(seconds, connect=CONNECT_SECONDS)
+        timeout = httpx2.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
         try:
             response = await self._http.request(method, path, json=body, timeout=timeout)
         except httpx2.HTTPError as error:

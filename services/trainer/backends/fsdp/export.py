@@ -55,12 +55,8 @@ class Export:
         Run it to the end. `read` gives what is exported of each parameter, in its shape.
         """
         for name, tensor in self._tensors().items():
-            part = read(name, tensor)
-            if isinstance(tensor, torch.nn.Parameter):
-                part = part.to(self.dtype)
-            whole = _gather(part, self.owners[name], self.group)
-            if whole is not None:
-                yield revert_weight_conversion(self.sharded.model, {name: whole})
+            if (made := self._make(name, tensor, read)) is not None:
+                yield made
 
     def write(self, directory: Path, write: ShardWrite) -> list[ShardFile]:
         """Write this rank's tensors as files no larger than the largest of them; collective."""
@@ -76,16 +72,28 @@ class Export:
             waiting.clear()
             size = 0
 
-        for made in self.tensors():
-            more = sum(tensor.nbytes for tensor in made.values())
+        for name, tensor in self._tensors().items():
+            mine = self.owners[name] == self.group.rank()
+            more = tensor.numel() * self._dtype_of(tensor).itemsize if mine else 0
             if waiting and size + more > cap:
-                flush()
-            waiting.update(made)
+                flush()  # ahead of the gather: what waits and what comes are never both here
+            waiting.update(self._make(name, tensor, read_weight) or {})
             size += more
-            made.clear()
         if waiting:
             flush()
         return files
+
+    def _make(self, name: str, tensor: torch.Tensor, read: Read) -> dict[str, torch.Tensor] | None:
+        """The HF tensors made of one tensor, on its owner; collective."""
+        part = read(name, tensor).to(self._dtype_of(tensor))
+        whole = _gather(part, self.owners[name], self.group)
+        if whole is None:
+            return None
+        made: dict[str, torch.Tensor] = revert_weight_conversion(self.sharded.model, {name: whole})
+        return made
+
+    def _dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
+        return self.dtype if isinstance(tensor, torch.nn.Parameter) else tensor.dtype
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {**self.sharded.parameters(), **self.sharded.buffers()}
