@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -159,3 +160,35 @@ async def test_a_stream_that_breaks_off_is_an_error() -> None:
         with pytest.raises(SGLangRefusedError, match="bad"):
             async for _ in client.stream({}):
                 pass
+
+
+async def test_a_stream_that_is_cancelled_leaves_nothing_in_the_pool() -> None:
+    """A pool looks through all its requests for each new one."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"{}")
+        body = b'data: {"index": 0}\n\ndata: [DONE]\n\n'
+        head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+        writer.write(head + b"%x\r\n%b\r\n" % (len(body), body))
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    client = SglangClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    begun = asyncio.Event()
+
+    async def read() -> None:
+        async with contextlib.aclosing(client.stream({})) as messages:
+            async for _ in messages:
+                begun.set()
+
+    for _ in range(8):
+        begun.clear()
+        reading = asyncio.create_task(read())
+        await begun.wait()
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+    pool = client._http._transport._pool
+    assert (len(pool._requests), len(pool._connections)) == (0, 0)
+    await client.close()
+    server.close()

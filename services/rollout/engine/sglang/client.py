@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,7 +77,9 @@ class SglangClient:
     async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Json, None]:
         """Yields what /generate sends, message by message; leaving it stops the request."""
         try:
-            async with self._http.stream("POST", "/generate", json=body) as response:
+            request = self._http.build_request("POST", "/generate", json=body)
+            response = await self._http.send(request, stream=True)
+            try:
                 if response.status_code >= 400:
                     raise SGLangRefusedError(
                         "/generate", response.status_code, _message(await response.aread())
@@ -88,6 +91,9 @@ class SglangClient:
                     if data == "[DONE]":
                         return
                     yield json.loads(data)
+            finally:
+                # closed by halves, as where this task is cancelled meanwhile, it stays in the pool
+                await asyncio.shield(response.aclose())
         except httpx2.HTTPError as error:
             raise EngineFailedError(f"SGLang broke off: {_named(error)}") from error
         raise EngineFailedError("SGLang broke off before the end of its answer")
