@@ -21,7 +21,7 @@ class DuplicatedLinear(torch.nn.Module):
     """A linear layer that is whole on every tensor-parallel rank, over this rank's tokens.
 
     Under sequence parallelism its gradient is summed over those ranks; without it every rank would
-    have all of it, so the layout is refused (`check_latent_layout`).
+    have all of it, so `transformer_config` refuses that layout.
     """
 
     def __init__(self, input_size: int, output_size: int, config: Any) -> None:
