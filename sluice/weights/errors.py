@@ -113,6 +113,18 @@ class FileDigestError(WeightStoreError):
         super().__init__(f"file {file_name!r} has digest {actual}, not {expected}")
 
 
+class InvalidAdapterError(WeightStoreError):
+    """An adapter, or what describes one, is malformed, or needs what is unknown here."""
+
+
+class OtherBaseError(WeightStoreError):
+    """An adapter was trained on another base than the one it is put on."""
+
+    def __init__(self, expected: str, actual: str) -> None:
+        self.expected, self.actual = expected, actual
+        super().__init__(f"the adapter is of a base of digest {expected}, not {actual}")
+
+
 class TransferBrokenError(WeightStoreError):
     """A group of a transfer does not work any more: a member is gone, late, or never came."""
 
