@@ -7,7 +7,17 @@ that a retry after a lost answer changes nothing. A refusal raises RemoteError.
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -116,6 +126,16 @@ class Client:
         response = kind()
         operation.response.Unpack(response)
         return response
+
+
+class _Started(Awaitable[M]):
+    """An operation that was begun: its end is looked for when somebody awaits it."""
+
+    def __init__(self, finish: Callable[[], Coroutine[Any, Any, M]]) -> None:
+        self._finish = finish
+
+    def __await__(self) -> Generator[Any, Any, M]:
+        return self._finish().__await__()
 
 
 HEED_SECONDS = 0.02  # between two looks at what an operation says of itself
@@ -317,7 +337,10 @@ class TrainerClient(Client):
     async def begin_checkpoint(
         self, checkpoint_id: str
     ) -> Awaitable[trainer_pb.SaveCheckpointResponse]:
-        """Have the state of now saved beside the calls that follow; the answer tells its end."""
+        """Have the state of now saved beside the calls that follow; the answer tells its end.
+
+        What goes wrong meanwhile is raised where that is awaited.
+        """
         return await self._begin_save(checkpoint_id, write_behind=True)
 
     async def _begin_save(
@@ -327,7 +350,9 @@ class TrainerClient(Client):
             checkpoint_id=checkpoint_id, request_id=new_request_id(), write_behind=write_behind
         )
         operation = await self._call(self.stub.SaveCheckpoint, request)
-        return self._finish("SaveCheckpoint", operation, trainer_pb.SaveCheckpointResponse)
+        return _Started(
+            partial(self._finish, "SaveCheckpoint", operation, trainer_pb.SaveCheckpointResponse)
+        )
 
     async def load_checkpoint(self, checkpoint: str) -> trainer_pb.LoadCheckpointResponse:
         request = trainer_pb.LoadCheckpointRequest(

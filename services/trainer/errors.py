@@ -140,16 +140,6 @@ class CheckpointDamagedError(ServiceError):
         super().__init__(f"the checkpoint is damaged: {detail}", file=file)
 
 
-class CheckpointUnderWayError(ServiceError):
-    """Another checkpoint is being written beside training; save again when it is done."""
-
-    code = grpc.StatusCode.FAILED_PRECONDITION
-    reason = "CHECKPOINT_UNDER_WAY"
-
-    def __init__(self, checkpoint: str) -> None:
-        super().__init__(f"{checkpoint} is being written", checkpoint=checkpoint)
-
-
 class StoreRefusedError(ServiceError):
     """The disk is full, read-only or gone; the message is the system's, and names the file."""
 

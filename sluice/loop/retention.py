@@ -54,7 +54,8 @@ class Retention:
         self._prefix = f"{readable}-{ledger.run_id}-"
         self._blobs = BlobStore(store)
         self._weights = WeightStore(weights or store / "weights")
-        self._version: int | None = None
+        self._version: int | None = None  # that engines serve
+        self._expected: int | None = None  # named by a run checkpoint that is being written
         self._pinned: set[str] = set()
         self._unpinned: list[str] = []
         self._holding: asyncio.Task[None] | None = None
@@ -69,6 +70,7 @@ class Retention:
 
         Groups whose blobs are gone are to be generated again.
         """
+        self._expected = None
         await self.settle()
         needed = self._ledger.needed_blobs(self._oldest_step())
         for digest in await asyncio.to_thread(self._hold_again, needed):
@@ -124,11 +126,11 @@ class Retention:
     async def release_weights(self, version: int) -> None:
         """Engines serve `version`: let go of the former, if no run checkpoint names it."""
         self._version = version
-        kept = {
-            run_checkpoint.weight_version
-            for run_checkpoint in list_run_checkpoints(self._run_checkpoints)
-        } | {version}
-        await asyncio.to_thread(self._unpin_weights, kept)
+        await self._release_older(list_run_checkpoints(self._run_checkpoints))
+
+    def expect(self, run_checkpoint: RunCheckpoint) -> None:
+        """It is going to be recorded, or the run goes back: hold what it names until then."""
+        self._expected = run_checkpoint.weight_version
 
     async def record(self, run_checkpoint: RunCheckpoint) -> None:
         """Makes this the place to resume from, and begins to remove what it supersedes.
@@ -146,12 +148,10 @@ class Retention:
         spare = self._pinned - needed
         self._pinned -= spare
         checkpoints = {Path(name).name for each in kept for name in each.checkpoints}
-        versions = {each.weight_version for each in kept}
-        if self._version is not None:
-            versions.add(self._version)
+        self._expected = None
         faults.point("run_checkpoints_removed")
-        try:  # waited for: the next version is pinned by then, and no run checkpoint names it yet
-            await asyncio.to_thread(self._unpin_weights, versions)
+        try:
+            await self._release_older(kept)
         except OSError as error:
             logger.warning("store: versions were not unpinned: %s", error)
         work = asyncio.to_thread(self._remove, spare, checkpoints)
@@ -180,9 +180,15 @@ class Retention:
                 path.rename(gone)  # a checkpoint is whole, or not there
             shutil.rmtree(gone)
 
-    def _unpin_weights(self, kept: Collection[int]) -> None:
+    async def _release_older(self, kept: Iterable[RunCheckpoint]) -> None:
+        """Unpin versions that nobody goes back to. Later ones than engines serve are on the way."""
+        if self._version is not None:
+            needed = {self._expected, *(each.weight_version for each in kept)}
+            await asyncio.to_thread(self._unpin_weights, self._version, needed)
+
+    def _unpin_weights(self, served: int, needed: Collection[int | None]) -> None:
         for version, owners in self._weights.pins().items():
-            if self._owner in owners and version not in kept:
+            if self._owner in owners and version < served and version not in needed:
                 self._weights.unpin(version, self._owner)
 
     async def _hold_all(self) -> None:

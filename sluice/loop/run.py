@@ -8,6 +8,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from sluice import faults
@@ -45,6 +46,7 @@ from sluice.loop.training import (
     STEP,
     CheckpointLostError,
     Critic,
+    SavingCheckpoint,
     StepReport,
     TrainerRecovery,
     check_step,
@@ -77,6 +79,7 @@ class TrainerRun(ABC, Generic[C]):
         self._run_checkpoints = config.run_dir / RUN_CHECKPOINTS
         self._recovery = TrainerRecovery(self.trainer, self._begin, config.service_timeout_seconds)
         self._retained: Retention | None = None
+        self._saving: asyncio.Task[None] | None = None  # of the run checkpoint asked for last
 
     @property
     def _retention(self) -> Retention:
@@ -99,6 +102,7 @@ class TrainerRun(ABC, Generic[C]):
 
     async def close(self) -> None:
         """Ends what runs in the background and closes every connection."""
+        await self._drop_saving()
         if self._retained is not None:
             await self._retained.close()
         await self.trainer.close()
@@ -119,9 +123,9 @@ class TrainerRun(ABC, Generic[C]):
     async def _restore(self, run_checkpoint: RunCheckpoint) -> None:
         """Goes back to a run checkpoint."""
 
-    async def _save_critic(self, checkpoint_id: str) -> str:
-        """Returns the critic's checkpoint; empty without a critic."""
-        return ""
+    async def _begin_critic_checkpoint(self, checkpoint_id: str) -> SavingCheckpoint | None:
+        """Has the critic save beside what follows, if there is one."""
+        return None
 
     async def _layouts(self) -> dict[str, dict[str, int]]:
         """Returns how the ranks of each trainer are laid out."""
@@ -133,6 +137,7 @@ class TrainerRun(ABC, Generic[C]):
 
         Raises RunDirectoryError where none is, and leaves all as they are.
         """
+        await self._drop_saving()
         lost = damaged_run_checkpoints(self._run_checkpoints)
         trained = self.ledger.last_consumed_step()
         for run_checkpoint in reversed(list_run_checkpoints(self._run_checkpoints)):
@@ -193,27 +198,65 @@ class TrainerRun(ABC, Generic[C]):
         return group_count
 
     async def _save(self) -> None:
-        """Saves a checkpoint, then the manifest that makes it the place to resume from."""
+        """Has a checkpoint of now saved beside the steps that follow, one at a time.
+
+        The manifest that makes it the place to resume from is of now too, and is written once all
+        that it names is durable.
+        """
+        await self._settle_saving()
         await self._retention.settle()
-        name = self._retention.new_checkpoint_id(self.step)
-        with trace.span(trace.TRAINER, "checkpoint"):
-            saved = await self.trainer.save_checkpoint(name)
-        check_step(saved.step, self.optimizer_step, "checkpoint")
-        critic_checkpoint = await self._save_critic(name)
-        faults.point("checkpoint")
         run_checkpoint = RunCheckpoint(
             step=self.step,
-            optimizer_step=saved.step,
-            checkpoint=saved.checkpoint,
+            optimizer_step=self.optimizer_step,
+            checkpoint="",  # they say so when they are done
             weight_version=self._weights.version,
             weight_digest=self._weights.digest,
             position=self.ledger.next_position(),
             seed=self.config.seed,
-            critic_checkpoint=critic_checkpoint,
             settings=self._settings,
             layouts=await self._layouts(),
         )
+        name = self._retention.new_checkpoint_id(self.step)
+        self._retention.expect(run_checkpoint)
+        writing = SavingCheckpoint(self.optimizer_step, await self.trainer.begin_checkpoint(name))
+        critic = await self._begin_critic_checkpoint(name)
+        recording = self._record(run_checkpoint, writing, critic)
+        self._saving = asyncio.create_task(recording, name=f"run checkpoint {self.step}")
+        faults.point("checkpoint_begun")
+
+    async def _record(
+        self,
+        run_checkpoint: RunCheckpoint,
+        writing: SavingCheckpoint,
+        critic: SavingCheckpoint | None,
+    ) -> None:
+        with trace.span(trace.STORE, "write checkpoint", f"step {run_checkpoint.step}"):
+            run_checkpoint = replace(
+                run_checkpoint,
+                checkpoint=await writing.name(),
+                critic_checkpoint="" if critic is None else await critic.name(),
+            )
+        faults.point("checkpoint")
         await self._retention.record(run_checkpoint)
+
+    async def _settle_saving(self) -> None:
+        """Waits until the run checkpoint that was asked for is one; raises why it is none."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            with trace.span(trace.TRAINER, "checkpoint"):
+                await saving
+
+    async def _note_saved(self) -> None:
+        """Raises why the run checkpoint that was asked for will be none, if that is known."""
+        if self._saving is not None and self._saving.done():
+            await self._settle_saving()
+
+    async def _drop_saving(self) -> None:
+        """The run goes back, or ends: what was not a run checkpoint yet will be none."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.cancel()
+            await asyncio.gather(saving, return_exceptions=True)
 
     async def _publish_weights(
         self,
@@ -303,7 +346,7 @@ class TrainingRun(TrainerRun[RunConfig]):
         while not (self._is_done() and self._has_last_run_checkpoint()):
             before = self.step
             with trace.span(trace.LOOP, trace.STEP, f"step {before + 1}"):
-                await self._recovery.run(self._save if self._is_done() else self._one_step)
+                await self._recovery.run(self._save_last if self._is_done() else self._one_step)
             STEP.set(self.step)
             if self.step > before:
                 self._trace.flush(self.step)
@@ -356,6 +399,7 @@ class TrainingRun(TrainerRun[RunConfig]):
                 self._begin_late(self.critic.optimizer_step)
         await self._publish()
         await self._save()
+        await self._settle_saving()  # a step that no run checkpoint precedes could not be repeated
 
     def _begin_late(self, step: int) -> None:
         """The trainer is another run's, or was: say so."""
@@ -371,6 +415,7 @@ class TrainingRun(TrainerRun[RunConfig]):
         start = time.monotonic()
         if self._keeping_up is not None and self._keeping_up.done():
             self._keeping_up.result()  # a bug in there is one of this run
+        await self._note_saved()
         if self._bringing is not None and self._bringing.done():
             await self._settle_engines()  # or no group would ever come
         dispatcher = self._open_dispatcher()
@@ -526,8 +571,15 @@ class TrainingRun(TrainerRun[RunConfig]):
         layouts = await super()._layouts()
         return layouts if self.critic is None else {**layouts, "critic": await self.critic.layout()}
 
-    async def _save_critic(self, checkpoint_id: str) -> str:
-        return "" if self.critic is None else await self.critic.save(checkpoint_id)
+    async def _begin_critic_checkpoint(self, checkpoint_id: str) -> SavingCheckpoint | None:
+        return None if self.critic is None else await self.critic.begin_checkpoint(checkpoint_id)
+
+    async def _save_last(self) -> None:
+        """A run checkpoint of the end, which the run waits for."""
+        await self._settle_saving()
+        if not self._has_last_run_checkpoint():
+            await self._save()
+            await self._settle_saving()
 
     def _has_last_run_checkpoint(self) -> bool:
         """The end is worth a run checkpoint too, unless the run takes none."""

@@ -264,6 +264,7 @@ class SftRun(TrainerRun[SftConfig]):
 
     async def _begin_anew(self) -> None:
         await self._save()
+        await self._settle_saving()  # a step that no run checkpoint precedes could not be repeated
 
     async def _restore(self, run_checkpoint: RunCheckpoint) -> None:
         """Goes back; rows trained on since are trained on again, from there."""
@@ -284,6 +285,7 @@ class SftRun(TrainerRun[SftConfig]):
 
     async def _one_step(self) -> None:
         start = time.monotonic()
+        await self._note_saved()
         rows = await asyncio.to_thread(self._rows.step, self.step)
         group = await self._spool(rows)
         spooled = time.monotonic()
@@ -322,6 +324,7 @@ class SftRun(TrainerRun[SftConfig]):
         return group
 
     async def _publish(self) -> None:
+        await self._settle_saving()
         weights = (await self._publish_weights()).weights
         await self._retention.release_weights(weights.version)
         self._published = True

@@ -26,6 +26,7 @@ from sluice.runtime.wire import seconds_of
 logger = logging.getLogger(__name__)
 
 LOOP, TRAINER, CRITIC = "loop", "trainer", "critic"
+STORE = "store"  # what is written there beside the steps
 STEP = "step"
 KINDS = {
     number: name.removeprefix("SPAN_KIND_").lower() for name, number in trace_pb2.SpanKind.items()

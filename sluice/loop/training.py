@@ -148,6 +148,20 @@ def _is_lost(error: RemoteError) -> bool:
 
 
 @dataclass(frozen=True)
+class SavingCheckpoint:
+    """A checkpoint of an optimizer step that a trainer writes beside other work."""
+
+    step: int
+    answer: Awaitable[pb.SaveCheckpointResponse]
+
+    async def name(self) -> str:
+        """Waits until it is durable. Raises TrainerLostError where it is of another step."""
+        saved = await self.answer
+        check_step(saved.step, self.step, "checkpoint")
+        return saved.checkpoint
+
+
+@dataclass(frozen=True)
 class CriticStep:
     """The answers to one optimizer step of the critic."""
 
@@ -180,11 +194,10 @@ class Critic:
     async def layout(self) -> dict[str, int]:
         return layout_of(await wait_for_trainer(self._client, self._wait_seconds))
 
-    async def save(self, checkpoint_id: str) -> str:
-        """Saves a checkpoint. Raises TrainerLostError where the trainer is at another step."""
-        saved = await self._client.save_checkpoint(checkpoint_id)
-        check_step(saved.step, self.optimizer_step, "checkpoint of the critic")
-        return saved.checkpoint
+    async def begin_checkpoint(self, checkpoint_id: str) -> SavingCheckpoint:
+        """Has the state of now saved beside what follows."""
+        answer = await self._client.begin_checkpoint(checkpoint_id)
+        return SavingCheckpoint(self.optimizer_step, answer)
 
     async def upload(self, batch_id: str, sample_count: int, blobs: Sequence[BlobReference]) -> str:
         """Uploads the rows of the actor's batch, from the same blobs."""

@@ -25,7 +25,6 @@ from services.trainer.controller.uploads import TrainerBatches
 from services.trainer.errors import (
     CheckpointDamagedError,
     CheckpointMismatchError,
-    CheckpointUnderWayError,
     disk_errors,
 )
 from sluice import faults
@@ -247,13 +246,12 @@ class TrainerCheckpoints:
         self._processor = processor_digest(Path(config.model))
         self._ranks, self._batches = ranks, batches
         self._writing: asyncio.Task[int] | None = None  # beside other calls
-        self._written_name = ""
 
     async def save(self, checkpoint_id: str, *, behind: bool = False) -> int:
         """Write everything a resumed run needs; returns the step it holds, once it is durable.
 
         With `behind` the turn ends when the ranks have taken in their state, and later calls go on.
-        Raises CheckpointUnderWayError while another checkpoint is so written.
+        One is so written at a time: another save waits for it.
         """
         if not behind:
             return await self._save(checkpoint_id)
@@ -265,10 +263,6 @@ class TrainerCheckpoints:
             self._writing.cancel()
             await asyncio.gather(self._writing, return_exceptions=True)
 
-    def _check_free(self) -> None:
-        if self._writing is not None:
-            raise CheckpointUnderWayError(self._written_name)
-
     async def _settle(self) -> None:
         """Wait for the end of what is being written, which the command timeout bounds."""
         if self._writing is not None:
@@ -277,7 +271,7 @@ class TrainerCheckpoints:
     @in_turn
     async def _begin(self, checkpoint_id: str) -> asyncio.Task[int]:
         """Have the ranks take in their state; the task waits for their files and finishes."""
-        self._check_free()
+        await self._settle()
         ranks = self._ranks.incarnation
         partial = self.store.begin(checkpoint_id)
         began = time.monotonic()
@@ -291,7 +285,6 @@ class TrainerCheckpoints:
         record = record_state(self._state, self._backend, self._layout(), {}, self._processor)
         work = self._finish_behind(checkpoint_id, partial, record, written, began)
         self._writing = task = asyncio.create_task(work, name=f"write {checkpoint_id}")
-        self._written_name = PREFIX + checkpoint_id
         return task
 
     async def _finish_behind(
@@ -319,7 +312,7 @@ class TrainerCheckpoints:
 
     @in_turn
     async def _save(self, checkpoint_id: str) -> int:
-        self._check_free()
+        await self._settle()
         ranks = self._ranks.incarnation
         partial = self.store.begin(checkpoint_id)
         with metrics.CHECKPOINT_SECONDS.labels("save").time():

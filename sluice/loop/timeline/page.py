@@ -21,6 +21,7 @@ from sluice.loop.trace import (
     CRITIC,
     LOOP,
     STEP,
+    STORE,
     TRAINER,
     TraceDamagedError,
     read_trace,
@@ -288,11 +289,11 @@ def _times(span: Span, zero: float) -> tuple[int, int]:
 
 
 def _phase_lanes(trace: Trace, zero: float) -> list[dict[str, Any]]:
-    """Loop, trainers, and the weight updates of every engine."""
+    """Loop, trainers, the store, and the weight updates of every engine."""
     found = []
     others = sorted({s.lane for s in trace.spans if not s.group} - OWN_LANES)
-    labels = {LOOP: "loop", TRAINER: "trainer", CRITIC: "critic"}
-    labels |= {name: f"weights of {name}" for name in others}
+    labels = {LOOP: "loop", TRAINER: "trainer", CRITIC: "critic", STORE: "store"}
+    labels |= {name: f"weights of {name}" for name in others if name != STORE}
     for lane, label in labels.items():
         spans = [span for span in trace.of(lane) if span.name != STEP]
         if spans:

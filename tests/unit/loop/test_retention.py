@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,15 +50,21 @@ class World:
         assert self.ledger.generated(group)
         return blob
 
-    async def publish(self) -> int:
+    async def publish(self, *, is_served: bool = True) -> int:
         staging = self.weights.allocate(None)
         shard = write_shard(staging.directory, "a.safetensors", {"w": torch.zeros(2)})
         version = self.weights.commit(staging, [shard], [], step=0).version
         await self.retention.hold_weights(version)
-        await self.retention.release_weights(version)
+        if is_served:
+            await self.retention.release_weights(version)
         return version
 
     async def run_checkpoint(self, step: int, version: int) -> str:
+        run_checkpoint = await self.begin_run_checkpoint(step, version)
+        await self.retention.record(run_checkpoint)
+        return Path(run_checkpoint.checkpoint).name
+
+    async def begin_run_checkpoint(self, step: int, version: int) -> RunCheckpoint:
         await self.retention.settle()
         name = self.retention.new_checkpoint_id(step)
         (self.checkpoints / name).mkdir(parents=True)
@@ -71,8 +78,8 @@ class World:
             position=0,
             seed=0,
         )
-        await self.retention.record(run_checkpoint)
-        return name
+        self.retention.expect(run_checkpoint)
+        return run_checkpoint
 
 
 @pytest.fixture
@@ -154,6 +161,26 @@ async def test_superseded_checkpoints_go_with_what_crashes_left(world):
     await world.retention.settle()
     assert {path.name for path in world.checkpoints.iterdir()} == {second, third}
     assert [kept.step for kept in list_run_checkpoints(world.run_dir / "cuts")] == [2, 3]
+
+
+async def test_weights_are_held_for_a_run_checkpoint_that_is_being_written(world):
+    first = await world.publish()
+    run_checkpoint = await world.begin_run_checkpoint(1, first)
+    second = await world.publish()  # the run goes on, and engines no longer serve the first
+    assert set(world.weights.pins()) == {first, second}
+    on_the_way = await world.publish(is_served=False)
+    await world.retention.record(run_checkpoint)
+    assert set(world.weights.pins()) == {first, second, on_the_way}
+    await world.retention.release_weights(on_the_way)
+    assert set(world.weights.pins()) == {first, on_the_way}
+
+
+async def test_weights_of_a_run_checkpoint_that_came_to_nothing_are_let_go(world):
+    first = await world.publish()
+    await world.begin_run_checkpoint(1, first)
+    await world.retention.resume()  # the run went back: it will not be recorded
+    second = await world.publish()
+    assert set(world.weights.pins()) == {second}
 
 
 async def test_weights_of_run_checkpoint_and_of_engines_are_pinned(world):
