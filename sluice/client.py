@@ -409,7 +409,9 @@ class EngineClient(Client):
         temperature: float | None = None,
         seeds: Sequence[int] = (),
         dp_rank: int = 0,
+        adapter: str = "",
     ) -> list[engine_pb.Completion]:
+        """Samples of what serves, or of an adapter that is held: `policy@<version>`, or `base`."""
         request = engine_pb.GenerateRequest(
             request_id=new_request_id(),
             prompt_token_ids=prompt_token_ids,
@@ -418,6 +420,7 @@ class EngineClient(Client):
             ),
             sample_count=sample_count,
             dp_rank=dp_rank,
+            adapter=adapter,
         )
         response = await self._call(self.stub.Generate, request)
         return list(response.completions)

@@ -39,6 +39,34 @@ class UnfitWeightsError(ServiceError):
     reason = "UNFIT_WEIGHTS"
 
 
+class VersionUnavailableError(ServiceError):
+    """The serving weights are outside the bounds of a request; metadata has both."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "VERSION_UNAVAILABLE"
+
+
+class AdapterBaseError(ServiceError):
+    """An adapter is of another base than this engine has; metadata has the digests of both."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "ADAPTER_BASE"
+
+
+class UnfitAdapterError(ServiceError):
+    """An adapter cannot serve here: its tensors fit no layers, or the engine takes no such one."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "UNFIT_ADAPTER"
+
+
+class MixedWeightsError(ServiceError):
+    """Whole weights for an engine that serves adapters: these would lose their base."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "MIXED_WEIGHTS"
+
+
 class StoreUnreachableError(ServiceError):
     """The weight store does not answer, or the disk is full; later it may."""
 

@@ -207,6 +207,7 @@ def spans_to_proto(spans: Iterable[VersionSpan]) -> list[sample_pb2.VersionSpan]
             weights=sample_pb2.WeightVersion(version=span.version, digest=span.digest),
             first_token=span.first_token,
             last_token=span.last_token,
+            base_digest=span.base_digest,
         )
         for span in spans
     ]
@@ -219,6 +220,7 @@ def spans_from_proto(spans: Iterable[sample_pb2.VersionSpan]) -> tuple[VersionSp
             digest=span.weights.digest,
             first_token=span.first_token,
             last_token=span.last_token,
+            base_digest=span.base_digest,
         )
         for span in spans
     )

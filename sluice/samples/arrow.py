@@ -49,6 +49,8 @@ SPAN_TYPE = pa.struct(
         ("last_token", pa.int32()),
     ]
 )
+# of groups that adapters had a part in
+ADAPTER_SPAN_TYPE = pa.struct([*SPAN_TYPE, pa.field("base_digest", pa.string())])
 _SPANS = pa.list_(SPAN_TYPE)
 FIXED = (
     pa.field("sample_id", pa.string(), nullable=False),
@@ -95,21 +97,25 @@ def encode_view(samples: Sequence[Sample], metadata: Mapping[str, str] | None = 
     used, schema = _layout(frozenset(facts.present))
     if len(used) < len(facts.present):
         raise _unknown_column(samples)
+    spans = _encode_spans(samples)
+    if spans.type != _SPANS:
+        place = schema.get_field_index("spans")
+        schema = schema.set(place, pa.field("spans", spans.type, nullable=False))
     arrays = [
         pa.array(facts.sample_ids, pa.string()),
         pa.array(facts.group_ids, pa.string()),
         _lists([sample.token_ids for sample in samples], np.dtype(np.int32)),
         pa.array(facts.prompt_lengths.astype(np.int32)),
         pa.array([sample.finish_reason for sample in samples], pa.string()),
-        _encode_spans(samples),
+        spans,
         *(_encode_column(samples, column) for column in used),
     ]
     if any([sample.routed_experts is not None for sample in samples]):
         arrays.append(_encode_experts(samples))
         schema = schema.append(pa.field(EXPERTS, arrays[-1].type))
     if any([sample.media for sample in samples]):
-        spans = [[vars(span) for span in sample.media] for sample in samples]
-        arrays.append(pa.array(spans, pa.list_(MEDIA_TYPE)))
+        media = [[vars(span) for span in sample.media] for sample in samples]
+        arrays.append(pa.array(media, pa.list_(MEDIA_TYPE)))
         schema = schema.append(pa.field(MEDIA, arrays[-1].type))
     texts = {key.encode(): value.encode() for key, value in (metadata or {}).items()}
     for key in _RESERVED:
@@ -290,6 +296,9 @@ def _encode_column(samples: Sequence[Sample], column: Column) -> pa.Array:
 
 
 def _encode_spans(samples: Sequence[Sample]) -> pa.Array:
+    if any([span.base_digest for sample in samples for span in sample.spans]):
+        each = [[vars(span) for span in sample.spans] for sample in samples]
+        return pa.array(each, pa.list_(ADAPTER_SPAN_TYPE))
     spans = [
         [(span.version, span.digest, span.first_token, span.last_token) for span in sample.spans]
         for sample in samples

@@ -22,12 +22,16 @@ from sluice.samples.blobs import DIGEST, BlobReference
 
 @dataclass(frozen=True, kw_only=True)
 class VersionSpan:
-    """Response tokens first_token..last_token (inclusive) were sampled by one weight version."""
+    """Response tokens first_token..last_token (inclusive) were sampled by one weight version.
+
+    base_digest: of what an adapter was put on; empty for whole weights.
+    """
 
     version: int
     digest: str
     first_token: int
     last_token: int
+    base_digest: str = ""
 
     def shifted(self, offset: int) -> VersionSpan:
         """Returns the span counted from a place `offset` tokens earlier."""

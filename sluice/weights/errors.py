@@ -125,6 +125,18 @@ class OtherBaseError(WeightStoreError):
         super().__init__(f"the adapter is of a base of digest {expected}, not {actual}")
 
 
+class MixedKindsError(WeightStoreError):
+    """A store of whole versions is to hold an adapter, or one of adapters a whole version."""
+
+    def __init__(self, version: int, newest: int, *, is_adapter: bool) -> None:
+        self.version, self.newest = version, newest
+        kinds = ("whole weights", "an adapter")
+        super().__init__(
+            f"version {version} would be {kinds[is_adapter]}, but version {newest} before it is "
+            f"{kinds[not is_adapter]}: a run publishes one of both"
+        )
+
+
 class TransferBrokenError(WeightStoreError):
     """A group of a transfer does not work any more: a member is gone, late, or never came."""
 

@@ -12,11 +12,14 @@ import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from sluice.weights.errors import FileDigestError, ManifestError
+from sluice.weights.errors import FileDigestError, InvalidAdapterError, ManifestError
+
+if TYPE_CHECKING:
+    from sluice.weights.adapter import AdapterSpec
 
 Buffer = bytes | bytearray | memoryview | mmap.mmap
 
@@ -58,6 +61,7 @@ def digest_version(tensors: Iterable[tuple[str, str, Sequence[int], str]]) -> st
 
 FORMAT = 1
 DELTA_FORMAT = 2  # of a version that needs its base; readers of format 1 refuse it
+ADAPTER_FORMAT = 3  # of an adapter, which is no model: readers of formats 1 and 2 refuse it
 MANIFEST_NAME = "manifest.json"
 
 
@@ -121,7 +125,9 @@ class Manifest:
     lies there: `deltas` are the files that hold what changed of the shards they are listed under,
     and the files named in `inherited` are the base's. `processor`: digest of how images are
     prepared for the model (`sluice.samples.images.processor_digest`); None where it sees none, and
-    of versions that older releases wrote.
+    of versions that older releases wrote. `adapter`: what the adapter is that the version holds in
+    place of a model; then `files` are a folder as peft reads it, but that its tensors may lie in
+    several files.
     """
 
     version: int
@@ -135,6 +141,7 @@ class Manifest:
     deltas: Mapping[str, FileEntry] = field(default_factory=dict)
     inherited: tuple[str, ...] = ()
     processor: str | None = None
+    adapter: AdapterSpec | None = None
 
     def shards(self) -> list[ShardFile]:
         """The files of tensors as a whole directory holds them, by name."""
@@ -160,9 +167,12 @@ def delta_name(file_name: str) -> str:
     return file_name + ".delta"
 
 
-def version_digest(tensors: Mapping[str, StoredTensor]) -> str:
-    """Hash the weights themselves, whatever files hold them."""
-    return digest_version((name, t.dtype, t.shape, t.digest) for name, t in tensors.items())
+def version_digest(tensors: Mapping[str, StoredTensor], adapter: AdapterSpec | None = None) -> str:
+    """Hash the weights themselves, whatever files hold them; of an adapter with what it is."""
+    digest = digest_version((name, t.dtype, t.shape, t.digest) for name, t in tensors.items())
+    if adapter is None:
+        return digest
+    return digest_bytes(json.dumps([digest, asdict(adapter)], sort_keys=True).encode())
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -172,8 +182,11 @@ def encode_manifest(manifest: Manifest) -> bytes:
         for name in ("base", "deltas", "inherited"):
             del document[name]
         document["format"] = FORMAT
-    if manifest.processor is None:
-        del document["processor"]
+    for name in ("processor", "adapter"):
+        if document[name] is None:
+            del document[name]
+    if manifest.adapter is not None:
+        document["format"] = ADAPTER_FORMAT
     return seal(document, "manifest_digest")
 
 
@@ -181,7 +194,8 @@ def decode_manifest(data: bytes) -> Manifest:
     """Parse and check; raises ManifestError or FileDigestError for any changed byte."""
     try:
         document = unseal(data, "manifest_digest", MANIFEST_NAME)
-        if document.pop("format") not in (FORMAT, DELTA_FORMAT):
+        written = document.pop("format")
+        if written not in (FORMAT, DELTA_FORMAT, ADAPTER_FORMAT):
             raise ManifestError(f"{MANIFEST_NAME} has a format that this release does not know")
         tensors = {
             name: StoredTensor(t["file"], t["dtype"], tuple(t["shape"]), t["digest"])
@@ -190,11 +204,27 @@ def decode_manifest(data: bytes) -> Manifest:
         files = {name: FileEntry(**entry) for name, entry in document.pop("files").items()}
         deltas = {n: FileEntry(**entry) for n, entry in document.pop("deltas", {}).items()}
         inherited = tuple(document.pop("inherited", ()))
+        adapter = _decode_adapter(document.pop("adapter", None))
+        if (adapter is None) is (written == ADAPTER_FORMAT):
+            raise ManifestError(f"{MANIFEST_NAME} has the format of another kind of version")
         return Manifest(
-            tensors=tensors, files=files, deltas=deltas, inherited=inherited, **document
+            tensors=tensors,
+            files=files,
+            deltas=deltas,
+            inherited=inherited,
+            adapter=adapter,
+            **document,
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, InvalidAdapterError) as error:
         raise ManifestError(f"{MANIFEST_NAME} is malformed: {error}") from error
+
+
+def _decode_adapter(document: Any) -> AdapterSpec | None:
+    if document is None:
+        return None
+    from sluice.weights.adapter import AdapterSpec  # which hashes with what is here
+
+    return AdapterSpec(**{**document, "targets": tuple(document["targets"])})
 
 
 def read_manifest(directory: Path) -> Manifest:

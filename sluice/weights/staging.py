@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import IO
 
 from sluice.durable import try_lock
+from sluice.weights.adapter import ADAPTER_CONFIG, AdapterSpec, encode_adapter_config
 from sluice.weights.checkpoint import BITS, INDEX_NAME, SINGLE_NAME, Extent, encode_index
 from sluice.weights.errors import (
     DuplicateFileError,
     DuplicateTensorError,
+    InvalidAdapterError,
     InvalidCheckpointError,
     MissingFileError,
     MissingTensorError,
@@ -106,7 +108,7 @@ def _remove(directory: Path) -> bool:
     return True
 
 
-RESERVED = {MANIFEST_NAME, INDEX_NAME}
+RESERVED = {MANIFEST_NAME, INDEX_NAME, ADAPTER_CONFIG}
 
 
 def _collect_tensors(
@@ -146,14 +148,17 @@ def assemble(
     expected: Mapping[str, TensorEntry] | Collection[str] | None,
     base: Manifest | None,
     read_header: ReadHeader,
+    adapter: AdapterSpec | None = None,
 ) -> Manifest:
     """Check what writers report, put companions and index beside it, and return the manifest.
 
-    `base` is the version that deltas among the shards are against. Raises DuplicateTensorError,
-    DuplicateFileError, MissingTensorError, UnexpectedTensorError, MissingFileError or
-    InvalidCheckpointError.
+    `base` is the version that deltas among the shards are against. An `adapter` gets its
+    `adapter_config.json`. Raises DuplicateTensorError, DuplicateFileError, MissingTensorError,
+    UnexpectedTensorError, MissingFileError, InvalidCheckpointError or InvalidAdapterError.
     """
     tensors = _collect_tensors(shards, expected)
+    if adapter is not None:
+        _check_adapter(adapter, shards, tensors)
     _check_shards(shards, read_header)
     deltas = {s.file_name: FileEntry(s.delta.size, s.delta.digest) for s in shards if s.delta}
     base = base if deltas else None
@@ -163,7 +168,12 @@ def assemble(
         if name in files:
             raise DuplicateFileError(name)
         files[name] = entry
-    files.update(_write_index(staging.directory, shards))
+    if adapter is None:
+        files.update(_write_index(staging.directory, shards))
+    else:
+        config = encode_adapter_config(adapter)
+        (staging.directory / ADAPTER_CONFIG).write_bytes(config)
+        files[ADAPTER_CONFIG] = FileEntry(len(config), digest_bytes(config))
     own = {shard.file_name for shard in shards}
     processor = _processor_of(staging.directory)  # before anything that is the base's is dropped
     return Manifest(
@@ -171,14 +181,23 @@ def assemble(
         parent=staging.parent,
         step=step,
         created=datetime.datetime.now(datetime.UTC).isoformat(),
-        digest=version_digest(tensors),
+        digest=version_digest(tensors, adapter),
         tensors=tensors,
         files=files,
         base=base.version if base else None,
         deltas=deltas,
         inherited=_drop_inherited(staging.directory, files, own, base),
         processor=processor,
+        adapter=adapter,
     )
+
+
+def _check_adapter(
+    adapter: AdapterSpec, shards: Iterable[ShardFile], tensors: Mapping[str, StoredTensor]
+) -> None:
+    adapter.check_tensors({name: (t.dtype, t.shape) for name, t in tensors.items()})
+    if changed := [shard.file_name for shard in shards if shard.delta]:
+        raise InvalidAdapterError(f"{changed[0]!r} is a delta: an adapter is always whole")
 
 
 def _processor_of(directory: Path) -> str | None:

@@ -11,10 +11,12 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from sluice import faults
+from sluice.weights.adapter import AdapterSpec
 from sluice.weights.checkpoint import Extent, data_start, is_plain_name, parse_header
 from sluice.weights.errors import (
     ManifestError,
     MissingFileError,
+    MixedKindsError,
     StagingLostError,
     VersionExistsError,
     VersionNotFoundError,
@@ -55,7 +57,8 @@ class Announcement:
 class StoredVersion:
     """A version in a store, in `directory` if that is one: an HF checkpoint.
 
-    With a `base` it holds what changed since that version; a `HostCache` makes the whole.
+    With a `base` it holds what changed since that version; a `HostCache` makes the whole. An
+    `adapter` is no checkpoint: its directory is one of peft's.
     """
 
     version: int
@@ -65,6 +68,7 @@ class StoredVersion:
     created: str
     base: int | None
     directory: Path | None
+    adapter: AdapterSpec | None = None
 
 
 KEPT_NUMBERS = 256  # markers of versions that are gone, or were never finished
@@ -172,13 +176,15 @@ class WeightStore:
         *,
         expected: Mapping[str, TensorEntry] | Collection[str] | None = None,
         base: int | None = None,
+        adapter: AdapterSpec | None = None,
     ) -> StoredVersion:
         """Make the staged files the version `staging.version`, all at once.
 
         `companions` (config, tokenizer ...; see `companion_files`) are copied in. `expected`
         names the tensors the model has, with dtypes and shapes if it is a mapping. `base` is the
         version that deltas among the shards are against: it must stay until the return, and is
-        kept by `retain` for as long as this version. Without deltas it has no effect. Raises
+        kept by `retain` for as long as this version. Without deltas it has no effect. `adapter`
+        says that the tensors are one. Raises MixedKindsError, InvalidAdapterError,
         DuplicateTensorError, DuplicateFileError, MissingTensorError, UnexpectedTensorError,
         MissingFileError, InvalidCheckpointError, StagingLostError, VersionExistsError, or
         VersionNotFoundError for a base that is gone; then the staging directory stays for a
@@ -188,6 +194,7 @@ class WeightStore:
             raise StagingLostError(staging.version)
         if self._has(staging.version):
             raise VersionExistsError(staging.version)
+        self.check_kind(staging.version, is_adapter=adapter is not None)
         shards, folder = list(shards), self._objects.draft(staging)
         self._take_files(staging, folder)
         based = base is not None and any(shard.delta for shard in shards)
@@ -199,6 +206,7 @@ class WeightStore:
             expected,
             self.manifest(base) if based and base is not None else None,
             lambda name, size: self._read_header(folder, name, size),
+            adapter,
         )
         self._take_files(staging, folder)
         with self._objects.guarded(alone=False):  # a base stays, or is missed
@@ -213,6 +221,15 @@ class WeightStore:
         close_staging(staging)
         self._objects.delete(self._objects.keys(f"announced/{staging.version:08d}"))
         return self._remember(manifest)
+
+    def check_kind(self, version: int, *, is_adapter: bool) -> None:
+        """Raise MixedKindsError where the newest version is not of the kind of the next one."""
+        try:
+            newest = self.latest()
+        except WeightStoreError:  # there is none before it, or none that anybody can read
+            return
+        if (newest.adapter is not None) is not is_adapter:
+            raise MixedKindsError(version, newest.version, is_adapter=is_adapter)
 
     def abort(self, staging: Staging) -> None:
         """Drop a version in the making; its number stays taken. May be repeated."""
@@ -394,6 +411,7 @@ class WeightStore:
             created=manifest.created,
             base=manifest.base,
             directory=self._objects.directory(manifest.version),
+            adapter=manifest.adapter,
         )
         self._records[manifest.version] = record
         while len(self._records) > REMEMBERED:  # others remove versions, and tell nobody

@@ -113,6 +113,12 @@ class EngineConfig(Config):
         description="Completions bring the experts that their tokens were sent to, for a trainer"
         " that replays them (routing_replay: rollout); needs a mixture of experts.",
     )
+    max_adapters: int = Field(
+        4,
+        ge=1,
+        description="Adapters held at once; the oldest that no request uses gives way to a newer"
+        " one, and one in use when its last request ends.",
+    )
     sglang: SglangConfig = SglangConfig()
 
     @model_validator(mode="after")

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -100,6 +100,7 @@ class Generation:
     dp_rank: int = 0
     stream: bool = False
     media: tuple[Media, ...] = ()
+    version: int | None = None  # of weights that the engine holds; None: those that serve
     processor: str = ""  # digest of the rules by which these were prepared; empty: unknown
 
 
@@ -208,11 +209,21 @@ class IncomingWeights:
     mode: PauseMode = PauseMode.IN_PLACE
 
 
+class ServedWeights(NamedTuple):
+    """What samples tokens: a version, and of an adapter the digest of the base that it is on."""
+
+    version: int
+    digest: str
+    base_digest: str = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineStatus:
     """`version` is None before the first weights; `failure` says why an engine serves no more.
 
     `busy` says what the thread of the device does, `busy_seconds` for how long without a break.
+
+    `version` may be that of an adapter, and of `base` then too where one asks for it.
 
     `restorable_version` is one whose directory the engine may read again, to go back to it.
     `deterministic`: a seeded sample is the same to the bit whatever runs beside it.
@@ -226,6 +237,8 @@ class EngineStatus:
     max_running: int
     max_model_length: int
     restorable_version: int | None = None
+    base: ServedWeights | None = None  # that adapters are put on
+    adapters: tuple[ServedWeights, ...] = ()  # that are held, oldest first
     last_pause_seconds: float = 0.0
     last_prepare_seconds: float = 0.0
     decode_tokens_total: int = 0
@@ -256,11 +269,20 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    async def score(self, token_ids: Sequence[int], prompt_length: int) -> list[float]:
-        """Returns log-probabilities (temperature 1) of token_ids[prompt_length:]."""
+    async def score(
+        self, token_ids: Sequence[int], prompt_length: int, version: int | None = None
+    ) -> list[float]:
+        """Returns log-probabilities (temperature 1) of token_ids[prompt_length:].
+
+        By weights of `version`, which the engine holds; None: by those that serve.
+        """
 
     async def score_top(
-        self, token_ids: Sequence[int], prompt_length: int, top_count: int
+        self,
+        token_ids: Sequence[int],
+        prompt_length: int,
+        top_count: int,
+        version: int | None = None,
     ) -> TokenScores:
         """Scores, and names the `top_count` likeliest tokens at each place.
 

@@ -23,11 +23,11 @@ from services.rollout.engine.interface import (
     TokenScores,
     check_length,
 )
+from services.rollout.engine.versions import named_version
 from services.rollout.engine.weights import EngineWeights, Transfer
 from services.rollout.engine.wire import (
     MediaReader,
     VersionBounds,
-    VersionUnavailableError,
     bounds_from_proto,
     check_spans,
     delta_to_proto,
@@ -36,8 +36,9 @@ from services.rollout.engine.wire import (
     loads_to_proto,
     pause_mode_from_proto,
     top_to_proto,
+    weights_to_proto,
 )
-from services.rollout.errors import VersionNotCommittedError
+from services.rollout.errors import VersionNotCommittedError, VersionUnavailableError
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as pb
 from sluice.api.rollout.v1 import engine_service_pb2_grpc as pb_grpc
@@ -118,12 +119,38 @@ def count_generation(deltas: Sequence[Delta]) -> None:
             metrics.SAMPLE_TOKENS.observe(len(delta.token_ids))
 
 
+def pick(engine: Engine, bounds: VersionBounds, adapter: str = "") -> int | None:
+    """Returns the version that a request is to be served with; None: the one that serves.
+
+    That is the one that `adapter` names or the bounds ask for exactly, if the engine holds it
+    beside the serving one. Raises VersionUnavailableError or InvalidFieldError.
+    """
+    status, wanted = engine.status(), bounds.exact_version
+    if adapter:
+        named = named_version(adapter, status.base)
+        if named is None:
+            raise InvalidFieldError("adapter", "is neither `base` nor `policy@<version>`")
+        if wanted is not None and wanted != named:
+            raise InvalidFieldError("adapter", f"is not version {wanted}, which is asked for")
+        wanted = named
+    held = () if status.base is None else (status.base, *status.adapters)
+    if wanted is None or wanted not in [weights.version for weights in held]:
+        bounds.check(status.version)
+        if adapter:
+            raise VersionUnavailableError(
+                f"adapter {adapter!r} is not held", serving=status.version, exact_version=wanted
+            )
+        return None
+    bounds.check(wanted)
+    return wanted
+
+
 async def complete(engine: Engine, generation: Generation, bounds: VersionBounds) -> list[Delta]:
     """Returns one whole delta per sample, for this process; cancelling aborts the request.
 
     Raises VersionUnavailableError, and what the engine raises.
     """
-    bounds.check(engine.status().version)
+    generation = replace(generation, version=pick(engine, bounds))
     async with contextlib.aclosing(engine.generate(generation)) as stream:  # type: ignore[type-var]
         deltas = join_deltas([delta async for delta in stream])
     check_spans(deltas, bounds)
@@ -135,7 +162,7 @@ async def stream(
     engine: Engine, generation: Generation, bounds: VersionBounds
 ) -> AsyncGenerator[Delta, None]:
     """Yields deltas as tokens come; closing it aborts the request."""
-    bounds.check(engine.status().version)
+    generation = replace(generation, version=pick(engine, bounds))
     async with contextlib.aclosing(engine.generate(generation)) as deltas:  # type: ignore[type-var]
         async for delta in deltas:
             check_spans([delta], bounds)
@@ -144,12 +171,16 @@ async def stream(
 
 
 async def score(
-    engine: Engine, token_ids: Sequence[int], prompt_length: int, top_count: int
+    engine: Engine,
+    token_ids: Sequence[int],
+    prompt_length: int,
+    top_count: int,
+    version: int | None = None,
 ) -> TokenScores:
     """Scores tokens[prompt_length:]. Raises NoTopTokensError, and what the engine raises."""
     if top_count:
-        return await engine.score_top(token_ids, prompt_length, top_count)
-    return TokenScores(logprobs=tuple(await engine.score(token_ids, prompt_length)))
+        return await engine.score_top(token_ids, prompt_length, top_count, version)
+    return TokenScores(logprobs=tuple(await engine.score(token_ids, prompt_length, version)))
 
 
 class _Run:
@@ -289,8 +320,8 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
         self._engine_id, self._backend, self._media = engine_id, backend, media
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
-        bounds = self._checked_bounds(request.versions)
-        generation = await self._generation(request, stream=False)
+        bounds = bounds_from_proto(request.versions)
+        generation = await self._generation(request, bounds, stream=False)
         deltas = await self._generations.generate(request, generation)
         check_spans(deltas, bounds)
         count_generation(deltas)
@@ -300,8 +331,8 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
     async def StreamGenerate(
         self, request: pb.StreamGenerateRequest, context: Any
     ) -> AsyncIterator[pb.StreamGenerateResponse]:
-        bounds = self._checked_bounds(request.generate.versions)
-        generation = await self._generation(request.generate, stream=True)
+        bounds = bounds_from_proto(request.generate.versions)
+        generation = await self._generation(request.generate, bounds, stream=True)
         to_proto = _completions_of(request.generate, generation)
         async for delta in self._generations.stream(request.generate, generation):
             check_spans([delta], bounds)
@@ -309,13 +340,17 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
             yield pb.StreamGenerateResponse(delta=to_proto(delta))
 
     async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
-        self._checked_bounds(request.versions)
+        version = pick(self._engine, bounds_from_proto(request.versions), request.adapter)
         check_length(len(request.token_ids), self._engine.status().max_model_length)
-        before = self._weights_now()
+        before = self._weights_now(version)
         scores = await score(
-            self._engine, tuple(request.token_ids), request.prompt_length, request.top_count
+            self._engine,
+            tuple(request.token_ids),
+            request.prompt_length,
+            request.top_count,
+            version,
         )
-        if self._weights_now() != before:
+        if version is None and self._weights_now() != before:
             raise VersionUnavailableError("weights changed while scoring; ask again")
         return pb.ScoreResponse(
             logprobs=scores.logprobs, weights=before, top=top_to_proto(scores.top)
@@ -426,26 +461,29 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
             deterministic=status.deterministic,
             transfer_rank_count=status.transfer_ranks,
             transfer_group=self._weights.transfers.group,
+            base=None if status.base is None else weights_to_proto(status.base),
+            adapters=[weights_to_proto(weights) for weights in status.adapters],
         )
 
-    async def _generation(self, request: pb.GenerateRequest, *, stream: bool) -> Generation:
+    async def _generation(
+        self, request: pb.GenerateRequest, bounds: VersionBounds, *, stream: bool
+    ) -> Generation:
+        version = pick(self._engine, bounds, request.adapter)
         check_length(len(request.prompt_token_ids), self._engine.status().max_model_length)
-        generation = generation_from_proto(request, stream=stream)
+        generation = replace(generation_from_proto(request, stream=stream), version=version)
         if not request.media:
             return generation
         return replace(generation, media=await self._media.read(request.media))
 
-    def _weights_now(self) -> sample_pb2.WeightVersion | None:
+    def _weights_now(self, version: int | None = None) -> sample_pb2.WeightVersion | None:
+        """The weights that serve, or those of a version that is held."""
         status = self._engine.status()
+        for weights in () if version is None else (status.base, *status.adapters):
+            if weights is not None and weights.version == version:
+                return weights_to_proto(weights)
         if status.version is None:
             return None
         return sample_pb2.WeightVersion(version=status.version, digest=status.digest)
-
-    def _checked_bounds(self, message: pb.VersionBounds) -> VersionBounds:
-        """Returns the bounds of a request once the serving weights have satisfied them."""
-        bounds = bounds_from_proto(message)
-        bounds.check(self._engine.status().version)
-        return bounds
 
 
 def _weights_from_proto(message: sample_pb2.WeightVersion) -> tuple[int, str]:

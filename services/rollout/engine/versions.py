@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+from services.rollout.engine.interface import ServedWeights
 from services.rollout.errors import (
+    AdapterBaseError,
     DigestMismatchError,
+    MixedWeightsError,
+    UnfitAdapterError,
     UnfitWeightsError,
     VersionNotPreparedError,
 )
@@ -16,6 +20,7 @@ from sluice.weights.checkpoint import describe_shard, shard_paths
 from sluice.weights.errors import (
     DamagedFileError,
     FileDigestError,
+    InvalidAdapterError,
     ManifestError,
     MissingFileError,
     TensorDigestError,
@@ -29,7 +34,68 @@ from sluice.weights.manifest import (
     read_manifest,
 )
 
+if TYPE_CHECKING:
+    from sluice.weights.adapter import AdapterSpec
+
 Version = tuple[int, str]
+
+
+BASE_NAME = "base"
+NAME = "policy@"
+
+
+def adapter_name(version: int) -> str:
+    """Names an adapter so that no two versions share a name."""
+    return f"{NAME}{version}"
+
+
+def named_version(name: str, base: ServedWeights | None) -> int | None:
+    """Returns the version that `policy@<version>` or `base` names; None for another name."""
+    if name == BASE_NAME and base is not None:
+        return base.version
+    number = name.removeprefix(NAME)
+    if number == name or not (number.isascii() and number.isdigit()) or len(number) > 18:
+        return None
+    return int(number)
+
+
+def check_adapter(manifest: Manifest, base: ServedWeights | None) -> AdapterSpec:
+    """Returns what the adapter of a version is once it belongs on this base.
+
+    Raises AdapterBaseError or UnfitAdapterError.
+    """
+    spec, version = manifest.adapter, manifest.version
+    assert spec is not None
+    if base is None:
+        raise AdapterBaseError(
+            f"version {version} is an adapter, and this engine has no base to put it on: set "
+            "engine.model to the model that it was trained on",
+            version=version,
+            expected=spec.base_digest,
+        )
+    if base.digest != spec.base_digest:
+        raise AdapterBaseError(
+            f"version {version} is an adapter of a base of digest {spec.base_digest}, not of "
+            f"{base.digest}, which is here",
+            version=version,
+            expected=spec.base_digest,
+            actual=base.digest,
+        )
+    try:
+        spec.check_tensors({n: (t.dtype, t.shape) for n, t in manifest.tensors.items()})
+    except InvalidAdapterError as error:
+        raise UnfitAdapterError(f"version {version}: {error}", version=version) from error
+    return spec
+
+
+def check_whole(manifest: Manifest, adapters: Collection[ServedWeights]) -> None:
+    """Raises MixedWeightsError for a whole version where adapters are held."""
+    if manifest.adapter is None and adapters:
+        raise MixedWeightsError(
+            f"version {manifest.version} is whole weights, and adapters of another base are "
+            "served here: a run publishes one of both, and engines start anew for the other",
+            version=manifest.version,
+        )
 
 
 def tag(version: int, digest: str) -> str:

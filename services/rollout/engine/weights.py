@@ -348,6 +348,7 @@ class EngineWeights:
         status = self._engine.status()
         used = {version for version, _ in self._preparations.keys() - {besides}}
         used |= {status.version or 0, status.restorable_version or 0, *status.prepared_versions}
+        used |= {weights.version for weights in status.adapters}
         self._release_all_but(frozenset(used))
         await self._in_order(self._unpin_all_but, frozenset(used))
 

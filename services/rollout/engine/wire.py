@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import grpc
 import numpy as np
 
 from services.rollout.engine.interface import (
@@ -20,12 +19,15 @@ from services.rollout.engine.interface import (
     Numbers,
     PauseMode,
     Sampling,
+    ServedWeights,
     Timing,
     TokenScores,
 )
+from services.rollout.errors import VersionUnavailableError
+from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as pb
 from sluice.runtime import wire
-from sluice.runtime.errors import DataLossError, InvalidFieldError, NotFoundError, ServiceError
+from sluice.runtime.errors import DataLossError, InvalidFieldError, NotFoundError
 from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReference, BlobStore
 from sluice.samples.sample import MediaSpan, VersionSpan
 
@@ -34,13 +36,6 @@ PAUSE_MODES = {
     pb.PAUSE_MODE_ABORT: PauseMode.ABORT,
     pb.PAUSE_MODE_IN_PLACE: PauseMode.IN_PLACE,
 }
-
-
-class VersionUnavailableError(ServiceError):
-    """The serving weights are outside the bounds of a request; metadata has both."""
-
-    code = grpc.StatusCode.FAILED_PRECONDITION
-    reason = "VERSION_UNAVAILABLE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +132,10 @@ def generation_from_proto(message: pb.GenerateRequest, *, stream: bool) -> Gener
         stream=stream,
         processor=message.processor,
     )
+
+
+def weights_to_proto(weights: ServedWeights) -> sample_pb2.WeightVersion:
+    return sample_pb2.WeightVersion(version=weights.version, digest=weights.digest)
 
 
 def pause_mode_from_proto(value: int, field: str) -> PauseMode:
@@ -253,16 +252,15 @@ def join_experts(earlier: np.ndarray | None, later: np.ndarray | None) -> np.nda
 def _join_spans(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
     joined: list[VersionSpan] = []
     for span in spans:
-        if joined and (joined[-1].version, joined[-1].digest) == (span.version, span.digest):
-            joined[-1] = VersionSpan(
-                version=span.version,
-                digest=span.digest,
-                first_token=joined[-1].first_token,
-                last_token=span.last_token,
-            )
+        if joined and _weights_of(joined[-1]) == _weights_of(span):
+            joined[-1] = replace(joined[-1], last_token=span.last_token)
         else:
             joined.append(span)
     return tuple(joined)
+
+
+def _weights_of(span: VersionSpan) -> tuple[int, str, str]:
+    return span.version, span.digest, span.base_digest
 
 
 def delta_from_proto(message: pb.Completion, *, temperature: float) -> Delta:

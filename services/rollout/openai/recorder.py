@@ -219,7 +219,8 @@ def _delta_to_json(delta: Delta) -> dict[str, Any]:
         "logprobs": list(delta.logprobs),
         "logprobs_t1": list(delta.logprobs_t1),
         "spans": [
-            [span.version, span.digest, span.first_token, span.last_token] for span in delta.spans
+            [span.version, span.digest, span.first_token, span.last_token, span.base_digest]
+            for span in delta.spans
         ],
         "finish": delta.finish_reason or "",
         "experts": _experts_to_text(delta.routed_experts),
@@ -228,8 +229,14 @@ def _delta_to_json(delta: Delta) -> dict[str, Any]:
 
 def _delta_from_json(line: Line) -> Delta:
     spans = [
-        VersionSpan(version=version, digest=digest, first_token=first, last_token=last)
-        for version, digest, first, last in line["spans"]
+        VersionSpan(
+            version=version,
+            digest=digest,
+            first_token=first,
+            last_token=last,
+            base_digest=base[0] if base else "",  # older releases write none
+        )
+        for version, digest, first, last, *base in line["spans"]
     ]
     return Delta(
         index=0,

@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from services.rollout.engine.interface import ServedWeights
 from sluice.imports import uncompiled
 from sluice.samples.sample import MediaSpan
 
@@ -308,6 +309,7 @@ class PrefillPrompt:
     token_ids: torch.Tensor  # int64[length] on the host
     length: int
     sight: Sight | None = None  # of a prompt with images
+    weights: ServedWeights | None = None  # that encode it, and sample from it
     chain: tuple[int, ...] = ()  # hashes of its blocks, for the prefix cache
     done: int = 0  # tokens whose keys and values are in `kv`
     kv: torch.Tensor | None = None  # [layers, 2, kv_heads, length, head_dim]
@@ -318,6 +320,12 @@ class PrefillPrompt:
     def of(token_ids: Sequence[int], sight: Sight | None = None) -> PrefillPrompt:
         tokens = torch.tensor(token_ids, dtype=torch.int64)
         return PrefillPrompt(tokens, len(token_ids), sight)
+
+    @property
+    def served(self) -> ServedWeights:
+        """The weights of a prompt that was submitted."""
+        assert self.weights is not None
+        return self.weights
 
     @property
     def identity(self) -> torch.Tensor:
@@ -347,9 +355,12 @@ class PrefillPrompt:
 BLOCK = 16  # tokens; prefixes are shared in whole blocks
 
 
-def block_chain(token_ids: torch.Tensor) -> tuple[int, ...]:
-    """Returns one hash per whole block of int64[length], each of all up to its end."""
-    data, chain, so_far = token_ids.numpy().tobytes(), [], 0
+def block_chain(token_ids: torch.Tensor, weights: ServedWeights | None = None) -> tuple[int, ...]:
+    """Returns one hash per whole block of int64[length], each of all up to its end.
+
+    Those of other weights are others.
+    """
+    data, chain, so_far = token_ids.numpy().tobytes(), [], hash(weights)
     for end in range(BLOCK, len(token_ids) + 1, BLOCK):
         so_far = hash((so_far, data[(end - BLOCK) * 8 : end * 8]))
         chain.append(so_far)
@@ -361,6 +372,7 @@ class Entry:
     """kv: [layers, 2, kv_heads, length, head_dim] of what `identity` names; experts too."""
 
     identity: torch.Tensor
+    weights: ServedWeights | None
     chain: tuple[int, ...]
     kv: torch.Tensor
     experts: torch.Tensor | None
@@ -382,7 +394,7 @@ class PrefixCache:
 
     def chain(self, prompt: PrefillPrompt) -> tuple[int, ...]:
         """Returns the hashes of a prompt's blocks, none when nothing is kept."""
-        return block_chain(prompt.identity) if self._limit else ()
+        return block_chain(prompt.identity, prompt.weights) if self._limit else ()
 
     def adopt(self, prompt: PrefillPrompt) -> bool:
         """Begins `prompt` with the longest cached prefix that leaves a token to encode."""
@@ -391,7 +403,8 @@ class PrefixCache:
             if owner is None:
                 continue
             entry, length = self._entries[owner], count * BLOCK
-            if not torch.equal(entry.identity[:length], prompt.identity[:length]):
+            same = torch.equal(entry.identity[:length], prompt.identity[:length])
+            if not same or entry.weights != prompt.weights:
                 continue  # hashes met by chance
             self._touch(owner)
             layers, parts, heads, _, dim = entry.kv.shape
@@ -411,7 +424,7 @@ class PrefixCache:
             return
         # A view of prompts encoded together would keep all of them.
         kv = prompt.kv if prompt.kv.is_contiguous() else prompt.kv.clone()
-        self._entries[chain[-1]] = Entry(prompt.identity, chain, kv, prompt.experts)
+        self._entries[chain[-1]] = Entry(prompt.identity, prompt.weights, chain, kv, prompt.experts)
         self._touch(chain[-1])
         self._used += prompt.length
         while self._used > self._limit:

@@ -10,7 +10,14 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from services.rollout.engine.interface import Delta, FinishReason, Generation, Sampling, Timing
+from services.rollout.engine.interface import (
+    Delta,
+    FinishReason,
+    Generation,
+    Sampling,
+    ServedWeights,
+    Timing,
+)
 from services.rollout.engine.reference.attention import (
     Block,
     CacheRows,
@@ -29,7 +36,6 @@ from services.rollout.engine.reference.drawing import (
 )
 from sluice.samples.sample import VersionSpan
 
-Version = tuple[int, str]  # number and digest
 TopTokens = tuple[tuple[int, float], ...]  # likeliest first, with log-probabilities
 
 
@@ -40,6 +46,7 @@ class Request:
     key: int
     generation: Generation
     prompt: PrefillPrompt
+    pinned: bool  # to the weights of its prompt; others follow those that serve
     seeds: tuple[int, ...]
     stops: tuple[int, ...]
     budget: int  # tokens each sample may have
@@ -77,6 +84,7 @@ class Scoring:
 
     key: int
     prompt: PrefillPrompt
+    pinned: bool
     first: int
     top_count: int = 0
     logprobs: list[float] = field(default_factory=list)
@@ -96,13 +104,13 @@ class Lane:
     sent: int = 0  # tokens already handed out
     began: float = 0.0  # when its first token was drawn; 0: never
     prompt_experts: torch.Tensor | None = None  # int16[prompt, mixture layers, chosen]
-    versions: list[tuple[int, Version]] = field(default_factory=list)
+    versions: list[tuple[int, ServedWeights]] = field(default_factory=list)
 
     @property
     def tempered(self) -> bool:
         return self.request.sampling.temperature not in (0, 1)
 
-    def mark(self, count: int, version: Version) -> None:
+    def mark(self, count: int, version: ServedWeights) -> None:
         """Notes that tokens from number `count` on come from `version`."""
         if self.versions and self.versions[-1][0] == count:
             self.versions.pop()
@@ -148,10 +156,11 @@ class Lane:
             VersionSpan(
                 version=version,
                 digest=digest,
+                base_digest=base,
                 first_token=max(begin, first),
                 last_token=min(until, end) - 1,
             )
-            for (begin, (version, digest)), until in zip(self.versions, untils, strict=True)
+            for (begin, (version, digest, base)), until in zip(self.versions, untils, strict=True)
             if max(begin, first) < min(until, end)
         )
 
@@ -299,7 +308,7 @@ class DecodeBatch:
         self._steps_left -= 1
         return full or self._steps_left == 0 or bool(columns.stopped().any())
 
-    def start(self, groups: Sequence[tuple[Request, list[Lane]]], version: Version) -> None:
+    def start(self, groups: Sequence[tuple[Request, list[Lane]]]) -> None:
         """Draws the first tokens of samples whose prompt is ready; `settle` must follow."""
         requests = [request for request, _ in groups]
         lanes = [lane for _, members in groups for lane in members]
@@ -316,7 +325,7 @@ class DecodeBatch:
         now = time.monotonic()
         for lane, slot in zip(lanes, slots, strict=True):
             lane.slot, lane.began = slot, now
-            lane.mark(0, version)
+            lane.mark(0, lane.request.prompt.served)
             lane.prompt_experts = lane.request.prompt.experts
         fresh = Columns.of(requests, repeats, drawn.tokens, slots, settings)
         self._outputs.write(fresh.slots, fresh.counts - 1, drawn)
@@ -349,11 +358,12 @@ class DecodeBatch:
         streams = [row for row, lane in enumerate(self.lanes) if lane.request.generation.stream]
         return self._read(streams, [None] * len(streams))
 
-    def mark(self, version: Version) -> None:
-        """Notes that tokens drawn from now on come from `version`."""
+    def mark(self) -> None:
+        """Notes that tokens drawn from now on come from the weights that prompts have now."""
         if self._columns is not None:
             for lane, count in zip(self.lanes, self._columns.counts.tolist(), strict=True):
-                lane.mark(count, version)
+                if lane.versions[-1][1] != lane.request.prompt.served:
+                    lane.mark(count, lane.request.prompt.served)
 
     def _draw(self, logits: torch.Tensor, settings: DrawSettings, positions: torch.Tensor) -> Drawn:
         if self._fixed_rows:

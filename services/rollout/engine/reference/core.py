@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,11 +16,13 @@ from services.rollout.engine.interface import (
     FinishReason,
     Generation,
     PauseMode,
+    ServedWeights,
     TokenScores,
     check_generation,
     check_score,
     waiting_text,
 )
+from services.rollout.engine.reference.adapters import Rows, ServingAdapter
 from services.rollout.engine.reference.attention import (
     Block,
     ForwardPlan,
@@ -40,7 +42,7 @@ from services.rollout.engine.reference.batch import (
 from services.rollout.engine.reference.drawing import Written
 from services.rollout.engine.reference.loading import PreparedWeights
 from services.rollout.engine.reference.model import ServingModel, Shown
-from services.rollout.errors import NoWeightsError
+from services.rollout.errors import NoWeightsError, VersionUnavailableError
 from sluice.runtime.errors import QueueFullError, ServiceError
 
 NOTHING_SHOWN = Sight((), torch.empty(3, 0, dtype=torch.int64), {})
@@ -112,6 +114,7 @@ def _run(
             keep += [first + row for row in work.wanted()]
             first += work.chunk
             ordered.append(work)
+    model.adapters.share(_owners(batch, width, ordered), whole=apart)
     plan = ForwardPlan(tuple(blocks))
     rows = torch.tensor(keep, dtype=torch.int64, device=device)
     shown = _show(model, ordered, width, apart=apart) if model.tower is not None else None
@@ -126,6 +129,16 @@ def _run(
             work.prompt.add_experts(chosen)
     _take(logits[width:], ordered)
     return logits[:width] if width else None
+
+
+def _owners(batch: DecodeBatch | None, width: int, works: Sequence[PromptWork]) -> Iterator[Rows]:
+    """Whose the rows of a pass are, in its order."""
+    if batch is not None and width:
+        for lane in batch.lanes:
+            yield lane.request.prompt.weights, 1
+        yield None, width - len(batch)
+    for work in works:
+        yield work.prompt.weights, work.chunk
 
 
 def _show(
@@ -308,10 +321,17 @@ class Intake:
         self.waiting = deque(item for item in self.waiting if item.key not in keys)
         self.active = [item for item in self.active if item.key not in keys]
 
-    def restart(self) -> None:
-        """Begins all prompts anew, for other weights."""
-        self.prefixes.clear()
-        for item in self.active:
+    def follow(self, items: Sequence[Item], weights: ServedWeights) -> None:
+        """Gives items other weights: prompts that are in work begin anew."""
+        active, waiting = set(self.active), set(self.waiting)
+        for item in items:
+            item.prompt.weights = weights
+            if item not in active and item not in waiting:
+                continue  # all its samples run
+            if isinstance(item, Request):
+                item.prompt.chain = self.prefixes.chain(item.prompt)
+            if item not in active:
+                continue
             item.prompt.restart()
             if isinstance(item, Scoring):
                 item.logprobs.clear()
@@ -334,7 +354,8 @@ class EngineCore:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.model: ServingModel | None = None
-        self.version: tuple[int, str] | None = None
+        self.base: ServedWeights | None = None  # the model, without adapters
+        self.version: ServedWeights | None = None  # what serves whoever names no version
         self.paused: PauseMode | None = None
         self.draining = False  # someone waits for what runs to end: nothing new begins
         self.outbox: list[tuple[int, Outcome]] = []
@@ -407,10 +428,44 @@ class EngineCore:
             self.model = model
             self._batch = DecodeBatch(model.cache_shape, self.max_length, fixed)
         retired = model.swap(weights.parameters)
-        self.version = (weights.version, weights.digest)
-        self._batch.mark(self.version)
-        self._intake.restart()
+        self._intake.prefixes.clear()
+        self.base = ServedWeights(weights.version, weights.digest)
+        self._follow(self.base, list(self._live.values()))
         return retired
+
+    @torch.inference_mode()
+    def serve_adapter(self, adapter: ServingAdapter, *, drain: bool) -> list[ServingAdapter]:
+        """Serves an adapter from the next step on, to whoever names no version.
+
+        With `drain` what has begun goes on under the weights that it has. Returns the adapters
+        that are let go.
+        """
+        assert self.model is not None
+        assert self._batch is not None
+        if drain:
+            for item in self._begun():
+                item.pinned = True
+        self.model.adapters.add(adapter)
+        self._follow(adapter.weights, [i for i in self._live.values() if not i.pinned])
+        return self._release_adapters()
+
+    def _follow(self, weights: ServedWeights, items: Sequence[Item]) -> None:
+        assert self._batch is not None
+        self.version = weights
+        self._intake.follow(items, weights)
+        self._batch.mark()
+
+    def _release_adapters(self) -> list[ServingAdapter]:
+        """Lets go of the oldest adapters that nobody uses, beyond the limit."""
+        assert self.model is not None
+        assert self.version is not None
+        used = {item.prompt.served.version for item in self._live.values()}
+        return self.model.adapters.release(self.config.max_adapters, used | {self.version.version})
+
+    @property
+    def adapters(self) -> list[ServedWeights]:
+        """The adapters that are held, in the order of their commits."""
+        return [] if self.model is None else [a.weights for a in self.model.adapters.held.values()]
 
     def submit(self, key: int, generation: Generation) -> None:
         """Queues a request; its deltas come to the outbox. Raises typed errors."""
@@ -421,11 +476,13 @@ class EngineCore:
         text = replace(generation, prompt_token_ids=shown.token_ids, media=())
         check_generation(text, model.vocabulary_size, self.max_length, self.config)
         sampling, prompt = generation.sampling, model.prompt(shown, generation.media)
+        prompt.weights = self._pick(generation.version)
         fresh = (secrets.randbits(63) for _ in range(generation.sample_count))
         request = Request(
             key=key,
             generation=text,
             prompt=prompt,
+            pinned=generation.version is not None,
             seeds=sampling.seeds or tuple(fresh),
             stops=tuple(model.stop_token_ids | frozenset(sampling.stop_token_ids)),
             budget=min(sampling.max_new_tokens, self.max_length - prompt.length),
@@ -434,14 +491,25 @@ class EngineCore:
         self._live[key] = request
 
     def submit_score(
-        self, key: int, token_ids: Sequence[int], prompt_length: int, top_count: int = 0
+        self,
+        key: int,
+        token_ids: Sequence[int],
+        prompt_length: int,
+        top_count: int = 0,
+        version: int | None = None,
     ) -> None:
-        """Queues a scoring; its scores come to the outbox."""
+        """Queues a scoring, by weights that are held if it names any; scores come to the outbox."""
         model = self._serving()
         check_score(token_ids, prompt_length, model.vocabulary_size, self.max_length)
         model.images.check_text(token_ids)
+        prompt = PrefillPrompt.of(token_ids)
+        prompt.weights = self._pick(version)
         scoring = Scoring(
-            key=key, prompt=PrefillPrompt.of(token_ids), first=prompt_length, top_count=top_count
+            key=key,
+            prompt=prompt,
+            pinned=version is not None,
+            first=prompt_length,
+            top_count=top_count,
         )
         self._intake.push(scoring)
         self._live[key] = scoring
@@ -489,11 +557,26 @@ class EngineCore:
             self._hand_out(self._batch.settle())
         if self._batch.streaming:
             self._hand_out(self._batch.stream())
+        if len(self.model.adapters.held) > self.config.max_adapters:
+            self._release_adapters()
 
     def _serving(self) -> ServingModel:
         if self.model is None or self.version is None:
             raise NoWeightsError("the engine has no weights yet")
         return self.model
+
+    def _pick(self, version: int | None) -> ServedWeights:
+        """The weights of that version. Raises VersionUnavailableError for one not held."""
+        assert self.base is not None
+        assert self.version is not None
+        if version is None:
+            return self.version
+        for weights in (self.base, *self.adapters):
+            if weights.version == version:
+                return weights
+        raise VersionUnavailableError(
+            f"version {version} is not held", serving=self.version.version, exact_version=version
+        )
 
     def _begun(self) -> list[Item]:
         waiting = set(self._intake.waiting)
@@ -507,14 +590,13 @@ class EngineCore:
     def _start_lanes(self) -> bool:
         """Starts as many samples as there is room for."""
         assert self._batch is not None
-        assert self.version is not None
         groups = [
             (request, [Lane(request, request.started + number) for number in range(count)])
             for request, count in self._intake.startable(*self._room())
         ]
         if not groups:
             return False
-        self._batch.start(groups, self.version)
+        self._batch.start(groups)
         for request, lanes in groups:
             self._intake.start(request, len(lanes))
             self.reserved_tokens += len(lanes) * request.reserved

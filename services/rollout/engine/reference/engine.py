@@ -29,6 +29,7 @@ from services.rollout.engine.interface import (
     RankLoad,
     TokenScores,
 )
+from services.rollout.engine.reference.adapters import ServingAdapter
 from services.rollout.engine.reference.core import EngineCore, Outcome
 from services.rollout.engine.reference.loading import (
     READERS,
@@ -38,10 +39,12 @@ from services.rollout.engine.reference.loading import (
     open_model,
 )
 from services.rollout.engine.reference.model import ServingModel, lower_priority, yield_to_others
-from services.rollout.engine.versions import PreparedVersions
+from services.rollout.engine.versions import PreparedVersions, check_adapter, check_whole
 from services.rollout.errors import (
+    AdapterBaseError,
     DuplicateRequestError,
     EngineFailedError,
+    MixedWeightsError,
     UnfitWeightsError,
 )
 from sluice import platform
@@ -252,7 +255,7 @@ class ReferenceEngine(Engine):
         self._stagers = ThreadPoolExecutor(READERS, "engine-stage", initializer=lower_priority)
         self._versions = VersionLoader(self._dtype, self._device)
         self._serving: PreparedWeights | None = None
-        self._prepared = PreparedVersions[PreparedWeights]()
+        self._prepared = PreparedVersions[PreparedWeights | ServingAdapter]()
         self._receiver: Receiver | None = None
         self._keys = itertools.count(1)
         self._streams: dict[int, asyncio.Queue[Outcome]] = {}
@@ -285,14 +288,22 @@ class ReferenceEngine(Engine):
                 left -= outcome.finish_reason is not None
                 yield outcome
 
-    async def score(self, token_ids: Sequence[int], prompt_length: int) -> list[float]:
-        return list((await self.score_top(token_ids, prompt_length, 0)).logprobs)
+    async def score(
+        self, token_ids: Sequence[int], prompt_length: int, version: int | None = None
+    ) -> list[float]:
+        return list((await self.score_top(token_ids, prompt_length, 0, version)).logprobs)
 
     async def score_top(
-        self, token_ids: Sequence[int], prompt_length: int, top_count: int
+        self,
+        token_ids: Sequence[int],
+        prompt_length: int,
+        top_count: int,
+        version: int | None = None,
     ) -> TokenScores:
         with self._stream("") as (key, outcomes):
-            submit = partial(self._core.submit_score, key, token_ids, prompt_length, top_count)
+            submit = partial(
+                self._core.submit_score, key, token_ids, prompt_length, top_count, version
+            )
             self._thread.post(submit, key)
             outcome = await outcomes.get()
             if isinstance(outcome, ServiceError):
@@ -315,7 +326,10 @@ class ReferenceEngine(Engine):
         if self._prepared.has(version, digest):
             return
         known = self._versions.model
-        weights = await self._load(partial(self._versions.load, version, digest, directory))
+        core = self._core
+        weights = await self._load(
+            partial(self._versions.load, version, digest, directory, core.base, core.adapters)
+        )
         if known is None:
             self._watched(self._known_model())
         self._prepared.add(weights)
@@ -339,7 +353,13 @@ class ReferenceEngine(Engine):
         return self._versions.model
 
     def check_incoming(self, manifest: Manifest) -> None:
-        self._known_model().check_incoming(manifest)
+        check_whole(manifest, self._core.adapters)
+        model = self._known_model()
+        if manifest.adapter is None:
+            model.check_incoming(manifest)
+            return
+        check_adapter(manifest, self._core.base)
+        model.adapters.check(manifest.version, manifest.tensors)
 
     async def leave_transfer(self) -> None:
         self._leave_transfer()
@@ -354,7 +374,8 @@ class ReferenceEngine(Engine):
         receiver = self._receiver
         assert receiver is not None, "no group was joined"
         try:
-            fit = partial(fit_received, self._known_model(), incoming.manifest)
+            model, base = self._known_model(), self._core.base
+            fit = partial(fit_received, model, base, incoming.manifest)
             weights = await receiver.receive(incoming.buckets, incoming.seconds, fit)
         except BaseException:
             if self._receiver is receiver:
@@ -370,6 +391,10 @@ class ReferenceEngine(Engine):
 
     async def commit(self, version: int, mode: PauseMode) -> float:
         with self._prepared.serving(version) as weights:
+            if isinstance(weights, ServingAdapter):
+                return await self._commit_adapter(weights, mode)
+            if self._core.adapters:  # committed since it was prepared
+                raise MixedWeightsError(f"version {version} would take adapters their base")
             swap = partial(self._swap, self._known_model(), weights, mode)
             wait = mode is PauseMode.WAIT
             self._pause_seconds, retired = await self._thread.call(swap, when_quiet=wait)
@@ -377,9 +402,30 @@ class ReferenceEngine(Engine):
         self._loader.submit(self._retire, before, retired)
         return self._pause_seconds
 
+    async def _commit_adapter(self, adapter: ServingAdapter, mode: PauseMode) -> float:
+        """Nothing waits: what has begun may go on under the adapter that it began with."""
+        swap = partial(self._swap_adapter, adapter, mode)
+        self._pause_seconds, gone = await self._thread.call(swap)
+        self._loader.submit(gone.clear)
+        return self._pause_seconds
+
+    def _swap_adapter(
+        self, adapter: ServingAdapter, mode: PauseMode
+    ) -> tuple[float, list[ServingAdapter]]:
+        began = time.monotonic()
+        base = self._core.base
+        if base is None or base.digest != adapter.spec.base_digest:
+            raise AdapterBaseError(
+                f"the base of version {adapter.version} serves no more", version=adapter.version
+            )
+        if mode is PauseMode.ABORT:
+            self._core.abort_running()
+        gone = self._core.serve_adapter(adapter, drain=mode is PauseMode.WAIT)
+        return time.monotonic() - began, gone
+
     def status(self) -> EngineStatus:
         core = self._core
-        version, digest = core.version or (None, "")
+        version, digest, _ = core.version or (None, "", "")
         busy, busy_seconds = self._thread.doing
         load = RankLoad(
             running_count=core.running_count,
@@ -405,6 +451,8 @@ class ReferenceEngine(Engine):
             extra={"prefix_hit_tokens_total": core.prefix_hit_tokens},
             deterministic=self._config.deterministic,
             transfer_ranks=1,
+            base=core.base,
+            adapters=tuple(core.adapters),
         )
 
     async def close(self) -> None:

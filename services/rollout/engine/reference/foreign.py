@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from services.rollout.engine.reference.adapters import AdapterLayers
 from services.rollout.engine.reference.attention import (
     Block,
     CacheShape,
@@ -52,15 +53,23 @@ def token_cache(device: torch.device) -> CacheShape:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """Rows [N, L] of a block, and which (row, column) of them logits are wanted of."""
+    """Rows [N, L] of a block, and which (row, column) of them logits are wanted of.
+
+    first: the first token of the pass that belongs to each row.
+    """
 
     rows: torch.Tensor
+    first: torch.Tensor
     row: torch.Tensor
     column: torch.Tensor
 
 
 def run_whole_rows(
-    module: Any, tokens: torch.Tensor, plan: ForwardPlan, keep: torch.Tensor
+    module: Any,
+    tokens: torch.Tensor,
+    plan: ForwardPlan,
+    keep: torch.Tensor,
+    adapters: AdapterLayers,
 ) -> torch.Tensor:
     """Compute logits float32[len(keep), V] of rows `keep` of a pass over tokens int64[T]."""
     width = module.config.get_text_config().vocab_size
@@ -70,12 +79,15 @@ def run_whole_rows(
         count = _width(block)
         mine = ((keep >= first) & (keep < first + count)).nonzero()[:, 0]
         wanted = _write(block, tokens[first : first + count], keep[mine] - first)
-        first += count
+        begin, first = first, first + count
         if wanted is None or not len(mine):
             continue
         columns, place = wanted.column.unique(return_inverse=True)
         # What stands behind a row's own tokens is older or empty: nothing before it sees that.
+        owners = (begin + wanted.first).repeat_interleave(wanted.rows.shape[1])
+        shares = adapters.select(owners)
         made = module(input_ids=wanted.rows, use_cache=False, logits_to_keep=columns).logits
+        adapters.restore(shares)
         logits[mine] = made[wanted.row, place].float()
     return logits
 
@@ -92,7 +104,8 @@ def _write(block: Block, tokens: torch.Tensor, kept: torch.Tensor) -> _Wanted | 
     if isinstance(block, DecodeBlock):
         rows = torch.arange(block.count, device=tokens.device)
         cache[rows, block.positions] = tokens
-        return _Wanted(cache[: block.count, : block.length], kept, block.positions[kept])
+        return _Wanted(cache[: block.count, : block.length], rows, kept, block.positions[kept])
     end = block.start + block.chunk
     cache[:, block.start : end] = tokens.view(block.count, block.chunk)
-    return _Wanted(cache[:, :end], kept // block.chunk, block.start + kept % block.chunk)
+    firsts = torch.arange(block.count, device=tokens.device) * block.chunk
+    return _Wanted(cache[:, :end], firsts, kept // block.chunk, block.start + kept % block.chunk)

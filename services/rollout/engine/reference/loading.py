@@ -11,9 +11,13 @@ from pathlib import Path
 
 import torch
 
+from services.rollout.engine.interface import ServedWeights
+from services.rollout.engine.reference.adapters import ServingAdapter
 from services.rollout.engine.reference.model import ServingModel, lower_priority
 from services.rollout.engine.versions import (
+    check_adapter,
     check_processor,
+    check_whole,
     checked_manifest,
     describe_model,
     reading,
@@ -40,13 +44,18 @@ class PreparedWeights:
 
 
 def fit_received(
-    model: ServingModel, manifest: Manifest, tensors: Iterator[tuple[str, torch.Tensor]]
-) -> PreparedWeights:
+    model: ServingModel,
+    base: ServedWeights | None,
+    manifest: Manifest,
+    tensors: Iterator[tuple[str, torch.Tensor]],
+) -> PreparedWeights | ServingAdapter:
     """Fits a version that comes tensor by tensor; all of it is read, whatever it fits.
 
-    Raises UnfitWeightsError and what the iterator raises.
+    Raises UnfitWeightsError, AdapterBaseError, UnfitAdapterError and what the iterator raises.
     """
     received = dict(tensors)
+    if manifest.adapter is not None:
+        return model.adapters.fit(manifest, check_adapter(manifest, base), received)
     model.check_named(manifest.version, received)
     return PreparedWeights(manifest.version, manifest.digest, model.fit(received), owned=True)
 
@@ -141,16 +150,27 @@ class VersionLoader:
             for parameter in weights.parameters.values():
                 self._spare.give(parameter.detach())
 
-    def load(self, version: int, digest: str, directory: Path) -> PreparedWeights:
+    def load(
+        self,
+        version: int,
+        digest: str,
+        directory: Path,
+        base: ServedWeights | None = None,
+        adapters: Collection[ServedWeights] = (),
+    ) -> PreparedWeights | ServingAdapter:
         """Reads, verifies and fits a version directory; the model goes on serving.
 
         Shards that were staged as the manifest has them are not read again. Without a model the
-        directory's config builds it. Raises DigestMismatchError, UnfitWeightsError or
-        UnsupportedModelError.
+        directory's config builds it. `base` serves, and `adapters` are held with it. Raises
+        DigestMismatchError, UnfitWeightsError, UnsupportedModelError, AdapterBaseError,
+        UnfitAdapterError or MixedWeightsError.
         """
         try:
             with reading(version):
                 manifest = checked_manifest(directory, version, digest)
+                check_whole(manifest, adapters)
+                if manifest.adapter is not None:
+                    return self._load_adapter(directory, manifest, base)
                 if self.model is not None and self.model.names_match(manifest.tensors):
                     self.model.check_incoming(manifest)
                     check_companions(directory, manifest)
@@ -167,6 +187,15 @@ class VersionLoader:
         # Checkpoints of some architectures name or cut tensors in another way than the module.
         converted = ServingModel(directory, self._dtype, self._device)
         return PreparedWeights(version, digest, model.fit(converted.parameters()), owned=True)
+
+    def _load_adapter(
+        self, directory: Path, manifest: Manifest, base: ServedWeights | None
+    ) -> ServingAdapter:
+        spec = check_adapter(manifest, base)
+        assert self.model is not None
+        self.model.adapters.check(manifest.version, manifest.tensors)  # before a byte is read
+        tensors = dict(load_verified(directory, manifest))
+        return self.model.adapters.fit(manifest, spec, tensors)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

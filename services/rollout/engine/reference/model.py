@@ -16,6 +16,7 @@ import torch
 
 from services.rollout.engine.images import ImageReader, ShownPrompt, reads_media
 from services.rollout.engine.interface import Media
+from services.rollout.engine.reference.adapters import AdapterLayers
 from services.rollout.engine.reference.attention import (
     IMPLEMENTATION,
     CacheShape,
@@ -149,6 +150,7 @@ class ServingModel:
         self.cache_shape = (
             token_cache(device) if self._foreign else _cache_shape(config, dtype, device)
         )
+        self.adapters = AdapterLayers(self.module, device)
         self._places = _places(model)
         self._shapes = {names: model.get_parameter(names[0]).shape for names in self._places}
         self._dtype, self._device = dtype, device
@@ -211,7 +213,7 @@ class ServingModel:
         tokens: int64[T]. positions: int64[3, T], all alike for text.
         """
         if self._foreign:
-            return run_whole_rows(self.module, tokens, plan, keep)
+            return run_whole_rows(self.module, tokens, plan, keep, self.adapters)
         if self.tower is None:
             logits = self.module(
                 input_ids=tokens[None],

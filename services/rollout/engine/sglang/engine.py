@@ -147,11 +147,17 @@ class SglangEngine(Engine):
             del self._jobs[name]
             await job.close()
 
-    async def score(self, token_ids: Sequence[int], prompt_length: int) -> list[float]:
-        return list((await self.score_top(token_ids, prompt_length, 0)).logprobs)
+    async def score(
+        self, token_ids: Sequence[int], prompt_length: int, version: int | None = None
+    ) -> list[float]:
+        return list((await self.score_top(token_ids, prompt_length, 0, version)).logprobs)
 
     async def score_top(
-        self, token_ids: Sequence[int], prompt_length: int, top_count: int
+        self,
+        token_ids: Sequence[int],
+        prompt_length: int,
+        top_count: int,
+        version: int | None = None,
     ) -> TokenScores:
         self._check_serving()
         check_score(token_ids, prompt_length, self._vocabulary, self._max_length)

@@ -42,15 +42,29 @@ class WeightVersion(_message.Message):
     digest: str
     def __init__(self, version: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
 
+class AdapterSpec(_message.Message):
+    __slots__ = ("rank", "alpha", "targets", "base_digest")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    ALPHA_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    BASE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    alpha: float
+    targets: _containers.RepeatedScalarFieldContainer[str]
+    base_digest: str
+    def __init__(self, rank: _Optional[int] = ..., alpha: _Optional[float] = ..., targets: _Optional[_Iterable[str]] = ..., base_digest: _Optional[str] = ...) -> None: ...
+
 class VersionSpan(_message.Message):
-    __slots__ = ("weights", "first_token", "last_token")
+    __slots__ = ("weights", "first_token", "last_token", "base_digest")
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     LAST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    BASE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     weights: WeightVersion
     first_token: int
     last_token: int
-    def __init__(self, weights: _Optional[_Union[WeightVersion, _Mapping]] = ..., first_token: _Optional[int] = ..., last_token: _Optional[int] = ...) -> None: ...
+    base_digest: str
+    def __init__(self, weights: _Optional[_Union[WeightVersion, _Mapping]] = ..., first_token: _Optional[int] = ..., last_token: _Optional[int] = ..., base_digest: _Optional[str] = ...) -> None: ...
 
 class FloatValues(_message.Message):
     __slots__ = ("values",)

@@ -556,20 +556,22 @@ class TransferOutcome(_message.Message):
     def __init__(self, engine_id: _Optional[str] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class PublishWeightsResponse(_message.Message):
-    __slots__ = ("weights", "step", "byte_count", "full_byte_count", "transfer", "engines")
+    __slots__ = ("weights", "step", "byte_count", "full_byte_count", "transfer", "engines", "adapter")
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     BYTE_COUNT_FIELD_NUMBER: _ClassVar[int]
     FULL_BYTE_COUNT_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     weights: _sample_pb2.WeightVersion
     step: int
     byte_count: int
     full_byte_count: int
     transfer: _duration_pb2.Duration
     engines: _containers.RepeatedCompositeFieldContainer[TransferOutcome]
-    def __init__(self, weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., step: _Optional[int] = ..., byte_count: _Optional[int] = ..., full_byte_count: _Optional[int] = ..., transfer: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., engines: _Optional[_Iterable[_Union[TransferOutcome, _Mapping]]] = ...) -> None: ...
+    adapter: _sample_pb2.AdapterSpec
+    def __init__(self, weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., step: _Optional[int] = ..., byte_count: _Optional[int] = ..., full_byte_count: _Optional[int] = ..., transfer: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., engines: _Optional[_Iterable[_Union[TransferOutcome, _Mapping]]] = ..., adapter: _Optional[_Union[_sample_pb2.AdapterSpec, _Mapping]] = ...) -> None: ...
 
 class PublishWeightsMetadata(_message.Message):
     __slots__ = ("version", "create_time")
