@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from services.rollout.environments.isolation import WORKER_MODULE
+from sluice.durable import replace_file
 from sluice.loop.ledger import Ledger
+from sluice.samples.blobs import BlobNotFoundError, read_blob
 from tools.fault_cases import Disturbance
 from tools.fault_network import part_processes
 
@@ -92,15 +94,24 @@ def _newest(directory: Path, pattern: str) -> list[Path]:
 
 
 def _blobs(scene: Scene, state: str) -> list[Path]:
-    """Of the groups of a state; of consumed ones those that the last step took."""
+    """Of the groups of a state; of consumed ones those that the last step took.
+
+    Each gets a file of its own, as one that was written alone has, so that it alone is damaged.
+    """
     ledger = Ledger(scene.run_dir / "ledger.sqlite")
     try:
         groups = [group for group in ledger.groups(state) if group.blob is not None]
         last = max((group.consumed_step or 0 for group in groups), default=0)
-        digests = [g.blob.digest for g in groups if g.blob and (g.consumed_step or 0) == last]
+        blobs = [g.blob for g in groups if g.blob and (g.consumed_step or 0) == last]
     finally:
         ledger.close()
-    return [scene.store / "blobs" / digest[:2] / digest for digest in digests]
+    folder, found = scene.store / "blobs", []
+    for blob in blobs:
+        path = folder / blob.digest[:2] / blob.digest
+        with suppress(BlobNotFoundError):
+            replace_file(path, read_blob(scene.store, blob), temporary=folder / "tmp")
+            found.append(path)
+    return found
 
 
 def _of_version(pattern: str) -> Callable[[Scene], list[Path]]:

@@ -1,5 +1,7 @@
 """A group of samples as one Arrow IPC file, which pandas, polars and duckdb open as well.
 
+Blobs that were stored together share a file: `BlobStore.get` has the bytes of one.
+
 One record batch, one row a sample. Only columns that a row has are in the file; a row without
 one has null there. https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format
 
@@ -9,17 +11,16 @@ plans with them reads neither the rows nor the whole file. Files of older versio
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import xxhash
 
+from sluice.samples.blobs import BlobFile
 from sluice.samples.sample import (
     COLUMNS,
     Column,
@@ -189,14 +190,14 @@ def read_metadata(data: bytes | memoryview) -> dict[str, str]:
     return {key.decode(): value.decode() for key, value in pairs if key not in _RESERVED}
 
 
-def read_facts(source: bytes | memoryview | Path) -> RowFacts | None:
+def read_facts(source: bytes | memoryview | BlobFile) -> RowFacts | None:
     """Return the facts about the rows, None where the file has none; reads no rows.
 
-    The source, content or a file, need not be verified: facts have a digest of their own.
+    The source, content or a blob, need not be verified: facts have a digest of their own.
     Raises InvalidGroupError.
     """
     try:
-        head = _read_head(source) if isinstance(source, Path) else source
+        head = _read_head(source) if isinstance(source, BlobFile) else source
         schema = pa.ipc.read_schema(pa.py_buffer(head)[_MAGIC_BYTES:])
     except (pa.ArrowException, OSError) as error:
         raise InvalidGroupError(f"not an Arrow file: {error}") from error
@@ -215,16 +216,12 @@ def read_facts(source: bytes | memoryview | Path) -> RowFacts | None:
 _MAGIC_BYTES = 8  # of the format's name, padded; then a marker, a length of 4 bytes, the schema
 
 
-def _read_head(path: Path) -> bytes:
+def _read_head(file: BlobFile) -> bytes:
     """Return what precedes the rows. The footer says it too, and is slower to read."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        head = os.pread(file, HEAD_BYTES, 0)
-        length = int.from_bytes(head[_MAGIC_BYTES + 4 : _MAGIC_BYTES + 8], "little")
-        end = min(_MAGIC_BYTES + 8 + length, os.fstat(file).st_size)
-        return head + os.pread(file, end - len(head), len(head)) if end > len(head) else head
-    finally:
-        os.close(file)
+    head = file.read(0, HEAD_BYTES)
+    length = int.from_bytes(head[_MAGIC_BYTES + 4 : _MAGIC_BYTES + 8], "little")
+    end = _MAGIC_BYTES + 8 + length
+    return head + file.read(len(head), end - len(head)) if end > len(head) else head
 
 
 def _open(source: bytes | memoryview) -> pa.ipc.RecordBatchFileReader:

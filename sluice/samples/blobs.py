@@ -9,14 +9,16 @@ shared to append, exclusive to drop or compact, so that no file vanishes under a
 
 from __future__ import annotations
 
+import errno
 import logging
 import mmap
 import os
 import re
 import secrets
+import struct
 import time
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -145,7 +147,11 @@ class PinBoard:
 
 ABANDONED_SECONDS = 3600.0  # a file in the making untouched for so long has lost its writer
 UNLINKS_PER_LOCK = 64  # bounds how long the collector holds up others
-MAPPED_BYTES = 1 << 16  # a smaller file is read: its pages cost more to map than to copy
+MAPPED_BYTES = 1 << 16  # a smaller content is read: its pages cost more to map than to copy
+ALIGNMENT = 64  # of a content that shares its file, as Arrow has it
+PACK_MARK = b"\x89sluice\n"  # ends a file of several contents; before it their table and its length
+_ENTRY, _TAIL = struct.Struct("<16sQQ"), struct.Struct("<Q8s")  # digest, offset, size; count, mark
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}  # of a file system
 
 
 class BlobNotFoundError(Exception):
@@ -172,39 +178,133 @@ class BlobReference:
     size: int
 
 
+@dataclass(frozen=True)
+class BlobFile:
+    """Where the content of a blob lies in an open file, which may hold others too."""
+
+    descriptor: int
+    offset: int
+    size: int
+
+    def read(self, start: int, size: int) -> bytes:
+        """Return up to `size` bytes of the content, from `start` on."""
+        size = max(0, min(size, self.size - start))
+        return os.pread(self.descriptor, size, self.offset + start)
+
+    def view(self) -> memoryview:
+        """Return the content, a large one mapped; it outlives the file."""
+        if self.size <= MAPPED_BYTES:
+            return memoryview(self.read(0, self.size))
+        whole = memoryview(mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_READ))
+        return whole[self.offset : self.offset + self.size]
+
+
+@contextmanager
+def open_blob(path: Path) -> Iterator[BlobFile]:
+    """Open the blob that is named like `path`, unchecked. Raises BlobNotFoundError.
+
+    A file whose table does not name it is taken for the content: that has a digest to tell.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError as error:
+        raise BlobNotFoundError(path.name) from error
+    try:
+        size = os.fstat(descriptor).st_size
+        yield _find_in_pack(descriptor, size, path.name) or BlobFile(descriptor, 0, size)
+    finally:
+        os.close(descriptor)
+
+
+def _find_in_pack(descriptor: int, size: int, digest: str) -> BlobFile | None:
+    if size < _TAIL.size:
+        return None
+    count, mark = _TAIL.unpack(os.pread(descriptor, _TAIL.size, size - _TAIL.size))
+    start = size - _TAIL.size - count * _ENTRY.size
+    if mark != PACK_MARK or start < 0:
+        return None
+    wanted = bytes.fromhex(digest)
+    for name, offset, length in _ENTRY.iter_unpack(
+        os.pread(descriptor, count * _ENTRY.size, start)
+    ):
+        if name == wanted and offset + length <= start:
+            return BlobFile(descriptor, offset, length)
+    return None
+
+
 class _Draft:
-    """A blob in the making: a file that nobody else looks at until it has the blob's name."""
+    """Contents in the making: a file that nobody else looks at until it has their names.
 
-    def __init__(self, path: Path, directory: Path) -> None:
-        self.path, self.folder = path, path.parent
-        self._source = temporary_path(directory, path.name)
+    Several lie in it one after the other, with a table behind them, and each name is a link to
+    it: they share the file and the wait for it, and the file is gone with the last of them.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._source = directory, temporary_path(directory, "put")
         self._file = FileIO(self._source, "xb")
-        self._is_named = False
+        self._parts: dict[Path, tuple[int, int]] = {}
+        self._end = 0
 
-    def write(self, data: bytes | memoryview) -> None:
+    def __contains__(self, path: Path) -> bool:
+        return path in self._parts
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    @property
+    def folders(self) -> set[Path]:
+        return {path.parent for path in self._parts}
+
+    def write(self, path: Path, data: bytes | memoryview) -> None:
+        """Add the content that is to be named `path`."""
         with naming(self._source):
+            if padding := -self._end % ALIGNMENT:
+                write_all(self._file, bytes(padding))
             write_all(self._file, data)
+        size = memoryview(data).nbytes
+        self._parts[path] = (self._end + padding, size)
+        self._end += padding + size
 
     def finish(self, *, sync: bool) -> None:
-        """End the file; `sync` waits for the disk, which takes others meanwhile."""
+        """End the file; `sync` waits for the disk."""
         with naming(self._source):
+            if len(self._parts) > 1:
+                entries = (
+                    _ENTRY.pack(bytes.fromhex(path.name), *part)
+                    for path, part in self._parts.items()
+                )
+                write_all(self._file, b"".join(entries) + _TAIL.pack(len(self._parts), PACK_MARK))
             if sync:
                 os.fsync(self._file.fileno())
             self._file.close()  # only now: a file that is closed may lose an error of the disk
 
-    def name(self) -> None:
-        """Give it the name of the blob, as young as then; done again it does nothing."""
-        if not self._is_named:
-            os.utime(self._source)
-            self._source.replace(self.path)
-            self._is_named = True
+    def name(self, *, sync: bool) -> None:
+        """Give it the names of its blobs, as young as then; done again it does nothing else."""
+        os.utime(self._source)
+        for path, (offset, size) in self._parts.items():
+            try:
+                self._link(path)
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                with self._source.open("rb") as file:
+                    data = os.pread(file.fileno(), size, offset)
+                replace_file(path, data, temporary=self._directory, sync=sync)
+
+    def _link(self, path: Path) -> None:
+        try:
+            os.link(self._source, path)
+        except FileExistsError:  # another was faster, or it is damaged
+            again = temporary_path(self._directory, path.name)
+            os.link(self._source, again)
+            again.replace(path)
+            again.unlink(missing_ok=True)  # two links to one file are not replaced
 
     def discard(self) -> None:
-        """Leave nothing but the blob that has its name."""
-        if not self._is_named:
-            with suppress(OSError):  # what it was to hold is given up
-                self._file.close()
-            self._source.unlink(missing_ok=True)
+        """Leave nothing but the names it was given."""
+        with suppress(OSError):  # what it was to hold is given up
+            self._file.close()
+        self._source.unlink(missing_ok=True)
 
 
 def read_blob(root: Path, reference: BlobReference) -> memoryview:
@@ -214,21 +314,14 @@ def read_blob(root: Path, reference: BlobReference) -> memoryview:
     BlobDigestError.
     """
     digest = reference.digest
-    content: bytes | mmap.mmap
     if not DIGEST.fullmatch(digest):
         raise BlobNotFoundError(digest)
-    try:
-        with (root / "blobs" / digest[:2] / digest).open("rb") as file:
-            if os.fstat(file.fileno()).st_size > MAPPED_BYTES:
-                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            else:
-                content = file.read()
-    except FileNotFoundError as error:
-        raise BlobNotFoundError(digest) from error
+    with open_blob(root / "blobs" / digest[:2] / digest) as file:
+        content = file.view()
     actual = xxhash.xxh3_128_hexdigest(content)
     if actual != digest:
         raise BlobDigestError(digest, actual)
-    return memoryview(content)
+    return content
 
 
 class BlobStore:
@@ -266,30 +359,30 @@ class BlobStore:
     def put_all(self, contents: Iterable[bytes | memoryview]) -> list[BlobReference]:
         """Store contents, as `put` does each; all are durable when it returns.
 
-        They share what need not be done for each: the waits for the disk, the lock, and the
-        folders. A content is taken when the one before is written; its file stays open until
-        all are. When it raises, some may be there and others not.
+        They share a file, and so the wait for it, the lock, and the folders. A content is taken
+        when the one before is written. When it raises, some may be there and others not.
         """
-        references, drafts = list[BlobReference](), dict[str, _Draft]()
+        references, draft = list[BlobReference](), None
         try:
             for data in contents:
                 reference = BlobReference(xxhash.xxh3_128_hexdigest(data), memoryview(data).nbytes)
                 references.append(reference)
                 path = self._path(reference.digest)
-                if reference.digest not in drafts and not self._renew(path, data):
-                    drafts[reference.digest] = draft = self._draft(path)
-                    draft.write(data)
-            # none before all are written: the disk takes them at once
-            for draft in drafts.values():
-                draft.finish(sync=self.sync)
+                if (draft is None or path not in draft) and not self._renew(path, data):
+                    draft = draft or self._draft()
+                    draft.write(path, data)
+            if draft is None:
+                return references
+            draft.finish(sync=self.sync)
+            for _ in range(len(draft)):
                 faults.point("blob.written")
-            self._name(drafts.values())
+            self._name(draft)
         finally:
-            for draft in drafts.values():
+            if draft is not None:
                 draft.discard()
-        for folder in {draft.folder for draft in drafts.values()}:
+        for folder in draft.folders:
             self._sync(folder)
-        for _ in drafts:
+        for _ in range(len(draft)):
             faults.point("blob.stored")
         return references
 
@@ -300,9 +393,12 @@ class BlobStore:
         """
         return read_blob(self.root, reference)
 
-    def locate(self, reference: BlobReference) -> Path:
-        """Return where the blob is, if it is, for readers of parts with a digest of their own."""
-        return self._path(reference.digest)
+    def open(self, reference: BlobReference) -> AbstractContextManager[BlobFile]:
+        """Open a blob, unchecked, for readers of parts with a digest of their own.
+
+        Raises BlobNotFoundError.
+        """
+        return open_blob(self._path(reference.digest))
 
     def exists(self, reference: BlobReference) -> bool:
         """Tell whether the blob is there; without a pin it may be collected any moment."""
@@ -379,10 +475,11 @@ class BlobStore:
             return False
         with locked(self._lock, shared=True):
             try:
-                if path.read_bytes() != data:
-                    return False  # damaged: written anew
+                with open_blob(path) as file:
+                    if file.view() != data:
+                        return False  # damaged: written anew
                 os.utime(path)
-            except FileNotFoundError:
+            except (BlobNotFoundError, FileNotFoundError):
                 return False
             self._sync(path)  # its writer may not have come so far
             self._sync(path.parent)
@@ -398,27 +495,24 @@ class BlobStore:
         for directory in (self._blobs, self.root):
             self._sync(directory)
 
-    def _draft(self, path: Path) -> _Draft:
+    def _draft(self) -> _Draft:
         try:
-            return _Draft(path, self._temporary)
+            return _Draft(self._temporary)
         except FileNotFoundError:  # somebody has removed a folder
             self._make_folders()
-            return _Draft(path, self._temporary)
+            return _Draft(self._temporary)
 
-    def _name(self, drafts: Collection[_Draft]) -> None:
-        folders = {draft.folder for draft in drafts}
+    def _name(self, draft: _Draft) -> None:
         try:
-            self._make_durable(folders)
-            self._name_locked(drafts)
+            self._name_locked(draft)
         except FileNotFoundError:
             self._make_folders()
-            self._make_durable(folders)
-            self._name_locked(drafts)
+            self._name_locked(draft)
 
-    def _name_locked(self, drafts: Iterable[_Draft]) -> None:
+    def _name_locked(self, draft: _Draft) -> None:
+        self._make_durable(draft.folders)
         with locked(self._lock, shared=True):  # the collector may be about to unlink such a path
-            for draft in drafts:
-                draft.name()
+            draft.name(sync=self.sync)
 
     def _make_durable(self, folders: Iterable[Path]) -> None:
         """A folder that is there may be one that another process has not synced yet."""

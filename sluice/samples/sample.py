@@ -532,9 +532,10 @@ def _digest_prompt(sample: Sample, seed: int) -> int:
 
     Placeholders are the same tokens whatever they show, so that images count too.
     """
-    prompt = sample.token_ids[: sample.prompt_length].tobytes()
-    shown = [span.digest for span in sample.media if span.end <= sample.prompt_length]
-    prompt += "".join(shown).encode()
+    prompt = np.ascontiguousarray(sample.token_ids[: sample.prompt_length]).data
+    if sample.media:
+        shown = [span.digest for span in sample.media if span.end <= sample.prompt_length]
+        prompt = memoryview(prompt.tobytes() + "".join(shown).encode())
     return xxhash.xxh3_64_intdigest(prompt, seed=seed) - (1 << 63)
 
 

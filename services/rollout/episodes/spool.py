@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-TOGETHER = 64  # groups of a write; each has a file open meanwhile, and waits for all
+TOGETHER = 64  # groups of a write, which share a file; each waits for all
 OPEN, SETTLED = ".open", ".settled"
 OWNER = "rollout/"  # of pins; the request id follows
 ABANDONED_SECONDS = 7 * 24 * 3600.0  # an unsettled rollout nobody came back for
@@ -267,7 +267,7 @@ class Spool:
                 await self._write_batch([entry])
 
     def _write(self, entries: Sequence[_Entry]) -> list[BlobReference]:
-        """The groups share the waits for the disk: those of the blobs, and of each journal."""
+        """The groups share the waits for the disk: that of the blobs, and of each journal."""
         blobs = self._blobs.put_all(encode_view(entry.samples, entry.metadata) for entry in entries)
         groups: dict[str, dict[str, BlobReference]] = {}
         for entry, blob in zip(entries, blobs, strict=True):

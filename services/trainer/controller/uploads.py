@@ -142,7 +142,8 @@ def read_known_facts(blobs: BlobStore, reference: BlobReference) -> RowFacts | N
     None where that is absent (older versions wrote none) or damaged. Raises NotFoundError.
     """
     try:
-        return read_facts(blobs.locate(reference))
+        with blobs.open(reference) as file:
+            return read_facts(file)
     except InvalidGroupError:
         return None
     except BlobNotFoundError as error:

@@ -231,14 +231,14 @@ async def test_groups_spooled_together_share_the_waits_for_the_disk(
     monkeypatch.setattr(os, "fsync", counted)
     await asyncio.gather(*(spool.put("r", samples(f"g{i}"), {}) for i in range(count)))
     folders = sum(len(name) == 2 for name in os.listdir(tmp_path / "blobs"))
-    assert waits <= count + folders + 4  # new folders; pins and their folder; the journal
+    assert count > 8 and waits <= folders + 5  # the file, new folders; pins and theirs; the journal
     await spool.close()
 
 
 async def test_any_number_of_groups_that_end_at_once_leave_others_files_to_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each has a file open while it is written; calls and engines need some as well."""
+    """Calls and engines need some as well."""
     blobs, open_files = BlobStore(tmp_path), list[int]()
     spool = Spool(blobs, journals(blobs))
     await spool.open("r", "body")
@@ -246,7 +246,7 @@ async def test_any_number_of_groups_that_end_at_once_leave_others_files_to_open(
     monkeypatch.setattr(os, "fsync", lambda _: open_files.append(len(os.listdir("/proc/self/fd"))))
     names = [f"g{i}" for i in range(3 * TOGETHER)]
     await asyncio.gather(*(spool.put("r", samples(name), {}) for name in names))
-    assert TOGETHER <= max(open_files) - before <= TOGETHER + 16
+    assert open_files and max(open_files) - before <= 16
     assert (await spool.open("r", "body")).finished.keys() == set(names)
     await spool.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -80,6 +81,74 @@ def test_read_and_mapped_blobs_are_checked_and_outlive_their_files(
         path_of(store, reference).write_bytes(damaged)
         with pytest.raises(BlobDigestError):
             store.get(reference)
+
+
+@settings(max_examples=30, deadline=None)
+@given(contents=st.lists(st.binary(max_size=200), max_size=8), kept=st.integers(0, 255))
+def test_contents_put_together_are_blobs_of_their_own(
+    tmp_path_factory: pytest.TempPathFactory, contents: list[bytes], kept: int
+) -> None:
+    store = BlobStore(tmp_path_factory.mktemp("blobs"), sync=False)
+    references = store.put_all(contents)
+    large = os.urandom(2 * MAPPED_BYTES)
+    first, second = store.put_all([large, large[::-1]])
+    assert [bytes(store.get(each)) for each in references] == contents
+    assert references == [store.put(each) for each in contents]
+    for reference, content in zip(references, contents, strict=True):
+        with store.open(reference) as file:
+            assert (file.size, file.read(0, 1 << 20)) == (len(content), content)
+            assert file.read(1, 3) == content[1:4]
+    names = {each.digest for each in references}
+    files = {path_of(store, each).stat().st_ino for each in references}
+    assert len(files) == min(1, len(names))
+    pinned = {name for index, name in enumerate(sorted(names)) if kept >> index & 1}
+    store.pin("owner", [*pinned, first.digest])
+    assert set(store.collect(NOW)) == (names - pinned) | {second.digest}
+    for reference, content in zip(references, contents, strict=True):
+        assert store.exists(reference) is (reference.digest in pinned)
+        if reference.digest in pinned:
+            assert store.get(reference) == content
+    assert store.get(first) == large
+    assert not list(store.root.glob("blobs/tmp/*"))
+
+
+def test_no_damage_to_a_shared_file_is_read_as_content(store: BlobStore) -> None:
+    contents = [b"first", b"", b"x" * 300]
+    references = store.put_all(contents)
+    path = path_of(store, references[0])
+    whole = path.read_bytes()
+    changes = [whole[:size] for size in range(len(whole))]
+    changes += [
+        whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :]
+        for at in range(len(whole))
+        for bit in (1, 0x80)
+    ]
+    refused = 0
+    for changed in changes:
+        path.write_bytes(changed)
+        for reference, content in zip(references, contents, strict=True):
+            try:
+                assert store.get(reference) == content
+            except BlobDigestError:
+                refused += 1
+    assert refused > len(whole)
+    path.write_bytes(whole[:-1])
+    assert store.put_all(contents) == references
+    assert [bytes(store.get(each)) for each in references] == contents
+
+
+def test_where_files_have_one_name_each_blob_has_a_file(
+    store: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    contents = [b"one", b"", b"two" * 100]
+    references = store.put_all(contents)
+    assert [bytes(store.get(each)) for each in references] == contents
+    assert [path_of(store, each).stat().st_size for each in references] == [3, 0, 300]
+    assert not list(store.root.glob("blobs/tmp/*"))
 
 
 def test_a_view_outlives_its_blob(store: BlobStore) -> None:
