@@ -239,30 +239,31 @@ class _Draft:
     it: they share the file and the wait for it, and the file is gone with the last of them.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory, self._source = directory, temporary_path(directory, "put")
+    def __init__(self, blobs: Path, directory: Path) -> None:
+        self._blobs, self._directory = blobs, directory
+        self._source = temporary_path(directory, "put")
         self._file = FileIO(self._source, "xb")
-        self._parts: dict[Path, tuple[int, int]] = {}
+        self._parts: dict[str, tuple[int, int]] = {}  # offset and size, by digest
         self._end = 0
 
-    def __contains__(self, path: Path) -> bool:
-        return path in self._parts
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._parts
 
     def __len__(self) -> int:
         return len(self._parts)
 
     @property
     def folders(self) -> set[Path]:
-        return {path.parent for path in self._parts}
+        return {self._blobs / name for name in {digest[:2] for digest in self._parts}}
 
-    def write(self, path: Path, data: bytes | memoryview) -> None:
-        """Add the content that is to be named `path`."""
+    def write(self, digest: str, data: bytes | memoryview) -> None:
+        """Add a content."""
         with naming(self._source):
             if padding := -self._end % ALIGNMENT:
                 write_all(self._file, bytes(padding))
             write_all(self._file, data)
         size = memoryview(data).nbytes
-        self._parts[path] = (self._end + padding, size)
+        self._parts[digest] = (self._end + padding, size)
         self._end += padding + size
 
     def finish(self, *, sync: bool) -> None:
@@ -270,8 +271,8 @@ class _Draft:
         with naming(self._source):
             if len(self._parts) > 1:
                 entries = (
-                    _ENTRY.pack(bytes.fromhex(path.name), *part)
-                    for path, part in self._parts.items()
+                    _ENTRY.pack(bytes.fromhex(digest), *part)
+                    for digest, part in self._parts.items()
                 )
                 write_all(self._file, b"".join(entries) + _TAIL.pack(len(self._parts), PACK_MARK))
             if sync:
@@ -281,7 +282,8 @@ class _Draft:
     def name(self, *, sync: bool) -> None:
         """Give it the names of its blobs, as young as then; done again it does nothing else."""
         os.utime(self._source)
-        for path, (offset, size) in self._parts.items():
+        for digest, (offset, size) in self._parts.items():
+            path = f"{self._blobs}/{digest[:2]}/{digest}"
             try:
                 self._link(path)
             except OSError as error:
@@ -289,13 +291,13 @@ class _Draft:
                     raise
                 with self._source.open("rb") as file:
                     data = os.pread(file.fileno(), size, offset)
-                replace_file(path, data, temporary=self._directory, sync=sync)
+                replace_file(Path(path), data, temporary=self._directory, sync=sync)
 
-    def _link(self, path: Path) -> None:
+    def _link(self, path: str) -> None:
         try:
             os.link(self._source, path)
         except FileExistsError:  # another was faster, or it is damaged
-            again = temporary_path(self._directory, path.name)
+            again = temporary_path(self._directory, "put")
             os.link(self._source, again)
             again.replace(path)
             again.unlink(missing_ok=True)  # two links to one file are not replaced
@@ -367,10 +369,10 @@ class BlobStore:
             for data in contents:
                 reference = BlobReference(xxhash.xxh3_128_hexdigest(data), memoryview(data).nbytes)
                 references.append(reference)
-                path = self._path(reference.digest)
-                if (draft is None or path not in draft) and not self._renew(path, data):
+                is_new = draft is None or reference.digest not in draft
+                if is_new and not self._renew(reference.digest, data):
                     draft = draft or self._draft()
-                    draft.write(path, data)
+                    draft.write(reference.digest, data)
             if draft is None:
                 return references
             draft.finish(sync=self.sync)
@@ -469,10 +471,12 @@ class BlobStore:
             self._sweep(time.time() - max(grace_seconds, ABANDONED_SECONDS))
         return removed
 
-    def _renew(self, path: Path, data: bytes | memoryview) -> bool:
+    def _renew(self, digest: str, data: bytes | memoryview) -> bool:
         """Tell whether the content is there and whole; then it is young again, and durable."""
-        if not os.path.lexists(path):  # most are new, and need no lock for that
+        # most are new, and need no lock for that, nor a Path, which costs more than the look
+        if not os.path.lexists(f"{self._blobs}/{digest[:2]}/{digest}"):
             return False
+        path = self._path(digest)
         with locked(self._lock, shared=True):
             try:
                 with open_blob(path) as file:
@@ -497,10 +501,10 @@ class BlobStore:
 
     def _draft(self) -> _Draft:
         try:
-            return _Draft(self._temporary)
+            return _Draft(self._blobs, self._temporary)
         except FileNotFoundError:  # somebody has removed a folder
             self._make_folders()
-            return _Draft(self._temporary)
+            return _Draft(self._blobs, self._temporary)
 
     def _name(self, draft: _Draft) -> None:
         try:

@@ -375,6 +375,18 @@ class RowFacts:
             document["patches"] = {str(row): parts for row, parts in self.patches.items()}
         return json.dumps(document, separators=(",", ":"))
 
+    def part(self, rows: slice) -> RowFacts:
+        """Return the facts of some neighbours, none of which shows an image."""
+        assert not self.patches, "rows of patches are numbers of rows"
+        arrays = ("lengths", "prompt_lengths", "prompts", "mask_counts", "oldest_versions")
+        return RowFacts(
+            sample_ids=self.sample_ids[rows],
+            group_ids=self.group_ids[rows],
+            temperatures=self.temperatures[rows],
+            present={name: held[rows] for name, held in self.present.items()},
+            **{name: getattr(self, name)[rows] for name in arrays},
+        )
+
     @classmethod
     def from_json(cls, text: str | bytes) -> RowFacts:
         """Read what `to_json` wrote, or an older version. Raises InvalidFactsError."""

@@ -34,7 +34,7 @@ from services.rollout import metrics
 from sluice import faults
 from sluice.durable import sync_path
 from sluice.runtime.errors import ServiceError
-from sluice.samples.arrow import InvalidGroupError, decode_group, encode_view
+from sluice.samples.arrow import InvalidGroupError, decode_group, encode_groups
 from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReference, BlobStore
 from sluice.samples.sample import Sample, media_of
 
@@ -268,7 +268,8 @@ class Spool:
 
     def _write(self, entries: Sequence[_Entry]) -> list[BlobReference]:
         """The groups share the waits for the disk: that of the blobs, and of each journal."""
-        blobs = self._blobs.put_all(encode_view(entry.samples, entry.metadata) for entry in entries)
+        contents = encode_groups([(entry.samples, entry.metadata) for entry in entries])
+        blobs = self._blobs.put_all(contents)
         groups: dict[str, dict[str, BlobReference]] = {}
         for entry, blob in zip(entries, blobs, strict=True):
             groups.setdefault(entry.request_id, {})[entry.group_id] = blob

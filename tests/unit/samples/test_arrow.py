@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,11 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import feather
 
+from sluice.samples import arrow
 from sluice.samples.arrow import (
     MEDIA_TYPE,
     InvalidGroupError,
     decode_group,
     encode_group,
+    encode_groups,
     encode_view,
     read_metadata,
 )
@@ -95,6 +98,38 @@ def samples(draw: st.DrawFn) -> Sample:
         else np.arange((prompt + response - 1) * 6, dtype=np.int16).reshape(-1, 3, 2) + experts,
         media=media,
     )
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_groups_encoded_together_are_the_bytes_of_each(data: st.DataObject) -> None:
+    some = data.draw(st.lists(st.lists(samples(), max_size=3), max_size=4))
+    alike = data.draw(st.lists(samples(), min_size=1, max_size=3))
+    groups = [*some, *data.draw(st.permutations([alike, alike[::-1], alike[:1], *some]))]
+    texts = [{"number": str(number)} for number in range(len(groups))]
+    encoded = list(encode_groups(list(zip(groups, texts, strict=True))))
+    apart = [encode_view(*each) for each in zip(groups, texts, strict=True)]
+    assert encoded == apart
+
+
+@pytest.mark.parametrize("limit", [1, 1 << 20])
+def test_groups_of_a_task_are_encoded_together_up_to_a_size(
+    limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = 0
+    table = arrow._table
+
+    def counted(*arguments: Any) -> pa.RecordBatch:
+        nonlocal tables
+        tables += 1
+        return table(*arguments)
+
+    monkeypatch.setattr(arrow, "_table", counted)
+    monkeypatch.setattr(arrow, "TOKENS_TOGETHER", limit)
+    groups = [([sample(i, old_logprobs=np.full(3, i, np.float32))], {}) for i in range(8)]
+    encoded = list(encode_groups(groups))
+    assert tables == (8 if limit == 1 else 1)
+    assert encoded == [encode_view(*each) for each in groups]
 
 
 @settings(max_examples=50, deadline=None)
