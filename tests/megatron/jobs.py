@@ -157,6 +157,29 @@ def vision(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"grad_norm": outcome.grad_norm, "skipped": outcome.skipped_reason}
 
 
+def vision_critic(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Two steps of a new value head on rows with images; then its weights, values, gradients."""
+    from tests.vision.cases import Model, mixed_rows
+
+    backend = open_backend(rank, world, {**arguments, "trainer": {"head": "value"}})
+    out, mesh, loss = Path(arguments["out"]), backend.mesh, LossSpec(name="value")
+    rows = mixed_rows(Model(Path(arguments["model"])).rules)
+    batches = [rows[:4], rows[4:], []]
+    before = backend.compute_values(batches)
+    for _ in range(2):
+        backend.forward_backward(batches, loss)
+        assert not backend.step(normalizer=NORMALIZER, learning_rate=None).skipped_reason
+    save_export(backend, out / f"weights-{rank}.safetensors")
+    values = backend.compute_values(batches)
+    if mesh.reports:
+        save_file(values, out / f"values-{rank}.safetensors")
+    found = backend.forward_backward(batches, loss).loss
+    backend._stepper.reduce(1.0)
+    save_export(backend, out / f"gradients-{rank}.safetensors", main_gradient)
+    backend.close()
+    return {"before": max(float(each.abs().max()) for each in before.values()), "loss": found}
+
+
 def vision_resumed(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """Log-probs by a checkpoint."""
     from tests.vision.cases import Model, mixed_rows

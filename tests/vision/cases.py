@@ -56,7 +56,6 @@ _TOWER = {
     "hidden_size": 32,
     "num_heads": 2,
     "intermediate_size": 64,
-    "patch_size": 8,
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
     "out_hidden_size": 64,
@@ -75,6 +74,7 @@ CHAT = (
     "<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% endfor %}{% endif %}"
     "{% if m.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
 )
+PATCH = {"qwen3_vl": 8, "qwen2_5_vl": 14}  # SGLang has 14 in the code of Qwen2.5-VL (0.5.23)
 differences = {"logprob": 0.0, "gradient": 0.0}
 layouts: set[str] = set()
 
@@ -106,28 +106,30 @@ class Model:
 def build_model(directory: Path, family: str, seed: int = 0) -> Model:
     """Write a random Qwen3-VL or Qwen2.5-VL of 4 + 3 layers, of which two feed deepstack."""
     torch.manual_seed(seed)
+    patch = PATCH[family]
+    tower, token = {**_TOWER, "patch_size": patch}, (2 * patch) ** 2  # pixels
     if family == "qwen3_vl":
         text = {**_SHAPE, "head_dim": 16, "rope_parameters": {**_ROPE, "mrope_interleaved": True}}
         deep = {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
         module: Any = Qwen3VLForConditionalGeneration(
-            Qwen3VLConfig(text_config=text, vision_config={**_TOWER, **deep}, **_TOKENS)
+            Qwen3VLConfig(text_config=text, vision_config={**tower, **deep}, **_TOKENS)
         )
     else:
-        windows = {"window_size": 32, "fullatt_block_indexes": [2]}
+        windows = {"window_size": 4 * patch, "fullatt_block_indexes": [2]}
         module = Qwen2_5_VLForConditionalGeneration(
             Qwen2_5_VLConfig(
                 text_config={**_SHAPE, "rope_parameters": _ROPE},
-                vision_config={**_TOWER, **windows},
+                vision_config={**tower, **windows},
                 **_TOKENS,
             )
         )
     module.save_pretrained(directory)
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor",
-        "patch_size": 8,
+        "patch_size": patch,
         "temporal_patch_size": 2,
         "merge_size": 2,
-        "size": {"shortest_edge": 16 * 16, "longest_edge": 64 * 16 * 16},
+        "size": {"shortest_edge": token, "longest_edge": 64 * token},
         "image_mean": [0.5] * 3,
         "image_std": [0.5] * 3,
     }
@@ -144,7 +146,9 @@ def speak(model: Model) -> Model:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens([specials[index] for index in sorted(specials)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=specials[STOP])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token=specials[STOP], pad_token=specials[STOP]
+    )
     tokenizer.chat_template = CHAT
     folder = model.directory
     tokenizer.save_pretrained(folder)
@@ -178,9 +182,18 @@ def digest_of(image: PreparedImage) -> str:
 
 
 def make_row(
-    sample_id: str, prompt: Sequence[Any], response: Sequence[Any], *, seed: int, **fields: Any
+    sample_id: str,
+    prompt: Sequence[Any],
+    response: Sequence[Any],
+    *,
+    seed: int,
+    framed: bool = False,
+    **fields: Any,
 ) -> Row:
-    """A row of token runs, of given lengths, and images; runs of the prompt are its group's."""
+    """A row of token runs, of given lengths, and images; runs of the prompt are its group's.
+
+    `framed`: images stand between the tokens that a chat template sets around them.
+    """
     generator = torch.Generator().manual_seed(seed)
     group = torch.Generator().manual_seed(sum(sample_id.split("/")[0].encode()))
     tokens, media, mask, images = list[int](), list[MediaSpan](), list[bool](), {}
@@ -191,6 +204,7 @@ def make_row(
                 mask += [True] * part
                 continue
             images[digest_of(part)] = part.png
+            tokens += [START] * framed
             media.append(
                 MediaSpan(
                     digest=digest_of(part),
@@ -202,8 +216,8 @@ def make_row(
                     turn=int(source is generator),
                 )
             )
-            tokens += [IMAGE] * part.token_count
-            mask += [False] * part.token_count
+            tokens += [IMAGE] * part.token_count + [END] * framed
+            mask += [False] * (part.token_count + 2 * framed)
         if source is group:
             prompt_length = len(tokens)
     length = len(tokens) - prompt_length
@@ -250,9 +264,9 @@ class Oracle:
     def __init__(self, model: Model) -> None:
         self.model, self.rules = model.load(), model.rules
 
-    def table(self, row: Row, temperature: float = 1.0) -> torch.Tensor:
-        """Log-softmax at the tokens that predict the response, float[R, V]."""
-        ids, options = row.token_ids[:-1], dict[str, Any]()  # the last token predicts nothing
+    def inputs(self, row: Row) -> dict[str, Any]:
+        """What the model is called with; the last token of a row predicts nothing."""
+        ids, options = row.token_ids[:-1], dict[str, Any]()
         types = torch.zeros_like(ids)
         for span in row.media:
             types[span.first_token : span.end] = 1
@@ -262,7 +276,16 @@ class Oracle:
             options["image_grid_thw"] = torch.tensor([grid for _, grid in seen])
             options["mm_token_type_ids"] = types[None].int()
         self.model.model.rope_deltas = None  # what it saw last is not what it sees now
-        logits = self.model(input_ids=ids[None], use_cache=False, **options).logits[0]
+        return {"input_ids": ids[None], "use_cache": False, **options}
+
+    def values(self, row: Row, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """Of a head [1, H], [1] on the last hidden states at those tokens, float[R]."""
+        hidden = self.model.model(**self.inputs(row)).last_hidden_state[0]
+        return hidden[row.prompt_length - 1 :] @ weight[0] + bias
+
+    def table(self, row: Row, temperature: float = 1.0) -> torch.Tensor:
+        """Log-softmax at the tokens that predict the response, float[R, V]."""
+        logits = self.model(**self.inputs(row)).logits[0]
         return (logits[row.prompt_length - 1 :] / temperature).log_softmax(-1)
 
     def logprobs(self, row: Row, temperature: float = 1.0) -> torch.Tensor:

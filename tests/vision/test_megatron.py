@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import revert_weight_conversion
 
 from tests.megatron.comparison import read_ranks
@@ -143,3 +143,60 @@ def test_a_first_chunk_that_is_too_short_is_refused_by_name(
     layout = {"pipeline": 2, "virtual_pipeline": 2}
     with pytest.raises(JobError, match="first chunk of the pipeline holds 1"):
         pool.run("vision", 2, model=directory, out=str(tmp_path), layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        pytest.param(1, {}, id="critic-single", marks=pytest.mark.fast),
+        pytest.param(2, SP, id="critic-TP2+SP"),
+        pytest.param(2, {"context": 2}, id="critic-CP2"),
+        pytest.param(4, {"tensor": 2, "pipeline": 2}, id="critic-TP2xPP2"),
+    ],
+)
+def test_a_critic_has_the_values_and_gradients_of_transformers(
+    pool: Pool,
+    expected: ExpectedByFamily,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    world: int,
+    layout: dict[str, Any],
+) -> None:
+    """Of the weights that two steps of the value loss have made: a new head says zero."""
+    model, name = expected("qwen3_vl").model, request.node.callspec.id
+    answers = pool.run(
+        "vision_critic",
+        world,
+        model=str(model.directory),
+        out=str(tmp_path),
+        layout={"distributed_optimizer": False, **layout},
+    )
+    assert answers[0]["before"] == 0
+    found = read_ranks(tmp_path, "weights")
+    weight, bias = (found.pop(f"score.{kind}").requires_grad_() for kind in ("weight", "bias"))
+    untrained = load_file(model.directory / "model.safetensors")["lm_head.weight"]
+    folder = shutil.copytree(model.directory, tmp_path / "trained")
+    save_file(
+        {**found, "lm_head.weight": untrained}, folder / "model.safetensors", {"format": "pt"}
+    )
+    oracle, total = Oracle(Model(folder)), torch.zeros(())
+    values = read_ranks(tmp_path, "values")
+    for row in mixed_rows(model.rules):
+        wanted = oracle.values(row, weight, bias)
+        difference = (values[row.sample_id] - wanted).abs().max().item()
+        assert record("logprob", difference, name) <= MAX_LOGPROB_DIFF, row.sample_id
+        squares = (wanted - row.columns["returns"])[row.loss_mask].square()
+        total = total + 0.5 * row.loss_weight * squares.sum()
+    assert max(float(each.abs().max()) for each in values.values()) > 0.01
+    assert answers[0]["loss"] == pytest.approx(total.item(), rel=1e-5)
+    oracle.model.zero_grad()
+    total.backward()
+    named = {n: p for n, p in oracle.model.named_parameters() if n != "lm_head.weight"}
+    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()}
+    wanted_gradients = revert_weight_conversion(oracle.model, gradients)
+    assert weight.grad is not None and bias.grad is not None
+    wanted_gradients |= {"score.weight": weight.grad, "score.bias": bias.grad}
+    parts = relative_distances(read_ranks(tmp_path, "gradients"), wanted_gradients)
+    assert parts.keys() == {"text", "tower", "merger", "deepstack"}
+    for part, difference in parts.items():
+        assert record("gradient", difference, name) <= MAX_GRADIENT_DIFF, part

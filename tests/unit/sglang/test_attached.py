@@ -24,6 +24,7 @@ from services.rollout.errors import (
     NoWeightsError,
     UnfitWeightsError,
 )
+from sluice.runtime.errors import InvalidFieldError
 from sluice.weights.manifest import read_manifest
 from sluice.weights.store import StoredVersion, WeightStore
 from tests.imported import import_checkpoint
@@ -204,3 +205,25 @@ async def test_an_attached_server_that_comes_back_is_given_the_weights_it_had(
         assert (engine.status().version, engine.status().digest) == (record.version, record.digest)
         assert "/update_weights_from_disk" in recorded.asked
         await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        ({"error": {"message": "cannot pad", "code": 400}}, InvalidFieldError),
+        ({"error": {"message": "no memory", "code": 503}}, EngineFailedError),
+        ({"error": {"message": "no code"}}, EngineFailedError),
+        ({"index": 0, "unheard": "of"}, KeyError),
+    ],
+)
+async def test_what_sglang_says_instead_of_an_answer_ends_the_request(
+    tmp_path: Path, message: dict[str, Any], error: type[Exception]
+) -> None:
+    """It comes behind a status of 200; and the next request has the slot."""
+    write_model(tmp_path / "model")
+    recorded = Recorded(max_running_requests=1)
+    recorded.messages = [message]
+    async with attached(tmp_path, recorded, max_running=1) as engine:
+        for _ in range(2):
+            with pytest.raises(error):
+                await asyncio.wait_for(ask(engine), PATIENCE)

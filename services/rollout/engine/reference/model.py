@@ -121,7 +121,10 @@ class ServingModel:
                 output_loading_info=True,
             )
         except (ValueError, OSError, KeyError, RuntimeError) as error:
-            raise UnfitWeightsError(f"{directory.name!r} is no usable model: {error}") from error
+            name, why = directory.name, str(error)
+            if not sees and reads_media(config.to_dict()):
+                why = f"models that see are {', '.join(vision.FAMILIES)}, not {config.model_type}"
+            raise UnfitWeightsError(f"{name!r} is no usable model: {why}") from error
         for what in ("missing_keys", "mismatched_keys"):
             if report[what]:
                 name = str(min(report[what]))

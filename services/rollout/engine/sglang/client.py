@@ -75,7 +75,10 @@ class SglangClient:
         return True
 
     async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Json, None]:
-        """Yields what /generate sends, message by message; leaving it stops the request."""
+        """Yields what /generate sends, message by message; leaving it stops the request.
+
+        Raises SGLangRefusedError, also for what SGLang refuses once it has begun to answer.
+        """
         try:
             request = self._http.build_request("POST", "/generate", json=body)
             response = await self._http.send(request, stream=True)
@@ -90,7 +93,11 @@ class SglangClient:
                     data = line[5:].strip()
                     if data == "[DONE]":
                         return
-                    yield json.loads(data)
+                    message = json.loads(data)
+                    if isinstance(error := message.get("error"), dict):  # behind a status of 200
+                        status, text = int(error.get("code") or 500), error.get("message")
+                        raise SGLangRefusedError("/generate", status, str(text)[:500])
+                    yield message
             finally:
                 # closed by halves, as where this task is cancelled meanwhile, it stays in the pool
                 await asyncio.shield(response.aclose())

@@ -139,7 +139,7 @@ class SglangEngine(Engine):
         try:
             while count:
                 outcome = await job.outcomes.get()
-                if isinstance(outcome, ServiceError):
+                if isinstance(outcome, BaseException):
                     raise outcome
                 count -= outcome.finish_reason is not None
                 yield outcome

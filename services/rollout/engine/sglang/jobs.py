@@ -79,7 +79,10 @@ class ServerHandle:
 
 
 class Job:
-    """Runs one request. `outcomes` gets deltas of every sample, or an error, and then nothing."""
+    """Runs one request. `outcomes` gets deltas of every sample, or an error, and then nothing.
+
+    An error is also what no caller can mend: whoever waits for a delta must not wait for ever.
+    """
 
     def __init__(
         self,
@@ -95,7 +98,7 @@ class Job:
         self.generation, self._server, self._budget = generation, server, budget
         self._routing, self._unsampled = routing, unsampled
         self._expanded = expanded
-        self.outcomes: asyncio.Queue[Delta | ServiceError] = asyncio.Queue()
+        self.outcomes: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
         self._rank, nonce, now = generation.dp_rank, uuid.uuid4().hex, time.monotonic()
         self._samples = [
             PendingSample(
@@ -153,14 +156,13 @@ class Job:
         return [sample for sample in self._samples if sample.finish is None]
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(self._reporting_errors(work))
+        task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._retire)
 
-    async def _reporting_errors(self, work: Coroutine[Any, Any, None]) -> None:
-        try:
-            await work
-        except ServiceError as error:
+    def _retire(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
             self.outcomes.put_nowait(error)
 
     def _cancel(self) -> None:
