@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from services.rollout.environments.environment import (
@@ -16,6 +17,7 @@ from services.rollout.environments.environment import (
     TaskRequest,
     TextTokenizer,
 )
+from services.rollout.environments.tools import ToolsEnvironment
 from sluice.config import Config
 
 PATH = "tests.vision.observing:ObservingEnvironment"
@@ -52,6 +54,20 @@ class ObservingEnvironment(Environment):
 
     def reward(self, task: Task, responses: Sequence[Response]) -> list[Reward]:
         return [Reward(reward=float(len(response.turns))) for response in responses]
+
+
+class CallingEnvironment(ToolsEnvironment):
+    """Takes the first answer for the call that the row holds, which a random policy never makes."""
+
+    name = "calling"
+
+    def step(self, task: Task, state: Mapping[str, Any], response: Response) -> Step:
+        if not response.turns:
+            response = replace(response, text=task.state["call"])
+        return super().step(task, state, response)
+
+
+CALLING_PATH = "tests.vision.observing:CallingEnvironment"
 
 
 def picture(data: str) -> Any:

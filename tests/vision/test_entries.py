@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ from typing import Any
 import grpc
 import httpx2
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from openai import AsyncOpenAI, BadRequestError
@@ -26,6 +30,7 @@ from sluice.api.rollout.v1 import engine_service_pb2 as pb
 from sluice.api.trainer.v1 import worker_service_pb2 as worker_pb
 from sluice.client import EngineClient, RemoteError, error_from_status, new_request_id, typed_errors
 from sluice.config import parse_config
+from sluice.loop.workers import read_rows
 from sluice.runtime import wire
 from sluice.samples.arrow import decode_group
 from sluice.samples.blobs import BlobReference, BlobStore
@@ -47,11 +52,12 @@ from tests.vision.cases import (
     STOP,
     Model,
     build_model,
+    digest_of,
     draw_image,
     record,
     speak,
 )
-from tests.vision.observing import PATH
+from tests.vision.observing import CALLING_PATH, PATH
 
 pytestmark = pytest.mark.fast
 LAYOUT = "worker, reference engine and trainer"
@@ -79,7 +85,7 @@ async def running(store: Store, spoken: Model, root: Path) -> AsyncIterator[Epis
         spoken.directory,
         engine=engine,
         rollout={"images": images, "openai": {}},
-        environments={"observing": PATH},
+        environments={"observing": PATH, "calling": CALLING_PATH},
         user_modules=["tests"],
     ) as episodes:
         yield episodes
@@ -147,6 +153,90 @@ async def test_prompts_and_observations(store: Store, spoken: Model, tmp_path: P
         assert finished.keys() == good.keys()
         (turn,) = {span.turn for s in store.samples(finished["shown"]) for span in s.media}
         assert turn == 1
+
+
+async def test_pictures_of_tools(store: Store, spoken: Model, tmp_path: Path) -> None:
+    """A broken one is an error of the row by name; what else a tool does, the model is told."""
+
+    def row(data: bytes, name: str = "draw") -> dict[str, Any]:
+        arguments = {"data": base64.b64encode(data).decode()}
+        call = json.dumps({"name": name, "arguments": arguments})
+        return {"prompt": "DRAW", "answer": "1", "call": f"<tool_call>{call}</tool_call>"}
+
+    async with running(store, spoken, tmp_path) as episodes:
+        broken = {name: row(data) for name, (data, _) in bad_images.files().items()}
+        good = {"drawn": row(GOOD), "unknown tool": row(GOOD, "paint"), "silent": row(b"")}
+        good["silent"]["call"] = "no call"
+        settings = {
+            "tools": {"draw": "tests.vision.observing:picture"},
+            "reward": "tests.vision.observing:length",
+            "state_keys": ["call"],
+            "chat": True,
+        }
+        request = rollout_request(broken | good, environment="calling", settings=settings)
+        reasons, finished = await outcomes(episodes, one_token(request))
+        assert reasons == {name: reason for name, (_, reason) in bad_images.files().items()}
+        assert finished.keys() == good.keys()
+        samples = {name: store.samples(group) for name, group in finished.items()}
+        prepared = digest_of(spoken.rules.prepare(GOOD))
+        for name, each in samples.items():
+            assert len(each) == 4
+            for sample in each:
+                validate_sample(sample)
+                shown = [(span.digest, span.turn) for span in sample.media]
+                assert shown == ([(prepared, 1)] if name == "drawn" else [])
+
+
+async def test_a_column_of_parquet(store: Store, spoken: Model, tmp_path: Path) -> None:
+    """As Hugging Face data sets are written: {bytes, path} by image, or a list of these."""
+    other = bad_images.encoded(bad_images.noise(7, 30, 20, 3))
+
+    def image(data: bytes | None, path: str | None = None) -> dict[str, Any]:
+        return {"bytes": data, "path": path}
+
+    columns = {
+        "prompt": ["FIRST <image> THEN <image>?", "WHAT?", "TEXT", "FILE", "CUT", "GONE"],
+        "answer": ["1"] * 6,
+        "images": [
+            [image(other), image(GOOD, "good.png")],
+            [image(GOOD)],
+            [],
+            [image(None, "good.png")],
+            [image(GOOD[:-40])],
+            [image(None, "missing.png")],
+        ],
+        "scan": [other, GOOD, None, other, None, None],
+    }
+    kind = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
+    types = {"images": pyarrow.list_(kind), "scan": pyarrow.binary()}
+    table = pyarrow.table(
+        {name: pyarrow.array(values, types.get(name)) for name, values in columns.items()}
+    )
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(table, path)
+    rows = dict(zip(columns["prompt"], (row for _, row in read_rows(path, "file")), strict=True))
+    whole, second = (digest_of(spoken.rules.prepare(data)) for data in (GOOD, other))
+    two, one, text, file, cut, gone = rows
+    chat = {"chat": True, "reward": "position_match"}
+    async with running(store, spoken, tmp_path) as episodes:
+        for key, expected, refused in (
+            (
+                "images",
+                {two: [second, whole], one: [whole], text: [], file: [whole]},
+                {cut: "IMAGE_BROKEN", gone: "IMAGE_NOT_FOUND"},
+            ),
+            ("scan", {one: [whole], text: [], file: [second], cut: [], gone: []}, {}),
+        ):
+            settings = {**chat, "images_key": key}
+            asked_for = {name: rows[name] for name in (*expected, *refused)}
+            request = rollout_request(asked_for, settings=settings)
+            reasons, finished = await outcomes(episodes, one_token(request))
+            assert reasons == refused
+            shown = {
+                name: {tuple(span.digest for span in s.media) for s in store.samples(group)}
+                for name, group in finished.items()
+            }
+            assert shown == {name: {tuple(digests)} for name, digests in expected.items()}
 
 
 async def test_the_engine_and_the_port(store: Store, spoken: Model, tmp_path: Path) -> None:
