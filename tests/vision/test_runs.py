@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,30 @@ def check(stack: Stack, run_dir: Path) -> None:
     assert all(len(digests) == 1 for digests in shown.values())
 
 
+def stop_for_a_while(pids: Sequence[int]) -> None:
+    """What runs goes on without them, or waits."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    until = time.monotonic() + 2
+    try:
+        wait_until(lambda: time.monotonic() > until, what="the end of the stop")
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_a_killed_and_stopped_trainer_costs_no_group(stack: Stack) -> None:
+    training = stack.train("trainer", **settings(stack))
+    training.wait_for_step(1)
+    killed = stack.pid("trainer")
+    os.kill(killed, signal.SIGKILL)
+    training.wait_for_step(3)
+    assert stack.pid("trainer") != killed
+    stop_for_a_while([stack.pid("trainer"), *stack.rank_pids()])
+    training.finish()
+    check(stack, training.run_dir)
+
+
 def test_killed_and_stopped_services_cost_no_group(stack: Stack) -> None:
     training = stack.train("killed", **settings(stack))
     training.wait_for_step(1)
@@ -89,13 +113,7 @@ def test_killed_and_stopped_services_cost_no_group(stack: Stack) -> None:
     (rank, *_) = stack.rank_pids()
     os.kill(rank, signal.SIGKILL)
     training.wait_for_step(4)
-    stopped = stack.pid("rollout")
-    os.kill(stopped, signal.SIGSTOP)
-    try:  # what runs goes on without it, or waits
-        until = time.monotonic() + 2
-        wait_until(lambda: time.monotonic() > until, what="the end of the stop")
-    finally:
-        os.kill(stopped, signal.SIGCONT)
+    stop_for_a_while([stack.pid("rollout")])
     training.finish()
     check(stack, training.run_dir)
 
