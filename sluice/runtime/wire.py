@@ -363,7 +363,11 @@ def _task_scores(group: rollout_pb.FinishedGroup, threshold: float) -> TaskScore
     )
 
 
-_FORMATS = {"hf": converter_pb.FORMAT_HF, "torch_dist": converter_pb.FORMAT_TORCH_DIST}
+_FORMATS = {
+    "hf": converter_pb.FORMAT_HF,
+    "torch_dist": converter_pb.FORMAT_TORCH_DIST,
+    "peft": converter_pb.FORMAT_PEFT,
+}
 _DTYPES = {
     "keep": converter_pb.DTYPE_UNSPECIFIED,
     "float32": converter_pb.DTYPE_FLOAT32,

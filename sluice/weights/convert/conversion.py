@@ -27,7 +27,8 @@ import xxhash
 from sluice import faults
 from sluice.durable import LockTimeoutError, locked, sync_path, write_new
 from sluice.weights.checkpoint import INDEX_NAME, companion_files
-from sluice.weights.convert.options import ConvertOptions
+from sluice.weights.convert.adapters import is_adapter, plan_adapter
+from sluice.weights.convert.options import ConvertOptions, OptionError
 from sluice.weights.convert.pieces import Content, FileRange, Files
 from sluice.weights.convert.plan import RECORD, digest_record, plan_conversion
 from sluice.weights.convert.stored import COMMON, CONFIG, METADATA
@@ -376,6 +377,9 @@ def convert(
     """
     control = control or Control()
     options.check()
+    if is_adapter(source):
+        return _convert_adapter(source, target, options, control)
+    _refuse_peft(options)
     with locked_target(target), Files() as files:
         work = plan_conversion(source, options, files)
         fingerprint = _fingerprint(source, options, work)
@@ -410,11 +414,46 @@ def convert(
     return _result(target, work, run.digests)
 
 
+def _refuse_peft(options: ConvertOptions) -> None:
+    if options.to == "peft":
+        raise OptionError("peft is a form of adapters; the source holds whole weights")
+
+
+def _convert_adapter(
+    source: Path, target: Path, options: ConvertOptions, control: Control
+) -> Result:
+    """Merge an adapter, or write it as peft's folder: all of it again after a kill."""
+    with locked_target(target):
+        if target.exists():
+            raise TargetExistsError(target)
+        planned, staging = plan_adapter(source, options), staging_of(target)
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir()
+        try:
+            with full_disk_as(target, planned.size):
+                report, digests = planned.write(staging, options, control)
+            if options.sync:
+                for path in staging.iterdir():
+                    sync_path(path)
+                sync_path(staging)
+            faults.point("convert.whole")
+            staging.rename(target)
+            sync_path(target.parent)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+    return Result(target, planned.size, 0, report, digests)
+
+
 def validate(source: Path, target: Path, options: ConvertOptions) -> Result:
     """Plan what `convert` would do, from names and shapes alone. Raises alike, but for bytes."""
     options.check()
     if target.exists():
         raise TargetExistsError(target)
+    if is_adapter(source):
+        planned = plan_adapter(source, options)
+        return Result(target, planned.size, 0, ConversionReport(), {})
+    _refuse_peft(options)
     with Files() as files:
         return _result(target, plan_conversion(source, options, files), {})
 

@@ -28,7 +28,7 @@ class Layout(Config):
 class ConvertOptions(Config):
     """Options of a conversion. Patterns are those of fnmatch."""
 
-    to: Literal["hf", "torch_dist"] = Field("torch_dist", description="Format of DST.")
+    to: Literal["hf", "torch_dist", "peft"] = Field("torch_dist", description="Format of DST.")
     dtype: Literal["keep", "float32", "bfloat16", "float16"] = "keep"
     model: Path | None = Field(None, description="Directory with config.json, if SRC has none.")
     origin: Path | None = Field(None, description="HF checkpoint that fills in what SRC lacks.")
@@ -59,7 +59,7 @@ class ConvertOptions(Config):
             raise OptionError("sizes of layouts and files, and workers, are at least 1")
         if self.to == "torch_dist" and (self.quantize or self.origin is not None):
             raise OptionError("origin and quantize are for HF checkpoints")
-        if self.to == "hf" and self.layout != Layout():
+        if self.to != "torch_dist" and self.layout != Layout():
             raise OptionError("an HF checkpoint is not cut for ranks")
         if self.quantize and self.dtype not in ("keep", "bfloat16"):
             raise OptionError("FP8 checkpoints keep the other tensors in bfloat16")

@@ -18,6 +18,7 @@ class Format(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FORMAT_UNSPECIFIED: _ClassVar[Format]
     FORMAT_HF: _ClassVar[Format]
     FORMAT_TORCH_DIST: _ClassVar[Format]
+    FORMAT_PEFT: _ClassVar[Format]
 
 class Dtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -49,6 +50,7 @@ class ConversionState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 FORMAT_UNSPECIFIED: Format
 FORMAT_HF: Format
 FORMAT_TORCH_DIST: Format
+FORMAT_PEFT: Format
 DTYPE_UNSPECIFIED: Dtype
 DTYPE_FLOAT32: Dtype
 DTYPE_BFLOAT16: Dtype

@@ -1,0 +1,178 @@
+"""Adapters merged into their base as peft merges them, and written as folders that peft reads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from sluice import faults
+from sluice.convert_command import CheckpointError
+from sluice.convert_command import convert as convert_command
+from sluice.weights.adapter import ADAPTER_CONFIG, ADAPTER_FILE, AdapterSpec, digest_base
+from sluice.weights.checkpoint import describe_shard
+from sluice.weights.convert.conversion import convert, staging_of, validate
+from sluice.weights.convert.options import ConvertOptions, OptionError
+from sluice.weights.errors import (
+    InvalidAdapterError,
+    OtherBaseError,
+    TargetExistsError,
+    TensorDigestError,
+)
+from sluice.weights.store import StoredVersion, WeightStore
+from tests.adapters import TARGETS, import_adapter, make_adapter
+from tests.contract.engine.cases import build_model
+
+IDS = torch.arange(20)[None]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base of several files."""
+    root = tmp_path_factory.mktemp("model")
+    made = build_model(root / "one", "qwen3", seed=0)
+    made.module.save_pretrained(root / "base", max_shard_size="40KB")
+    assert len(list((root / "base").glob("*.safetensors"))) > 1
+    return root / "base"
+
+
+@pytest.fixture(scope="module")
+def folder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_adapter(model, tmp_path_factory.mktemp("peft"), seed=0)
+
+
+@pytest.fixture
+def record(model: Path, folder: Path, tmp_path: Path) -> StoredVersion:
+    store = WeightStore(tmp_path / "weights", durable=False)
+    return import_adapter(store, folder, digest_base(model))
+
+
+def options(**values: Any) -> ConvertOptions:
+    return ConvertOptions(**{"to": "hf", "sync": False, **values})
+
+
+def merged_by_peft(model: Path, folder: Path) -> Any:
+    base = AutoModelForCausalLM.from_pretrained(model)
+    return PeftModel.from_pretrained(base, folder).merge_and_unload().eval()
+
+
+@torch.no_grad()
+def test_a_published_adapter_is_merged_as_peft_merges(
+    model: Path, folder: Path, record: StoredVersion, tmp_path: Path
+) -> None:
+    assert record.directory is not None
+    result = convert(record.directory, tmp_path / "merged", options(origin=model))
+    expected = merged_by_peft(model, folder)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    for name, tensor in expected.state_dict().items():
+        assert torch.allclose(found.state_dict()[name], tensor, atol=1e-6, rtol=0), name
+    assert (found(IDS).logits - expected(IDS).logits).abs().max() < 1e-4
+    plain = AutoModelForCausalLM.from_pretrained(model).eval()
+    assert (plain(IDS).logits - expected(IDS).logits).abs().max() > 0.1
+    assert len(result.report.converted) == 2 * len(TARGETS)
+    assert result.digests["model.norm.weight"] in {
+        entry.digest
+        for path in model.glob("*.safetensors")
+        for entry in describe_shard(path).tensors.values()
+    }
+
+
+def test_a_merge_may_be_of_another_type(model: Path, folder: Path, tmp_path: Path) -> None:
+    convert(folder, tmp_path / "small", options(origin=model, dtype="bfloat16"))
+    expected = merged_by_peft(model, folder).to(torch.bfloat16).state_dict()
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "small", dtype="auto").state_dict()
+    for name, tensor in expected.items():
+        assert found[name].dtype == torch.bfloat16
+        torch.testing.assert_close(found[name].float(), tensor.float(), atol=0, rtol=0.01)
+
+
+@torch.no_grad()
+def test_a_version_of_several_files_becomes_one_folder_of_peft(
+    model: Path, folder: Path, tmp_path: Path
+) -> None:
+    store = WeightStore(tmp_path / "weights", durable=False)
+    tensors, staging = load_file(folder / ADAPTER_FILE), store.allocate(None)
+    for part in range(2):
+        path = staging.directory / f"model-{part}.safetensors"
+        save_file({n: tensors[n] for n in sorted(tensors)[part::2]}, path)
+    shards = [describe_shard(path) for path in sorted(staging.directory.iterdir())]
+    spec = AdapterSpec(rank=4, alpha=12.0, targets=TARGETS, base_digest=digest_base(model))
+    record = store.commit(staging, shards, [], 0, adapter=spec)
+    assert record.directory is not None
+    made = tmp_path / "made"
+    convert(record.directory, made, options(to="peft"))
+    assert sorted(path.name for path in made.iterdir()) == [ADAPTER_CONFIG, ADAPTER_FILE]
+    base = AutoModelForCausalLM.from_pretrained(model)
+    found = PeftModel.from_pretrained(base, made).eval()(IDS).logits
+    assert (found - merged_by_peft(model, folder)(IDS).logits).abs().max() < 1e-4
+    convert(made, tmp_path / "again", options(origin=model))  # and it knows its base
+    other = build_model(tmp_path / "other", "qwen3", seed=1).directory
+    with pytest.raises(OtherBaseError):
+        convert(made, tmp_path / "none", options(origin=other))
+    assert not (tmp_path / "none").exists()
+
+
+def test_what_does_not_go_together_is_refused_and_leaves_nothing(
+    model: Path, folder: Path, record: StoredVersion, tmp_path: Path
+) -> None:
+    target = tmp_path / "target"
+    assert record.directory is not None
+    for values, word in (({"to": "torch_dist"}, "peft"), ({}, "--origin")):
+        with pytest.raises(OptionError, match=word):
+            convert(record.directory, target, options(**values))
+    with pytest.raises(OptionError, match="whole weights"):
+        convert(model, target, options(to="peft"))
+    wide = build_model(tmp_path / "llama", "llama", seed=0).directory
+    config = (wide / "config.json").read_text()
+    assert "llama" in config
+    broken = shutil.copytree(folder, tmp_path / "broken")
+    tensors = load_file(broken / ADAPTER_FILE)
+    save_file(
+        {n.replace("layers.1", "layers.9"): t for n, t in tensors.items()}, broken / ADAPTER_FILE
+    )
+    for check in (validate, convert):
+        with pytest.raises(InvalidAdapterError, match=r"layers\.9"):
+            check(broken, target, options(origin=model))
+    path = record.directory / ADAPTER_FILE
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(TensorDigestError):
+        convert(record.directory, target, options(origin=model))
+    assert not target.exists()
+    assert not staging_of(target).exists()
+    target.mkdir()
+    with pytest.raises(TargetExistsError):
+        convert(folder, target, options(to="peft", origin=model))
+
+
+async def test_the_command_merges(model: Path, record: StoredVersion, tmp_path: Path) -> None:
+    source, made = str(record.directory), str(tmp_path / "merged")
+    await convert_command([source, made, "--to", "hf", "--origin", str(model)])
+    assert AutoModelForCausalLM.from_pretrained(made)
+    with pytest.raises(CheckpointError, match="exists already"):
+        await convert_command([source, made, "--to", "hf", "--origin", str(model)])
+
+
+def test_a_killed_merge_leaves_nothing_under_the_name_and_runs_again(
+    model: Path, record: StoredVersion, tmp_path: Path
+) -> None:
+    made, command = tmp_path / "merged", [sys.executable, "-m", "sluice.cli", "convert"]
+    command += [str(record.directory), str(made), "--to", "hf", "--origin", str(model)]
+    (tmp_path / "faults").mkdir()
+    faults.arm(tmp_path / "faults", "convert.whole")
+    environment = {**os.environ, faults.VARIABLE: str(tmp_path / "faults"), "PYTHONPATH": str(ROOT)}
+    assert subprocess.run(command, env=environment, check=False).returncode == -9
+    assert not made.exists()
+    subprocess.run(command, env=environment, check=True)
+    assert AutoModelForCausalLM.from_pretrained(made)
