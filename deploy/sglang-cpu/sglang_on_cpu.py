@@ -4,6 +4,8 @@ Triton: the mock that SGLang ships for macOS, which its own installer refuses el
 torchvision: schemas of two operators, whose library is built for CUDA alone on PyPI.
 Enumerations: pickled by value, as Python does since 3.11.4. Those before pickle a call of getattr,
 which SGLang refuses from its encoders, so that images are waited for in vain.
+LoRA: SGLang's layers for it make pinned tensors, which torch refuses without an accelerator; in
+those modules alone they are made unpinned.
 """
 
 import enum
@@ -11,15 +13,21 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+import types
 from pathlib import Path
 
-STUBS = Path(__file__).parent / "sglang" / "_platform_stubs.py"
+
+def _find_stubs():
+    found = importlib.util.find_spec("sglang")
+    places = (found and found.submodule_search_locations) or ()
+    return next((p for place in places if (p := Path(place, "_platform_stubs.py")).is_file()), None)
 
 
 def _install_triton():
-    if importlib.util.find_spec("triton") is not None or not STUBS.is_file():
+    stubs_path = _find_stubs()
+    if importlib.util.find_spec("triton") is not None or stubs_path is None:
         return
-    spec = importlib.util.spec_from_file_location("_sglang_platform_stubs", STUBS)
+    spec = importlib.util.spec_from_file_location("_sglang_platform_stubs", stubs_path)
     stubs = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = stubs
     spec.loader.exec_module(stubs)
@@ -109,6 +117,52 @@ class TorchvisionOperators:
         return None
 
 
+PINNING = ("arange", "empty", "empty_like", "full", "ones", "tensor", "zeros", "zeros_like")
+LORA = "sglang.srt.lora."
+
+
+class UnpinnedTorch(types.ModuleType):
+    """torch as a module of SGLang's sees it, but that nothing it makes is pinned."""
+
+    def __init__(self, torch):
+        super().__init__("torch")
+        self._torch = torch
+        for name in PINNING:
+            setattr(self, name, self._unpinned(getattr(torch, name)))
+
+    def __getattr__(self, name):
+        return getattr(self._torch, name)
+
+    @staticmethod
+    def _unpinned(make):
+        def call(*arguments, pin_memory=False, **named):
+            return make(*arguments, **named)
+
+        return call
+
+
+class UnpinnedLora:
+    """An import hook for the modules of LoRA."""
+
+    def find_spec(self, name, path=None, target=None):
+        if not name.startswith(LORA):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            torch = vars(module).get("torch")
+            if isinstance(torch, types.ModuleType):
+                torch.Tensor.pin_memory = lambda tensor, *_, **__: tensor
+                module.torch = UnpinnedTorch(torch)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
 def _by_value(member, protocol):
     return member.__class__, (member._value_,)
 
@@ -118,3 +172,4 @@ if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         enum.Enum.__reduce_ex__ = _by_value
     _install_triton()
     sys.meta_path.insert(0, TorchvisionOperators())
+    sys.meta_path.insert(0, UnpinnedLora())

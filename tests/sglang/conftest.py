@@ -55,8 +55,10 @@ async def attach(
     async with _starting({}) as start:
 
         async def attached(**settings: Any) -> SglangEngine:
-            url = sglang_servers.url(models[0].directory)
-            return await start(model=str(models[0].directory), sglang={"url": url}, **settings)
+            sglang = settings.pop("sglang", None) or {
+                "url": sglang_servers.url(models[0].directory)
+            }
+            return await start(model=str(models[0].directory), sglang=sglang, **settings)
 
         yield attached
 

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from sluice.config import Config
 from sluice.runtime.recovery import Backoff
+from sluice.weights.adapter import DEFAULT_TARGETS
 
 LONGEST_BACKOFF_SECONDS = 60.0
 
@@ -19,6 +20,15 @@ _NOT_ITS_OWN = {  # what this process has to know, by where it is told
     "port": "a free one is taken",
     "weight_version": "it follows from the weights",
 }
+
+
+class SglangLoraConfig(Config):
+    """What SGLang has to know of adapters when it starts."""
+
+    max_rank: int = Field(16, ge=1, description="Of an adapter; larger ones are refused.")
+    targets: tuple[str, ...] = Field(
+        DEFAULT_TARGETS, min_length=1, description="Layers that adapters may be of."
+    )
 
 
 class SglangConfig(Config):
@@ -42,6 +52,9 @@ class SglangConfig(Config):
     encoder_backend: str = Field(
         "zmq_to_scheduler", description="How an encoder sends what it computed."
     )
+    lora: SglangLoraConfig | None = Field(
+        None, description="Start SGLang so that it takes adapters; default: it takes none."
+    )
     verify: Literal["checksum", "off"] = Field(
         "checksum", description="What must match before new weights serve."
     )
@@ -63,8 +76,10 @@ class SglangConfig(Config):
                 raise ValueError(f"server_args.{name}: write it with underscores")
             if name in _NOT_ITS_OWN:
                 raise ValueError(f"server_args.{name}: {_NOT_ITS_OWN[name]}")
-        if self.url and (self.server_args or self.encoders):
-            raise ValueError("url: a running server takes no server_args and no encoders")
+        if self.url and (self.server_args or self.encoders or self.lora):
+            raise ValueError("url: a running server takes no server_args, encoders or lora")
+        if self.lora and int(self.server_args.get("dp_size") or 1) > 1:
+            raise ValueError("lora: SGLang takes adapters while it runs only with dp_size 1")
         return self
 
 

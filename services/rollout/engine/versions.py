@@ -66,6 +66,16 @@ def check_adapter(manifest: Manifest, base: ServedWeights | None) -> AdapterSpec
     """
     spec, version = manifest.adapter, manifest.version
     assert spec is not None
+    check_base(spec, version, base)
+    try:
+        spec.check_tensors({n: (t.dtype, t.shape) for n, t in manifest.tensors.items()})
+    except InvalidAdapterError as error:
+        raise UnfitAdapterError(f"version {version}: {error}", version=version) from error
+    return spec
+
+
+def check_base(spec: AdapterSpec, version: int, base: ServedWeights | None) -> None:
+    """Raises AdapterBaseError unless an adapter belongs on this base."""
     if base is None:
         raise AdapterBaseError(
             f"version {version} is an adapter, and this engine has no base to put it on: set "
@@ -81,11 +91,6 @@ def check_adapter(manifest: Manifest, base: ServedWeights | None) -> AdapterSpec
             expected=spec.base_digest,
             actual=base.digest,
         )
-    try:
-        spec.check_tensors({n: (t.dtype, t.shape) for n, t in manifest.tensors.items()})
-    except InvalidAdapterError as error:
-        raise UnfitAdapterError(f"version {version}: {error}", version=version) from error
-    return spec
 
 
 def check_whole(manifest: Manifest, adapters: Collection[ServedWeights]) -> None:

@@ -163,6 +163,11 @@ NEEDED = {
     "/update_weights_from_disk": ("model_path", "weight_version", "flush_cache"),
 }
 FOR_EXPERTS = {"/generate": ("return_routed_experts",)}
+FOR_ADAPTERS = {
+    "/generate": ("lora_path",),
+    "/load_lora_adapter": ("lora_name", "lora_path"),
+    "/unload_lora_adapter": ("lora_name",),
+}
 FOR_CHECKSUMS = {"/weights_checker": ("action",)}
 FOR_TRANSFERS = {
     "/init_weights_update_group": ("master_address", "rank_offset", "group_name", "backend"),
@@ -182,7 +187,10 @@ class MissingFeatureError(ServiceError):
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """`serving` is None where the weights were not named by us."""
+    """`serving` is None where the weights were not named by us.
+
+    `lora_rank`: of the largest adapter that it takes, 0 for none; `lora_targets`: of which layers.
+    """
 
     release: str
     dp_size: int
@@ -199,6 +207,8 @@ class Capabilities:
     has_radix_cache: bool
     is_language_only: bool
     serving: Version | None
+    lora_rank: int = 0
+    lora_targets: tuple[str, ...] = ()
 
 
 async def shake_hands(
@@ -228,6 +238,7 @@ async def shake_hands(
             feature="enable_return_routed_experts",
             version=release,
         )
+    takes_adapters = bool(server.get("enable_lora")) and not _gap(offered, FOR_ADAPTERS)
     tp_size, dp_size = int(server["tp_size"]), int(server["dp_size"])
     return Capabilities(
         release=release,
@@ -245,6 +256,8 @@ async def shake_hands(
         has_radix_cache=not server.get("disable_radix_cache"),
         is_language_only=bool(server.get("language_only")),
         serving=parse_tag(server.get("weight_version")),
+        lora_rank=int(server.get("max_lora_rank") or 0) if takes_adapters else 0,
+        lora_targets=tuple(server.get("lora_target_modules") or ()),
     )
 
 

@@ -27,6 +27,7 @@ from services.rollout.engine.interface import (
     check_score,
     waiting_text,
 )
+from services.rollout.engine.sglang.adapters import DiskAdapter
 from services.rollout.engine.sglang.jobs import Job, score
 from services.rollout.engine.sglang.load import Load, SlotLimiter
 from services.rollout.engine.sglang.replica import Replica
@@ -38,11 +39,20 @@ from services.rollout.engine.sglang.weights import (
     read_model,
     read_version,
 )
-from services.rollout.engine.versions import PreparedVersions, check_processor, reading
+from services.rollout.engine.versions import (
+    PreparedVersions,
+    check_base,
+    check_processor,
+    check_whole,
+    checked_manifest,
+    reading,
+)
 from services.rollout.errors import (
     DuplicateRequestError,
     EngineFailedError,
+    MixedWeightsError,
     NotQuietError,
+    NoTransferError,
     NoWeightsError,
     UnfitWeightsError,
 )
@@ -64,8 +74,9 @@ class SglangEngine(Engine):
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._replica = Replica(config)
+        self._folders = self._replica.adapters.folders
         self._disk = ThreadPoolExecutor(1, "engine-weights")
-        self._prepared = PreparedVersions[DiskVersion]()
+        self._prepared = PreparedVersions[DiskVersion | DiskAdapter]()
         self._checked = CheckedShards()
         self._restorable: DiskVersion | None = None  # the last one served from the disk
         self._gate, self._load = SlotLimiter(0, 0), Load(0)
@@ -125,6 +136,7 @@ class SglangEngine(Engine):
         if self._load.waiting + count > self._config.waiting_limit:
             limit = self._config.waiting_limit
             raise QueueFullError(waiting_text(self._load.waiting, count, limit), limit=limit)
+        held = self._replica.handle.serving(generation.version)
         room = length - len(prompt)
         budget = min(generation.sampling.max_new_tokens, room)
         job = self._jobs[name] = Job(
@@ -135,6 +147,9 @@ class SglangEngine(Engine):
             expanded=prompt,
             unsampled=self._images.unsampled,
         )
+        pinned = generation.version is not None
+        if pinned:
+            self._replica.adapters.use(held)
         job.start()
         try:
             while count:
@@ -146,6 +161,8 @@ class SglangEngine(Engine):
         finally:
             del self._jobs[name]
             await job.close()
+            if pinned:
+                self._replica.adapters.end_use(held)
 
     async def score(
         self, token_ids: Sequence[int], prompt_length: int, version: int | None = None
@@ -162,7 +179,7 @@ class SglangEngine(Engine):
         self._check_serving()
         check_score(token_ids, prompt_length, self._vocabulary, self._max_length)
         self._images.check_text(token_ids)
-        return await score(self._replica.handle, token_ids, prompt_length, top_count)
+        return await score(self._replica.handle, token_ids, prompt_length, top_count, version)
 
     async def abort(self, request_ids: Sequence[str]) -> list[str]:
         running = [name for name in request_ids if name in self._jobs]
@@ -203,8 +220,17 @@ class SglangEngine(Engine):
         with reading(0):
             self._checked.check(path, shard)
 
-    def _read(self, version: int, digest: str, directory: Path) -> DiskVersion:
+    def _read(self, version: int, digest: str, directory: Path) -> DiskVersion | DiskAdapter:
         """Checks a version against its manifest and the model that serves; blocks."""
+        with reading(version):
+            manifest = checked_manifest(directory, version, digest)
+        replica = self._replica
+        check_whole(manifest, [one.weights for one in replica.adapters.held.values()])
+        if manifest.adapter is not None:
+            shapes = {} if self._serving is None else self._serving.shapes
+            return self._folders.read(
+                version, digest, directory, replica.base, shapes, replica.capabilities
+            )
         new = read_version(version, digest, directory, self._checked)
         self._routing_of(new.config)
         if self._serving is not None:
@@ -217,6 +243,10 @@ class SglangEngine(Engine):
             with self._prepared.serving(version) as new:
                 if self._is_asleep:
                     raise NotQuietError("the engine sleeps; wake it first")
+                if isinstance(new, DiskAdapter):
+                    return await self._commit_adapter(new, mode)
+                if self._replica.adapters.held:  # since it was prepared
+                    raise MixedWeightsError(f"version {version} would take adapters their base")
                 if self._serving is not None:
                     check_fit(self._serving, new)
                 if not self._replica.is_up:
@@ -228,7 +258,29 @@ class SglangEngine(Engine):
             self._restorable = new
             return self._pause_seconds
 
+    async def _commit_adapter(self, adapter: DiskAdapter, mode: PauseMode) -> float:
+        """Serves an adapter; what was sent goes on under its own, or ends, as `mode` says."""
+        check_base(adapter.spec, adapter.version, self._replica.base)
+        if not self._replica.is_up:
+            raise EngineFailedError("SGLang is being restarted")
+        self._pause_seconds = 0.0
+        if mode is PauseMode.ABORT and self._paused is None:
+            self._gate.shut()
+            try:
+                self._pause_seconds = await self._timed(self._abort_and_serve(adapter))
+            finally:
+                self._gate.open()
+        else:
+            await self._replica.serve_adapter(adapter)
+        return self._pause_seconds
+
+    async def _abort_and_serve(self, adapter: DiskAdapter) -> None:
+        await self._drain(PauseMode.ABORT)
+        await self._replica.serve_adapter(adapter)
+
     def check_incoming(self, manifest: Manifest) -> None:
+        if manifest.adapter is not None:
+            raise NoTransferError("SGLang reads adapters from the store only")
         if self._serving is None:
             raise UnfitWeightsError("the engine has no weights yet: it needs the store")
         check_processor(manifest, self._serving.images.processor)
@@ -257,7 +309,10 @@ class SglangEngine(Engine):
 
     def status(self) -> EngineStatus:
         serves = self._replica.is_up and not (self._is_blank or self._is_reviving)
-        serving = self._serving if serves else None
+        base = self._replica.base if serves and self._serving is not None else None
+        adapters = self._replica.adapters
+        current = adapters.current
+        serving = base if current is None or base is None else current.weights
         capabilities = self._replica.capabilities
         cache_tokens = capabilities.cache_tokens if capabilities else self._config.cache_tokens
         transfers = capabilities is not None and capabilities.can_transfer
@@ -277,6 +332,8 @@ class SglangEngine(Engine):
             failure=self._failure,
             transfer_ranks=capabilities.tp_size if capabilities and transfers else 0,
             deterministic=bool(capabilities and capabilities.is_seeded),
+            base=base if capabilities and capabilities.lora_rank else None,
+            adapters=tuple(one.weights for one in adapters.held.values()) if base else (),
             extra={"restarts_total": self._replica.restart_count},
         )
 

@@ -18,7 +18,14 @@ from typing import Any
 
 import grpc
 
-from services.rollout.engine.interface import Delta, FinishReason, Generation, TokenScores
+from services.rollout.engine.interface import (
+    Delta,
+    FinishReason,
+    Generation,
+    ServedWeights,
+    TokenScores,
+)
+from services.rollout.engine.sglang.adapters import ServerAdapters
 from services.rollout.engine.sglang.client import (
     Capabilities,
     SglangClient,
@@ -28,7 +35,7 @@ from services.rollout.engine.sglang.client import (
 )
 from services.rollout.engine.sglang.load import Load, SlotLimiter
 from services.rollout.engine.sglang.samples import PendingSample, Routing, sampling_parameters
-from services.rollout.engine.versions import Version, tag
+from services.rollout.engine.versions import adapter_name, tag
 from services.rollout.errors import EngineFailedError
 from sluice.runtime.errors import ServiceError
 
@@ -65,14 +72,18 @@ class ServerHandle:
     capabilities: Capabilities
     gate: SlotLimiter
     load: Load
-    serving: Callable[[], Version]
+    serving: Callable[[int | None], ServedWeights]  # of a version, or None
+    adapters: ServerAdapters
 
-    def request(self, rank: int) -> dict[str, Any]:
+    def request(self, rank: int, weights: ServedWeights) -> dict[str, Any]:
         """Returns what every request says: where it runs, and whose prefixes it may share.
 
         The cache of one version's prompts is of no use to another.
         """
-        body: dict[str, Any] = {"extra_key": tag(*self.serving()), "return_logprob": True}
+        name = tag(weights.version, weights.digest)
+        body: dict[str, Any] = {"extra_key": name, "return_logprob": True}
+        if weights.base_digest:
+            body["lora_path"] = adapter_name(weights.version)
         if self.capabilities.dp_size > 1:
             body["routed_dp_rank"] = rank
         return body
@@ -191,15 +202,20 @@ class Job:
 
     async def _run(self, samples: Sequence[PendingSample]) -> None:
         """Runs a batch in SGLang, from first to last token."""
+        weights = self._server.serving(self.generation.version)
+        self._server.adapters.use(weights)
+        for sample in samples:
+            sample.weights = weights
         try:
-            await self._warm(len(samples))
-            answers = self._server.client.stream(self._body(samples))
+            await self._warm(len(samples), weights)
+            answers = self._server.client.stream(self._body(samples, weights))
             async with contextlib.aclosing(answers) as stream:
                 async for message in stream:
                     self._take(samples[message.get("index", 0)], message)
         except SGLangRefusedError as error:
             raise refusal(error, "request") from error
         finally:
+            self._server.adapters.end_use(weights)
             for sample in samples:
                 if sample.finish is None and sample.sent:
                     self._release(sample)
@@ -209,9 +225,9 @@ class Job:
         if again:
             await self._enter(again)
 
-    def _body(self, samples: Sequence[PendingSample]) -> dict[str, Any]:
+    def _body(self, samples: Sequence[PendingSample], weights: ServedWeights) -> dict[str, Any]:
         prompt, seeded = list(self.generation.prompt_token_ids), self._server.capabilities.is_seeded
-        body = self._request()
+        body = self._request(weights)
         if self._routing is not None:
             body["return_routed_experts"] = True
         return body | {
@@ -232,22 +248,22 @@ class Job:
             "stream": True,
         }
 
-    def _request(self) -> dict[str, Any]:
+    def _request(self, weights: ServedWeights) -> dict[str, Any]:
         """Returns what requests of this job share; images are in the order of the prompt."""
-        body = self._server.request(self._rank)
+        body = self._server.request(self._rank, weights)
         if self._images:
             body["return_prompt_token_ids"] = True
             body["image_data"] = self._images
         return body
 
-    async def _warm(self, count: int) -> None:
+    async def _warm(self, count: int, weights: ServedWeights) -> None:
         """Has a long prompt read once before several samples of it start."""
         prompt = self.generation.prompt_token_ids
         useful = count > 1 and len(prompt) >= WARM_TOKENS
         if self._is_warm or not (useful and self._server.capabilities.has_radix_cache):
             return
         self._is_warm = True
-        body = self._request() | {
+        body = self._request(weights) | {
             "input_ids": list(prompt),
             "sampling_params": {"max_new_tokens": 0},
             "return_logprob": False,
@@ -266,7 +282,9 @@ class Job:
             # With encoders the placeholders grow later, and out of sight.
             if not (server.capabilities.is_language_only and read == given):
                 check_prompt(self._expanded, read, len(self._images))
-        count = sample.take(message, server.serving(), is_delta=server.capabilities.is_incremental)
+        count = sample.take(
+            message, server.serving(None), is_delta=server.capabilities.is_incremental
+        )
         if is_new and sample.began:
             meta = message["meta_info"]
             computed = meta["prompt_tokens"] - (meta.get("cached_tokens") or 0)
@@ -333,15 +351,22 @@ RANK = 0
 
 
 async def score(
-    server: ServerHandle, token_ids: Sequence[int], prompt_length: int, top_count: int
+    server: ServerHandle,
+    token_ids: Sequence[int],
+    prompt_length: int,
+    top_count: int,
+    version: int | None = None,
 ) -> TokenScores:
     """Scores token_ids[prompt_length:] at temperature 1. Takes a slot, as a sample does."""
     await server.gate.enter(RANK, 1)
+    weights = server.serving(version)
+    server.adapters.use(weights)
     try:
-        meta = await _read(server, token_ids, prompt_length, top_count)
+        meta = await _read(server, weights, token_ids, prompt_length, top_count)
     except SGLangRefusedError as error:
         raise refusal(error, "token_ids") from error
     finally:
+        server.adapters.end_use(weights)
         server.gate.leave(RANK)
     rows = meta["input_token_logprobs"][1:]  # the first is the last of the context
     if len(rows) != len(token_ids) - prompt_length:
@@ -356,9 +381,13 @@ async def score(
 
 
 async def _read(
-    server: ServerHandle, token_ids: Sequence[int], prompt_length: int, top_count: int
+    server: ServerHandle,
+    weights: ServedWeights,
+    token_ids: Sequence[int],
+    prompt_length: int,
+    top_count: int,
 ) -> Mapping[str, Any]:
-    body = server.request(RANK) | {
+    body = server.request(RANK, weights) | {
         "input_ids": list(token_ids),
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
         "logprob_start_len": prompt_length - 1,

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from services.rollout.engine.config import EngineConfig
+from services.rollout.engine.interface import ServedWeights
+from services.rollout.engine.sglang.adapters import AdapterFolders, DiskAdapter, ServerAdapters
 from services.rollout.engine.sglang.client import (
     Capabilities,
     MissingFeatureError,
@@ -46,6 +48,7 @@ class Replica:
         self._started = asyncio.Event()
         self._expected: dict[str, dict[str, str]] = {}  # checksums by version tag
         self._is_paused = False
+        self.adapters = ServerAdapters(config.max_adapters, AdapterFolders())
         self.capabilities: Capabilities | None = None
         self.serving: Version | None = None
         self.restart_count = 0
@@ -116,6 +119,7 @@ class Replica:
                     await self.take_over(version)
                 else:
                     await self.launch(version)
+                await self.restore_adapters()
                 if still:
                     await self.pause()
                 self.restart_count += 1
@@ -166,6 +170,14 @@ class Replica:
         await self._server_weights.load(version, self._expected.get(name))
         self._expected = {name: self._expected[name]} if name in self._expected else {}
 
+    async def serve_adapter(self, adapter: DiskAdapter) -> None:
+        """Loads an adapter beside the weights, for requests from now on."""
+        await self.adapters.serve(self._reached, adapter, self._sglang.update_seconds)
+
+    async def restore_adapters(self) -> None:
+        """Gives a server that was started anew the newest adapter. Raises EngineFailedError."""
+        await self.adapters.restore(self._reached, self._sglang.update_seconds)
+
     def forget_weights(self) -> None:
         """Forgets what the server holds."""
         if self._weights is not None:
@@ -205,6 +217,7 @@ class Replica:
     async def close(self) -> None:
         await self._disconnect()
         await self._servers.stop()
+        self.adapters.close()
 
     @property
     def _server_weights(self) -> ServerWeights:
@@ -245,7 +258,12 @@ class Replica:
     def _make_handle(self) -> None:
         if self._client is not None and self.capabilities is not None:
             self._handle = ServerHandle(
-                self._client, self.capabilities, self._gate, self._load, self._version
+                self._client,
+                self.capabilities,
+                self._gate,
+                self._load,
+                self._weights_of,
+                self.adapters,
             )
 
     async def _disconnect(self) -> None:
@@ -256,7 +274,16 @@ class Replica:
             with contextlib.suppress(EngineFailedError):
                 await client.close()
 
-    def _version(self) -> Version:
-        if self.serving is None:
+    @property
+    def base(self) -> ServedWeights | None:
+        """The model that serves, without adapters."""
+        return None if self.serving is None else ServedWeights(*self.serving)
+
+    def _weights_of(self, version: int | None) -> ServedWeights:
+        """The weights of a version, of those that are held; None: those that serve."""
+        base = self.base
+        if base is None:
             raise NoWeightsError("the engine has no weights yet")
-        return self.serving
+        if version is not None:
+            return self.adapters.find(version, base)
+        return base if self.adapters.current is None else self.adapters.current.weights

@@ -15,7 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from services.rollout.engine.interface import Delta, FinishReason, Generation, Timing
+from services.rollout.engine.interface import (
+    Delta,
+    FinishReason,
+    Generation,
+    ServedWeights,
+    Timing,
+)
 from services.rollout.engine.versions import Version, parse_tag
 from services.rollout.errors import EngineFailedError, UnfitWeightsError
 from sluice.runtime.errors import InvalidFieldError
@@ -25,17 +31,15 @@ from sluice.weights.rules.shape import ConfigKeys, read_shape
 from sluice.weights.rules.weight_map import family_of
 
 
-def of_tokens(versions: Iterable[Version], first: int) -> tuple[VersionSpan, ...]:
+def of_tokens(versions: Iterable[Version | ServedWeights], first: int) -> tuple[VersionSpan, ...]:
     """Returns spans of tokens drawn one after the other, of which the first has index `first`."""
     spans: list[VersionSpan] = []
-    for place, (version, digest) in enumerate(versions, first):
-        if spans and (spans[-1].version, spans[-1].digest) == (version, digest):
-            begin = spans.pop().first_token
-        else:
-            begin = place
-        spans.append(
-            VersionSpan(version=version, digest=digest, first_token=begin, last_token=place)
-        )
+    before: ServedWeights | None = None
+    for place, each in enumerate(versions, first):
+        weights = ServedWeights(*each)
+        begin = spans.pop().first_token if spans and weights == before else place
+        before = weights
+        spans.append(VersionSpan(**weights._asdict(), first_token=begin, last_token=place))
     return tuple(spans)
 
 
@@ -119,16 +123,19 @@ class PendingSample:
     temperature: float
     arrived: float
     routing: Routing | None = None  # of a model whose experts are wanted
+    weights: ServedWeights | None = None  # that it was sent for
     sent: float = 0.0
     began: float = 0.0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    versions: list[Version] = field(default_factory=list)
+    versions: list[Version | ServedWeights] = field(default_factory=list)
     reported: int = 0
     finish: FinishReason | None = None
     experts: np.ndarray | None = None
 
-    def take(self, message: Mapping[str, Any], serving: Version, *, is_delta: bool) -> int:
+    def take(
+        self, message: Mapping[str, Any], serving: Version | ServedWeights, *, is_delta: bool
+    ) -> int:
         """Adds what a message of SGLang brings; returns the number of new tokens.
 
         `is_delta`: messages carry what is new, not everything so far. Raises EngineFailedError
@@ -144,12 +151,19 @@ class PendingSample:
             self.began = time.monotonic()
         self.token_ids += ids
         self.logprobs += [row[0] for row in rows]
-        version = parse_tag(meta.get("weight_version")) or serving
+        version: Version | ServedWeights = parse_tag(meta.get("weight_version")) or serving
+        if self._is_of_adapter:  # SGLang names the base's alone
+            assert self.weights is not None
+            version = self.weights
         self.versions += [version] * len(ids)
         reason = meta.get("finish_reason")
         if reason is not None:
             self._end(meta, reason)
         return len(ids)
+
+    @property
+    def _is_of_adapter(self) -> bool:
+        return self.weights is not None and bool(self.weights.base_digest)
 
     def _end(self, meta: Mapping[str, Any], reason: Mapping[str, Any]) -> None:
         kind, status = reason.get("type"), reason.get("status_code")
@@ -163,7 +177,7 @@ class PendingSample:
         count = len(self.token_ids)
         if kind != "abort" and meta.get("completion_tokens") != count:
             raise EngineFailedError(f"SGLang drew {meta.get('completion_tokens')}, sent {count}")
-        exact = versions_of(meta, count)
+        exact = None if self._is_of_adapter else versions_of(meta, count)
         if exact is not None:
             self.versions[self.reported :] = exact[self.reported :]
         self.finish = _FINISH.get(str(kind), FinishReason.ABORTED)

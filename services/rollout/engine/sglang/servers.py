@@ -101,6 +101,15 @@ def engine_arguments(config: EngineConfig, device: str) -> dict[str, Any]:
             "cuda_graph_backend_decode": "disabled",
             "cuda_graph_backend_prefill": "disabled",
         }
+    if (lora := config.sglang.lora) is not None:
+        arguments |= {
+            "enable_lora": True,
+            "lora_backend": "torch_native" if is_cpu else None,
+            "max_lora_rank": lora.max_rank,
+            "lora_target_modules": list(lora.targets),
+            # those held, the base, and one that is let go when its last request ends
+            "max_loras_per_batch": config.max_adapters + 2,
+        }
     if config.sglang.encoders:
         arguments |= {
             "language_only": True,

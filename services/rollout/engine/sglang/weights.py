@@ -28,12 +28,7 @@ from services.rollout.engine.versions import (
     reading,
     tag,
 )
-from services.rollout.errors import (
-    DigestMismatchError,
-    EngineFailedError,
-    UnfitAdapterError,
-    UnfitWeightsError,
-)
+from services.rollout.errors import DigestMismatchError, EngineFailedError, UnfitWeightsError
 from sluice import platform
 from sluice.weights.checkpoint import (
     CheckedShards,
@@ -89,11 +84,6 @@ def read_version(
     """
     with reading(version):
         manifest = checked_manifest(directory, version, digest)
-        if manifest.adapter is not None:
-            raise UnfitAdapterError(
-                f"version {version} is an adapter, which this engine does not take with SGLang",
-                version=version,
-            )
         verify_files(directory, manifest, checked)
     config = read_config(directory)
     images = ImageReader.of_model(directory, config)
