@@ -1,11 +1,12 @@
 """Sends every RPC of every service what no honest caller sends; exits 1 if one takes harm.
 
-`python -m tools.fuzz [--messages 1000] [--only TEXT] [--seed 0] [--security both]`
+`python -m tools.fuzz [--messages 1000] [--only TEXT] [--seed 0] [--security both] [--images]`
 
 The services run as `sluice up` starts them, in a directory of their own. Each RPC, also those of
 health, reflection and the trainer's port for its ranks, gets so many malformed messages and so
 many of extreme values, without security and with TLS and a token; the OpenAI port gets JSON, the
-metrics ports odd requests, and a loop that waits for its trainer is one of the processes. No
+metrics ports odd requests, and a loop that waits for its trainer is one of the processes. With
+`--images` the model sees, and messages are spoilt that show it a picture of the store. No
 answer may be INTERNAL or UNKNOWN, no process may end or stop answering, none may grow. The last
 line is `fuzz: rpcs=<n> messages=<n> internal=<n> unknown=<n> died=<n> hung=<n>
 rss_growth_mib=<x>`: of the process that grew most.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import io
 import itertools
 import json
 import os
@@ -43,6 +45,7 @@ from google.protobuf import descriptor_pool, message_factory
 from google.protobuf import message as pb_message
 from google.rpc import status_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from PIL import Image
 
 from services.rollout.process import ENGINE_SERVICE, ROLLOUT_SERVICE
 from services.router.__main__ import SERVICE as ROUTER_SERVICE
@@ -53,6 +56,8 @@ from sluice.runtime.channel import create_channel
 from sluice.runtime.processes import end_with_parent
 from sluice.runtime.security import SecurityConfig, TlsConfig, channel_credentials
 from sluice.runtime.server import OPERATIONS_SERVICE, WAIT_SERVICE
+from sluice.samples.blobs import BlobStore
+from sluice.samples.images import ImageRules
 from sluice.supervise import reserve_port
 from tools.fuzz_messages import MessageMaker
 from tools.fuzz_openai import (
@@ -63,7 +68,7 @@ from tools.fuzz_openai import (
     metrics_messages,
     random_messages,
 )
-from tools.fuzz_seeds import Places, seeds
+from tools.fuzz_seeds import Places, Shown, seeds
 from tools.make_certificates import Authority
 
 TRAINER_SERVICE = "sluice.api.trainer.v1.TrainerService"
@@ -140,6 +145,7 @@ class Stack:
 
     directory: Path
     security: SecurityConfig
+    sees: bool = False
     process: subprocess.Popen[bytes] | None = None
     rank_port: int = 0
 
@@ -157,6 +163,25 @@ class Stack:
     @property
     def model(self) -> Path:
         return self.directory / "model"
+
+    @property
+    def places(self) -> Places:
+        """With a picture in the store, where the model sees."""
+        if not self.sees:
+            return Places(self.directory, self.model)
+        rules, file = ImageRules.from_directory(self.model), io.BytesIO()
+        Image.new("RGB", (64, 64)).save(file, "PNG")
+        image = rules.prepare(file.getvalue())
+        blob = BlobStore(self.directory / "store", sync=False).put(image.png)
+        shown = Shown(
+            digest=blob.digest,
+            size=blob.size,
+            placeholder=json.loads((self.model / "config.json").read_text())["image_token_id"],
+            token_count=image.token_count,
+            grid_thw=image.grid_thw,
+            processor=rules.digest,
+        )
+        return Places(self.directory, self.model, shown)
 
     @property
     def entries(self) -> dict[str, dict[str, Any]]:
@@ -223,7 +248,8 @@ class Stack:
     def _prepare(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         if not self.model.exists():
-            build = [sys.executable, "-m", "examples.models.tiny_qwen3", str(self.model)]
+            name = "tiny_qwen3_vl" if self.sees else "tiny_qwen3"
+            build = [sys.executable, "-m", f"examples.models.{name}", str(self.model)]
             subprocess.run(build, check=True, timeout=START_SECONDS, stderr=subprocess.DEVNULL)
         with reserve_port("127.0.0.1") as held:
             self.rank_port = held.getsockname()[1]
@@ -289,7 +315,7 @@ class Fuzzer:
 
     async def run(self) -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(IN_FLIGHT))
-        places = Places(self.stack.directory, self.stack.model)
+        places = self.stack.places
         before = {name: process.pid for name, process in self.stack.processes().items()}
         count = self.messages
         self.messages = min(WARM_MESSAGES, count)
@@ -547,6 +573,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="part of `PROCESS SERVICE.METHOD`")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--security", choices=("none", "tls", "both"), default="both")
+    parser.add_argument("--images", action="store_true", help="to a model that sees")
     parser.add_argument("--directory", type=Path, help="kept; default: a temporary one")
     flags = parser.parse_args(arguments)
     findings = FuzzOutcome()
@@ -558,7 +585,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             security = SecurityConfig()
             if name == "tls":
                 security = create_security(directory / "trust")
-            with Stack(directory / name, security).running() as running:
+            with Stack(directory / name, security, flags.images).running() as running:
                 fuzzer = Fuzzer(running, findings, flags.messages, flags.only, flags.seed)
                 asyncio.run(fuzzer.run())
     print("codes:", ", ".join(f"{code} {count}" for code, count in findings.codes.most_common()))

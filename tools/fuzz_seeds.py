@@ -33,7 +33,6 @@ _SAMPLES = [
     }
     for index in range(4)
 ]
-_SHOWN = {"blob": {"digest": "0" * 32}, "kind": 1, "token_count": 1, "grid_thw": [1, 2, 2]}
 _ENGINE = {
     "engine_id": "engine",
     "address": "127.0.0.1:9",
@@ -47,11 +46,42 @@ _ENGINE = {
 
 
 @dataclass(frozen=True)
+class Shown:
+    """An image of the stack's store; by default one of no store, and its model sees nothing."""
+
+    digest: str = "0" * 32
+    size: int = 0
+    placeholder: int = 1
+    token_count: int = 1
+    grid_thw: tuple[int, ...] = (1, 2, 2)
+    processor: str = "p"
+
+    @property
+    def blob(self) -> dict[str, object]:
+        return {"digest": self.digest, "size_bytes": self.size}
+
+    @property
+    def sample(self) -> dict[str, object]:
+        """The first sample, with this in its prompt."""
+        tokens = [1, *[self.placeholder] * self.token_count, 3, 4, 5]
+        span = {
+            "blob": self.blob,
+            "kind": 1,
+            "first_token": 1,
+            "token_count": self.token_count,
+            "grid_thw": self.grid_thw,
+        }
+        prompt = {"token_ids": tokens, "prompt_length": len(tokens) - 3}
+        return {**_SAMPLES[0], **prompt, "media": [span]}
+
+
+@dataclass(frozen=True)
 class Places:
     """Where a stack lies: nothing outside of `directory` may be named, so that nothing is lost."""
 
     directory: Path
     model: Path
+    shown: Shown = Shown()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -59,14 +89,20 @@ class Places:
         return (
             *(BATCH, "fuzz", "s0", "g0", "policy", "engine", "grpo", "ppo_clip", "prompts"),
             *("advantages", "checkpoints/fuzz", "operations/save-fuzz", "score/a"),
-            *(str(self.model), str(self.directory / "target"), str(self.directory)),
+            *(
+                self.shown.digest,
+                str(self.model),
+                str(self.directory / "target"),
+                str(self.directory),
+            ),
         )
 
 
 def seeds(method: str, places: Places) -> list[pb_message.Message]:
     """Valid requests of a method, by its path; of a stream, what comes one after the other."""
     name = method.rpartition("/")[2]
-    return [*_router(name), *_engine(name), *_trainer(name), *_others(name, places)]
+    shown = places.shown
+    return [*_router(name), *_engine(name, shown), *_trainer(name, shown), *_others(name, places)]
 
 
 def _generate(**changes: object) -> engine_pb.GenerateRequest:
@@ -80,7 +116,7 @@ def _generate(**changes: object) -> engine_pb.GenerateRequest:
     return engine_pb.GenerateRequest(**values)  # type: ignore[arg-type]
 
 
-def _engine(name: str) -> Sequence[pb_message.Message]:
+def _engine(name: str, shown: Shown) -> Sequence[pb_message.Message]:
     weights = {"version": 1, "digest": "d"}
     transfer = {
         "transfer_group": "t",
@@ -92,7 +128,11 @@ def _engine(name: str) -> Sequence[pb_message.Message]:
         "Generate": [
             _generate(),
             _generate(versions={"min_version": 0}),
-            _generate(media=[{"kind": 1, "blob": {"digest": "0" * 32}}], processor="p"),
+            _generate(
+                prompt_token_ids=[1, shown.placeholder, 3],
+                media=[{"kind": 1, "blob": shown.blob}],
+                processor=shown.processor,
+            ),
         ],
         "StreamGenerate": [engine_pb.StreamGenerateRequest(generate=_generate(request_id="s"))],
         "Score": [engine_pb.ScoreRequest(token_ids=[1, 2, 3], prompt_length=1, top_count=2)],
@@ -192,7 +232,7 @@ def _router(name: str) -> Sequence[pb_message.Message]:
     return known.get(name, ())
 
 
-def _trainer(name: str) -> Sequence[pb_message.Message]:
+def _trainer(name: str, shown: Shown) -> Sequence[pb_message.Message]:
     loss = loss_pb2.LossSpec(name="ppo_clip", clip_low=0.2, kl_coefficient=0.1)
     staged = loss_pb2.LossSpec(name="sapo", old_logprobs="old")
     staged.settings.update({"tau_positive": 1.5})
@@ -201,7 +241,7 @@ def _trainer(name: str) -> Sequence[pb_message.Message]:
         "UploadBatch": [
             trainer_pb.UploadBatchRequest(header={"batch_id": "fuzz", "sample_count": 4}),  # type: ignore[arg-type]
             *(trainer_pb.UploadBatchRequest(sample=sample) for sample in _SAMPLES),  # type: ignore[arg-type]
-            trainer_pb.UploadBatchRequest(sample={**_SAMPLES[0], "media": [_SHOWN]}),  # type: ignore[arg-type]
+            trainer_pb.UploadBatchRequest(sample=shown.sample),  # type: ignore[arg-type]
             trainer_pb.UploadBatchRequest(blob={"digest": "a" * 32, "size_bytes": 5}),  # type: ignore[arg-type]
         ],
         "DeleteBatch": [trainer_pb.DeleteBatchRequest(batch="batches/none")],
