@@ -114,6 +114,9 @@ test-megatron: $(VENV)/.dev  ## Megatron-Core under every parallel layout agains
 test-fsdp: $(VENV)/.dev  ## transformers models cut over ranks against plain transformers
 	$(TEST) tests/fsdp
 
+test-lora: $(VENV)/.dev  ## adapters of every backend against peft on plain transformers
+	$(TEST) tests/lora
+
 test-models: $(VENV)/.dev  ## every family of docs/models.md: log-probs, gradients, steps, publication, rollouts
 	$(TEST) tests/models
 
@@ -171,7 +174,7 @@ verify: $(VENV)/.dev  ## the long version: three seeds, every algorithm, faults,
 	for seed in 0 1 2; do $(RUN) -m examples.demo_vision --seed $$seed --run-dir runs/verify-vision-$$seed; done
 	$(MAKE) demo-vision ALGORITHM=ppo
 	$(MAKE) demo-geometry
-	$(MAKE) fault-matrix test-fsdp test-models test-megatron test-vision test-sglang test-openai demo-smollm2 bench
+	$(MAKE) fault-matrix test-fsdp test-lora test-models test-megatron test-vision test-sglang test-openai demo-smollm2 bench
 
 bench: bench-planner bench-logprob bench-router bench-engine bench-convert bench-sync bench-controller bench-loop bench-demo bench-training bench-checkpoint  ## side by side, one summary line each
 
@@ -230,5 +233,5 @@ accelerator-check: $(VENV)/.dev  ## the whole system on the device at hand: righ
 clean:  ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-pages proto docs lint test house stress-tests test-fsdp test-models models-table test-megatron test-openai demo demo-vision demo-geometry demo-smollm2 fault-matrix fuzz soak compose-smoke \
+.PHONY: help accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-pages proto docs lint test house stress-tests test-fsdp test-lora test-models models-table test-megatron test-openai demo demo-vision demo-geometry demo-smollm2 fault-matrix fuzz soak compose-smoke \
 	verify bench bench-models bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-loop bench-demo bench-training bench-checkpoint bench-algorithms bench-router bench-router-simulation clean

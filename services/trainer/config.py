@@ -14,6 +14,8 @@ from services.trainer.backends.megatron.config import MegatronConfig
 from sluice.balance.planner import OversizePolicy
 from sluice.config import Config, ProcessConfig
 from sluice.runtime.server import ServerConfig
+from sluice.weights.adapter import DEFAULT_TARGETS, MAX_RANK, AdapterSpec
+from sluice.weights.errors import InvalidAdapterError
 
 Head = Literal["policy", "value"]
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -85,6 +87,35 @@ class VisionConfig(Config):
             "tower": scale(self.frozen_tower, self.tower_learning_rate),
             "projector": scale(self.frozen_projector, self.projector_learning_rate),
         }
+
+
+class LoraConfig(Config):
+    """Adapters that are trained in place of the model, whose own weights stay as they were loaded.
+
+    rank: of each layer's update B A, which counts alpha / rank times; alpha is the rank where it is
+    not given. targets: last names of the linear layers that have adapters.
+    """
+
+    rank: int = Field(ge=1, le=MAX_RANK)
+    alpha: float | None = Field(None, gt=0, allow_inf_nan=False)
+    targets: tuple[str, ...] = DEFAULT_TARGETS
+
+    @model_validator(mode="after")
+    def _check_targets(self) -> Self:
+        try:
+            self.spec("0" * 32)
+        except InvalidAdapterError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+    def spec(self, base_digest: str) -> AdapterSpec:
+        """Return what the adapters of a base are."""
+        return AdapterSpec(
+            rank=self.rank,
+            alpha=float(self.rank) if self.alpha is None else self.alpha,
+            targets=self.targets,
+            base_digest=base_digest,
+        )
 
 
 class RanksConfig(Config):
@@ -174,6 +205,7 @@ class TrainerConfig(ProcessConfig):
     seed: int = 0
     optim: OptimConfig = OptimConfig()
     vision: VisionConfig = VisionConfig()
+    lora: LoraConfig | None = Field(None, description="None trains the model itself.")
     ranks: RanksConfig = RanksConfig()
     max_batches: int = Field(256, ge=1, description="Held; then QUEUE_FULL.")
     max_rows: int = Field(131_072, ge=1, description="Of a batch, or of a plan without one.")
@@ -271,6 +303,30 @@ class TrainerConfig(ProcessConfig):
             raise ValueError("vision has no effect on a model that reads text only; leave it out")
         if self.backend == "fsdp":
             raise ValueError("vision has no effect with backend fsdp, which shows no images")
+        return self
+
+    @model_validator(mode="after")
+    def _check_lora(self) -> Self:
+        if self.lora is None:
+            return self
+        if self.head != "policy":
+            raise ValueError("lora is not for head value: a critic's new head would not learn")
+        if self.reference_model is not None:
+            raise ValueError(
+                "reference_model has no effect with lora, whose reference is the model without "
+                "adapters; leave it out"
+            )
+        if self.publish.delta:
+            raise ValueError("publish.delta has no effect with lora; leave it out")
+        if self.fsdp.reduce != "micro_batch":
+            raise ValueError("fsdp.reduce has no effect with lora, which sums once a step")
+        if self.megatron.dtype == "float16":
+            raise ValueError("lora is not for megatron.dtype float16, whose losses are scaled")
+        if self.megatron.distributed_optimizer != MegatronConfig().distributed_optimizer:
+            raise ValueError("megatron.distributed_optimizer has no effect with lora; leave it out")
+        document = json.loads((Path(self.model) / "config.json").read_bytes())
+        if "vision_config" in document:
+            raise ValueError("lora is not for a model that sees: its tower has layers of like name")
         return self
 
     @model_validator(mode="after")

@@ -47,6 +47,13 @@ class TransferDisabledError(ServiceError):
     reason = "TRANSFER_DISABLED"
 
 
+class MixedPublicationError(ServiceError):
+    """A store holds whole weights and the trainer publishes adapters, or the other way round."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "MIXED_WEIGHTS"
+
+
 class OversizeSampleError(ServiceError):
     """A row is longer than a micro-batch may be, and the policy does not admit it.
 

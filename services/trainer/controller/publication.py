@@ -11,18 +11,19 @@ from functools import partial
 from pathlib import Path
 
 from services.trainer import metrics
-from services.trainer.config import TrainerConfig
+from services.trainer.config import LoraConfig, TrainerConfig
 from services.trainer.controller.rank_group import RankGroup
 from services.trainer.controller.state import PublishedWeights, TrainerState, Turns, in_turn
 from services.trainer.controller.transfer import Shipment, Target, WeightSender
-from services.trainer.errors import TransferDisabledError
+from services.trainer.errors import MixedPublicationError, TransferDisabledError
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.client import RemoteError
 from sluice.runtime.waits import Waits
+from sluice.weights.adapter import AdapterSpec, digest_base
 from sluice.weights.checkpoint import companion_files
-from sluice.weights.errors import WeightStoreError
+from sluice.weights.errors import MixedKindsError, WeightStoreError
 from sluice.weights.manifest import DeltaFile, ShardFile, TensorEntry
 from sluice.weights.staging import Staging
 from sluice.weights.store import StoredVersion, WeightStore, is_bucket
@@ -59,7 +60,8 @@ class Publisher:
     ) -> None:
         self.turns = turns
         self._model, self._keep = Path(config.model), config.keep_versions
-        self._config = config.publish
+        self._config, self._lora = config.publish, config.lora
+        self._adapter: AdapterSpec | None = None
         self._is_shared = not is_bucket(config.weights_location)
         self._store, self._state, self._ranks = store, state, ranks
         self._removing: asyncio.Task[None] | None = None
@@ -86,7 +88,10 @@ class Publisher:
         targets: Sequence[Target] = (),
         pause_mode: engine_pb.PauseMode = engine_pb.PAUSE_MODE_UNSPECIFIED,
     ) -> Publication:
-        """Publish a new version, and send it to `targets`. Raises TransferDisabledError."""
+        """Publish a new version, and send it to `targets`.
+
+        Raises TransferDisabledError or MixedPublicationError.
+        """
         self.check_targets(targets)
         with metrics.PUBLISH_SECONDS.time():
             publication = await self._store_version(on_allocated)
@@ -111,6 +116,7 @@ class Publisher:
         staging = await asyncio.to_thread(self._store.allocate, parent)
         on_allocated(staging.version)
         try:
+            await asyncio.to_thread(self._check_kind, staging.version)
             base = await asyncio.to_thread(self._find_base)
             directory = str(staging.directory.resolve()) if self._is_shared else ""
             command = pb.PublishCommand(directory=directory, version=staging.version, base=base)
@@ -138,11 +144,26 @@ class Publisher:
         self, staging: Staging, shards: Sequence[ShardFile], step: int, base: int | None
     ) -> StoredVersion:
         try:
+            if self._lora is not None:
+                adapter = self._describe_adapter(self._lora)
+                return self._store.commit(staging, shards, [], step, adapter=adapter)
             companions = companion_files(self._model)
             return self._store.commit(staging, shards, companions, step, base=base)
         except BaseException:
             self._store.abort(staging)
             raise
+
+    def _check_kind(self, version: int) -> None:
+        try:
+            self._store.check_kind(version, is_adapter=self._lora is not None)
+        except MixedKindsError as error:
+            raise MixedPublicationError(str(error), version=version) from error
+
+    def _describe_adapter(self, settings: LoraConfig) -> AdapterSpec:
+        """Say what is published; the base is hashed once."""
+        if self._adapter is None:
+            self._adapter = settings.spec(digest_base(self._model))
+        return self._adapter
 
     def _find_base(self) -> int | None:
         """Find the version that the next one may be a delta of, while the chain is not too long."""

@@ -24,6 +24,7 @@ from services.trainer.backend import (
     StepOutcome,
     TrainingBackend,
 )
+from services.trainer.backends import lora
 from services.trainer.backends.fsdp import checkpoint
 from services.trainer.backends.fsdp.export import Export
 from services.trainer.backends.fsdp.model import Asked, ShardedModel, load_model
@@ -70,9 +71,23 @@ class FsdpBackend(TrainingBackend):
         self._writers = dist.new_group(backend="gloo", timeout=timeout)  # of checkpoints
         self._policy = self._load(config.model, head=config.head)
         self._reference: ShardedModel | None = None
+        self._lora: lora.AdapterTraining | None = None
+        if config.lora is not None:
+            adapters = lora.adapt(
+                self._policy.model,
+                config.lora,
+                Path(config.model),
+                seed=config.seed,
+                device=self._device,
+            )
+            self._lora = lora.AdapterTraining(
+                adapters, config.optim, mesh, self._ranks, is_writer=mesh.rank == 0
+            )
         self._start(self._policy)
-        self._optimizer = ShardedOptimizer(
-            self._policy.parameters(), config.optim, self._ranks, self._device
+        self._optimizer = (
+            ShardedOptimizer(self._policy.parameters(), config.optim, self._ranks, self._device)
+            if self._lora is None
+            else self._lora
         )
         dtype = getattr(torch, config.publish_dtype)
         self._export = Export(self._policy, self._cut_over.get_group(), dtype)
@@ -80,8 +95,13 @@ class FsdpBackend(TrainingBackend):
     def compute_logprobs(
         self, micro_batches: Sequence[MicroBatch], *, model: ModelName, temperature: float
     ) -> dict[str, torch.Tensor]:
-        sharded = self._policy if model == "policy" else self._load_reference()
-        return self._score(sharded, micro_batches, Asked(temperature=temperature))
+        asked = Asked(temperature=temperature)
+        if model == "policy":
+            return self._score(self._policy, micro_batches, asked)
+        if self._lora is None:
+            return self._score(self._load_reference(), micro_batches, asked)
+        with self._lora.adapters.off():
+            return self._score(self._policy, micro_batches, asked)
 
     def compute_values(self, micro_batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
         return self._score(self._policy, micro_batches, Asked())
@@ -117,6 +137,8 @@ class FsdpBackend(TrainingBackend):
         self._optimizer.clear()
 
     def stage_checkpoint(self, directory: Path) -> StagedCheckpoint:
+        if isinstance(self._optimizer, lora.AdapterTraining):
+            return self._optimizer.stage(directory, sync=self._config.durable)
         return checkpoint.stage(
             self._policy,
             self._optimizer,
@@ -126,10 +148,16 @@ class FsdpBackend(TrainingBackend):
         )
 
     def load_checkpoint(self, directory: Path) -> None:
+        if isinstance(self._optimizer, lora.AdapterTraining):
+            self._optimizer.load(directory)
+            return
+        lora.refuse_checkpoint(directory)
         checkpoint.load(self._policy, self._optimizer, directory)
 
     def write_shards(self, directory: Path, write: ShardWrite | None = None) -> list[ShardFile]:
         write = write or PublishedShards(keep=False, sync=self._config.durable).submit
+        if self._lora is not None:
+            return self._lora.write(directory, write, self._export.dtype)
         return self._export.write(directory, write)
 
     def close(self) -> None:

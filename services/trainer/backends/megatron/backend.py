@@ -20,6 +20,7 @@ from services.trainer.backends.megatron import upstream
 upstream.load()  # before anything below imports Megatron
 
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
@@ -31,7 +32,8 @@ from services.trainer.backend import (
     StepOutcome,
     TrainingBackend,
 )
-from services.trainer.backends.megatron import checkpoint, parallel
+from services.trainer.backends.lora import refuse_checkpoint
+from services.trainer.backends.megatron import checkpoint, lora, parallel
 from services.trainer.backends.megatron.batch import PackedBatch, pack_batch
 from services.trainer.backends.megatron.head import OutputHead
 from services.trainer.backends.megatron.model import PolicyModel, create_policy
@@ -64,10 +66,19 @@ class MegatronBackend(TrainingBackend):
             timeout=timedelta(seconds=config.ranks.command_timeout),
         )
         self._scales = config.vision.scales(config.optim.learning_rate)
-        self._policy = self._create_model(config.model, head=config.head)
-        self._stepper = Stepper(
-            self._policy, self._layout, config.optim, self._groups, self._scales
+        self._policy = self._create_model(
+            config.model, head=config.head, trained=config.lora is None
         )
+        self._stepper: Stepper | lora.ParallelTraining
+        if config.lora is None:
+            self._stepper = Stepper(
+                self._policy, self._layout, config.optim, self._groups, self._scales
+            )
+        else:
+            layers = lora.adapt(
+                self._policy, self._layout, config.lora, Path(config.model), seed=config.seed
+            )
+            self._stepper = lora.ParallelTraining(layers, config.optim, mesh, self._groups)
         self._replay = self._create_replay()
         self._passes = ChunkPasses(
             chunks=self._policy.chunks,
@@ -80,8 +91,13 @@ class MegatronBackend(TrainingBackend):
         self, micro_batches: Sequence[MicroBatch], *, model: ModelName, temperature: float
     ) -> dict[str, torch.Tensor]:
         batches = self._pack(micro_batches)
-        passes = self._passes if model == "policy" else self._reference
-        scored = passes.score(batches, temperature=temperature)
+        if model == "policy":
+            scored = self._passes.score(batches, temperature=temperature)
+        elif isinstance(self._stepper, Stepper):
+            scored = self._reference.score(batches, temperature=temperature)
+        else:
+            with self._stepper.adapters.off():
+                scored = self._base.score(batches, temperature=temperature)
         return share_responses(batches, scored, self._device)
 
     def compute_values(self, micro_batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
@@ -103,12 +119,17 @@ class MegatronBackend(TrainingBackend):
         if self._replay is not None:
             self._replay.step()
         self._groups.end_step()
+        if isinstance(self._stepper, lora.ParallelTraining):
+            rate = self._config.optim.learning_rate if learning_rate is None else learning_rate
+            return self._stepper.step(normalizer, rate)
         return self._stepper.step(normalizer=normalizer, learning_rate=learning_rate)
 
     def discard_gradients(self) -> None:
         self._stepper.clear()
 
     def stage_checkpoint(self, directory: Path) -> StagedCheckpoint:
+        if isinstance(self._stepper, lora.ParallelTraining):
+            return self._stepper.stage(directory, sync=self._config.durable)
         return checkpoint.stage(
             self._policy,
             self._stepper,
@@ -120,21 +141,33 @@ class MegatronBackend(TrainingBackend):
         )
 
     def load_checkpoint(self, directory: Path) -> None:
+        if isinstance(self._stepper, lora.ParallelTraining):
+            self._stepper.load(directory)
+            return
+        refuse_checkpoint(directory)
         checkpoint.load(self._policy, self._stepper, self._layout, directory, scales=self._scales)
         self._stepper.clear()
 
     def write_shards(self, directory: Path, write: ShardWrite | None = None) -> list[ShardFile]:
+        write = write or PublishedShards(keep=False, sync=self._config.durable).submit
+        if isinstance(self._stepper, lora.ParallelTraining):
+            return self._stepper.write(directory, write, self._policy.config.params_dtype)
         return write_shards(
             self._policy.tensors,
             directory,
             rank=self.mesh.rank,
             max_bytes=self._layout.max_shard_bytes,
-            write=write or PublishedShards(keep=False, sync=self._config.durable).submit,
+            write=write,
         )
 
     def close(self) -> None:
         dist.destroy_process_group(self._groups.checkpoint)
         parallel.stop()
+
+    @cached_property
+    def _base(self) -> ChunkPasses:
+        """The policy's model without replayed routing: with adapters off, the reference."""
+        return ChunkPasses(chunks=self._policy.chunks, head=self._policy.head)
 
     @cached_property
     def _reference(self) -> ChunkPasses:
@@ -217,7 +250,8 @@ class ChunkPasses:
                 check_columns(needed, row.columns, f"sample {row.sample_id}")
         with self._replayed("train", batches), ExitStack() as stack:
             for chunk in self.chunks:
-                stack.enter_context(chunk.no_sync())
+                if isinstance(chunk, DistributedDataParallel):
+                    stack.enter_context(chunk.no_sync())
             self._run(batches, partial(self._loss, spec=spec, sums=sums), forward_only=False)
         return sums
 

@@ -25,6 +25,8 @@ class RankGroups:
     world: Collectives
     tensor: Collectives
     context: Collectives
+    data: Collectives  # with those of context
+    model: Collectives  # tensor ranks of all stages
     checkpoint: dist.ProcessGroup  # of all ranks, on their hosts, for the thread that writes files
 
     def any_rank(self, flag: bool) -> bool:
@@ -34,7 +36,7 @@ class RankGroups:
 
     def end_step(self) -> None:
         """Checks, where collectives are checked, that all ranks ran the same; collective."""
-        for collectives in (self.context, self.tensor, self.world):
+        for collectives in (self.context, self.tensor, self.data, self.model, self.world):
             collectives.end_step()
 
 
@@ -69,6 +71,10 @@ def start(
         world=create_collectives(world, check_timeout),
         tensor=create_collectives(parallel_state.get_tensor_model_parallel_group(), check_timeout),
         context=create_collectives(parallel_state.get_context_parallel_group(), check_timeout),
+        data=create_collectives(
+            parallel_state.get_data_parallel_group(with_context_parallel=True), check_timeout
+        ),
+        model=create_collectives(parallel_state.get_model_parallel_group(), check_timeout),
         checkpoint=dist.new_group(backend="gloo", timeout=timeout),
     )
 

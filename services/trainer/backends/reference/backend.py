@@ -6,15 +6,13 @@ Its optimizer is AdamW over one flat gradient buffer: reduced, clipped and appli
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 
 from services.trainer.backend import (
     Mesh,
@@ -24,28 +22,26 @@ from services.trainer.backend import (
     StepOutcome,
     TrainingBackend,
 )
+from services.trainer.backends import lora, replica
 from services.trainer.backends.reference.model import ScoredModel, split_rows
-from services.trainer.config import OptimConfig, TrainerConfig, VisionConfig
-from services.trainer.staging import LiveTensors, StagedCheckpoint
+from services.trainer.backends.replica import FlatOptimizer
+from services.trainer.config import TrainerConfig
+from services.trainer.staging import StagedCheckpoint
 from sluice import platform
 from sluice.algo.collectives import create_collectives
 from sluice.algo.logprobs import EntropyMode
 from sluice.algo.losses import compute_loss, pack_rows
 from sluice.algo.spec import LossSpec
 from sluice.imports import uncompiled
-from sluice.vision import Features, part_of
-from sluice.weights.manifest import FileEntry, ShardFile
-from sluice.weights.shards import PublishedShards, ShardWrite, write_shard
+from sluice.vision import Features
+from sluice.weights.manifest import ShardFile
+from sluice.weights.shards import PublishedShards, ShardWrite
 
 with uncompiled():
     from transformers import PreTrainedModel
     from transformers.core_model_loading import revert_weight_conversion
 
-NON_FINITE = "non-finite gradient norm"
-CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
-MODEL_FILE, OPTIMIZER_FILE = "policy.safetensors", "optimizer.safetensors"
 SHARD_BYTES = 64 << 20  # of a published file, which engines take as soon as it is written
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 class ReferenceBackend(TrainingBackend):
@@ -66,22 +62,35 @@ class ReferenceBackend(TrainingBackend):
             config.model, self._device, config.head, float32_head=config.float32_head
         )
         self._reference: ScoredModel | None = None
-        self._optimizer = FlatOptimizer(self._policy.model, config.optim, config.vision)
         world = dist.group.WORLD if mesh.world_size > 1 else None
         self._ranks = create_collectives(world, config.ranks.check_timeout) if world else None
+        self._lora: lora.AdapterTraining | None = None
+        if config.lora is None:
+            parameters = dict(self._policy.model.named_parameters())
+            self._optimizer = FlatOptimizer(parameters, config.optim, config.vision)
+            return
+        adapters = lora.adapt(
+            self._policy.model,
+            config.lora,
+            Path(config.model),
+            seed=config.seed,
+            device=self._device,
+        )
+        self._lora = lora.AdapterTraining(
+            adapters, config.optim, mesh, self._ranks, is_writer=mesh.rank == 0
+        )
+        self._optimizer = self._lora.optimizer
 
     @torch.no_grad()
     def compute_logprobs(
         self, micro_batches: Sequence[MicroBatch], *, model: ModelName, temperature: float
     ) -> dict[str, torch.Tensor]:
-        scored = self._policy if model == "policy" else self._load_reference()
-        logprobs: dict[str, torch.Tensor] = {}
-        for rows, features in self._passes(micro_batches, scored):
-            with self._precision():
-                logprobs_T, _ = scored.score(rows, features, temperature=temperature, entropy="off")
-            parts = logprobs_T.float().cpu().split([row.response_length for row in rows])
-            logprobs.update((row.sample_id, part) for row, part in zip(rows, parts, strict=True))
-        return logprobs
+        if model == "policy":
+            return self._score(self._policy, micro_batches, temperature)
+        if self._lora is None:
+            return self._score(self._load_reference(), micro_batches, temperature)
+        with self._lora.adapters.off():
+            return self._score(self._policy, micro_batches, temperature)
 
     @torch.no_grad()
     def compute_values(self, micro_batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
@@ -115,19 +124,39 @@ class ReferenceBackend(TrainingBackend):
         self._optimizer.clear()
 
     def stage_checkpoint(self, directory: Path) -> StagedCheckpoint:
-        files = _checkpoint_files(self._policy.model, self._optimizer, self.mesh)
-        return StagedFiles(directory, files, sync=self._config.durable)
+        sync = self._config.durable
+        if self._lora is not None:
+            return self._lora.stage(directory, sync=sync)
+        tensors, state = _model_tensors(self._policy.model), self._optimizer.state()
+        return replica.stage(directory, tensors, state, self.mesh, sync=sync)
 
     def load_checkpoint(self, directory: Path) -> None:
-        _load(directory, self._policy.model, self._optimizer, self.mesh)
+        if self._lora is not None:
+            self._lora.load(directory)
+            return
+        lora.refuse_checkpoint(directory)
+        replica.load(directory, _model_tensors(self._policy.model), self._optimizer, self.mesh)
 
     def write_shards(self, directory: Path, write: ShardWrite | None = None) -> list[ShardFile]:
         dtype = getattr(torch, self._config.publish_dtype)
         write = write or PublishedShards(keep=False, sync=self._config.durable).submit
+        if self._lora is not None:
+            return self._lora.write(directory, write, dtype)
         return _write_shards(directory, self._policy.model, self.mesh, dtype, write)
 
     def close(self) -> None:
         self._reference = None
+
+    def _score(
+        self, scored: ScoredModel, micro_batches: Sequence[MicroBatch], temperature: float
+    ) -> dict[str, torch.Tensor]:
+        logprobs: dict[str, torch.Tensor] = {}
+        for rows, features in self._passes(micro_batches, scored):
+            with self._precision():
+                logprobs_T, _ = scored.score(rows, features, temperature=temperature, entropy="off")
+            parts = logprobs_T.float().cpu().split([row.response_length for row in rows])
+            logprobs.update((row.sample_id, part) for row, part in zip(rows, parts, strict=True))
+        return logprobs
 
     def _passes(
         self, micro_batches: Sequence[MicroBatch], scored: ScoredModel
@@ -176,134 +205,6 @@ class ReferenceBackend(TrainingBackend):
     def _precision(self) -> Iterator[None]:
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._config.autocast):
             yield
-
-
-class FlatOptimizer:
-    """Parameters whose gradients are views of one float32 buffer.
-
-    Backward passes add into the buffer; `step` is the only place that divides. Parameters of parts
-    that `vision` freezes take no gradients from then on.
-    """
-
-    def __init__(
-        self, model: torch.nn.Module, optim: OptimConfig, vision: VisionConfig | None = None
-    ) -> None:
-        scales = (vision or VisionConfig()).scales(optim.learning_rate)
-        self._max_norm = optim.max_grad_norm
-        for name, parameter in model.named_parameters():
-            if not scales[part_of(name)]:
-                parameter.requires_grad_(False)
-        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        first = next(iter(self.parameters.values()))
-        size = sum(p.numel() for p in self.parameters.values())
-        self.gradients = torch.zeros(size, dtype=first.dtype, device=first.device)
-        offset = 0
-        for parameter in self.parameters.values():
-            view = self.gradients[offset : offset + parameter.numel()]
-            parameter.grad = view.view_as(parameter)
-            offset += parameter.numel()
-        groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
-        for name, parameter in self.parameters.items():
-            decay = optim.weight_decay if parameter.ndim > 1 else 0.0
-            groups.setdefault((decay, scales[part_of(name)]), []).append(parameter)
-        self.adam = torch.optim.AdamW(
-            [
-                {"params": parameters, "weight_decay": decay, "scale": scale}
-                for (decay, scale), parameters in groups.items()
-            ],
-            lr=optim.learning_rate,
-            betas=optim.betas,
-            eps=optim.epsilon,
-            fused=True if first.device.type == "cpu" else None,  # elsewhere torch chooses
-        )
-
-    def step(
-        self, normalizer: float, rate: float, reduce: Callable[[torch.Tensor], None]
-    ) -> StepOutcome:
-        """Sum gradients over ranks with `reduce`, divide, clip, apply, clear."""
-        reduce(self.gradients)
-        total = torch.linalg.vector_norm(self.gradients, dtype=torch.float64).item()
-        norm = total / normalizer
-        if not math.isfinite(norm):
-            self.clear()
-            return StepOutcome(grad_norm=norm, learning_rate=rate, skipped_reason=NON_FINITE)
-        clip = min(1.0, self._max_norm / (norm + CLIP_EPSILON)) if self._max_norm else 1.0
-        self.gradients.mul_(clip / normalizer)
-        for group in self.adam.param_groups:
-            group["lr"] = rate * group["scale"]
-        self.adam.step()
-        self.clear()
-        return StepOutcome(grad_norm=norm, learning_rate=rate)
-
-    def clear(self) -> None:
-        self.gradients.zero_()
-
-
-def _checkpoint_files(
-    model: torch.nn.Module, optimizer: FlatOptimizer, mesh: Mesh
-) -> dict[str, Mapping[str, torch.Tensor]]:
-    """Model, optimizer and random state; the first and the last rank share the writing."""
-    files: dict[str, Mapping[str, torch.Tensor]] = {
-        _random_name(mesh): {"torch": torch.get_rng_state()}
-    }
-    if mesh.data_rank == 0:
-        files[MODEL_FILE] = _model_tensors(model)
-    if mesh.data_rank == mesh.data_size - 1:
-        files[OPTIMIZER_FILE] = _optimizer_tensors(optimizer)
-    return files
-
-
-class StagedFiles(StagedCheckpoint):
-    """Files of tensors; those of the reference backend's ranks need nothing of each other."""
-
-    def __init__(
-        self, directory: Path, files: Mapping[str, Mapping[str, torch.Tensor]], *, sync: bool
-    ) -> None:
-        self._directory, self._sync = directory, sync
-        self._files = {name: LiveTensors(tensors) for name, tensors in files.items()}
-
-    def write(self) -> dict[str, FileEntry]:
-        entries = {}
-        for name, tensors in self._files.items():
-            shard = write_shard(self._directory, name, tensors, sync=self._sync)
-            entries[name] = FileEntry(shard.size, shard.digest)
-        return entries
-
-    def keep(self) -> None:
-        for tensors in self._files.values():
-            tensors.keep()
-
-
-def _load(directory: Path, model: torch.nn.Module, optimizer: FlatOptimizer, mesh: Mesh) -> None:
-    """What `save` wrote, under any count of ranks.
-
-    Raises ValueError for another model's or a damaged one; the state is then undefined.
-    """
-    own = _model_tensors(model)
-    with _open(directory / MODEL_FILE) as saved, torch.no_grad():
-        if different := sorted(set(saved.keys()) ^ own.keys()):
-            named = ", ".join(different[:8])
-            raise ValueError(f"the checkpoint is of another model, they differ in: {named}")
-        for name, tensor in own.items():
-            tensor.copy_(saved.get_tensor(name))
-    with _open(directory / OPTIMIZER_FILE) as moments:
-        stepped = set(moments.keys())
-        for name, parameter in optimizer.parameters.items():
-            if f"{name}/step" not in stepped:
-                optimizer.adam.state.pop(parameter, None)
-                continue
-            state = optimizer.adam.state[parameter]
-            for kind in MOMENTS:  # in place: a second copy would be twice the model
-                read = moments.get_tensor(f"{name}/{kind}")
-                if kind in state:
-                    state[kind].copy_(read)
-                else:
-                    state[kind] = read.to(parameter.device, copy=True)
-    optimizer.clear()
-    random = directory / _random_name(mesh)
-    if random.exists():
-        with _open(random) as states:
-            torch.set_rng_state(states.get_tensor("torch"))
 
 
 def _write_shards(
@@ -362,25 +263,6 @@ def _model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-@contextlib.contextmanager
-def _open(path: Path) -> Iterator[Any]:
-    """Open a file of tensors, which are read one by one. Raises ValueError for a damaged one."""
-    try:
-        with safe_open(path, "pt") as file:
-            yield file
-    except SafetensorError as error:
-        raise ValueError(f"{path.name} is damaged: {error}") from error
-
-
-def _optimizer_tensors(optimizer: FlatOptimizer) -> dict[str, torch.Tensor]:
-    return {
-        f"{name}/{kind}": optimizer.adam.state[parameter][kind]
-        for name, parameter in optimizer.parameters.items()
-        if parameter in optimizer.adam.state
-        for kind in MOMENTS
-    }
-
-
 def _share(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:
     """Tensors of this rank: the largest first, each to the rank with the least so far."""
     loads = [0] * mesh.data_size
@@ -391,7 +273,3 @@ def _share(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.T
         if rank == mesh.data_rank:
             share[name] = tensors[name]
     return share
-
-
-def _random_name(mesh: Mesh) -> str:
-    return f"random-{mesh.rank:05d}.safetensors"

@@ -1,0 +1,249 @@
+"""LoRA adapters beside a model whose own weights stay as they were loaded, bit for bit.
+
+They lie outside of the model: its modules, names and tensors are those without them. A linear layer
+that has one adds alpha / rank * B A x to what it gives (arXiv 2106.09685). With adapters off, the
+model is its base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch.nn.functional import linear
+
+from services.trainer.backend import Mesh, StepOutcome
+from services.trainer.backends import replica
+from services.trainer.backends.replica import FlatOptimizer, StagedFiles, norm_of
+from services.trainer.config import LoraConfig, OptimConfig
+from sluice.algo.collectives import Collectives
+from sluice.weights.adapter import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    AdapterSpec,
+    decode_adapter_config,
+    digest_base,
+    encode_adapter_config,
+    matched_layers,
+    tensor_names,
+)
+from sluice.weights.errors import InvalidAdapterError, WeightStoreError
+from sluice.weights.manifest import ShardFile
+from sluice.weights.shards import ShardWrite
+
+EXPERT_LAYERS = {"down_proj", "gate_proj", "gate_up_proj", "up_proj"}  # as checkpoints name them
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Of one linear layer: float32 `a` [rank, in] and `b` [out, rank]."""
+
+    a: torch.nn.Parameter
+    b: torch.nn.Parameter
+
+    def __call__(self, inputs: torch.Tensor, scale: float) -> torch.Tensor:
+        """[..., in] to [..., out], in the dtype of the inputs or of autocast."""
+        low = linear(inputs, self.a.to(inputs.dtype))
+        return linear(low, self.b.to(low.dtype)) * scale
+
+
+class Adapters:
+    """The adapters of a model by the names of their layers; `parameters` have peft's names."""
+
+    def __init__(self, spec: AdapterSpec, *, seed: int) -> None:
+        self.spec, self._seed = spec, seed
+        self.layers: dict[str, Adapter] = {}
+        self.are_on = True
+
+    def draw(self, layer: str, width: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return whole first factors of a layer of `width` (in, out), on the CPU.
+
+        B is zero, so that it adds nothing. A is drawn as peft and torch's linear layers draw it,
+        by seed and name: the same whatever else there is, and on all ranks.
+        """
+        inside, outside = width
+        drawn = xxhash.xxh3_64_intdigest(f"{self._seed}/{layer}".encode()) >> 1
+        generator = torch.Generator().manual_seed(drawn)
+        bound = inside**-0.5
+        a = torch.empty(self.spec.rank, inside).uniform_(-bound, bound, generator=generator)
+        return a, torch.zeros(outside, self.spec.rank)
+
+    def add(self, layer: str, a: torch.Tensor, b: torch.Tensor) -> Adapter:
+        """Make the adapter of a layer, of what this rank has of its factors."""
+        adapter = self.layers[layer] = Adapter(torch.nn.Parameter(a), torch.nn.Parameter(b))
+        return adapter
+
+    @property
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        return {
+            name: parameter
+            for layer, adapter in self.layers.items()
+            for name, parameter in zip(tensor_names(layer), (adapter.a, adapter.b), strict=True)
+        }
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """The model is its base meanwhile."""
+        were, self.are_on = self.are_on, False
+        try:
+            yield
+        finally:
+            self.are_on = were
+
+    def attach(self, module: torch.nn.Linear, layer: str, device: torch.device) -> None:
+        """Give a linear layer of torch an adapter."""
+        a, b = self.draw(layer, (module.in_features, module.out_features))
+        adapter = self.add(layer, a.to(device), b.to(device))
+
+        def add(_: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+            return output + adapter(inputs[0], self.spec.scale) if self.are_on else output
+
+        module.register_forward_hook(add)
+
+
+def adapt(
+    model: Any, settings: LoraConfig, directory: Path, *, seed: int, device: torch.device
+) -> Adapters:
+    """Freeze a transformers model and give its target layers adapters; collective.
+
+    directory: what it was read from. Raises InvalidAdapterError, or another WeightStoreError.
+    """
+    _refuse_experts(model, settings.targets)
+    model.requires_grad_(False)
+    head = model.get_output_embeddings()
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not head
+    }
+    adapters = Adapters(settings.spec(shared_digest(directory)), seed=seed)
+    for layer in matched_layers(layers, settings.targets):
+        adapters.attach(layers[layer], layer, device)
+    return adapters
+
+
+def _refuse_experts(model: Any, targets: Collection[str]) -> None:
+    shared = sorted(set(targets) & EXPERT_LAYERS)
+    if shared and any(name.endswith(".experts") for name, _ in model.named_modules()):
+        raise InvalidAdapterError(
+            f"lora.targets name {', '.join(map(repr, shared))}: layers of the model's experts too, "
+            "which take no adapters here; name others"
+        )
+
+
+def shared_digest(directory: Path) -> str:
+    """Hash a base on the first rank, for all of them; collective. Raises InvalidAdapterError."""
+    told = ["", ""]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            told[0] = digest_base(directory)
+        except (WeightStoreError, OSError) as error:
+            told[1] = str(error)
+    if dist.is_initialized():
+        dist.broadcast_object_list(told, src=0)
+    digest, failure = told
+    if failure:
+        raise InvalidAdapterError(f"{directory.name!r} is no base of adapters: {failure}")
+    return digest
+
+
+class AdapterTraining:
+    """Adapters that every rank has whole, their optimizer, and both in files.
+
+    Passes add this rank's gradients; they are summed over ranks once a step, as one flat tensor.
+    `is_writer`: this rank writes checkpoints and publications.
+    """
+
+    def __init__(
+        self,
+        adapters: Adapters,
+        optim: OptimConfig,
+        mesh: Mesh,
+        ranks: Collectives | None,
+        *,
+        is_writer: bool,
+    ) -> None:
+        self.adapters, self._mesh, self._ranks = adapters, mesh, ranks
+        self.is_writer = is_writer
+        self.optimizer = FlatOptimizer(adapters.parameters, optim)
+
+    def step(self, normalizer: float, rate: float) -> StepOutcome:
+        return self.optimizer.step(normalizer, rate, self.reduce, self.norm)
+
+    def clear(self) -> None:
+        self.optimizer.clear()
+
+    def reduce(self, gradients: torch.Tensor) -> None:
+        """Sum over the ranks that had other rows."""
+        if self._ranks is not None:
+            self._ranks.all_reduce(gradients, "sum")
+            self._ranks.end_step()
+
+    def norm(self, gradients: torch.Tensor) -> float:
+        """Return the norm of all adapters, of summed gradients."""
+        return norm_of(gradients)
+
+    def whole(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Return whole tensors of all layers for the writer, of what this rank has by name."""
+        return tensors
+
+    def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Cut what this rank has out of the whole tensor of that name."""
+        del name
+        return tensor
+
+    def stage(self, directory: Path, *, sync: bool) -> StagedFiles:
+        """Take in adapters, optimizer and what they are, to be written."""
+        tensors = self.whole(self.adapters.parameters)
+        state = self.whole(self.optimizer.state())
+        files = replica.random_file(self._mesh)
+        if not self.is_writer:
+            return StagedFiles(directory, files, {}, sync=sync)
+        files |= {replica.MODEL_FILE: tensors, replica.OPTIMIZER_FILE: state}
+        small = {ADAPTER_CONFIG: encode_adapter_config(self.adapters.spec)}
+        return StagedFiles(directory, files, small, sync=sync)
+
+    def load(self, directory: Path) -> None:
+        """Read what was staged, by any backend. Raises ValueError for others or another base."""
+        check_checkpoint(directory, self.adapters.spec)
+        parameters = self.adapters.parameters
+        replica.load(
+            directory, parameters, self.optimizer, self._mesh, part=self.part, holds_all=False
+        )
+
+    def write(self, directory: Path, write: ShardWrite, dtype: torch.dtype) -> list[ShardFile]:
+        """Write the one file that peft and engines read, cast to `dtype`."""
+        tensors = self.whole(self.adapters.parameters)
+        if not self.is_writer:
+            return []
+        return [write(directory, ADAPTER_FILE, tensors, dict.fromkeys(tensors, dtype))()]
+
+
+def check_checkpoint(directory: Path, spec: AdapterSpec) -> None:
+    """Raise ValueError unless a checkpoint is of such adapters of the same base."""
+    path = directory / ADAPTER_CONFIG
+    if not path.is_file():
+        raise ValueError(f"the checkpoint {directory.name!r} is of no adapters")
+    try:
+        saved = decode_adapter_config(path.read_bytes())
+    except InvalidAdapterError as error:
+        raise ValueError(f"the checkpoint {directory.name!r} is damaged: {error}") from error
+    for name in ("base_digest", "rank", "alpha", "targets"):
+        had, has = getattr(saved, name), getattr(spec, name)
+        if had != has:
+            raise ValueError(
+                f"the checkpoint {directory.name!r} is of other adapters: {name} was {had}, "
+                f"and is {has}"
+            )
+
+
+def refuse_checkpoint(directory: Path) -> None:
+    """Raise ValueError where a checkpoint is of adapters, and lora is not set."""
+    if (directory / ADAPTER_CONFIG).exists():
+        raise ValueError(f"the checkpoint {directory.name!r} is of adapters: set lora")

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.contract.training_backend.cases import build_model
+from tests.lora.oracle import ExpectedAdapter, expect
+from tests.rank_pool import Pool
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The whole suite runs where it is asked for by name; elsewhere its fast part does."""
+    here = Path(__file__).parent
+    if any(
+        Path(argument.split("::")[0]).resolve().is_relative_to(here) for argument in config.args
+    ):
+        return
+    slow = [i for i in items if i.path.is_relative_to(here) and "fast" not in i.keywords]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if item not in slow]
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    pool = Pool("tests.lora.jobs")
+    yield pool
+    pool.close()
+
+
+class ExpectedAdapters:
+    """Checkpoints of the contract's families, and what the oracle makes of their adapters."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._made: dict[str, ExpectedAdapter] = {}
+
+    def __call__(self, family: str) -> ExpectedAdapter:
+        if family not in self._made:
+            model = build_model(self._root / family / "model", family)
+            self._made[family] = expect(model, family, self._root / family)
+        return self._made[family]
+
+
+@pytest.fixture(scope="session")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> ExpectedAdapters:
+    return ExpectedAdapters(tmp_path_factory.mktemp("checkpoints"))

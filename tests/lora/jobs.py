@@ -1,0 +1,190 @@
+"""What ranks of any backend do in the tests: they answer JSON and leave tensors in files."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from services.trainer.backend import Mesh, TrainingBackend, create_backend
+from services.trainer.config import TrainerConfig
+from services.trainer.rank import FAILURES
+from sluice.algo.spec import LossSpec
+from sluice.config import parse_config
+from tests.contract.training_backend.cases import PPO
+from tests.fsdp.jobs import NORMALIZER, OPTIM, micro_batches, rows_of, save
+
+__all__ = ["NORMALIZER"]
+
+
+def clean_up() -> None:
+    parallel = sys.modules.get("services.trainer.backends.megatron.parallel")
+    while parallel is not None and parallel._users:  # of a job that failed
+        parallel.stop()
+
+
+def open_backend(rank: int, world: int, arguments: dict[str, Any]) -> Any:
+    """A backend; with an `adapter`, a checkpoint of adapters, its numbers."""
+    torch.set_num_threads(1)
+    name = arguments["backend"]
+    values = {
+        "model": arguments["model"],
+        "store": arguments["out"],
+        "backend": name,
+        "lora": arguments["lora"],
+        "optim": OPTIM,
+        "durable": False,
+        **arguments.get("trainer", {}),
+    }
+    mesh = Mesh(rank=rank, world_size=world, data_rank=rank, data_size=world)
+    if name != "reference":
+        values[name] = {"dtype": "float32", **arguments.get("layout", {})}
+    config = parse_config(TrainerConfig, values)
+    if name == "megatron":
+        from services.trainer.backends.megatron.layout import mesh_of
+
+        mesh = mesh_of(config.megatron, rank, world)
+    backend = create_backend(name, config, mesh)
+    if "adapter" in arguments:
+        backend.load_checkpoint(Path(arguments["adapter"]))
+    return backend
+
+
+def base_digests(backend: Any) -> dict[str, str]:
+    """Of every tensor of the model that this rank holds, by name."""
+    from sluice.weights.manifest import digest_bytes
+    from sluice.weights.shards import host_bytes
+
+    policy = backend._policy
+    models: Sequence[Any] = policy.models if hasattr(policy, "models") else [policy.model]
+    found = {}
+    for index, model in enumerate(models):
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith("tokens_per_expert"):  # Megatron counts in it
+                continue
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            found[f"{index}/{name}"] = digest_bytes(host_bytes(local.detach()))
+    return found
+
+
+def run_step(backend: TrainingBackend, step: int, spec: LossSpec = PPO) -> float:
+    """Forward and backward on the rows of `step`, in two calls; the loss of all ranks."""
+    mesh = backend.mesh
+    batches = micro_batches(rows_of(step), mesh.data_rank, mesh.data_size)
+    sums = [backend.forward_backward(part, spec) for part in (batches[:1], batches[1:])]
+    total = torch.tensor(sum(s.loss for s in sums) if mesh.reports else 0.0, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total)
+
+
+def run_steps(backend: TrainingBackend, first: int, count: int) -> list[dict[str, float]]:
+    steps = []
+    for step in range(first, first + count):
+        loss = run_step(backend, step)
+        outcome = backend.step(normalizer=NORMALIZER, learning_rate=None)
+        steps.append({"loss": loss, "grad_norm": outcome.grad_norm})
+    return steps
+
+
+def score(backend: Any, out: Path, kind: str, model: str = "policy") -> None:
+    mesh = backend.mesh
+    batches = micro_batches(rows_of(0), mesh.data_rank, mesh.data_size)
+    scored = backend.compute_logprobs(batches, model=model, temperature=1.0)
+    if mesh.reports:
+        save(scored, out / f"{kind}-{mesh.rank}.safetensors")
+
+
+def unsummed(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Gradients of adapters on Megatron whose tensor ranks keep what each has of them."""
+    backend = open_backend(rank, world, arguments)
+    layers = backend._stepper._layers
+    layers.held = {name: replace(held, summed=False) for name, held in layers.held.items()}
+    run_step(backend, 0)
+    save_gradients(backend, Path(arguments["out"]) / f"gradients-{rank}.safetensors")
+    backend.close()
+    return {}
+
+
+def save_gradients(backend: Any, path: Path) -> None:
+    training = backend._stepper if hasattr(backend, "_stepper") else backend._lora
+    training.reduce(training.optimizer.gradients)
+    whole = training.whole(dict(training.optimizer.views()))
+    if training.is_writer:
+        save({name: tensor.clone() for name, tensor in whole.items()}, path)
+
+
+def parity(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Log-probs of adapters and of their base, gradients, five steps, then what is published."""
+    out = Path(arguments["out"])
+    backend = open_backend(rank, world, arguments)
+    before = base_digests(backend)
+    score(backend, out, "logprobs")
+    score(backend, out, "base", model="reference")
+    run_step(backend, 0)
+    save_gradients(backend, out / f"gradients-{rank}.safetensors")
+    backend.discard_gradients()
+    steps = run_steps(backend, 0, 5)
+    shards = backend.write_shards(out)
+    score(backend, out, "trained")
+    score(backend, out, "base_after", model="reference")
+    frozen = before == base_digests(backend)
+    backend.close()
+    return {
+        "steps": steps,
+        "files": [shard.file_name for shard in shards],
+        "dtypes": sorted({t.dtype for shard in shards for t in shard.tensors.values()}),
+        "frozen": frozen,
+    }
+
+
+def start(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Log-probs and the adapters, as they are at first."""
+    backend = open_backend(rank, world, arguments)
+    score(backend, Path(arguments["out"]), "logprobs")
+    backend.write_shards(Path(arguments["out"]))
+    backend.close()
+    return {}
+
+
+def save_midway(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Some steps, a checkpoint, two more steps, then what is published."""
+    out, first = Path(arguments["out"]), arguments.get("first", 2)
+    backend = open_backend(rank, world, arguments)
+    run_steps(backend, 0, first)
+    (out / "checkpoint").mkdir(exist_ok=True)
+    staged = backend.stage_checkpoint(out / "checkpoint")
+    staged.keep()
+    steps = run_steps(backend, first, 2)
+    files = staged.write()
+    backend.write_shards(out)
+    backend.close()
+    return {"steps": steps, "files": sorted(files)}
+
+
+def resume(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The steps behind a checkpoint, and what is published after them."""
+    backend = open_backend(rank, world, arguments)
+    run_step(backend, 7)  # gradients that loading has to drop
+    try:
+        backend.load_checkpoint(Path(arguments["checkpoint"]))
+    except FAILURES as error:
+        backend.close()
+        return {"error_message": f"{type(error).__name__}: {error}"}
+    steps = run_steps(backend, arguments.get("first", 2), 2)
+    backend.write_shards(Path(arguments["out"]))
+    backend.close()
+    return {"steps": steps}
+
+
+def attempt(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What a start is refused with."""
+    try:
+        open_backend(rank, world, arguments).close()
+    except FAILURES as error:
+        return {"error_message": f"{type(error).__name__}: {error}"}
+    return {"error_message": ""}
