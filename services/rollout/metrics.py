@@ -80,6 +80,7 @@ PAUSE_SECONDS = Histogram(
 )
 
 WEIGHT_VERSION = Reading("sluice_rollout_weight_version", "Version that serves; -1 none.")
+ADAPTERS = Reading("sluice_rollout_adapters", "Adapters that are held beside the base.")
 RUNNING = Reading("sluice_rollout_running_samples", "Samples that decode.")
 WAITING = Reading("sluice_rollout_waiting_samples", "Samples that wait for a slot.")
 CACHE = Reading("sluice_rollout_cache_tokens", "Tokens in the cache.")

@@ -34,6 +34,7 @@ from sluice.runtime.idempotency import RequestLog, request_digest
 from sluice.runtime.operations import Operations
 from sluice.runtime.server import Server
 from sluice.runtime.wire import (
+    adapter_to_proto,
     advantage_from_proto,
     blob_from_proto,
     blob_to_proto,
@@ -442,6 +443,7 @@ def publication_to_proto(publication: Publication) -> pb.PublishWeightsResponse:
             for engine_id, error in publication.outcomes.items()
         ],
         transfer=duration_of(publication.transfer_seconds),
+        adapter=None if record.adapter is None else adapter_to_proto(record.adapter),
     )
 
 

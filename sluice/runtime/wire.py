@@ -24,6 +24,7 @@ from sluice.api.trainer.v1 import loss_pb2
 from sluice.runtime.errors import InvalidFieldError
 from sluice.samples.blobs import BlobReference
 from sluice.samples.sample import MediaSpan, Sample, VersionSpan
+from sluice.weights.adapter import AdapterSpec
 from sluice.weights.convert.options import ConvertOptions, Layout
 
 if TYPE_CHECKING:  # they import torch
@@ -199,6 +200,12 @@ def columns_from_proto(
     columns: Mapping[str, sample_pb2.Column], field: str
 ) -> dict[str, np.ndarray | float]:
     return {name: column_from_proto(column, f"{field}[{name}]") for name, column in columns.items()}
+
+
+def adapter_to_proto(spec: AdapterSpec) -> sample_pb2.AdapterSpec:
+    return sample_pb2.AdapterSpec(
+        rank=spec.rank, alpha=spec.alpha, targets=spec.targets, base_digest=spec.base_digest
+    )
 
 
 def spans_to_proto(spans: Iterable[VersionSpan]) -> list[sample_pb2.VersionSpan]:

@@ -503,6 +503,7 @@ class EngineCollector(StateCollector):
         status = self._engine.status()
         loads = status.rank_loads
         yield metrics.WEIGHT_VERSION.of(-1 if status.version is None else status.version)
+        yield metrics.ADAPTERS.of(len(status.adapters))
         yield metrics.RUNNING.of(sum(load.running_count for load in loads))
         yield metrics.WAITING.of(sum(load.waiting_count for load in loads))
         yield metrics.CACHE.of(sum(load.used_tokens for load in loads))
