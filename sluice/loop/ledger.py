@@ -78,6 +78,7 @@ class Ledger:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._db = sqlite3.connect(path, isolation_level=None, timeout=30)
+        self._steps: dict[int, int] = {}  # by version, of those that groups are of
         with _damage():
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
@@ -258,15 +259,22 @@ class Ledger:
             "INSERT OR REPLACE INTO versions (version, digest, step) VALUES (?, ?, ?)",
             (version, digest, step),
         )
+        self._steps.pop(version, None)
 
     def knows_version(self, version: int) -> bool:
+        if version in self._steps:
+            return True
         query = "SELECT 1 FROM versions WHERE version = ?"
         return self._db.execute(query, (version,)).fetchone() is not None
 
     def step_of_version(self, version: int) -> int:
-        row = self._db.execute("SELECT step FROM versions WHERE version = ?", (version,)).fetchone()
-        assert row is not None, f"weight version {version} was not published by this run"
-        return int(row[0])
+        step = self._steps.get(version)
+        if step is None:
+            query = "SELECT step FROM versions WHERE version = ?"
+            row = self._db.execute(query, (version,)).fetchone()
+            assert row is not None, f"weight version {version} was not published by this run"
+            step = self._steps[version] = int(row[0])
+        return step
 
     def digest_of_step(self, step: int) -> str:
         """Digest of the weights last published at a step; empty if there are none."""

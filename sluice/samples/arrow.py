@@ -41,7 +41,7 @@ _MAX_TOKENS = np.iinfo(np.int32).max
 _RESERVED = (FORMAT_KEY, FACTS_KEY, OLD_FACTS_KEY, FACTS_DIGEST_KEY)
 _OPTIONS = pa.ipc.IpcWriteOptions()  # no older format, whatever the environment asks for
 HEAD_BYTES = 8192  # hold the schema of most files
-TOKENS_TOGETHER = 1 << 20  # of groups that are encoded together: 8 to 16 MB
+TOKENS_TOGETHER = 1 << 18  # of groups that are encoded together: 2 to 4 MB
 
 SPAN_TYPE = pa.struct(
     [

@@ -43,7 +43,8 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-TOGETHER = 64  # groups of a write, which share a file; each waits for all
+TOGETHER = 256  # groups of a write, which share a file; each waits for all
+TOKENS_TOGETHER = 1 << 22  # of them; some 50 MB
 OPEN, SETTLED = ".open", ".settled"
 OWNER = "rollout/"  # of pins; the request id follows
 ABANDONED_SECONDS = 7 * 24 * 3600.0  # an unsettled rollout nobody came back for
@@ -249,7 +250,8 @@ class Spool:
 
     async def _write_all(self) -> None:
         while self._entries:
-            entries, self._entries = self._entries[:TOGETHER], self._entries[TOGETHER:]
+            count = _count_together(self._entries)
+            entries, self._entries = self._entries[:count], self._entries[count:]
             await self._write_batch(entries)
 
     async def _write_batch(self, entries: Sequence[_Entry]) -> None:
@@ -291,6 +293,16 @@ class Spool:
             except (BlobNotFoundError, BlobDigestError, InvalidGroupError) as error:
                 logger.warning("group %s is run again: %s", group_id, error)
         return groups
+
+
+def _count_together(entries: Sequence[_Entry]) -> int:
+    """How many of the first entries are written together; at least one."""
+    tokens = 0
+    for count, entry in enumerate(entries[:TOGETHER]):
+        tokens += sum(len(sample.token_ids) for sample in entry.samples)
+        if count and tokens > TOKENS_TOGETHER:
+            return count
+    return min(len(entries), TOGETHER)
 
 
 async def _in_thread(function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:

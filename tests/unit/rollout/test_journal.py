@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.rollout.episodes import spool as spool_module
 from services.rollout.episodes.spool import (
     ABANDONED_SECONDS,
     TOGETHER,
@@ -233,6 +234,25 @@ async def test_groups_spooled_together_share_the_waits_for_the_disk(
     folders = sum(len(name) == 2 for name in os.listdir(tmp_path / "blobs"))
     assert count > 8 and waits <= folders + 5  # the file, new folders; pins and theirs; the journal
     await spool.close()
+
+
+@pytest.mark.parametrize(("tokens", "files"), [(1, 9), (1 << 22, 1)])
+async def test_groups_share_a_file_up_to_a_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, files: int
+) -> None:
+    monkeypatch.setattr(spool_module, "TOKENS_TOGETHER", tokens)
+    blobs = BlobStore(tmp_path)
+    spool = Spool(blobs, Journals(tmp_path, blobs, sync=False))
+    await spool.open("r", "body")
+    await asyncio.gather(*(spool.put("r", samples(f"g{i}"), {}) for i in range(9)))
+    await spool.close()
+    assert inodes(tmp_path) == (9, files)
+
+
+def inodes(store: Path) -> tuple[int, int]:
+    """Names of blobs, and files."""
+    paths = list(store.glob("blobs/??/*"))
+    return len(paths), len({path.stat().st_ino for path in paths})
 
 
 async def test_any_number_of_groups_that_end_at_once_leave_others_files_to_open(
