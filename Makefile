@@ -146,6 +146,10 @@ demo-vision: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny vision model lea
 demo-geometry: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny vision model learns what to measure, and to read the ruler (as demo-vision)
 	$(RUN) -m examples.demo_geometry --seed $(SEED) --backend $(BACKEND) --tensor $(TP) --engine $(ENGINE)
 
+demo-mixture: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny model learns two tasks at 3 : 1, killed and resumed in the middle (as demo)
+	$(RUN) -m examples.demo_mixture --seed $(SEED) --backend $(BACKEND) --ranks $(RANKS) \
+		--tensor $(TP) --engine $(ENGINE)
+
 demo-smollm2: $(VENV)/.reference  ## the real SmolLM2-135M learns to add, then to compare two numbers
 	$(RUN) -m examples.demo_smollm2 --task chain_sum --steps 60 --stop-at-reward 0.5 --target 0.3
 	$(RUN) -m examples.demo_smollm2

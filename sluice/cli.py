@@ -30,6 +30,7 @@ from sluice.init import INIT_USAGE, InitConfig, init
 from sluice.loop.config import CommonRunConfig, RunConfig, SftConfig
 from sluice.loop.evaluation import EvaluationError
 from sluice.loop.fleet import NoEngineError
+from sluice.loop.mixture import ScheduleError
 from sluice.loop.report import RunReport
 from sluice.loop.run import TrainingRun
 from sluice.loop.run_directory import RunDirectoryError, owned
@@ -136,6 +137,7 @@ _EXPECTED = (
     RemoteError,
     RolloutFailedError,
     RunDirectoryError,
+    ScheduleError,
     ServiceDiedError,
     TrainerBrokenError,
     TrainerLostError,

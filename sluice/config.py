@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -222,6 +223,24 @@ def _check_environment(cls: type[ProcessConfig], environment: Mapping[str, str])
 
 
 SHOWN = 12  # names of a short list, where none is near
+
+
+def named_function(path: str, key: str, known: Collection[str] = ()) -> Callable[..., Any]:
+    """Import `package.module:name`; `key` is the setting, `known` what it might name instead.
+
+    Raises ConfigError.
+    """
+    module, _, name = path.partition(":")
+    if not name:
+        instead = f"; known: {', '.join(known)}, or" if known else "; give"
+        raise ConfigError(f"{key}: {path!r} is unknown{instead} package.module:function")
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except (ImportError, ValueError) as error:  # a name with dots in the wrong places
+        raise ConfigError(f"{key}: {path}: {error}") from None
+    if not callable(found):
+        raise ConfigError(f"{key}: {path} names no function")
+    return cast("Callable[..., Any]", found)
 
 
 def hint(name: str, known: Collection[str]) -> str:

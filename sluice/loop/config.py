@@ -13,6 +13,9 @@ from sluice.config import Config, ProcessConfig
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import ServerConfig
 
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+PLAIN_NAME_RULE = "a name has letters, digits, '_', '.' and '-'"
+
 
 class PromptsConfig(Config):
     """Where tasks come from: a JSONL or Parquet file, or indices of a generated data set."""
@@ -100,6 +103,21 @@ class AlgorithmConfig(Config):
         return self
 
 
+class EnvironmentShare(Config):
+    """One environment of a mixture, with its own tasks and limits.
+
+    Of `groups_per_step` it gets `weight` over the sum of all weights. What is left out is the
+    run's; every environment samples at the run's temperature.
+    """
+
+    weight: float = Field(1.0, gt=0, allow_inf_nan=False)
+    prompts: PromptsConfig
+    environment: EnvironmentConfig
+    sampling: SamplingConfig | None = None
+    samples_per_group: int | None = Field(None, gt=1)
+    group_timeout_seconds: float | None = Field(None, gt=0)
+
+
 class FilterConfig(Config):
     """A rule of `sluice.loop.filters`, or a user's function `package.module:name`."""
 
@@ -115,8 +133,8 @@ class EvaluationSetConfig(Config):
     """
 
     prompts: PromptsConfig
-    environment: EnvironmentConfig | None = Field(
-        None, description="None is the training environment."
+    environment: EnvironmentConfig | str | None = Field(
+        None, description="None is the training environment; a name is that of `environments`."
     )
     sampling: SamplingConfig | None = None
     groups: int = Field(64, gt=0)
@@ -151,8 +169,8 @@ class EvaluationConfig(Config):
     @model_validator(mode="after")
     def _names_are_plain(self) -> EvaluationConfig:
         for name in self.datasets:
-            if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
-                raise ValueError(f"datasets.{name}: a name has letters, digits, '_', '.' and '-'")
+            if not PLAIN_NAME.fullmatch(name):
+                raise ValueError(f"datasets.{name}: {PLAIN_NAME_RULE}")
         return self
 
 
@@ -245,8 +263,14 @@ class RunConfig(CommonRunConfig):
         "", description="Versions of weights, e.g. s3://bucket/prefix; empty is <store>/weights."
     )
 
-    prompts: PromptsConfig
-    environment: EnvironmentConfig
+    prompts: PromptsConfig | None = None
+    environment: EnvironmentConfig | None = None
+    environments: dict[str, EnvironmentShare] = Field(
+        default_factory=dict, description="Several by name, instead of environment and prompts."
+    )
+    environment_schedule: str = Field(
+        "", description="package.module:function that gives the weights of each step."
+    )
     sampling: SamplingConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig | None = None
@@ -290,6 +314,59 @@ class RunConfig(CommonRunConfig):
         if self.services is None and not (self.trainer and self.router):
             raise ValueError("give services, or both trainer and router")
         return self
+
+    @model_validator(mode="after")
+    def _environments_are_named(self) -> RunConfig:
+        one = self.prompts is not None, self.environment is not None
+        if self.environments and any(one):
+            raise ValueError("environments: give them or environment and prompts, not both")
+        if not self.environments and not all(one):
+            raise ValueError("give environment and prompts, or environments")
+        if self.environment_schedule and not self.environments:
+            raise ValueError("environment_schedule: has no effect without environments")
+        for name, share in self.environments.items():
+            if not PLAIN_NAME.fullmatch(name):
+                raise ValueError(f"environments.{name}: {PLAIN_NAME_RULE}")
+            own = share.sampling
+            if own is not None and own.temperature != self.sampling.temperature:
+                raise ValueError(
+                    f"environments.{name}.sampling.temperature {own.temperature:g} is not that "
+                    f"of the run, {self.sampling.temperature:g}: the loss is of one distribution"
+                )
+        for name, data in self.evaluation.datasets.items() if self.evaluation else ():
+            where = f"evaluation.datasets.{name}.environment"
+            if data.environment is None and self.environment is None:
+                raise ValueError(f"{where}: name one of environments, or give another")
+            if isinstance(data.environment, str) and data.environment not in self.environments:
+                known = ", ".join(self.environments) or "none"
+                raise ValueError(f"{where}: {data.environment!r} is none of environments: {known}")
+        return self
+
+    @property
+    def shares(self) -> dict[str, EnvironmentShare]:
+        """The environments by name, whole; one without a name where the run has but one."""
+        shares = self.environments
+        if self.prompts is not None and self.environment is not None:
+            shares = {"": EnvironmentShare(prompts=self.prompts, environment=self.environment)}
+        return {
+            name: share.model_copy(
+                update={
+                    "sampling": share.sampling or self.sampling,
+                    "samples_per_group": share.samples_per_group or self.samples_per_group,
+                    "group_timeout_seconds": share.group_timeout_seconds
+                    or self.group_timeout_seconds,
+                }
+            )
+            for name, share in shares.items()
+        }
+
+    def environment_of(self, data: EvaluationSetConfig) -> EnvironmentConfig:
+        """The environment that scores a data set."""
+        if isinstance(data.environment, str):
+            return self.environments[data.environment].environment
+        found = data.environment or self.environment
+        assert found is not None, "checked above"
+        return found
 
     @model_validator(mode="after")
     def _gae_has_a_critic(self) -> RunConfig:

@@ -18,6 +18,7 @@ from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.client import RemoteError
 from sluice.loop.filters import FilterError, GroupFilters
 from sluice.loop.ledger import Ledger, LedgerGroup
+from sluice.loop.mixture import Mixture
 from sluice.loop.workers import EpisodeWorkers, RolloutCall, RolloutFailedError, WorkerLostError
 from sluice.runtime import wire
 
@@ -135,6 +136,7 @@ class RolloutDispatcher:
     """Owns the rollouts in flight. `build_request` makes the Rollout call of some groups.
 
     `hold` hears of every blob that is generated, by digest, and of what its samples were shown.
+    `mixture` says which environment and task each new group is of; a call is of one environment.
     """
 
     def __init__(
@@ -145,7 +147,9 @@ class RolloutDispatcher:
         build_request: Callable[[Sequence[LedgerGroup], int], pb.RolloutRequest],
         hold: Callable[..., None] = lambda *_: None,
         filters: GroupFilters | None = None,
+        mixture: Mixture | None = None,
     ) -> None:
+        self._mixture = mixture
         self._config, self._ledger, self._workers = config, ledger, workers
         self._build_request, self._hold = build_request, hold
         self._filters = filters or GroupFilters()
@@ -205,6 +209,8 @@ class RolloutDispatcher:
             return
         with self._ledger.transaction():
             self._ledger.issue([(group.position, group.group_id) for group in fresh], step)
+            if fresh and self._mixture is not None:
+                fresh = self._mixture.assign(fresh)
             self._ledger.reissue(again)
         if fresh:
             faults.point("issued")
@@ -212,8 +218,12 @@ class RolloutDispatcher:
             self._pending.add(group)
             if self._config.over_sampling <= 1 or group.group_id in self._spared:
                 self._awaited.add(group)
-        for share in self._workers.split([*again, *fresh]):
-            self._start(share)
+        by_environment: dict[str, list[LedgerGroup]] = {}
+        for group in (*again, *fresh):
+            by_environment.setdefault(group.environment, []).append(group)
+        for groups in by_environment.values():
+            for share in self._workers.split(groups):
+                self._start(share)
 
     def _allowed(self) -> int:
         """How many groups the run may have had, besides those dropped, while this step waits.

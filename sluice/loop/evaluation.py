@@ -112,7 +112,7 @@ class EvaluationLane:
         self._evaluation = config.evaluation
         datasets = {} if self._evaluation is None else self._evaluation.datasets
         self._sources: Mapping[str, PromptSource] = {
-            name: load_prompts(data.prompts, config.seed, data.environment or config.environment)
+            name: load_prompts(data.prompts, config.seed, config.environment_of(data))
             for name, data in datasets.items()
         }
         self._running: asyncio.Task[None] | None = None

@@ -6,7 +6,6 @@ quick, and it sees numbers only.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
-from sluice.config import ConfigError
+from sluice.config import ConfigError, named_function
 from sluice.loop.config import FilterConfig
 from sluice.runtime import wire
 
@@ -121,27 +120,12 @@ def generated_group(finished: pb.FinishedGroup) -> GeneratedGroup:
 def _load(config: FilterConfig, key: str) -> Keep:
     keep = FILTERS.get(config.name)
     if keep is None:
-        keep = _load_function(config.name, f"{key}.name")
+        keep = named_function(config.name, f"{key}.name", known=tuple(FILTERS))
     try:
         inspect.signature(keep).bind(None, **config.settings)
     except TypeError as error:
         raise ConfigError(f"{key}.settings: {config.name}: {error}") from None
     return partial(keep, **config.settings)
-
-
-def _load_function(path: str, key: str) -> Callable[..., bool]:
-    module, _, name = path.partition(":")
-    if not name:
-        known = ", ".join(FILTERS)
-        raise ConfigError(f"{key}: {path!r} is unknown; known: {known}, or package.module:function")
-    try:
-        found = getattr(importlib.import_module(module), name, None)
-    except ImportError as error:
-        raise ConfigError(f"{key}: {path}: {error}") from None
-    if not callable(found):
-        raise ConfigError(f"{key}: {path} names no function")
-    function: Callable[..., bool] = found
-    return function
 
 
 def check_filter(path: str, settings: dict[str, Any], *groups: GeneratedGroup) -> None:

@@ -43,10 +43,14 @@ CREATE TABLE IF NOT EXISTS media (
   blob_digest TEXT NOT NULL, digest TEXT NOT NULL, PRIMARY KEY (blob_digest, digest)
 );
 CREATE INDEX IF NOT EXISTS media_digest ON media (digest);
+CREATE TABLE IF NOT EXISTS tasks (
+  position INTEGER PRIMARY KEY, environment TEXT NOT NULL, task INTEGER NOT NULL
+);
+CREATE TABLE IF NOT EXISTS shares (first_position INTEGER PRIMARY KEY, record TEXT NOT NULL);
 """
 
 
-_TABLES = ("groups", "versions", "run", "media")
+_TABLES = ("groups", "versions", "run", "media", "tasks", "shares")
 SEAL = "row_digest"  # a column of each: of the others, null in rows that earlier releases wrote
 
 
@@ -54,13 +58,17 @@ SEAL = "row_digest"  # a column of each: of the others, null in rows that earlie
 class LedgerGroup:
     """A group as the ledger knows it. Steps count optimizer steps taken when it happened.
 
-    media: digests of what its samples were shown; the ledger does not give them back.
+    environment: its name in a mixture; empty where the run has but one. task: which of that
+    environment's tasks; None is the one at its position. media: digests of what its samples were
+    shown; the ledger does not give them back.
     """
 
     position: int
     group_id: str
     state: str
     issue_step: int
+    environment: str = ""
+    task: int | None = None
     attempts: int = 1
     blob: BlobReference | None = None
     sample_count: int = 0
@@ -126,6 +134,31 @@ class Ledger:
                 " VALUES (?, ?, 'issued', ?)",
                 [(position, group_id, step) for position, group_id in groups],
             )
+
+    def assign(self, tasks: Iterable[tuple[int, str, int]]) -> None:
+        """Record (position, environment, task) of groups of a mixture, with their issue."""
+        with self.transaction():
+            self._db.executemany(
+                "INSERT INTO tasks (position, environment, task) VALUES (?, ?, ?)", tasks
+            )
+
+    def task_counts(self, first_position: int = 0) -> dict[str, int]:
+        """By environment of a mixture, how many groups at this position and later ones are its."""
+        query = "SELECT environment, COUNT(*) FROM tasks WHERE position >= ? GROUP BY environment"
+        return dict(self._db.execute(query, (first_position,)).fetchall())
+
+    def record_shares(self, first_position: int, record: str) -> None:
+        """Keep how a mixture goes on from this position."""
+        self._db.execute(
+            "INSERT OR REPLACE INTO shares (first_position, record) VALUES (?, ?)",
+            (first_position, record),
+        )
+
+    def last_shares(self) -> tuple[int, str] | None:
+        """The last of `record_shares`."""
+        query = "SELECT first_position, record FROM shares ORDER BY first_position DESC LIMIT 1"
+        row = self._db.execute(query).fetchone()
+        return None if row is None else (int(row[0]), str(row[1]))
 
     def reissue(self, groups: Iterable[LedgerGroup]) -> None:
         """Ask again for groups that failed, or whose run ended: that is no attempt of their own."""
@@ -221,7 +254,10 @@ class Ledger:
         """Groups in a state, by position."""
         cursor = self._db.cursor()
         cursor.row_factory = sqlite3.Row
-        query = "SELECT * FROM groups WHERE state = ? ORDER BY position"
+        query = (
+            "SELECT groups.*, environment, task FROM groups LEFT JOIN tasks USING (position)"
+            " WHERE state = ? ORDER BY position"
+        )
         return [_group_from_row(row) for row in cursor.execute(query, (state,))]
 
     def needed_blobs(self, step: int) -> set[str]:

@@ -91,6 +91,7 @@ class RunReport:
         self._scores: dict[tuple[str, str, int], float] = {}
         self._steps, self._step = steps, 0
         self._recent = deque[Mapping[str, Any]](maxlen=RECENT)
+        self._last: Mapping[str, Any] = {}
         self.journal = RunJournal(run_dir)
         self._kind = ""  # of the run, once it has begun
         self._stepped, self._over = threading.Event(), False
@@ -140,6 +141,7 @@ class RunReport:
         self._append({**row, "time": round(time.time(), 3)})
         self._step = row["step"]
         self._recent.append(row)
+        self._last = row
         self._stepped.set()
         line = self._line.format(mismatch=row.get("rollout_mismatch", math.nan), **row)
         rate, left = tokens_per_second(row), seconds_left(self._recent, self._step, self._steps)
@@ -176,6 +178,14 @@ class RunReport:
             (s for (_, name, _), s in reversed(self._scores.items()) if name == dataset), None
         )
 
+    def last_scalars(self) -> dict[str, float]:
+        """The numbers of the last step; none before the first."""
+        return {
+            name: value
+            for name, value in self._last.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        }
+
     def note(self, text: str, *, is_kept: bool = True) -> None:
         """Say something, for the journal too."""
         self._console.print(text, highlight=False, markup=False)
@@ -203,11 +213,12 @@ class RunReport:
         replace_file(self._path, text.encode(), temporary=self._run_dir)
         evaluated = [row for row in kept if _SCORED | {"evaluation"} <= row.keys()]
         self._scores = {_evaluation_of(row): row["score"] for row in evaluated}
-        self._step = step
+        trained = [row for row in kept if "reward_mean" in row]
+        self._step, self._last = step, trained[-1] if trained else {}
         self._progress.update(self._task, completed=step)
         if self._kind:
             self.journal.write(BACK, step=step)
-        return [row["reward_mean"] for row in kept if "reward_mean" in row]
+        return [row["reward_mean"] for row in trained]
 
     def plot(self) -> Path | None:
         """Reward, response length and log-prob mismatch over steps, as reward.png.

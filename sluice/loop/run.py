@@ -25,6 +25,7 @@ from sluice.loop.evaluation import EvaluationLane
 from sluice.loop.filters import GroupFilters
 from sluice.loop.fleet import PAUSE_MODES, CommitReport, EngineFleet, FleetConfig
 from sluice.loop.ledger import Ledger, LedgerGroup
+from sluice.loop.mixture import Mixture, digest_of, load_schedule, open_sources
 from sluice.loop.report import RunReport
 from sluice.loop.retention import Retention
 from sluice.loop.run_directory import (
@@ -56,7 +57,7 @@ from sluice.loop.training import (
     train_step,
     wait_for_trainer,
 )
-from sluice.loop.workers import EpisodeWorkers, build_request, load_prompts
+from sluice.loop.workers import EpisodeWorkers, build_request
 
 logger = logging.getLogger(__name__)
 
@@ -305,9 +306,9 @@ class TrainingRun(TrainerRun[RunConfig]):
     """One training run over running services. `start`, `train`, then `close`."""
 
     def __init__(self, config: RunConfig, report: RunReport, critic: Critic | None = None) -> None:
-        self._prompts = load_prompts(config.prompts, config.seed, config.environment)
+        self._sources, self._shares = open_sources(config), config.shares
         self._filters = GroupFilters(config.filters)
-        settings = settings_digests(config, self._prompts.digest)
+        settings = settings_digests(config, digest_of(self._sources))
         check_resumed(config, settings, report.note)
         super().__init__(config, report, config.weights)
         self._settings = settings
@@ -328,7 +329,9 @@ class TrainingRun(TrainerRun[RunConfig]):
         self._committed: CommitReport | None = None  # of the version that engines were brought to
         self._rewards: list[float] = []
         self._mismatch_checked = False  # since the services were last brought to a state
-        if config.sampling.truncates:
+        self._schedule = load_schedule(config)
+        samplings = [share.sampling for share in self._shares.values()]
+        if any(sampling is not None and sampling.truncates for sampling in samplings):
             report.note(TRUNCATED)
 
     async def start(self) -> None:
@@ -509,8 +512,15 @@ class TrainingRun(TrainerRun[RunConfig]):
                 self._rollout_request,
                 self._retention.hold,
                 self._filters,
+                self._open_mixture(),
             )
         return self._dispatcher
+
+    def _open_mixture(self) -> Mixture | None:
+        weights = {name: share.weight for name, share in self.config.environments.items()}
+        if not weights:
+            return None
+        return Mixture(weights, self.ledger, self._schedule, self.report.last_scalars)
 
     def _rollout_request(
         self, groups: Sequence[LedgerGroup], trial: int
@@ -521,8 +531,13 @@ class TrainingRun(TrainerRun[RunConfig]):
             exact_version=version if synchronous else None,
             min_version=None if synchronous else version,
         )
-        tasks = [(group.group_id, self._prompts.task(group.position)) for group in groups]
-        return build_request(self.config, tasks, versions, trial)
+        name = groups[0].environment  # of all, since a call has but one
+        source = self._sources[name]
+        tasks = [
+            (group.group_id, source.task(group.position if group.task is None else group.task))
+            for group in groups
+        ]
+        return build_request(self.config, self._shares[name], tasks, versions, trial)
 
     async def _publish(self, restored: RunCheckpoint | None = None) -> None:
         """Publishes the trainer's weights and has the engines brought to them.
@@ -620,9 +635,16 @@ class TrainingRun(TrainerRun[RunConfig]):
     ) -> None:
         committed = self._committed
         assert committed is not None, "no engine serves"
-        samples = sum(group.sample_count for group in groups)
-        reward = sum(g.reward_mean * g.sample_count for g in groups) / samples
+        reward, length = _means(groups)
         self._rewards.append(reward)
+        of_environments: dict[str, float] = {}
+        for name in self.config.environments:
+            own = [group for group in groups if group.environment == name]
+            of_environments[f"groups/{name}"] = len(own)
+            if own:
+                mean, tokens = _means(own)
+                of_environments[f"reward_mean/{name}"] = mean
+                of_environments[f"response_length_mean/{name}"] = tokens
         ages = [self.step - 1 - group.oldest_step for group in groups]
         row: dict[str, Any] = {
             "step": self.step,
@@ -630,7 +652,8 @@ class TrainingRun(TrainerRun[RunConfig]):
             "weight_version": self._weights.version,
             **trained.metrics,
             "reward_mean": reward,
-            "response_length_mean": sum(g.response_tokens for g in groups) / samples,
+            "response_length_mean": length,
+            **of_environments,
             "staleness_max": max(ages),
             "staleness_mean": sum(ages) / len(ages),
             "skipped": list(trained.skipped_reasons),
@@ -640,3 +663,10 @@ class TrainingRun(TrainerRun[RunConfig]):
             **seconds,
         }
         self.report.step(row)
+
+
+def _means(groups: Sequence[LedgerGroup]) -> tuple[float, float]:
+    """Mean reward and mean response tokens of their samples."""
+    samples = sum(group.sample_count for group in groups)
+    reward = sum(group.reward_mean * group.sample_count for group in groups) / samples
+    return reward, sum(group.response_tokens for group in groups) / samples

@@ -31,6 +31,8 @@ _SHAPING = {
     "algorithm",
     "critic",
     "environment",
+    "environment_schedule",
+    "environments",
     "filters",
     "groups_per_step",
     "samples_per_group",

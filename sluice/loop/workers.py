@@ -25,6 +25,7 @@ from sluice.config import ConfigError
 from sluice.loop import trace
 from sluice.loop.config import (
     EnvironmentConfig,
+    EnvironmentShare,
     EvaluationSetConfig,
     PromptsConfig,
     RunConfig,
@@ -165,17 +166,20 @@ _BLAMELESS = {
 
 def build_request(
     config: RunConfig,
+    share: EnvironmentShare,
     tasks: Sequence[tuple[str, Task]],
     versions: engine_pb.VersionBounds,
     trial: int,
 ) -> pb.RolloutRequest:
-    """Builds the call of training groups: (group id, task). One content and trial has one id.
+    """Builds the call of training groups of one of `config.shares`: (group id, task).
 
-    A repeat of it resumes; another trial runs again what the first one answered as failed.
+    One content and trial has one id: a repeat of it resumes, another trial runs again what the
+    first one answered as failed.
     """
-    count = config.samples_per_group
+    count, seconds = share.samples_per_group, share.group_timeout_seconds
+    assert share.sampling is not None and count is not None and seconds is not None
     groups = [_group(config, name, name, task, count) for name, task in tasks]
-    return _request(config, config.environment, config.sampling, versions, groups, trial)
+    return _request(share.environment, share.sampling, versions, groups, seconds, trial)
 
 
 def build_evaluation(
@@ -196,9 +200,9 @@ def build_evaluation(
         _group(config, name, f"eval-{name.split('-', 2)[2]}", task, data.samples)  # without step
         for name, task in tasks
     ]
-    environment = data.environment or config.environment
+    environment, seconds = config.environment_of(data), config.group_timeout_seconds
     return pb.EvaluateRequest(
-        rollout=_request(config, environment, sampling, versions, groups, trial),
+        rollout=_request(environment, sampling, versions, groups, seconds, trial),
         pass_at=data.pass_at,
         pass_threshold=data.pass_threshold,
         max_running_groups=config.evaluation.max_running_groups,
@@ -206,18 +210,18 @@ def build_evaluation(
 
 
 def _request(
-    config: RunConfig,
     environment: EnvironmentConfig,
     sampling: SamplingConfig,
     versions: engine_pb.VersionBounds,
     groups: Sequence[pb.GroupRequest],
+    group_timeout_seconds: float,
     trial: int,
 ) -> pb.RolloutRequest:
     request = pb.RolloutRequest(
         environment=pb.EnvironmentSpec(name=environment.name),
         sampling=engine_pb.SamplingParams(**sampling.model_dump()),
         sample_count=len(groups[0].seeds),
-        group_timeout=duration_of(config.group_timeout_seconds),
+        group_timeout=duration_of(group_timeout_seconds),
         versions=versions,
         groups=groups,
     )

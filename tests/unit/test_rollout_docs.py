@@ -14,6 +14,7 @@ from services.rollout.environments.registry import ENVIRONMENTS, create_environm
 from sluice.config import parse_config
 from sluice.loop.config import RunConfig
 from sluice.loop.filters import GroupFilters
+from sluice.loop.mixture import load_schedule
 from sluice.samples.tokenizer import TextTokenizer
 from sluice.supervise import UpConfig
 
@@ -53,12 +54,15 @@ def test_configurations_are_accepted(project):
             continue
         config = parse_config(RunConfig, {"run_dir": "r", "trainer": "t", "router": "r", **values})
         GroupFilters(config.filters)
-        environments = [config.environment]
+        environments = [share.environment for share in config.shares.values()]
         for data in config.evaluation.datasets.values() if config.evaluation else ():
-            environments.append(data.environment or config.environment)
+            environments.append(config.environment_of(data))
+        load_schedule(config)
         for environment in environments:
-            create_environment(ENVIRONMENTS[environment.name], environment.settings)
-    assert sorted(set(names)) == ["rollout.yaml", "run.yaml"] and len(names) == 5
+            create_environment(
+                ENVIRONMENTS.get(environment.name, environment.name), environment.settings
+            )
+    assert sorted(set(names)) == ["rollout.yaml", "run.yaml"] and len(names) == 6
 
 
 def test_what_the_page_defines_passes_the_page_s_own_test(project):
