@@ -18,6 +18,7 @@ BACKEND ?= reference
 TP ?= 1
 RANKS ?= 1
 ENGINE ?= reference
+TEACHER ?= engine
 ROUNDS ?= 1
 STEPS ?= 10000
 LOAD ?= 8
@@ -135,9 +136,9 @@ test-sglang: $(VENV)/.dev build/sglang/.installed  ## the engine contract and mo
 test-pages: $(VENV)/.dev  ## report and trace in a headless browser (Debian's chromium, or CHROMIUM=)
 	$(TEST) tests/pages
 
-demo: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny model learns by GRPO (ALGORITHM=, SEED=, BACKEND=fsdp, RANKS=, BACKEND=megatron, TP=, ENGINE=sglang)
+demo: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny model learns by GRPO (ALGORITHM= or opd with TEACHER=trainer, SEED=, BACKEND=fsdp, RANKS=, BACKEND=megatron, TP=, ENGINE=sglang)
 	$(RUN) -m examples.demo --seed $(SEED) --algorithm $(ALGORITHM) --backend $(BACKEND) \
-		--ranks $(RANKS) --tensor $(TP) --engine $(ENGINE)
+		--ranks $(RANKS) --tensor $(TP) --engine $(ENGINE) --teacher $(TEACHER)
 
 demo-vision: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny vision model learns colour and place from pixels (ALGORITHM=ppo, and as demo)
 	$(RUN) -m examples.demo_vision --seed $(SEED) --algorithm $(ALGORITHM) --backend $(BACKEND) \

@@ -27,7 +27,7 @@ from sluice.convert_command import CheckpointError, convert, verify
 from sluice.doctor import DOCTOR_USAGE, DoctorConfig, UnfitError, doctor
 from sluice.durable import DirectoryError
 from sluice.init import INIT_USAGE, InitConfig, init
-from sluice.loop.config import CommonRunConfig, RunConfig, SftConfig
+from sluice.loop.config import CommonRunConfig, RunConfig, SftConfig, TeacherConfig
 from sluice.loop.evaluation import EvaluationError
 from sluice.loop.fleet import NoEngineError
 from sluice.loop.mixture import ScheduleError
@@ -264,6 +264,7 @@ async def run_training(
                 "weights": config.weights or read_weights(config.services),
             }
         )
+    config = config.model_copy(update={"teachers": _teachers(config, addresses)})
     critic = _critic(config, addresses)
     async with AsyncExitStack() as stack:
         stack.enter_context(owned(config.run_dir))
@@ -284,11 +285,26 @@ def _critic(config: RunConfig, addresses: Mapping[str, str]) -> Critic | None:
     """Raises ConfigError if nothing says where it is."""
     if config.critic is None:
         return None
-    address = config.critic.address or addresses.get(config.critic.service)
+    address = config.critic.address or _named("critic", config.critic.service, addresses)
+    return Critic(address, config.critic, config.security, config.service_timeout_seconds)
+
+
+def _teachers(config: RunConfig, addresses: Mapping[str, str]) -> dict[str, TeacherConfig]:
+    """Those that are services by their addresses. Raises ConfigError for one that is none."""
+    return {
+        name: TeacherConfig(address=_named(f"teachers.{name}", teacher.service, addresses))
+        if teacher.service
+        else teacher
+        for name, teacher in config.teachers.items()
+    }
+
+
+def _named(key: str, service: str, addresses: Mapping[str, str]) -> str:
+    address = addresses.get(service)
     if address is None:
         known = ", ".join(sorted(addresses)) or "none"
-        raise ConfigError(f"critic: no service is called {config.critic.service}; known: {known}")
-    return Critic(address, config.critic, config.security, config.service_timeout_seconds)
+        raise ConfigError(f"{key}: no service is called {service}; known: {known}")
+    return address
 
 
 async def waits(arguments: Sequence[str]) -> None:

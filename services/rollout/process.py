@@ -36,6 +36,7 @@ from sluice.runtime.server import Server
 from sluice.runtime.waits import Waits
 from sluice.runtime.wire import seconds_of
 from sluice.samples.blobs import BlobStore
+from sluice.samples.vocabulary import vocabulary_digest
 from sluice.weights.host_cache import HostCache
 from sluice.weights.store import WeightStore
 
@@ -374,6 +375,7 @@ class RolloutProcess:
         self._resources.push_async_callback(engine.close)
         self._resources.push_async_callback(weights.close)
         self._resources.push_async_callback(generations.close)
+        directory = config.tokenizer_directory
         servicer = EngineServicer(
             engine,
             generations,
@@ -382,6 +384,7 @@ class RolloutProcess:
             engine_id=config.engine_id,
             backend=config.engine.backend,
             media=MediaReader(BlobStore(config.store, sync=config.store_sync)),
+            vocabulary=vocabulary_digest(directory) if directory is not None else "",
         )
         bound_requests(self.server, config.engine)
         self.server.add(

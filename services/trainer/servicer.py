@@ -531,6 +531,7 @@ def describe(trainer: Trainer) -> pb.Trainer:
         gradients_incomplete=bool(state.ledger.broken),
         checkpoint=state.checkpoint,
         head=trainer.config.head,
+        vocabulary=trainer.vocabulary,
     )
     if state.weights is not None:
         described.weights.version = state.weights.version

@@ -69,6 +69,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "tinker_ppo": {"advantage": {"name": "grpo"}, "loss": {"name": "ppo"}},
 }
 
+DISTILLED = "opd"  # on-policy distillation, in sluice.demo.distillation
+
 
 def write_prompts(path: Path, seed: int) -> None:
     """Four random digits and `=`; the answer is the digits."""
@@ -152,7 +154,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="sluice demo", description=__doc__)
     parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--algorithm", choices=sorted(ALGORITHMS), default="grpo")
+    algorithms = sorted([*ALGORITHMS, DISTILLED])
+    parser.add_argument("--algorithm", choices=algorithms, default="grpo")
+    parser.add_argument(
+        "--teacher", choices=["engine", "trainer"], default="engine", help="for --algorithm opd"
+    )
     parser.add_argument("--backend", choices=["reference", "fsdp", "megatron"], default="reference")
     parser.add_argument("--engine", choices=["reference", "sglang"], default="reference")
     parser.add_argument(
@@ -167,6 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--target", type=float, default=0.9, help="exit 1 below this reward")
     flags = parser.parse_args(arguments)
+    if flags.teacher != "engine" and flags.algorithm != DISTILLED:
+        parser.error(f"--teacher needs --algorithm {DISTILLED}")
     if flags.tensor > 1 and flags.backend != "megatron":
         parser.error("--tensor needs --backend megatron")
     if flags.engine == "sglang" and not flags.sglang_python.exists():
@@ -178,6 +186,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     prepare(run_dir, flags.seed)
     cost = Cost()
+    if flags.algorithm == DISTILLED:
+        from sluice.demo.distillation import distil
+
+        return distil(run_dir, flags)
     up = services(run_dir, run_dir / "model", flags)
     run = training(run_dir, run_dir / "prompts.jsonl", flags)
     if code := exit_code(measured_run(up, run, cost)):

@@ -59,7 +59,7 @@ TRUNCATED = (
 )
 
 # What `sluice train` has no service for: such an estimator takes a loop of one's own.
-_NOT_OF_A_RUN = ("advantages", "teacher_logprobs")
+_NOT_OF_A_RUN = ("advantages",)
 
 
 SUPERVISED = ("sft", "cross_entropy")
@@ -103,6 +103,23 @@ class AlgorithmConfig(Config):
         return self
 
 
+class TeacherConfig(Config):
+    """Whose log-probs of the sampled tokens a student learns from.
+
+    Engines of a pool, as they are sampled, or a trainer process, as a step begins.
+    """
+
+    pool: str = Field("", description="Engines, by the `pool` of their rollout processes.")
+    service: str = Field("", description="A trainer, by its entry of `services`.")
+    address: str = Field("", description="host:port of a trainer, instead.")
+
+    @model_validator(mode="after")
+    def _is_one(self) -> TeacherConfig:
+        if sum(map(bool, (self.pool, self.service, self.address))) != 1:
+            raise ValueError("give one of pool, service and address")
+        return self
+
+
 class EnvironmentShare(Config):
     """One environment of a mixture, with its own tasks and limits.
 
@@ -116,6 +133,7 @@ class EnvironmentShare(Config):
     sampling: SamplingConfig | None = None
     samples_per_group: int | None = Field(None, gt=1)
     group_timeout_seconds: float | None = Field(None, gt=0)
+    teacher: str = Field("", description="One of `teachers`.")
 
 
 class FilterConfig(Config):
@@ -274,6 +292,12 @@ class RunConfig(CommonRunConfig):
     sampling: SamplingConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig | None = None
+    teachers: dict[str, TeacherConfig] = Field(
+        default_factory=dict, description="By name; for an advantage that learns from one."
+    )
+    teacher: str = Field(
+        "", description="Which of several, where neither environment nor row names one."
+    )
     groups_per_step: int = Field(8, gt=0)
     samples_per_group: int = Field(8, gt=1)
     filters: tuple[FilterConfig, ...] = Field(
@@ -355,10 +379,15 @@ class RunConfig(CommonRunConfig):
                     "samples_per_group": share.samples_per_group or self.samples_per_group,
                     "group_timeout_seconds": share.group_timeout_seconds
                     or self.group_timeout_seconds,
+                    "teacher": share.teacher or self.teacher or self._only_teacher,
                 }
             )
             for name, share in shares.items()
         }
+
+    @property
+    def _only_teacher(self) -> str:
+        return next(iter(self.teachers)) if len(self.teachers) == 1 else ""
 
     def environment_of(self, data: EvaluationSetConfig) -> EnvironmentConfig:
         """The environment that scores a data set."""
@@ -405,16 +434,39 @@ class RunConfig(CommonRunConfig):
         advantage = self.algorithm.advantage
         for column in _NOT_OF_A_RUN:
             if column in known_columns(advantage):
-                key = (
-                    "name"
-                    if advantage.name in ("provided", "distillation")
-                    else "teacher_coefficient"
-                )
                 raise ValueError(
-                    f"algorithm.advantage.{key}: advantage {advantage.name} reads the column "
+                    f"algorithm.advantage.name: advantage {advantage.name} reads the column "
                     f"{column} here, which no service of a run computes; it takes a loop of "
                     "one's own over the trainer (PutColumns)"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _teachers_are_named(self) -> RunConfig:
+        advantage = self.algorithm.advantage
+        if advantage.has_teacher and not self.teachers:
+            key = "name" if advantage.name == "distillation" else "teacher_coefficient"
+            raise ValueError(f"teachers: algorithm.advantage.{key} learns from one; name it")
+        if self.teachers and not advantage.has_teacher and not self.algorithm.plugins:
+            raise ValueError(
+                "teachers: no part of the algorithm learns from one; set advantage.name: "
+                "distillation, or advantage.teacher_coefficient"
+            )
+        for name in self.teachers:
+            if not PLAIN_NAME.fullmatch(name):
+                raise ValueError(f"teachers.{name}: {PLAIN_NAME_RULE}")
+        named = {"teacher": self.teacher}
+        named |= {f"environments.{n}.teacher": s.teacher for n, s in self.environments.items()}
+        for key, name in named.items():
+            if name and name not in self.teachers:
+                known = ", ".join(self.teachers) or "none"
+                raise ValueError(f"{key}: {name!r} is none of teachers: {known}")
+        asked = [name for name, teacher in self.teachers.items() if teacher.pool]
+        if asked and self.sampling.temperature != 1:
+            raise ValueError(
+                f"teachers.{asked[0]}.pool: engines score at temperature 1, and this run samples "
+                f"at {self.sampling.temperature:g}; let a trainer be the teacher"
+            )
         return self
 
     @model_validator(mode="after")

@@ -19,7 +19,7 @@ from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.client import RemoteError, RouterClient
 from sluice.config import ConfigError
 from sluice.loop.config import EvaluationConfig, EvaluationSetConfig, RunConfig
-from sluice.loop.fleet import NoEngineError
+from sluice.loop.fleet import POOL, NoEngineError
 from sluice.loop.report import RunReport
 from sluice.loop.workers import (
     EpisodeWorkers,
@@ -35,7 +35,6 @@ from sluice.runtime.wire import evaluation_report
 
 logger = logging.getLogger(__name__)
 
-POOL = "policy"  # whose engines are scored
 ATTEMPTS = 5  # of a task that fails
 
 

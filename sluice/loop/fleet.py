@@ -22,6 +22,7 @@ from sluice.runtime.security import SecurityConfig
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+POOL = "policy"  # of the engines that are given weights, sampled from and scored
 STAGE_SECONDS = 600.0  # for the shards of a version and its commit
 
 PAUSE_MODES = {
@@ -177,8 +178,13 @@ class EngineFleet:
         return engines
 
     async def _list_alive(self) -> list[router_pb.Engine]:
+        """Those of the policy: a teacher's engines keep the weights they have."""
         engines = await self._router.list_engines(router_pb.ROLE_ENGINE)
-        return [e for e in engines if e.state != router_pb.ENGINE_STATE_LOST]
+        return [
+            engine
+            for engine in engines
+            if engine.state != router_pb.ENGINE_STATE_LOST and (engine.pool or POOL) == POOL
+        ]
 
     async def _update_all(self) -> CommitReport:
         assert self._weights is not None

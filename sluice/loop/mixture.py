@@ -22,7 +22,7 @@ Schedule = Callable[[int, Mapping[str, float]], Mapping[str, float]]
 
 
 class ScheduleError(Exception):
-    """A schedule of weights failed, or answered something else; the message says what."""
+    """A schedule answered something else than weights; the message says what."""
 
 
 class Interleaving:
@@ -138,10 +138,7 @@ class Mixture:
 
     def _scheduled(self, schedule: Schedule, step: int) -> dict[str, float]:
         where = f"environment_schedule, step {step}"
-        try:
-            answer = schedule(step, dict(self._scalars()))
-        except Exception as error:
-            raise ScheduleError(f"{where}: {type(error).__name__}: {error}") from error
+        answer = schedule(step, dict(self._scalars()))
         if not isinstance(answer, Mapping) or answer.keys() != self._weights.keys():
             names = ", ".join(self._weights)
             raise ScheduleError(f"{where}: answered {answer!r}, not a weight of each of {names}")

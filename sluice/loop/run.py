@@ -43,6 +43,7 @@ from sluice.loop.run_directory import (
     settings_digests,
 )
 from sluice.loop.run_samples import SampleKeeper
+from sluice.loop.teachers import Teachers
 from sluice.loop.training import (
     STEP,
     CheckpointLostError,
@@ -57,7 +58,7 @@ from sluice.loop.training import (
     train_step,
     wait_for_trainer,
 )
-from sluice.loop.workers import EpisodeWorkers, build_request
+from sluice.loop.workers import EpisodeWorkers, Task, build_request, teacher_of
 
 logger = logging.getLogger(__name__)
 
@@ -320,6 +321,7 @@ class TrainingRun(TrainerRun[RunConfig]):
             FleetConfig(pause_mode=config.pause_mode, deterministic=config.deterministic),
         )
         self.workers = EpisodeWorkers(self.router, config.security, config.service_timeout_seconds)
+        self._teachers = Teachers(config, self.router, self._teacher_of)
         self._evaluations = EvaluationLane(config, self.workers, report)
         self._trace = trace.RunTrace(config.run_dir, config.trace)
         self._samples = SampleKeeper(config.run_dir, config.store_dir, config.trace)
@@ -365,6 +367,7 @@ class TrainingRun(TrainerRun[RunConfig]):
         self._trace.flush(self.step + 1)  # what came after the last step
         if self._dispatcher is not None:
             await self._dispatcher.close()
+        await self._teachers.close()
         await asyncio.gather(self.fleet.close(), self.workers.close(), self.router.close())
         if self.critic is not None:
             await self.critic.close()
@@ -372,6 +375,7 @@ class TrainingRun(TrainerRun[RunConfig]):
 
     async def _check_services(self) -> None:
         await self.workers.refresh()
+        await self._teachers.check(self.trainer, self.report.note)
         if self.config.deterministic:
             await self.fleet.check_deterministic(self.config.service_timeout_seconds)
 
@@ -469,6 +473,7 @@ class TrainingRun(TrainerRun[RunConfig]):
                 critic=self.critic,
                 critic_alone=self.step < self._warmup_steps,
                 max_mismatch=limit,
+                teach=self._teachers.teach if self.config.teachers else None,
                 looked_at=looked_at,
             )
             if looked_at:
@@ -532,12 +537,15 @@ class TrainingRun(TrainerRun[RunConfig]):
             min_version=None if synchronous else version,
         )
         name = groups[0].environment  # of all, since a call has but one
-        source = self._sources[name]
-        tasks = [
-            (group.group_id, source.task(group.position if group.task is None else group.task))
-            for group in groups
-        ]
+        tasks = [(group.group_id, self._task(group)) for group in groups]
         return build_request(self.config, self._shares[name], tasks, versions, trial)
+
+    def _task(self, group: LedgerGroup) -> Task:
+        number = group.position if group.task is None else group.task
+        return self._sources[group.environment].task(number)
+
+    def _teacher_of(self, group: LedgerGroup) -> str:
+        return teacher_of(self.config, self._shares[group.environment], self._task(group))
 
     async def _publish(self, restored: RunCheckpoint | None = None) -> None:
         """Publishes the trainer's weights and has the engines brought to them.

@@ -37,6 +37,7 @@ _SHAPING = {
     "groups_per_step",
     "samples_per_group",
     "sampling",
+    "teacher",
 }
 
 

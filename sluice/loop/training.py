@@ -33,6 +33,7 @@ TRAINER_LOST = Counter(
 )
 
 Work = Callable[[], Awaitable[None]]
+Teach = Callable[[TrainerClient, str, Sequence[LedgerGroup], float | None], Awaitable[None]]
 
 TRAINER_LOSSES = 12  # in a row without a step in between: of ranks in three lives of its process
 
@@ -132,7 +133,7 @@ class TrainerRecovery:
                 await work()
                 return
             except (RemoteError, TrainerLostError) as error:
-                if isinstance(error, RemoteError) and not _is_lost(error):
+                if isinstance(error, RemoteError) and not is_lost(error):
                     raise
                 self._losses += 1
                 TRAINER_LOST.inc()
@@ -143,7 +144,8 @@ class TrainerRecovery:
             work = self._restore
 
 
-def _is_lost(error: RemoteError) -> bool:
+def is_lost(error: RemoteError) -> bool:
+    """Tells a trainer that went away from one that refuses."""
     return error.reason in _LOST or error.code is grpc.StatusCode.UNAVAILABLE
 
 
@@ -275,6 +277,7 @@ async def train_step(
     critic: Critic | None = None,
     critic_alone: bool = False,
     max_mismatch: float = 0.0,
+    teach: Teach | None = None,
     looked_at: Sequence[LedgerGroup] = (),
 ) -> StepReport:
     """Trains on finished groups: `mini_batches` optimizer steps over references alone.
@@ -282,12 +285,15 @@ async def train_step(
     With critic_alone the actor learns nothing. Raises RemoteError; then gradients may or
     may not have been added, and the caller goes back to a run checkpoint. Raises MismatchError,
     with no step made, for groups of the trainer's own weights whose log-probs are further from
-    the engines' than `max_mismatch` (0: any are near enough). The report has the columns of the
-    groups `looked_at`.
+    the engines' than `max_mismatch` (0: any are near enough). `teach` gives rows what a
+    teacher that is a trainer makes of them. The report has the columns of the groups
+    `looked_at`.
     """
     batch_id = f"{name}-{new_request_id()[:8]}"  # a step tried again is another batch
     batch = await _upload(trainer, critic, groups, batch_id)
     faults.point("uploaded")
+    if teach is not None:
+        await teach(trainer, batch.name, groups, algorithm.loss.temperature)
     metrics = await _add_columns(trainer, algorithm, batch, critic)
     reports = []
     critic_steps: list[CriticStep] = []
@@ -370,6 +376,7 @@ async def _add_columns(
         "reward_mean": advantages.reward_mean,
         "advantage_abs_mean": advantages.advantage_abs_mean,
         "silent_groups": float(advantages.silent_group_count),
+        **advantages.metrics,
     }
 
 

@@ -178,7 +178,12 @@ def build_request(
     """
     count, seconds = share.samples_per_group, share.group_timeout_seconds
     assert share.sampling is not None and count is not None and seconds is not None
-    groups = [_group(config, name, name, task, count) for name, task in tasks]
+    groups = []
+    for name, task in tasks:
+        group = _group(config, name, name, task, count)
+        teacher = teacher_of(config, share, task)
+        group.teacher_pool = config.teachers[teacher].pool if teacher else ""
+        groups.append(group)
     return _request(share.environment, share.sampling, versions, groups, seconds, trial)
 
 
@@ -240,6 +245,23 @@ def _group(
     row = Struct()
     row.update(dict(task))
     return pb.GroupRequest(group_id=group_id, seeds=seeds, row=row)
+
+
+def teacher_of(config: RunConfig, share: EnvironmentShare, task: Task) -> str:
+    """Names the teacher of a task: its row's, or its environment's; empty where a run has none.
+
+    Raises ConfigError for a row that names another.
+    """
+    if not config.teachers:
+        return ""
+    name = share.teacher
+    if isinstance(task, Mapping) and "teacher" in task:
+        name = str(task["teacher"])
+    if name not in config.teachers:
+        what = f"names the teacher {name!r}" if name else "names no teacher"
+        known = ", ".join(config.teachers)
+        raise ConfigError(f"teachers: a task {what}, and the run has several: {known}")
+    return name
 
 
 class WorkerLostError(Exception):

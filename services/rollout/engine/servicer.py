@@ -314,9 +314,11 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
         engine_id: str,
         backend: str,
         media: MediaReader,
+        vocabulary: str = "",
     ) -> None:
+        """`vocabulary`: digest of what token ids mean to whoever asks, empty where unknown."""
         self._engine, self._generations, self._weights = engine, generations, weights
-        self._waits = waits
+        self._waits, self._vocabulary = waits, vocabulary
         self._engine_id, self._backend, self._media = engine_id, backend, media
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
@@ -461,6 +463,7 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
             deterministic=status.deterministic,
             transfer_rank_count=status.transfer_ranks,
             transfer_group=self._weights.transfers.group,
+            vocabulary=self._vocabulary,
             base=None if status.base is None else weights_to_proto(status.base),
             adapters=[weights_to_proto(weights) for weights in status.adapters],
         )

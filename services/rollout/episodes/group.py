@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
+import numpy as np
+
 from services.rollout import metrics
 from services.rollout.engine.interface import Delta, Sampling
 from services.rollout.engine.wire import VersionBounds
@@ -24,11 +26,12 @@ from services.rollout.environments.runner import Runner
 from services.rollout.episodes.engines import NO_HINTS, Hints
 from services.rollout.episodes.episode import Episode, encode_prompt, take_steps
 from services.rollout.episodes.images import NO_IMAGES, Images, Passage, SampleImages
-from services.rollout.episodes.sampler import Sampler, SamplingPrompt
+from services.rollout.episodes.sampler import EngineError, Sampler, SamplingPrompt
 from services.rollout.episodes.spool import Spool, owner_of
 from services.rollout.episodes.trajectory import Timeline, Trajectory, response_of
 from sluice.api.rollout.v1 import trace_pb2
-from sluice.runtime.errors import DeadlineError
+from sluice.client import RemoteError
+from sluice.runtime.errors import DeadlineError, InvalidFieldError
 from sluice.runtime.idempotency import all_of
 from sluice.runtime.waits import Waits
 from sluice.samples.blobs import BlobReference
@@ -48,13 +51,28 @@ class GroupTimeoutError(DeadlineError):
     reason = "GROUP_TIMED_OUT"
 
 
+class TeacherSeesNoImagesError(InvalidFieldError):
+    """Engines score text alone; a trainer process as teacher sees the images of a sample."""
+
+    def __init__(self, sample_id: str, pool: str) -> None:
+        super().__init__(
+            "teacher_pool",
+            f"sample {sample_id} shows images, which the engines of pool {pool} do not score; "
+            "let a trainer be the teacher",
+        )
+
+
+TEACHER = "teacher_logprobs"
+
+
 @dataclass(frozen=True, kw_only=True)
 class GroupSpec:
-    """One group: its task, and a seed per sample or none."""
+    """One group: its task, a seed per sample or none, and the pool of its teacher or empty."""
 
     group_id: str
     task: TaskRequest
     seeds: tuple[int, ...] = ()
+    teacher_pool: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +183,9 @@ class GroupRunner:
             row.trajectory.to_sample(group.group_id, index, reward, row.episode)
             for index, (row, reward) in enumerate(zip(rows, rewards, strict=True))
         ]
+        if group.teacher_pool:
+            samples = await all_of(self._taught(sample, group.teacher_pool) for sample in samples)
+            timeline.mark(trace_pb2.SPAN_KIND_TEACHER, group.teacher_pool)
         if self._runner.has_steps or self._runner.generate is not None or prompt.media:
             for sample in samples:
                 _check(sample)
@@ -253,6 +274,22 @@ class GroupRunner:
                 if find_column(f"{SCORE_PREFIX}{name}") is None:
                     raise EnvironmentFailedError(f"{environment} gave a score named {name!r}")
         return rewards
+
+    async def _taught(self, sample: Sample, pool: str) -> Sample:
+        """Returns the sample with what a teacher makes of its response."""
+        if sample.media:
+            raise TeacherSeesNoImagesError(sample.sample_id, pool)
+        if not sample.response_length:
+            return replace(sample, columns={**sample.columns, TEACHER: np.zeros(0, np.float32)})
+        tokens = sample.token_ids.tolist()
+        try:
+            scores = await self._sampler.score(
+                tokens, sample.prompt_length, 0, VersionBounds(), pool
+            )
+        except RemoteError as error:
+            raise EngineError(error, 1) from None
+        logprobs = np.asarray(scores.logprobs, dtype=np.float32)
+        return replace(sample, columns={**sample.columns, TEACHER: logprobs})
 
     async def _tokenise(self, task: Task, images: SampleImages) -> Passage:
         if task.messages:

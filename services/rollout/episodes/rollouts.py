@@ -144,7 +144,14 @@ def groups_from_proto(request: pb.RolloutRequest) -> list[GroupSpec]:
             if kind == "index"
             else TaskRequest(row=values_from_proto(group.row))
         )
-        groups.append(GroupSpec(group_id=group.group_id, task=task, seeds=tuple(group.seeds)))
+        groups.append(
+            GroupSpec(
+                group_id=group.group_id,
+                task=task,
+                seeds=tuple(group.seeds),
+                teacher_pool=group.teacher_pool,
+            )
+        )
     return groups
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -32,6 +33,7 @@ from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.balance.planner import GroupTooLargeError
 from sluice.runtime.errors import InvalidFieldError
 from sluice.runtime.waits import Waits
+from sluice.samples.vocabulary import vocabulary_digest
 from sluice.weights.store import WeightStore
 
 
@@ -44,6 +46,7 @@ class Trainer:
 
     def __init__(self, config: TrainerConfig, waits: Waits) -> None:
         self.config = config
+        self.vocabulary = vocabulary_digest(Path(config.model))
         self.state = state = TrainerState()
         self.turns = turns = Turns(config.max_waiting_calls, waits)
         launcher = LocalLauncher(config) if config.ranks.launch == "local" else Launcher()

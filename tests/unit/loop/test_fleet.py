@@ -53,13 +53,19 @@ class Router(router_grpc.RouterServiceServicer):
 
     def __init__(self) -> None:
         self.engines: dict[str, str] = {}
+        self.pools: dict[str, str] = {}
         self.failures: list[grpc.StatusCode] = []
 
     async def ListEngines(self, request, context):
         if self.failures:
             await context.abort(self.failures.pop(), "router restarts")
         engines = [
-            router_pb.Engine(engine_id=name, address=address, state=router_pb.ENGINE_STATE_ACTIVE)
+            router_pb.Engine(
+                engine_id=name,
+                address=address,
+                state=router_pb.ENGINE_STATE_ACTIVE,
+                pool=self.pools.get(name, ""),
+            )
             for name, address in self.engines.items()
         ]
         return router_pb.ListEnginesResponse(engines=engines)
@@ -104,6 +110,15 @@ async def world():
     world = World()
     yield world
     await world.close()
+
+
+async def test_a_teacher_s_engines_keep_the_weights_they_have(world):
+    policy, teacher = await world.add_engine("e"), await world.add_engine("t")
+    world.router.pools = {"e": "policy", "t": "teacher"}
+    fleet = await world.fleet()
+    report = await fleet.commit(FIRST, PATIENCE)
+    assert report.engine_count == 1 and policy.weights == FIRST and teacher.weights is None
+    assert [target.engine_id for target in await fleet.targets()] == ["e"]
 
 
 async def test_a_router_that_restarts_is_waited_for(world):

@@ -131,15 +131,12 @@ def test_small_shares_come_to_their_turn_though_weights_change_every_step(tmp_pa
         ({"a": "1", "b": 1}, "the weight of a is '1'"),
         ({"a": 0, "b": 0}, "all weights are 0"),
         (None, "answered None"),
-        (KeyError("reward"), "KeyError: 'reward'"),
     ],
 )
 def test_a_schedule_that_answers_nonsense_is_told_and_nothing_is_issued(tmp_path, answer, said):
     ledger = Ledger(tmp_path / "ledger.sqlite")
 
     def schedule(step: int, scalars: dict[str, float]) -> dict[str, float]:
-        if isinstance(answer, Exception):
-            raise answer
         return answer
 
     with pytest.raises(ScheduleError, match="environment_schedule, step 3: ") as error:

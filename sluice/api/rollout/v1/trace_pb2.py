@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!sluice/api/rollout/v1/trace.proto\x12\x15sluice.api.rollout.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xc6\x01\n\nGroupTrace\x12.\n\nstart_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x13\n\x0bplace_names\x18\x02 \x03(\t\x12.\n\x05kinds\x18\x03 \x03(\x0e\x32\x1f.sluice.api.rollout.v1.SpanKind\x12\x10\n\x08\x65pisodes\x18\x04 \x03(\x05\x12\x0e\n\x06places\x18\x05 \x03(\x05\x12\x0e\n\x06starts\x18\x06 \x03(\x02\x12\x11\n\tdurations\x18\x07 \x03(\x02*\xff\x01\n\x08SpanKind\x12\x19\n\x15SPAN_KIND_UNSPECIFIED\x10\x00\x12\x12\n\x0eSPAN_KIND_TASK\x10\x01\x12\x13\n\x0fSPAN_KIND_LEASE\x10\x02\x12\x13\n\x0fSPAN_KIND_QUEUE\x10\x03\x12\x15\n\x11SPAN_KIND_PREFILL\x10\x04\x12\x14\n\x10SPAN_KIND_DECODE\x10\x05\x12\x16\n\x12SPAN_KIND_GENERATE\x10\x06\x12\x12\n\x0eSPAN_KIND_TOOL\x10\x07\x12\x16\n\x12SPAN_KIND_SIBLINGS\x10\x08\x12\x14\n\x10SPAN_KIND_REWARD\x10\t\x12\x13\n\x0fSPAN_KIND_STORE\x10\nb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!sluice/api/rollout/v1/trace.proto\x12\x15sluice.api.rollout.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xc6\x01\n\nGroupTrace\x12.\n\nstart_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x13\n\x0bplace_names\x18\x02 \x03(\t\x12.\n\x05kinds\x18\x03 \x03(\x0e\x32\x1f.sluice.api.rollout.v1.SpanKind\x12\x10\n\x08\x65pisodes\x18\x04 \x03(\x05\x12\x0e\n\x06places\x18\x05 \x03(\x05\x12\x0e\n\x06starts\x18\x06 \x03(\x02\x12\x11\n\tdurations\x18\x07 \x03(\x02*\x96\x02\n\x08SpanKind\x12\x19\n\x15SPAN_KIND_UNSPECIFIED\x10\x00\x12\x12\n\x0eSPAN_KIND_TASK\x10\x01\x12\x13\n\x0fSPAN_KIND_LEASE\x10\x02\x12\x13\n\x0fSPAN_KIND_QUEUE\x10\x03\x12\x15\n\x11SPAN_KIND_PREFILL\x10\x04\x12\x14\n\x10SPAN_KIND_DECODE\x10\x05\x12\x16\n\x12SPAN_KIND_GENERATE\x10\x06\x12\x12\n\x0eSPAN_KIND_TOOL\x10\x07\x12\x16\n\x12SPAN_KIND_SIBLINGS\x10\x08\x12\x14\n\x10SPAN_KIND_REWARD\x10\t\x12\x13\n\x0fSPAN_KIND_STORE\x10\n\x12\x15\n\x11SPAN_KIND_TEACHER\x10\x0b\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,7 +33,7 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'sluice.api.rollout.v1.trace
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SPANKIND']._serialized_start=295
-  _globals['_SPANKIND']._serialized_end=550
+  _globals['_SPANKIND']._serialized_end=573
   _globals['_GROUPTRACE']._serialized_start=94
   _globals['_GROUPTRACE']._serialized_end=292
 # @@protoc_insertion_point(module_scope)

@@ -23,6 +23,7 @@ class SpanKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SPAN_KIND_SIBLINGS: _ClassVar[SpanKind]
     SPAN_KIND_REWARD: _ClassVar[SpanKind]
     SPAN_KIND_STORE: _ClassVar[SpanKind]
+    SPAN_KIND_TEACHER: _ClassVar[SpanKind]
 SPAN_KIND_UNSPECIFIED: SpanKind
 SPAN_KIND_TASK: SpanKind
 SPAN_KIND_LEASE: SpanKind
@@ -34,6 +35,7 @@ SPAN_KIND_TOOL: SpanKind
 SPAN_KIND_SIBLINGS: SpanKind
 SPAN_KIND_REWARD: SpanKind
 SPAN_KIND_STORE: SpanKind
+SPAN_KIND_TEACHER: SpanKind
 
 class GroupTrace(_message.Message):
     __slots__ = ("start_time", "place_names", "kinds", "episodes", "places", "starts", "durations")

@@ -1,0 +1,166 @@
+"""Teachers of a run: whether they speak the student's language, and those that are trainers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from sluice.api.router.v1 import router_service_pb2 as router_pb
+from sluice.client import ClientCache, EngineClient, RemoteError, RouterClient, TrainerClient
+from sluice.config import ConfigError
+from sluice.loop import trace
+from sluice.loop.config import RunConfig
+from sluice.loop.ledger import LedgerGroup
+from sluice.loop.training import is_lost, wait_for_trainer
+from sluice.runtime.recovery import NotReadyError, wait_until_ready
+from sluice.runtime.security import SecurityConfig
+
+COLUMN = "teacher_logprobs"
+ATTEMPTS = 5  # of a teacher that is lost meanwhile
+
+
+class TeacherMissingError(Exception):
+    """No engine of a teacher's pool came in time."""
+
+
+class TrainerTeacher:
+    """A trainer process that scores what a student sampled; it learns nothing."""
+
+    def __init__(self, address: str, security: SecurityConfig, wait_seconds: float) -> None:
+        self._client = TrainerClient(address, security)
+        self._wait_seconds = wait_seconds
+
+    async def vocabulary(self) -> str:
+        """Returns the digest of its vocabulary, once it takes work."""
+        return (await wait_for_trainer(self._client, self._wait_seconds)).vocabulary
+
+    async def teach(
+        self,
+        student: TrainerClient,
+        batch: str,
+        groups: Sequence[LedgerGroup],
+        batch_id: str,
+        temperature: float | None,
+    ) -> None:
+        """Gives the rows of these groups its log-probs, from the same blobs.
+
+        A teacher that is lost on the way begins anew. Raises RemoteError.
+        """
+        attempt = 1
+        while True:
+            try:
+                rows = await self._score(groups, f"{batch_id}-{attempt}", temperature)
+                break
+            except RemoteError as error:
+                if not is_lost(error) or attempt == ATTEMPTS:
+                    raise
+                attempt += 1
+                await wait_for_trainer(self._client, self._wait_seconds)
+        await student.put_columns(batch, rows)
+
+    async def _score(
+        self, groups: Sequence[LedgerGroup], batch_id: str, temperature: float | None
+    ) -> dict[str, dict[str, np.ndarray | float]]:
+        blobs = [group.blob for group in groups if group.blob is not None]
+        count = sum(group.sample_count for group in groups)
+        batch = (await self._client.upload_batch(batch_id, count, blobs=blobs)).batch
+        await self._client.compute_logprobs(batch, temperature=temperature)
+        columns = await self._client.get_columns(batch, ["old_logprobs"])
+        await self._client.delete_batch(batch)
+        return {name: {COLUMN: row["old_logprobs"]} for name, row in columns.items()}
+
+    async def close(self) -> None:
+        await self._client.close()
+
+
+class Teachers:
+    """The teachers of a run. `teacher_of` names that of a group."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        router: RouterClient,
+        teacher_of: Callable[[LedgerGroup], str],
+    ) -> None:
+        self._config, self._router, self._teacher_of = config, router, teacher_of
+        self._engines = ClientCache(EngineClient, config.security)
+        seconds = config.service_timeout_seconds
+        self._trainers: Mapping[str, TrainerTeacher] = {
+            name: TrainerTeacher(teacher.address, config.security, seconds)
+            for name, teacher in config.teachers.items()
+            if not teacher.pool
+        }
+
+    async def check(self, student: TrainerClient, note: Callable[[str], None]) -> None:
+        """Wait for each teacher; notes those of which nobody can say what their token ids mean.
+
+        Raises ConfigError for one with another vocabulary than the student's.
+        """
+        if not self._config.teachers:
+            return
+        seconds = self._config.service_timeout_seconds
+        own = (await wait_for_trainer(student, seconds)).vocabulary
+        for name in self._config.teachers:
+            theirs = await self._vocabulary(name)
+            if own and theirs and own != theirs:
+                raise ConfigError(
+                    f"teachers.{name}: has another vocabulary than the trainer (digests {theirs} "
+                    f"and {own}): its log-probs would be of other tokens"
+                )
+            if not (own and theirs):
+                who = f"teacher {name}" if own else "the trainer"
+                note(f"{who} has no tokenizer.json: whether vocabularies agree is not known")
+
+    async def teach(
+        self,
+        student: TrainerClient,
+        batch: str,
+        groups: Sequence[LedgerGroup],
+        temperature: float | None,
+    ) -> None:
+        """Have the teachers that are trainers score their groups of a batch. Raises RemoteError."""
+        shares: dict[str, list[LedgerGroup]] = {}
+        for group in groups if self._trainers else ():
+            shares.setdefault(self._teacher_of(group), []).append(group)
+        await asyncio.gather(
+            *(
+                self._teach(name, student, batch, share, temperature)
+                for name, share in shares.items()
+                if name in self._trainers
+            )
+        )
+
+    async def _teach(
+        self,
+        name: str,
+        student: TrainerClient,
+        batch: str,
+        groups: Sequence[LedgerGroup],
+        temperature: float | None,
+    ) -> None:
+        batch_id = f"{batch.rpartition('/')[2]}-{name}"
+        with trace.span(trace.TRAINER, "teacher", name):
+            await self._trainers[name].teach(student, batch, groups, batch_id, temperature)
+
+    async def _vocabulary(self, name: str) -> str:
+        pool = self._config.teachers[name].pool
+        if not pool:
+            return await self._trainers[name].vocabulary()
+
+        async def probe() -> str:
+            engines = await self._router.list_engines(router_pb.ROLE_ENGINE)
+            for engine in engines:
+                if engine.pool == pool and engine.state == router_pb.ENGINE_STATE_ACTIVE:
+                    return (await self._engines[engine.address].get()).vocabulary
+            raise NotReadyError(f"router {self._router.address} knows none")
+
+        seconds = self._config.service_timeout_seconds
+        return await wait_until_ready(
+            f"an engine of pool {pool}", probe, seconds, TeacherMissingError
+        )
+
+    async def close(self) -> None:
+        await self._engines.close()
+        await asyncio.gather(*(each.close() for each in self._trainers.values()))
