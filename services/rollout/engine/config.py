@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 
 from sluice.config import Config
 from sluice.runtime.recovery import Backoff
-from sluice.weights.adapter import DEFAULT_TARGETS
+from sluice.weights.adapter import DEFAULT_TARGETS, MAX_RANK, AdapterSpec
+from sluice.weights.errors import InvalidAdapterError
 
 LONGEST_BACKOFF_SECONDS = 60.0
 
@@ -25,10 +26,20 @@ _NOT_ITS_OWN = {  # what this process has to know, by where it is told
 class SglangLoraConfig(Config):
     """What SGLang has to know of adapters when it starts."""
 
-    max_rank: int = Field(16, ge=1, description="Of an adapter; larger ones are refused.")
-    targets: tuple[str, ...] = Field(
-        DEFAULT_TARGETS, min_length=1, description="Layers that adapters may be of."
+    max_rank: int = Field(
+        16, ge=1, le=MAX_RANK, description="Of an adapter; larger ones are refused."
     )
+    targets: tuple[str, ...] = Field(
+        DEFAULT_TARGETS, description="Last names of the layers that adapters may be of."
+    )
+
+    @model_validator(mode="after")
+    def _targets_are_names(self) -> SglangLoraConfig:
+        try:
+            AdapterSpec(rank=1, alpha=1.0, targets=self.targets, base_digest="0" * 32)
+        except InvalidAdapterError as error:
+            raise ValueError(f"targets: {error}") from error
+        return self
 
 
 class SglangConfig(Config):
