@@ -25,6 +25,7 @@ from sluice.weights.store import StoredVersion, WeightStore
 from tests.adapters import import_adapter, make_adapter, peft_logprobs, publish_adapters
 from tests.contract.engine.cases import Model, build_model, request_of
 from tests.imported import import_checkpoint
+from tests.models.families import CASES, build
 
 CreateCore = Callable[..., EngineCore]
 SHARED = [random.Random(0).randrange(97) for _ in range(40)]
@@ -253,3 +254,46 @@ def test_damaged_files_are_named_and_the_version_before_serves(
     assert error.value.metadata.get("tensor") or error.value.metadata["file"] == name
     core.submit(1, request_of("a", SHARED[:5]))
     assert [span.version for span in finish(core)[1].spans] == [1]
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("gemma2", ["q_proj", "o_proj", "up_proj"]),  # whose passes run whole rows
+        ("deepseek_v3", ["o_proj", "kv_b_proj"]),
+        ("qwen3_moe", ["q_proj", "v_proj"]),
+    ],
+)
+def test_other_families_take_adapters_too(
+    family: str, targets: list[str], create_core: CreateCore, store: WeightStore, tmp_path: Path
+) -> None:
+    case = next(case for case in CASES if case.name == family)
+    build(case, tmp_path / "model")
+    model, core = tmp_path / "model", create_core(tmp_path / "model", max_running=8)
+    for seed in range(2):
+        folder = make_adapter(model, tmp_path / str(seed), seed, targets=targets)
+        commit(core, import_adapter(store, folder, digest_base(model)))
+    prompts = {1: [3, 4, 5], 2: [3, 4, 6], 3: [*range(3, 30)], 4: [9, 8, 7, 6]}
+    versions = {1: 0, 2: 1, 3: 2, 4: None}
+    for key, version in versions.items():
+        request = request_of(str(key), prompts[key], 2, max_new_tokens=6)
+        core.submit(key, replace(request, version=version))
+    while core.has_work:
+        core.step()
+    for key, delta in core.take_outbox():
+        assert isinstance(delta, Delta)
+        served = 2 if versions[key] is None else versions[key]
+        folders = {place: tmp_path / str(place - 1) if place else None for place in range(3)}
+        errors = {
+            place: max(
+                abs(a - b)
+                for a, b in zip(
+                    delta.logprobs,
+                    peft_logprobs(model, folder, prompts[key], delta.token_ids),
+                    strict=True,
+                )
+            )
+            for place, folder in folders.items()
+        }
+        assert errors.pop(served) < 1e-5
+        assert min(errors.values()) > 1e-4
