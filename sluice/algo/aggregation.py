@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,13 +35,17 @@ class LossWeights:
 
 
 def weigh_samples(
-    spec: LossSpec, token_counts: Sequence[int], group_ids: Sequence[str]
+    spec: LossSpec,
+    token_counts: Sequence[int],
+    group_ids: Sequence[str],
+    episodes: Sequence[Hashable] | None = None,
 ) -> LossWeights:
     """Weighs samples with `token_counts[i]` trained (unmasked) tokens in `group_ids[i]`.
 
-    token_mean: every trained token counts the same. sample_mean: every sample with a trained
+    token_mean: every trained token counts the same. sample_mean: every episode with a trained
     token does. group_mean: every group with one does. constant: every token the same, divided by
-    constant_length x all samples (Dr.GRPO, arXiv 2503.20783). A group must be given whole.
+    constant_length x all episodes (Dr.GRPO, arXiv 2503.20783). A group must be given whole.
+    `episodes[i]` names that of sample i, which may have several; None: each is one.
     """
     if len(token_counts) != len(group_ids):
         raise ValueError(f"{len(token_counts)} token counts but {len(group_ids)} group ids")
@@ -49,11 +53,13 @@ def weigh_samples(
         return LossWeights(weights=(1.0,) * len(token_counts), normalizer=float(sum(token_counts)))
     if spec.aggregation == "constant":
         assert spec.constant_length is not None
-        normalizer = spec.constant_length * len(token_counts)
+        count = len(token_counts) if episodes is None else len(set(episodes))
+        normalizer = spec.constant_length * count
         return LossWeights(weights=(1.0,) * len(token_counts), normalizer=normalizer)
-    by_group = spec.aggregation == "group_mean"
-    units = [group if by_group else str(i) for i, group in enumerate(group_ids)]
-    totals: Counter[str] = Counter()
+    units: Sequence[Hashable] = group_ids
+    if spec.aggregation == "sample_mean":
+        units = range(len(group_ids)) if episodes is None else episodes
+    totals: Counter[Hashable] = Counter()
     for unit, count in zip(units, token_counts, strict=True):
         totals[unit] += count
     weights = tuple(1.0 / totals[unit] if totals[unit] else 0.0 for unit in units)

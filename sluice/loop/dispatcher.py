@@ -436,7 +436,7 @@ class RolloutDispatcher:
             state="generated",
             blob=wire.blob_from_proto(finished.blob),
             sample_count=len(finished.rewards),
-            reward_mean=sum(finished.rewards) / max(1, len(finished.rewards)),
+            reward_mean=reward_mean(finished),
             response_tokens=sum(finished.response_lengths),
             oldest_step=self._ledger.step_of_version(finished.min_version),
             newest_step=self._ledger.step_of_version(finished.max_version),
@@ -512,6 +512,16 @@ class RolloutDispatcher:
             raise RolloutFailedError(
                 f"{self._dropped_in_a_row} groups in a row were dropped, the last one: {reason}"
             )
+
+
+def reward_mean(finished: pb.FinishedGroup) -> float:
+    """Mean reward of a group's episodes, each of which counts once; 0 without any."""
+    rewards: dict[int, list[float]] = {}
+    for index, reward in enumerate(finished.rewards):
+        episode = finished.details[index].episode if finished.details else index
+        rewards.setdefault(episode, []).append(reward)
+    means = [sum(own) / len(own) for own in rewards.values()]
+    return sum(means) / max(1, len(means))
 
 
 def _rollout_error(error: BaseException) -> RolloutFailedError:

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any
 
@@ -338,8 +339,9 @@ class RowFacts:
     lengths (tokens), prompt_lengths, mask_counts (trained tokens), prompts (digest of group and
     prompt: siblings that share a prompt have the same), oldest_versions (of the weights that
     sampled; -1 unknown): int64[N]. temperatures: float64[N], the column of that name, NaN where a
-    row has none. present: bool[N] by column name. patches: of every image, in order, of the rows
-    that show any: those of the prompt, and those behind it.
+    row has none. episodes: float64[N], the column `episode`, of which siblings may share one; 0
+    where a row has none, as `present` says. present: bool[N] by column name. patches: of every
+    image, in order, of the rows that show any: those of the prompt, and those behind it.
     """
 
     sample_ids: Sequence[str]
@@ -350,8 +352,19 @@ class RowFacts:
     mask_counts: np.ndarray
     oldest_versions: np.ndarray
     temperatures: np.ndarray
+    episodes: np.ndarray
     present: dict[str, np.ndarray]
     patches: Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+
+    @cached_property
+    def episode_keys(self) -> list[tuple[str, float]]:
+        """What names the episode of each row: a row without one is an episode of its own."""
+        has = self.present.get("episode", np.zeros(len(self.sample_ids), dtype=np.bool_))
+        own = np.where(has, self.episodes, np.arange(len(self.sample_ids)))
+        return [
+            (group, number) if shared else (f"{group}/alone", number)
+            for group, number, shared in zip(self.group_ids, own.tolist(), has, strict=True)
+        ]
 
     def to_json(self) -> str:
         """Return the facts as text; a column that all rows have is `true`, others list rows.
@@ -371,6 +384,9 @@ class RowFacts:
                 for name, rows in sorted(self.present.items())
             },
         }
+        if self.episodes.any():
+            block = np.asarray(self.episodes, "<f8").tobytes()
+            document["episodes"] = base64.b64encode(block).decode()
         if self.patches:
             document["patches"] = {str(row): parts for row, parts in self.patches.items()}
         return json.dumps(document, separators=(",", ":"))
@@ -378,13 +394,13 @@ class RowFacts:
     def part(self, rows: slice) -> RowFacts:
         """Return the facts of some neighbours, none of which shows an image."""
         assert not self.patches, "rows of patches are numbers of rows"
-        arrays = ("lengths", "prompt_lengths", "prompts", "mask_counts", "oldest_versions")
         return RowFacts(
             sample_ids=self.sample_ids[rows],
             group_ids=self.group_ids[rows],
             temperatures=self.temperatures[rows],
+            episodes=self.episodes[rows],
             present={name: held[rows] for name, held in self.present.items()},
-            **{name: getattr(self, name)[rows] for name in arrays},
+            **{name: getattr(self, name)[rows] for name in _NUMBERS},
         )
 
     @classmethod
@@ -402,6 +418,11 @@ class RowFacts:
                 if rows is not True:
                     present[name][np.array(rows, dtype=np.int64)] = True
             patches = _read_patches(document.get("patches", {}), count)
+            episodes = np.zeros(count)
+            if "episodes" in document:
+                episodes = np.frombuffer(base64.b64decode(document["episodes"]), dtype="<f8")
+            if episodes.shape != (count,):
+                raise ValueError("episodes")
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
             raise InvalidFactsError(f"no facts about rows: {error}") from None
         if len(group_ids) != count:
@@ -411,6 +432,7 @@ class RowFacts:
             group_ids=group_ids,
             present=present,
             patches=patches,
+            episodes=episodes,
             **numbers,
         )
 
@@ -440,7 +462,7 @@ class RowFacts:
             },
             **{
                 name: np.concatenate([getattr(part, name) for part in parts] or empty)
-                for name in (*_NUMBERS, "temperatures")
+                for name in (*_NUMBERS, "temperatures", "episodes")
             },
         )
 
@@ -453,10 +475,10 @@ class RowFacts:
             ("sample_id", [self.sample_ids[row] for row in rows], actual.sample_ids),
             ("group_id", [self.group_ids[row] for row in rows], actual.group_ids),
             *((name, getattr(self, name)[rows], getattr(actual, name)) for name in _NUMBERS),
-            (
-                "temperature",
-                np.nan_to_num(self.temperatures[rows]),
-                np.nan_to_num(actual.temperatures),
+            *(
+                (name[:-1], np.nan_to_num(getattr(self, name)[rows]), np.nan_to_num(held))
+                for name in ("temperatures", "episodes")
+                for held in [getattr(actual, name)]
             ),
             *(
                 (name, self.present[name][rows] if name in self.present else absent, held)
@@ -517,6 +539,7 @@ def describe_rows(samples: Sequence[Sample]) -> RowFacts:
         mask_counts=np.array([count_trained(sample) for sample in samples], dtype=np.int64),
         oldest_versions=np.array([_oldest(sample) for sample in samples], dtype=np.int64),
         temperatures=np.array(temperatures, dtype=np.float64),
+        episodes=np.array([each.get("episode", 0.0) for each in columns], dtype=np.float64),
         present={
             name: np.array([name in each for each in columns], dtype=np.bool_)
             for name in dict.fromkeys(chain.from_iterable(columns))

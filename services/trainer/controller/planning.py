@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -247,13 +249,20 @@ def weigh_pass(batch: Batch, selection: np.ndarray, loss: LossSpec) -> PassWeigh
     A group's weight counts its tokens in the whole batch and its divisor is 1 over all its
     rows, so that a group may be spread over calls.
     """
-    counts = batch.mask_counts
-    whole = weigh_samples(loss, counts.tolist(), batch.facts.group_ids)
+    counts, facts = batch.mask_counts, batch.facts
+    whole = weigh_samples(loss, counts.tolist(), facts.group_ids, facts.episode_keys)
     weights = np.asarray(whole.weights, dtype=np.float64)[selection]
     if loss.aggregation == "constant":
         assert loss.constant_length is not None
-        return PassWeights(weights, loss.constant_length * len(selection))
+        return PassWeights(weights, loss.constant_length * _episode_share(facts, selection))
     return PassWeights(weights, float((weights * counts[selection]).sum()))
+
+
+def _episode_share(facts: RowFacts, selection: np.ndarray) -> float:
+    """Episodes of a selection: one that is spread over several counts by its rows."""
+    keys = facts.episode_keys
+    rows = Counter(keys)
+    return math.fsum(1 / rows[keys[row]] for row in selection.tolist())
 
 
 def find_missing(
@@ -358,6 +367,7 @@ def describe_bare(rows: Sequence[BareRow]) -> RowFacts:
         mask_counts=np.array([row.length - row.prompt_length for row in rows], dtype=np.int64),
         oldest_versions=np.full(len(rows), -1, dtype=np.int64),
         temperatures=np.full(len(rows), np.nan),
+        episodes=np.zeros(len(rows)),
         present={},
         patches={
             index: (row.prompt_patches, row.patches)

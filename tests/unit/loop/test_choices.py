@@ -24,6 +24,16 @@ from sluice.loop.filters import GroupFilters
 from sluice.loop.ledger import Ledger
 
 STEPS = 9
+
+
+def test_an_episode_of_several_samples_counts_once_in_the_mean_reward():
+    details = [pb.SampleDetails(episode=episode) for episode in (0, 0, 0, 1)]
+    group = pb.FinishedGroup(rewards=[0.0, 0.3, 0.6, 1.0], details=details)
+    assert dispatcher.reward_mean(group) == pytest.approx((0.3 + 1.0) / 2)
+    assert dispatcher.reward_mean(pb.FinishedGroup(rewards=[0.0, 1.0, 1.0])) == pytest.approx(2 / 3)
+    assert dispatcher.reward_mean(pb.FinishedGroup()) == 0
+
+
 HOPELESS = 3  # INVALID_ARGUMENT
 
 

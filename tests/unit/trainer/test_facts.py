@@ -250,6 +250,7 @@ CHANGES: dict[str, Callable[[RowFacts], RowFacts]] = {
     "group_id": lambda facts: replace(facts, group_ids=["g", "g", "h", "g"]),
     "patches": lambda facts: replace(facts, patches={2: ((4,), ())}),
     "temperature": lambda facts: replace(facts, temperatures=np.array([np.nan, 0.7, 1.0, np.nan])),
+    "episode": lambda facts: replace(facts, episodes=np.array([0.0, 0.0, 3.0, 0.0])),
     "values": lambda facts: replace(
         facts, present={**facts.present, "values": np.array([False, False, True, False])}
     ),

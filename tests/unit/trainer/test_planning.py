@@ -25,6 +25,7 @@ from services.trainer.controller.planning import (
     packing_of,
     weigh_pass,
 )
+from sluice.algo.aggregation import weigh_samples
 from sluice.algo.layout import SequenceLayout
 from sluice.algo.spec import LossSpec, loss_traits
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
@@ -229,7 +230,11 @@ def test_weights_and_divisors_do_not_depend_on_the_split(
     groups: list[list[int]], aggregation: str, data: st.DataObject
 ) -> None:
     """The step's loss is sum w l / normalizer for any split of rows into calls."""
-    batch = make_batch(make_samples(groups))
+    samples = make_samples(groups)
+    for sample in samples:  # some rows share their episode
+        if (episode := data.draw(st.sampled_from((None, 0.0, 1.0)))) is not None:
+            sample.columns["episode"] = episode
+    batch = make_batch(samples)
     loss, everything = loss_of(aggregation), np.arange(batch.row_count)
     whole = weigh_pass(batch, everything, loss)
     cut = data.draw(st.integers(0, batch.row_count))
@@ -239,6 +244,31 @@ def test_weights_and_divisors_do_not_depend_on_the_split(
     assert sum(part.normalizer for part in found) == pytest.approx(whole.normalizer)
     for part, weighed in zip(parts, found, strict=True):
         np.testing.assert_array_equal(weighed.weights, whole.weights[part])
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    cuts=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), min_size=1, max_size=5),
+    aggregation=st.sampled_from(AGGREGATIONS),
+)
+def test_an_episode_weighs_what_it_would_as_one_row(
+    cuts: list[list[int]], aggregation: str
+) -> None:
+    """A group of episodes, each stored in rows: its losses are those of episodes in one row."""
+    loss, rng = loss_of(aggregation), np.random.default_rng(sum(map(sum, cuts)))
+    samples = make_samples([[length for parts in cuts for length in parts]])
+    numbers = [number for number, parts in enumerate(cuts) for _ in parts]
+    for sample, number in zip(samples, numbers, strict=True):
+        sample.columns["episode"] = float(number)
+    batch = make_batch(samples)
+    found = weigh_pass(batch, np.arange(batch.row_count), loss)
+    sums = rng.normal(size=batch.row_count)  # of the token losses of each row
+    counts = np.bincount(numbers, batch.mask_counts).astype(int)
+    whole = weigh_samples(loss, counts.tolist(), ["g"] * len(cuts))
+    expected = np.dot(whole.weights, np.bincount(numbers, sums * (batch.mask_counts > 0)))
+    if whole.normalizer:
+        got = np.dot(found.weights, sums * (batch.mask_counts > 0)) / found.normalizer
+        assert got == pytest.approx(expected / whole.normalizer)
 
 
 def test_divisors_by_hand() -> None:
