@@ -1,0 +1,86 @@
+"""Teachers of both kinds in real runs: killed, and of another vocabulary."""
+
+import json
+import math
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from examples.models.tiny_qwen3 import build_tiny_qwen3
+from sluice.samples.arrow import decode_group
+from sluice.samples.blobs import BlobStore
+from tests.e2e.conftest import Stack, start_stack, stop_stack
+from tests.e2e.test_mixtures import assert_whole, shares_of, train_mixture
+
+ENGINE = {"max_running": 64, "max_model_length": 16, "threads": 1}
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A stack with a teacher of each kind."""
+    root = tmp_path_factory.mktemp("taught")
+    model = str(build_tiny_qwen3(root / "teacher", 7))
+    engine = {**ENGINE, "model": model}
+    asked = {"roles": ["engine"], "engine_id": "large-0", "pool": "large", "engine": engine}
+    stack = start_stack(
+        root / "stack",
+        large={"kind": "rollout", "config": asked},
+        maths={"kind": "trainer", "config": {"model": model}},
+    )
+    yield stack
+    stop_stack(stack)
+
+
+def test_teachers_that_are_killed_miss_no_row(taught: Stack) -> None:
+    training = train_mixture(
+        taught,
+        "taught",
+        environments=shares_of(taught, teacher="maths"),
+        teachers={"large": {"pool": "large"}, "maths": {"service": "maths"}},
+        teacher="large",
+        algorithm={"advantage": {"name": "distillation"}},
+    )
+    training.wait_for_step(2)
+    ranks = psutil.Process(taught.pid("maths")).children()
+    for pid in (taught.pid("large"), *(rank.pid for rank in ranks)):
+        os.kill(pid, signal.SIGKILL)
+    training.finish()
+    assert_whole(training)
+    assert all(math.isfinite(row["kl_teacher"]) for row in training.rows())
+    blobs = BlobStore(taught.run_dir / "store", sync=False)
+    for group in training.groups("consumed"):
+        assert group.blob is not None
+        samples = decode_group(blobs.get(group.blob))
+        # a trainer's log-probs go to the rows of a step; an engine's are part of the group
+        held = ["teacher_logprobs" in sample.columns for sample in samples]
+        assert held == [group.environment == "early"] * len(samples)
+
+
+def test_a_teacher_of_another_vocabulary_is_refused_before_anything_runs(
+    tmp_path: Path, taught: Stack
+) -> None:
+    model = build_tiny_qwen3(tmp_path / "model", 3)
+    tokenizer = (model / "tokenizer.json").read_text()
+    document = json.loads(tokenizer)
+    vocabulary = document["model"]["vocab"]
+    vocabulary["0"], vocabulary["1"] = vocabulary["1"], vocabulary["0"]
+    (model / "tokenizer.json").write_text(json.dumps(document))
+    engine = {**ENGINE, "model": str(model)}
+    asked = {"roles": ["engine"], "engine_id": "odd-0", "pool": "odd", "engine": engine}
+    stack = start_stack(tmp_path / "stack", odd={"kind": "rollout", "config": asked})
+    try:
+        training = stack.train(
+            "odd",
+            teachers={"odd": {"pool": "odd"}},
+            algorithm={"advantage": {"name": "distillation"}},
+        )
+        output, _ = training.process.communicate()
+        assert training.process.returncode == 2
+        assert "teachers.odd: has another vocabulary than the trainer" in " ".join(output.split())
+        assert not training.groups("issued")
+    finally:
+        stop_stack(stack)
