@@ -6,20 +6,14 @@ from pathlib import Path
 import pytest
 
 from tests.contract.training_backend.cases import Model, build_model
+from tests.fast_part import keep_fast_part
 from tests.fsdp.oracle import Expected, expect
 from tests.rank_pool import Pool
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The whole suite runs where it is asked for by name; elsewhere its fast part does."""
-    here = Path(__file__).parent
-    if any(
-        Path(argument.split("::")[0]).resolve().is_relative_to(here) for argument in config.args
-    ):
-        return
-    slow = [i for i in items if i.path.is_relative_to(here) and "fast" not in i.keywords]
-    config.hook.pytest_deselected(items=slow)
-    items[:] = [item for item in items if item not in slow]
+    keep_fast_part(Path(__file__).parent, config, items)
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.fast_part import keep_fast_part
 from tests.megatron.comparison import Summary, Tensors
 from tests.megatron.models import build_checkpoint, make_rows
 from tests.megatron.oracle import Oracle, OracleStep, reference_config
@@ -18,14 +19,7 @@ SUMMARY = Summary()
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The whole suite runs where it is asked for by name; elsewhere its fast part does."""
-    here = Path(__file__).parent
-    if any(
-        Path(argument.split("::")[0]).resolve().is_relative_to(here) for argument in config.args
-    ):
-        return
-    slow = [i for i in items if i.path.is_relative_to(here) and "fast" not in i.keywords]
-    config.hook.pytest_deselected(items=slow)
-    items[:] = [item for item in items if item not in slow]
+    keep_fast_part(Path(__file__).parent, config, items)
 
 
 def pytest_unconfigure() -> None:

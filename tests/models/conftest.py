@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fast_part import keep_fast_part
 from tests.models.proof import Summary
 from tests.rank_pool import Pool
 
@@ -14,14 +15,7 @@ RESULTS = Path("build/models.json")  # of the last runs, for `make models-table`
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The whole suite runs where it is asked for by name; elsewhere its fast part does."""
-    here = Path(__file__).parent
-    if any(
-        Path(argument.split("::")[0]).resolve().is_relative_to(here) for argument in config.args
-    ):
-        return
-    slow = [i for i in items if i.path.is_relative_to(here) and "fast" not in i.keywords]
-    config.hook.pytest_deselected(items=slow)
-    items[:] = [item for item in items if item not in slow]
+    keep_fast_part(Path(__file__).parent, config, items)
 
 
 def pytest_unconfigure() -> None:
