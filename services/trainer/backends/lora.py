@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 from services.trainer.backend import Mesh, StepOutcome
 from services.trainer.backends import replica
 from services.trainer.backends.replica import FlatOptimizer, StagedFiles, norm_of
-from services.trainer.config import LoraConfig, OptimConfig
+from services.trainer.config import LoraConfig, OptimConfig, TrainerConfig
 from sluice.algo.collectives import Collectives
 from sluice.weights.adapter import (
     ADAPTER_CONFIG,
@@ -223,6 +223,24 @@ class AdapterTraining:
         if not self.is_writer:
             return []
         return [write(directory, ADAPTER_FILE, tensors, dict.fromkeys(tensors, dtype))()]
+
+
+def training(
+    model: Any,
+    config: TrainerConfig,
+    mesh: Mesh,
+    ranks: Collectives | None,
+    device: torch.device,
+) -> AdapterTraining | None:
+    """Freeze a transformers model that all ranks hold, and begin adapters of it; collective.
+
+    None where the configuration has no `lora`. Raises as `adapt`.
+    """
+    if config.lora is None:
+        return None
+    directory = Path(config.model)
+    adapters = adapt(model, config.lora, directory, seed=config.seed, device=device)
+    return AdapterTraining(adapters, config.optim, mesh, ranks, is_writer=mesh.rank == 0)
 
 
 def check_checkpoint(directory: Path, spec: AdapterSpec) -> None:

@@ -71,18 +71,7 @@ class FsdpBackend(TrainingBackend):
         self._writers = dist.new_group(backend="gloo", timeout=timeout)  # of checkpoints
         self._policy = self._load(config.model, head=config.head)
         self._reference: ShardedModel | None = None
-        self._lora: lora.AdapterTraining | None = None
-        if config.lora is not None:
-            adapters = lora.adapt(
-                self._policy.model,
-                config.lora,
-                Path(config.model),
-                seed=config.seed,
-                device=self._device,
-            )
-            self._lora = lora.AdapterTraining(
-                adapters, config.optim, mesh, self._ranks, is_writer=mesh.rank == 0
-            )
+        self._lora = lora.training(self._policy.model, config, mesh, self._ranks, self._device)
         self._start(self._policy)
         self._optimizer = (
             ShardedOptimizer(self._policy.parameters(), config.optim, self._ranks, self._device)

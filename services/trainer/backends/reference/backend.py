@@ -64,22 +64,12 @@ class ReferenceBackend(TrainingBackend):
         self._reference: ScoredModel | None = None
         world = dist.group.WORLD if mesh.world_size > 1 else None
         self._ranks = create_collectives(world, config.ranks.check_timeout) if world else None
-        self._lora: lora.AdapterTraining | None = None
-        if config.lora is None:
+        self._lora = lora.training(self._policy.model, config, mesh, self._ranks, self._device)
+        if self._lora is not None:
+            self._optimizer = self._lora.optimizer
+        else:
             parameters = dict(self._policy.model.named_parameters())
             self._optimizer = FlatOptimizer(parameters, config.optim, config.vision)
-            return
-        adapters = lora.adapt(
-            self._policy.model,
-            config.lora,
-            Path(config.model),
-            seed=config.seed,
-            device=self._device,
-        )
-        self._lora = lora.AdapterTraining(
-            adapters, config.optim, mesh, self._ranks, is_writer=mesh.rank == 0
-        )
-        self._optimizer = self._lora.optimizer
 
     @torch.no_grad()
     def compute_logprobs(
