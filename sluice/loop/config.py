@@ -120,6 +120,9 @@ class TeacherConfig(Config):
         return self
 
 
+LARGEST_WEIGHT = 1e9  # of an environment: sums of larger ones are no numbers
+
+
 class EnvironmentShare(Config):
     """One environment of a mixture, with its own tasks and limits.
 
@@ -127,7 +130,7 @@ class EnvironmentShare(Config):
     run's; every environment samples at the run's temperature.
     """
 
-    weight: float = Field(1.0, gt=0, allow_inf_nan=False)
+    weight: float = Field(1.0, gt=0, le=LARGEST_WEIGHT, allow_inf_nan=False)
     prompts: PromptsConfig
     environment: EnvironmentConfig
     sampling: SamplingConfig | None = None

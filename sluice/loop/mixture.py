@@ -14,7 +14,7 @@ from dataclasses import replace
 import xxhash
 
 from sluice.config import named_function
-from sluice.loop.config import RunConfig
+from sluice.loop.config import LARGEST_WEIGHT, RunConfig
 from sluice.loop.ledger import Ledger, LedgerGroup
 from sluice.loop.workers import PromptSource, load_prompts
 
@@ -39,7 +39,7 @@ class Interleaving:
         owed: Mapping[str, float],
         given: Mapping[str, int],
     ) -> None:
-        """`owed` when these weights began, `given` since, by name; none of either is 0."""
+        """`owed` when these weights began, `given` since, by name; who is in neither has 0."""
         self.weights = dict(weights)
         self._sum = math.fsum(weights.values())
         self._began_with = {name: owed.get(name, 0.0) for name in weights}
@@ -120,13 +120,14 @@ class Mixture:
             record = json.dumps({"weights": weights, "owed": owed})
             self._ledger.record_shares(groups[0].position, record)
             self._interleaving = Interleaving(weights, owed, {})
-        assigned = []
+        assigned, tasks = list[LedgerGroup](), list[tuple[int, str, int]]()
         for group in groups:
             name = self._interleaving.next()
             task = self._tasks.get(name, 0)
             self._tasks[name] = task + 1
             assigned.append(replace(group, environment=name, task=task))
-        self._ledger.assign((g.position, g.environment, g.task or 0) for g in assigned)
+            tasks.append((group.position, name, task))
+        self._ledger.assign(tasks)
         return assigned
 
     def _weights_of(self, step: int) -> dict[str, float]:
@@ -144,8 +145,10 @@ class Mixture:
             raise ScheduleError(f"{where}: answered {answer!r}, not a weight of each of {names}")
         for name, weight in answer.items():
             is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-            if not is_number or not 0 <= weight < math.inf:
-                raise ScheduleError(f"{where}: the weight of {name} is {weight!r}")
+            if not is_number or not 0 <= weight <= LARGEST_WEIGHT:
+                raise ScheduleError(
+                    f"{where}: the weight of {name} is {weight!r}, not within 0..{LARGEST_WEIGHT:g}"
+                )
         if not any(answer.values()):
             raise ScheduleError(f"{where}: all weights are 0")
         return {name: float(answer[name]) for name in self._weights}

@@ -58,7 +58,7 @@ from sluice.loop.training import (
     train_step,
     wait_for_trainer,
 )
-from sluice.loop.workers import EpisodeWorkers, Task, build_request, teacher_of
+from sluice.loop.workers import EpisodeWorkers, Task, build_request, check_teachers, teacher_of
 
 logger = logging.getLogger(__name__)
 
@@ -308,6 +308,8 @@ class TrainingRun(TrainerRun[RunConfig]):
 
     def __init__(self, config: RunConfig, report: RunReport, critic: Critic | None = None) -> None:
         self._sources, self._shares = open_sources(config), config.shares
+        for name, source in self._sources.items():
+            check_teachers(config, self._shares[name], source)
         self._filters = GroupFilters(config.filters)
         settings = settings_digests(config, digest_of(self._sources))
         check_resumed(config, settings, report.note)

@@ -57,7 +57,7 @@ class PromptSource:
 
     def __init__(self, tasks: Sequence[Task], shuffle: bool, seed: int, content: str = "") -> None:
         """`content` is a digest of what the tasks stand for."""
-        self._tasks, self._shuffle, self._seed = tasks, shuffle, seed
+        self.tasks, self._shuffle, self._seed = tasks, shuffle, seed
         self.count = len(tasks)
         text = f"{self.count}/{shuffle}/{seed}/{content}"
         self.digest = xxhash.xxh3_64_hexdigest(text.encode())
@@ -65,7 +65,7 @@ class PromptSource:
     def task(self, position: int) -> Task:
         """Returns the task of group number `position`, from 0."""
         epoch, offset = divmod(position, self.count)
-        return self._tasks[epoch_order(self.count, self._shuffle, self._seed, epoch)[offset]]
+        return self.tasks[epoch_order(self.count, self._shuffle, self._seed, epoch)[offset]]
 
 
 def load_prompts(
@@ -262,6 +262,13 @@ def teacher_of(config: RunConfig, share: EnvironmentShare, task: Task) -> str:
         known = ", ".join(config.teachers)
         raise ConfigError(f"teachers: a task {what}, and the run has several: {known}")
     return name
+
+
+def check_teachers(config: RunConfig, share: EnvironmentShare, source: PromptSource) -> None:
+    """Raise ConfigError unless every task of an environment has its teacher."""
+    alike = isinstance(source.tasks, range)  # no row, so none that names another
+    for task in source.tasks[:1] if alike else source.tasks:
+        teacher_of(config, share, task)
 
 
 class WorkerLostError(Exception):

@@ -127,6 +127,8 @@ def test_small_shares_come_to_their_turn_though_weights_change_every_step(tmp_pa
         ({"a": 1, "b": -1}, "the weight of b is -1"),
         ({"a": float("nan"), "b": 1}, "the weight of a is nan"),
         ({"a": float("inf"), "b": 1}, "the weight of a is inf"),
+        ({"a": 1e308, "b": 1e308}, "the weight of a is 1e+308, not within 0..1e+09"),
+        ({"a": 10**400, "b": 1}, "the weight of a is 1000"),
         ({"a": True, "b": 1}, "the weight of a is True"),
         ({"a": "1", "b": 1}, "the weight of a is '1'"),
         ({"a": 0, "b": 0}, "all weights are 0"),
@@ -191,6 +193,7 @@ HERE = f"{__name__}:schedule_of_tests"
         ({"environments": {"a": {**SHARE, "weight": 0}}}, "greater than 0"),
         ({"environments": {"a": {**SHARE, "weight": float("nan")}}}, "weight"),
         ({"environments": {"a": {**SHARE, "weight": float("inf")}}}, "weight"),
+        ({"environments": {"a": {**SHARE, "weight": 1e308}}}, "less than or equal to 1000000000"),
         ({"environments": {"a": {**SHARE, "samples_per_group": 1}}}, "greater than 1"),
         ({"environments": {"a": {**SHARE, "wieght": 1}}}, "wieght"),
         (

@@ -7,8 +7,8 @@ import pytest
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice.config import ConfigError, parse_config
-from sluice.loop.config import RunConfig
-from sluice.loop.workers import teacher_of
+from sluice.loop.config import PromptsConfig, RunConfig
+from sluice.loop.workers import check_teachers, load_prompts, teacher_of
 from sluice.samples.vocabulary import vocabulary_digest
 
 DISTIL = {"algorithm": {"advantage": {"name": "distillation"}}}
@@ -51,6 +51,23 @@ def test_a_task_without_a_teacher_among_several_is_refused():
     config = parse(**DISTIL, teachers=TWO)
     with pytest.raises(ConfigError, match="names no teacher, and the run has several: big, other"):
         teacher_of(config, config.shares[""], 0)
+
+
+def test_a_row_far_down_that_names_no_teacher_is_found_before_anything_runs(tmp_path: Path):
+    rows = [{"prompt": "1=", "answer": "1"}] * 500
+    path = tmp_path / "rows.jsonl"
+    config = parse(**DISTIL, teachers=ONE)
+    for last in ({}, {"teacher": "bgi"}):
+        written = [*rows, {**rows[0], **last}]
+        path.write_text("".join(json.dumps(row) + "\n" for row in written))
+        source = load_prompts(PromptsConfig(file=path), 0)
+        if not last:
+            check_teachers(config, config.shares[""], source)
+            continue
+        with pytest.raises(ConfigError, match="names the teacher 'bgi'"):
+            check_teachers(config, config.shares[""], source)
+    generated = load_prompts(PromptsConfig(index_count=10**12, shuffle=False), 0)
+    check_teachers(config, config.shares[""], generated)
 
 
 @pytest.mark.parametrize(
