@@ -81,7 +81,7 @@ def training(run_dir: Path, flags: argparse.Namespace) -> dict[str, Any]:
         "sampling": {"max_new_tokens": DIGITS + 1},
         # a bonus, or the rarer task is left at what the other one answers
         "algorithm": {
-            "loss": {"name": "ppo_clip", "clip_low": 0.2, "entropy_coefficient": 0.01},
+            "loss": {"name": "ppo_clip", "clip_low": 0.2, "entropy_coefficient": 0.03},
         },
         "groups_per_step": GROUPS,
         "samples_per_group": 16,
