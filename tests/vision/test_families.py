@@ -22,7 +22,7 @@ from services.rollout.engine.interface import Generation, Sampling, create_engin
 from services.rollout.errors import MediaUnsupportedError, UnfitWeightsError
 from services.trainer.backend import Mesh
 from services.trainer.backends.fsdp.families import UnknownFamilyError, layout_of
-from services.trainer.backends.megatron.model_config import read_model
+from services.trainer.backends.megatron import upstream
 from services.trainer.backends.reference.backend import ReferenceBackend
 from services.trainer.config import TrainerConfig
 from sluice.config import parse_config
@@ -84,6 +84,9 @@ def test_trainers_and_the_converter_name_it(other: Path, tmp_path: Path) -> None
     with pytest.raises(UnknownFamilyError, match=kind):
         layout_of({"model_type": kind})
     name = {"llava": "Llava", "gemma3": "Gemma3"}[kind] + "ForConditionalGeneration"
+    upstream.load()  # before anything imports Megatron: other tests of this process need it so
+    from services.trainer.backends.megatron.model_config import read_model
+
     with pytest.raises(UnknownArchitectureError, match=f"{name}.*Qwen3VLFor"):
         read_model(other)
     with pytest.raises(UnknownArchitectureError, match=f"{name}.*Qwen3VLFor"):
