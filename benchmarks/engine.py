@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -139,7 +140,7 @@ async def measure(directory: Path, rounds: int, sglang_python: str) -> Timings:
         for number in range(-1, rounds):  # the first round warms up
             for load in loads:
                 found = {
-                    "generate": timed(lambda load=load: run_generate(model, load)),
+                    "generate": timed(partial(run_generate, model, load)),
                     "engine": await timed_engine(engine, load, number),
                 }
                 if server is not None:

@@ -86,7 +86,7 @@ class InstantWorkers:
 
 def request_for(groups: Sequence[LedgerGroup], trial: int) -> pb.RolloutRequest:
     tasks = [(group.group_id, group.position) for group in groups]
-    return build_request(CONFIG, tasks, engine_pb.VersionBounds(), trial)
+    return build_request(CONFIG, CONFIG.shares[""], tasks, engine_pb.VersionBounds(), trial)
 
 
 def drop_groups(ledger: Ledger, count: int) -> None:

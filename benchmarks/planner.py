@@ -238,7 +238,7 @@ def sibling_problem(law: Callable[..., np.ndarray], seed: int, data_size: int) -
 def by_whole_groups(problem: Problem) -> Sequence[Sequence[int]]:
     totals = np.reshape(problem.costs, (GROUPS, SIBLINGS)).sum(axis=1)
     owners = np.repeat(assign_owners(totals, problem.limits.data_size), SIBLINGS)
-    return [np.flatnonzero(owners == rank) for rank in range(problem.limits.data_size)]
+    return [np.flatnonzero(owners == rank).tolist() for rank in range(problem.limits.data_size)]
 
 
 def by_verl(problem: Problem) -> Sequence[Sequence[int]]:

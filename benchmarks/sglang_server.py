@@ -64,11 +64,10 @@ class SglangServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        family = [*self._process.children(recursive=True), self._process]
+        family: list[psutil.Process] = [*self._process.children(recursive=True), self._process]
         for process in family:
             process.terminate()
-        _, alive = psutil.wait_procs(family, timeout=STOP_SECONDS)
-        for process in alive:
+        for process in psutil.wait_procs(family, timeout=STOP_SECONDS)[1]:
             process.kill()
 
     def timed(self, prompts: list[list[int]], lengths: list[int]) -> Timing:

@@ -96,12 +96,17 @@ def measure_weights(directory: Path, mib: int) -> str:
         shard = write_shard(staging.directory, "model.safetensors", tensors)
         store.commit(staging, [shard], [], 0)
 
+    def latest() -> Path:
+        found = store.latest().directory
+        assert found is not None  # a version in a directory
+        return found
+
     def copy() -> None:
-        shutil.copyfile(store.latest().directory / "model.safetensors", directory / "copy")
+        shutil.copyfile(latest() / "model.safetensors", directory / "copy")
         sync_path(directory / "copy")
 
     def load() -> None:
-        for _ in load_verified(store.latest().directory, store.manifest(store.latest().version)):
+        for _ in load_verified(latest(), store.manifest(store.latest().version)):
             pass
 
     os.sync()

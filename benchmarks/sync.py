@@ -26,7 +26,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -113,7 +113,7 @@ class Trainer:
 
 
 @contextlib.asynccontextmanager
-async def generating(engine: ReferenceEngine) -> Iterator[None]:  # type: ignore[misc]
+async def generating(engine: ReferenceEngine) -> AsyncIterator[None]:
     """Samples are decoded meanwhile."""
 
     async def generate() -> None:
@@ -136,7 +136,12 @@ async def generating(engine: ReferenceEngine) -> Iterator[None]:  # type: ignore
 
 
 async def update(
-    trainer: Trainer, shards: PublishedShards, store: WeightStore, cache: HostCache, engine, base
+    trainer: Trainer,
+    shards: PublishedShards,
+    store: WeightStore,
+    cache: HostCache,
+    engine: ReferenceEngine,
+    base: int | None,
 ) -> tuple[Step, int]:
     """One step of the optimizer, all the way to the engine."""
     await asyncio.to_thread(trainer.step)

@@ -179,6 +179,7 @@ class Supervisor:
                     await self._spawn(service)
                 await asyncio.gather(*(self._opened(service) for service in starting))
             await asyncio.gather(*(self._ready(service) for service in self._services))
+            await asyncio.gather(*(self._first_answer(service) for service in self._services))
         except BaseException:
             await self.stop()
             raise
@@ -379,30 +380,39 @@ class Supervisor:
         itself. Nor do those of an address that has never answered from here.
         """
         config, failures = self.config.liveness, 0
-        own = service.config.get("server", {}).get("security", self.config.security)
-        security = SecurityConfig.model_validate(own)
-        async with Client(service.addresses["address"], security) as client:
-            health = health_pb2_grpc.HealthStub(client.channel)
+        async with self._client(service) as client:
             while True:
                 await asyncio.sleep(config.interval_seconds)
-                try:
-                    await health.Check(
-                        health_pb2.HealthCheckRequest(),
-                        timeout=config.timeout_seconds,
-                        wait_for_ready=True,  # a refused connection takes its time too
-                    )
-                except grpc.aio.AioRpcError as error:
-                    if error.code() not in NO_ANSWER:  # whatever it says, it is alive
-                        failures, service.answered = 0, True
-                        continue
-                    failures += service.answered
-                    logger.warning(
-                        "%s: no answer to a health check: %s", service.name, error.code()
-                    )
-                    if config.failures and failures >= config.failures:
-                        return f"answered no health check, {failures} in a row"
-                else:
-                    failures, service.answered = 0, True
+                if await self._answers(service, client):
+                    failures = 0
+                    continue
+                failures += service.answered
+                if config.failures and failures >= config.failures:
+                    return f"answered no health check, {failures} in a row"
+
+    async def _first_answer(self, service: _Service) -> None:
+        """Asks for health at once, so that a service that hangs from here on is found too."""
+        async with self._client(service) as client:
+            await self._answers(service, client)
+
+    def _client(self, service: _Service) -> Client:
+        own = service.config.get("server", {}).get("security", self.config.security)
+        return Client(service.addresses["address"], SecurityConfig.model_validate(own))
+
+    async def _answers(self, service: _Service, client: Client) -> bool:
+        """Whether a service answers a health check, and notes it if so."""
+        try:
+            await health_pb2_grpc.HealthStub(client.channel).Check(
+                health_pb2.HealthCheckRequest(),
+                timeout=self.config.liveness.timeout_seconds,
+                wait_for_ready=True,  # a refused connection takes its time too
+            )
+        except grpc.aio.AioRpcError as error:
+            if error.code() in NO_ANSWER:
+                logger.warning("%s: no answer to a health check: %s", service.name, error.code())
+                return False  # whatever else it says, it is alive
+        service.answered = True
+        return True
 
     async def _restart(self, service: _Service, why: str) -> None:
         """Until it has opened its ports again. Raises ServiceDiedError after too many tries."""
