@@ -81,8 +81,9 @@ setup: $(VENV)/.dev  ## make the virtual environment with everything for work on
 proto: $(VENV)/.dev  ## regenerate sluice/api from protos/
 	$(RUN) tools/gen_protos.py
 
-docs: $(VENV)/.dev  ## regenerate docs/metrics.md and the ports of docs/security.md from the code
+docs: $(VENV)/.dev  ## regenerate docs/metrics.md, the ports of docs/security.md, dashboards and alert rules from the code
 	$(RUN) tools/metrics_docs.py
+	$(RUN) tools/dashboards.py
 
 lint: $(VENV)/.dev  ## style, types, layers, contract, generated files
 	$(RUN) -m ruff check .
@@ -92,6 +93,7 @@ lint: $(VENV)/.dev  ## style, types, layers, contract, generated files
 	PATH="$(CURDIR)/$(BIN):$$PATH" lint-imports --no-logo
 	$(RUN) tools/gen_protos.py --check
 	$(RUN) tools/metrics_docs.py --check
+	$(RUN) tools/dashboards.py --check
 	$(BIN)/buf lint
 	$(BIN)/buf format --diff --exit-code protos
 	$(BIN)/buf breaking protos --against protos/released.binpb
@@ -163,6 +165,9 @@ fuzz: $(VENV)/.dev  ## malformed and extreme messages to every RPC of every serv
 
 soak: $(VENV)/.dev  ## 10,000 tiny steps; memory, descriptors, threads and files of every process stay flat (STEPS=)
 	$(RUN) -m tools.soak --steps $(STEPS)
+
+observability-check: $(VENV)/.dev  ## every panel has data under a real Prometheus, every alert fires and clears (Debian's prometheus)
+	$(RUN) -m tools.observability_check
 
 compose-smoke: $(VENV)/.dev  ## build, bring up, train, scrape, kill and recover with docker compose
 	$(RUN) -m tools.compose_smoke
@@ -238,5 +243,5 @@ accelerator-check: $(VENV)/.dev  ## the whole system on the device at hand: righ
 clean:  ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-pages proto docs lint test house stress-tests test-fsdp test-lora test-models models-table test-megatron test-openai demo demo-vision demo-geometry demo-smollm2 fault-matrix fuzz soak compose-smoke \
+.PHONY: help observability-check accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-pages proto docs lint test house stress-tests test-fsdp test-lora test-models models-table test-megatron test-openai demo demo-vision demo-geometry demo-smollm2 fault-matrix fuzz soak compose-smoke \
 	verify bench bench-models bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-loop bench-demo bench-training bench-checkpoint bench-algorithms bench-router bench-router-simulation clean

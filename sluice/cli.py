@@ -238,6 +238,7 @@ async def _own_port(config: CommonRunConfig) -> AsyncIterator[None]:
     file = config.server.address_file or file
     update = {"address_file": file, "security": security}
     server = Server(config.server.model_copy(update=update))
+    server.disks["run"] = [config.run_dir]
     await server.start()
     await server.set_serving()
     try:

@@ -148,6 +148,11 @@ class Supervisor:
         return self.run_dir / "services.json"
 
     @property
+    def targets_file(self) -> Path:
+        """Metrics addresses, as Prometheus's `file_sd_configs` read them."""
+        return self.run_dir / "prometheus.json"
+
+    @property
     def _ports_file(self) -> Path:
         return self.run_dir / "services" / "ports.json"
 
@@ -198,6 +203,7 @@ class Supervisor:
             while service.ports:
                 service.ports.popitem()[1].close()
         self.services_file.unlink(missing_ok=True)
+        self.targets_file.unlink(missing_ok=True)
         self._claim.close()
 
     def cpu_seconds(self) -> float:
@@ -465,6 +471,12 @@ class Supervisor:
         }
         data = json.dumps(entries, indent=1).encode()
         replace_file(self.services_file, data, temporary=self.run_dir, sync=False)
+        targets = [
+            {"targets": [service.addresses["metrics_address"]], "labels": {"service": service.name}}
+            for service in self._services
+        ]
+        data = json.dumps(targets, indent=1).encode()
+        replace_file(self.targets_file, data, temporary=self.run_dir, sync=False)
 
 
 def _read_ports(path: Path) -> dict[str, dict[str, int]]:

@@ -151,6 +151,7 @@ def wait_for_targets(project: Project) -> int:
 
     def all_up() -> int | None:
         found = ask_prometheus(project, "targets", state="active")["activeTargets"]
+        found = [target for target in found if target["labels"]["job"] == "sluice"]
         up = [target for target in found if target["health"] == "up"]
         return len(up) if len(up) == len(found) == len(INSTANCES[""]) else None
 

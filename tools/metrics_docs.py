@@ -19,18 +19,19 @@ from sluice.runtime.metrics import Reading, closed_sets
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "metrics.md"
 MODULES = {  # by the service that exposes them; "" is every service
-    "": ("sluice.runtime.interceptors", "sluice.runtime.waits"),
+    "": ("sluice.runtime.interceptors", "sluice.runtime.waits", "sluice.runtime.host"),
     **{
         path.parent.name: (f"services.{path.parent.name}.metrics",)
         for path in sorted(ROOT.glob("services/*/metrics.py"))
     },
-    "loop": ("sluice.loop.training",),
+    "loop": ("sluice.loop.metrics",),
 }
 HEAD = """# Metrics
 
 Each service, and the loop of a run, exposes these at `/metrics` of its metrics port, behind the
 same TLS and token as its gRPC port. Base units; counters end in `_total`; labels come from closed
-sets, of which `method` and `code` are given by gRPC, and `pool`, `engine` and `rank` by the fleet.
+sets, of which `method` and `code` are given by gRPC, `pool`, `engine` and `rank` by the fleet, and
+`dataset` by the run.
 `process_*` and `python_*` of the Prometheus client come on top. Generated from the code by
 `make docs`.
 
@@ -56,19 +57,24 @@ def declared(service: str) -> list[Declared]:
     return sorted(found, key=lambda metric: metric.name)
 
 
+def declare(metric: Reading | MetricWrapperBase) -> Declared:
+    """What a declaration in the code says."""
+    if isinstance(metric, Reading):
+        return Declared(metric.name, metric.kind, metric.text, metric.labels, {})
+    suffix = "_total" if metric._type == "counter" else ""
+    return Declared(
+        metric._name + suffix,
+        str(metric._type),
+        metric._documentation,
+        tuple(metric._labelnames),
+        closed_sets(metric),
+    )
+
+
 def _in_module(module: str) -> Iterator[Declared]:
     for value in vars(importlib.import_module(module)).values():
-        if isinstance(value, Reading):
-            yield Declared(value.name, value.kind, value.text, value.labels, {})
-        elif isinstance(value, MetricWrapperBase):
-            suffix = "_total" if value._type == "counter" else ""
-            yield Declared(
-                value._name + suffix,
-                str(value._type),
-                value._documentation,
-                tuple(value._labelnames),
-                closed_sets(value),
-            )
+        if isinstance(value, Reading | MetricWrapperBase):
+            yield declare(value)
 
 
 def _row(metric: Declared) -> str:

@@ -19,6 +19,7 @@ SERVICE = "sluice.api.converter.v1.ConverterService"
 async def serve(config: ConverterConfig) -> None:
     """Serve until a signal."""
     server = Server(config.server)
+    server.disks["roots"] = list(config.roots)
     servicer = ConverterServicer(config, server)
     server.add(pb_grpc.add_ConverterServiceServicer_to_server, servicer, SERVICE)
     server.stop_on_signals()

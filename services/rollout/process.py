@@ -253,6 +253,9 @@ class RolloutProcess:
     def __init__(self, config: RolloutConfig) -> None:
         self._config = config
         self.server = Server(config.server)
+        self.server.disks["store"] = [config.store]
+        if config.weights_cache is not None:
+            self.server.disks["cache"] = [config.weights_cache]
         self._resources = contextlib.AsyncExitStack()
         self._registrations: list[Registration] = []
         self._leaving: asyncio.Task[None] | None = None

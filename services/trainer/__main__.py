@@ -18,6 +18,7 @@ from sluice.config import ConfigError, load_config
 from sluice.durable import DirectoryError
 from sluice.imports import keep_loaded
 from sluice.runtime.server import Server
+from sluice.weights.store import directory_of
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,9 @@ def main() -> int:
 async def serve(config: TrainerConfig) -> int:
     """Serve until a signal; the ranks load meanwhile. Returns the exit status."""
     server = Server(config.server)
+    server.disks["store"] = [config.store]
+    if config.weights and (weights := directory_of(config.weights)) is not None:
+        server.disks["weights"] = [weights]
     trainer = Trainer(config, server.waits)
     servicer = TrainerServicer(trainer, server.operations)
     workers = WorkerServer(config, trainer.ranks)

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from sluice.durable import naming, replace_file
+from sluice.loop import metrics
 from sluice.loop.journal import BACK, END, NOTE, RunJournal
 from sluice.runtime import waits
 
@@ -90,6 +91,7 @@ class RunReport:
         self._line = line
         self._scores: dict[tuple[str, str, int], float] = {}
         self._steps, self._step = steps, 0
+        metrics.PLANNED_STEPS.set(steps)
         self._recent = deque[Mapping[str, Any]](maxlen=RECENT)
         self._last: Mapping[str, Any] = {}
         self.journal = RunJournal(run_dir)
@@ -140,6 +142,7 @@ class RunReport:
         """One training step: a line of metrics.jsonl and a move of the bar."""
         self._append({**row, "time": round(time.time(), 3)})
         self._step = row["step"]
+        metrics.show_step(row)
         self._recent.append(row)
         self._last = row
         self._stepped.set()
@@ -158,6 +161,7 @@ class RunReport:
         """Scores of one data set: a line of metrics.jsonl and of the terminal."""
         self._append({**row, "time": round(time.time(), 3)})
         self._scores[_evaluation_of(row)] = row["score"]
+        metrics.SCORE.labels(row["dataset"]).set(row["score"])
         passes = "".join(f", {k} {v:.3f}" for k, v in row.items() if k.startswith("pass@"))
         error = row["score_error"]
         spread = "" if error is None else f" ± {error:.3f}"
@@ -215,6 +219,7 @@ class RunReport:
         self._scores = {_evaluation_of(row): row["score"] for row in evaluated}
         trained = [row for row in kept if "reward_mean" in row]
         self._step, self._last = step, trained[-1] if trained else {}
+        metrics.STEP.set(step)
         self._progress.update(self._task, completed=step)
         if self._kind:
             self.journal.write(BACK, step=step)

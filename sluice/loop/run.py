@@ -45,7 +45,6 @@ from sluice.loop.run_directory import (
 from sluice.loop.run_samples import SampleKeeper
 from sluice.loop.teachers import Teachers
 from sluice.loop.training import (
-    STEP,
     CheckpointLostError,
     Critic,
     SavingCheckpoint,
@@ -354,7 +353,6 @@ class TrainingRun(TrainerRun[RunConfig]):
             before = self.step
             with trace.span(trace.LOOP, trace.STEP, f"step {before + 1}"):
                 await self._recovery.run(self._save_last if self._is_done() else self._one_step)
-            STEP.set(self.step)
             if self.step > before:
                 self._trace.flush(self.step)
         await self._settle_engines()

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
-from prometheus_client import Counter, Gauge
 
 from sluice import faults
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
@@ -20,17 +19,13 @@ from sluice.config import ConfigError
 from sluice.loop import trace
 from sluice.loop.config import AlgorithmConfig, CriticConfig
 from sluice.loop.ledger import LedgerGroup
+from sluice.loop.metrics import TRAINER_LOST
 from sluice.loop.run_samples import KEPT_COLUMNS
 from sluice.runtime.recovery import NotReadyError, wait_until_ready
 from sluice.runtime.security import SecurityConfig
 from sluice.samples.blobs import BlobReference
 
 logger = logging.getLogger(__name__)
-
-STEP = Gauge("sluice_loop_step", "Steps of the run that are done.")
-TRAINER_LOST = Counter(
-    "sluice_loop_trainer_lost_total", "Times the trainer was lost and the run went back."
-)
 
 Work = Callable[[], Awaitable[None]]
 Teach = Callable[[TrainerClient, str, Sequence[LedgerGroup], float | None], Awaitable[None]]

@@ -25,6 +25,7 @@ from sluice import faults
 from sluice.api.common.v1 import wait_service_pb2_grpc
 from sluice.config import Config, ConfigError
 from sluice.durable import replace_file
+from sluice.runtime.host import HostCollector
 from sluice.runtime.interceptors import RequestRoom, ServiceInterceptor, share_one_arena
 from sluice.runtime.messages import Bound, MessageLimits, RequestRules
 from sluice.runtime.metrics import MetricsServer
@@ -192,6 +193,8 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
         self._services: list[str] = []
         self._metrics: MetricsServer | None = None
+        self._host: HostCollector | None = None
+        self.disks: dict[str, list[Path]] = {}  # by use: whose room is shown, from the start on
         # Describes these services for reflection, where they are not served as they are declared.
         self.describe: Callable[[Sequence[str]], DescriptorPool] = lambda names: Default()
         self.further_addresses: dict[str, str] = {}  # told in the address file beside its own
@@ -249,6 +252,7 @@ class Server:
                 self.port = self.grpc_server.add_secure_port(listen, self._credentials)
         with opening("server.metrics_port", f"{self.config.host}:{self.config.metrics_port}"):
             self._metrics = MetricsServer(self.config.host, self.config.metrics_port, security)
+        self._host = HostCollector(self.disks, security.tls)
         await self._health.set("", SERVING)  # alive
         await self._set_services(NOT_SERVING)  # not ready
         await self._health.set(WAIT_SERVICE, SERVING)
@@ -282,6 +286,9 @@ class Server:
         await self.operations.close()
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.stop)
+        if self._host is not None:
+            self._host.close()
+            self._host = None
 
     def request_stop(self) -> None:
         self._stop.set()

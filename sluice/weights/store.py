@@ -424,6 +424,11 @@ def is_bucket(location: str) -> bool:
     return "://" in location and not location.startswith("file://")
 
 
+def directory_of(location: str) -> Path | None:
+    """Return the directory that versions lie in; None for a bucket."""
+    return None if is_bucket(location) else Path(location.removeprefix("file://"))
+
+
 def _read_announcement(version: int, data: bytes, key: str) -> Announcement:
     document = unseal(data, "digest", key)
     shard = document["shard"]

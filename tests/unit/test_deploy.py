@@ -54,9 +54,8 @@ def test_every_container_accepts_its_configuration(
     security = config.security if name == "loop" else config.server.security
     assert (security.tls is not None) == overlay
     assert security.token_file is None
-    if name != "loop":
-        assert config.server.host == "0.0.0.0"
-        assert config.server.metrics_port == 9100
+    assert config.server.host == "0.0.0.0"
+    assert config.server.metrics_port == 9100
     if name.startswith("rollout"):
         assert (config.engine_id, config.server.advertise) == (name, f"{name}:50051")
 
@@ -66,9 +65,31 @@ def test_prometheus_scrapes_every_server_in_both_set_ups() -> None:
         yaml.safe_load((DEPLOY / "config" / name).read_text())["scrape_configs"]
         for name in ("prometheus.yml", "prometheus.tls.yml")
     )
-    for (job,) in (plain, tls):
-        assert job["static_configs"][0]["targets"] == [f"{name}:9100" for name in SERVERS]
-    assert tls[0]["scheme"] == "https"
+    for services, loop, _ in (plain, tls):
+        targets = services["static_configs"][0]["targets"]
+        assert targets == [f"{name}:9100" for name in SERVERS]
+        assert loop["static_configs"][0]["targets"] == ["loop:9100"]
+    assert [job.get("scheme") for job in tls] == ["https", "https", None]  # the host's has none
+
+
+def test_grafana_and_prometheus_are_given_what_is_there() -> None:
+    services = yaml.safe_load((DEPLOY / "compose.observability.yaml").read_text())["services"]
+    assert services.keys() == {"prometheus", "node-exporter", "grafana"}
+    held = {}
+    for name, service in services.items():
+        for volume in service["volumes"]:
+            source, target = volume.removesuffix(":ro").split(":")[-2:]
+            held[name, target] = source
+            if source.startswith("."):
+                assert (DEPLOY / source).exists(), volume
+        assert ":latest" not in service.get("image", ":latest") or name == "prometheus"
+    config = yaml.safe_load((DEPLOY / "config" / "prometheus.yml").read_text())
+    (rules,) = config["rule_files"]
+    assert ("prometheus", str(Path(rules).parent)) in held
+    (nodes,) = config["scrape_configs"][-1]["file_sd_configs"][0]["files"]
+    assert ("prometheus", str(Path(nodes).parent)) in held
+    provided = yaml.safe_load((DEPLOY / "observability/grafana/dashboards.yml").read_text())
+    assert ("grafana", provided["providers"][0]["options"]["path"]) in held
 
 
 def test_containers_restart_are_checked_and_hold_no_privilege() -> None:

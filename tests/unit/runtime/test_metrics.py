@@ -26,8 +26,18 @@ from tests.patience import PATIENCE
 from tools.metrics_docs import MODULES, PAGE, Declared, declared
 
 UNITS = ("seconds", "bytes", "tokens", "ratio", "versions", "logprob")
-LABELS = {"method", "code", "kind", "outcome", "finish_reason", "cause", "decision", "reason"}
-FLEET = {"pool", "engine", "rank", "state"}
+LABELS = {
+    "method",
+    "code",
+    "kind",
+    "outcome",
+    "finish_reason",
+    "cause",
+    "decision",
+    "reason",
+    "use",
+}
+FLEET = {"pool", "engine", "rank", "state", "dataset"}
 EVERY = [(service, metric) for service in MODULES for metric in declared(service)]
 
 
