@@ -31,6 +31,7 @@ GRADERS = {  # nothing heavy is imported until chosen
     "f1": f"{_HERE}.texts:F1",
     "choice": f"{_HERE}.texts:Choice",
     "math": f"{_HERE}.mathematics:Mathematics",
+    "code": f"{_HERE}.code:Code",
     "remote": f"{_HERE}.remote:Remote",
 }
 
