@@ -135,6 +135,9 @@ test-openai: $(VENV)/.dev build/lm-eval/.installed  ## lm-eval, unmodified, thro
 test-sglang: $(VENV)/.dev build/sglang/.installed  ## the engine contract and more on real SGLang
 	$(TEST) tests/sglang tests/contract/engine -m sglang
 
+test-sandbox: $(VENV)/.dev  ## hostile programs in the sandbox of the grader `code`, and without it
+	$(TEST) tests/unit/rollout/test_code_grader.py tests/sandbox
+
 test-pages: $(VENV)/.dev  ## report and trace in a headless browser (Debian's chromium, or CHROMIUM=)
 	$(TEST) tests/pages
 

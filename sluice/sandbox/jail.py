@@ -3,7 +3,8 @@
 It imports the standard library alone. Three processes: a keeper in the caller's namespaces, the
 first process of the program's namespaces, and the program. The first one is killed with the keeper,
 the keeper with its PARENT, and the kernel ends all of a namespace with its first process. It tells
-by JSON lines at STATUS_FD, which the program never holds: `started`, then `exit`, or `failed`.
+by JSON lines at STATUS_FD, which the program never holds: `started`, then `exit` or `memory`, or
+`failed` alone.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ PRIVATE = "/tmp"  # of the program, gone with it
 MAX_FILES = 1024  # names in the private directory
 MAX_OPEN_FILES = 64
 MIB = 1024 * 1024
+WATCH_SECONDS = 0.02  # between two looks at the memory of all processes
 NOBODY = 65534  # who the program of a root is, outside
 PROGRAM_ID = 1  # who it is inside
 
@@ -59,8 +61,10 @@ _DENIED = {
     **{"kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105)},
     **{"finit_module": (313, 273), "delete_module": (176, 106), "reboot": (169, 142)},
     **{"swapon": (167, 224), "acct": (163, 89), "quotactl": (179, 60), "personality": (135, 92)},
+    **{"fanotify_init": (300, 262), "modify_ldt": (154, 1 << 29), "quotactl_fd": (443, 443)},
 }
 _CLONE, _CLONE3 = (56, 220), 435
+_LAST_CALL = 462  # of those looked at (Linux 6.8); later ones may do anything
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -79,11 +83,12 @@ class _Filter(ctypes.Structure):
 
 def main() -> None:
     parent, status = int(sys.argv[1]), int(sys.argv[2])
-    for number in range(3, MAX_OPEN_FILES):  # STATUS_FD among them, that exec closes them
-        with contextlib.suppress(OSError):
-            os.set_inheritable(number, False)
+    os.closerange(3, status)
+    os.closerange(status + 1, max(resource.getrlimit(resource.RLIMIT_NOFILE)[0], status + 1))
+    os.set_inheritable(status, False)  # exec closes it
     try:
         job = json.loads(os.fdopen(0, "rb", closefd=False).read())
+        processes = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)  # gone from sight soon
         _enter(parent)
         alive, held = os.pipe()
         first = os.fork()
@@ -93,12 +98,60 @@ def main() -> None:
             if select.select([alive], [], [], 0)[0]:  # the keeper is gone
                 os._exit(1)
             _be_first(job, status)
-    except _FAILURES as error:
+        os.close(1)
+        _watch(first, processes, job["limits"]["memory_mib"] * MIB, status)
+    except _FAILURES as error:  # the first process ends with this one
         _fail(status, error)
-    os.close(status)
-    os.close(1)
-    os.waitpid(first, 0)
     os._exit(0)
+
+
+def _watch(first: int, processes: int, room: int, status: int) -> None:
+    """Waits for the end of all, and makes it where they hold more memory than `room` together."""
+    ended = select.poll()
+    ended.register(os.pidfd_open(first), select.POLLIN)
+    while not ended.poll(WATCH_SECONDS * 1000):
+        try:
+            held = sum(_resident(one, processes) for one in _descendants(first, processes))
+        except OSError as error:
+            if ended.poll(0):
+                break
+            _tell(status, failed=f"the memory of processes cannot be read: {error}")
+            held = room + 1
+        if held > room:
+            _tell(status, memory=True)
+            os.kill(first, signal.SIGKILL)
+            break
+    os.waitpid(first, 0)
+
+
+def _descendants(process: int, processes: int) -> list[int]:
+    """Raises OSError unless the first one can be asked."""
+    found = _children(process, processes)
+    for child in found:
+        with contextlib.suppress(OSError):  # it has ended
+            found += _children(child, processes)
+    return found
+
+
+def _children(process: int, processes: int) -> list[int]:
+    found: list[int] = []
+    threads = os.open(f"{process}/task", os.O_RDONLY | os.O_DIRECTORY, dir_fd=processes)
+    try:
+        for thread in os.listdir(threads):
+            with open(os.open(f"{thread}/children", os.O_RDONLY, dir_fd=threads), "rb") as file:
+                found += map(int, file.read().split())
+    finally:
+        os.close(threads)
+    return found
+
+
+def _resident(process: int, processes: int) -> int:
+    """Returns the bytes of a process that are in no file of a disk, 0 when it has ended."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        with open(os.open(f"{process}/status", os.O_RDONLY, dir_fd=processes), "rb") as file:
+            words = [line.split() for line in file if line.startswith((b"RssAnon:", b"RssShmem:"))]
+        return sum(int(count) * 1024 for _, count, _ in words)
+    return 0
 
 
 def _fail(status: int, error: BaseException) -> NoReturn:
@@ -116,6 +169,8 @@ def _enter(parent: int) -> None:
         raise SetupError(f"no filter of system calls is known for {platform.machine()}")
     with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")
+    if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
+        raise SetupError("/proc does not list the children of processes")
     user, group, own = os.geteuid(), os.getegid(), os.getpid()
     ready, begin = os.pipe()
     mapper = os.fork()  # who maps several users must be outside of the new namespace
@@ -193,15 +248,16 @@ def _build_root(job: Mapping[str, Any]) -> None:
     _mount("tmpfs", new, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,nr_inodes=1024,mode=755")
     inside = new + PRIVATE
     os.mkdir(inside)
-    limits = job["limits"]
-    size = f"size={limits['disk_mib']}m,nr_inodes={MAX_FILES},mode=777"
+    files = {name: text.encode("utf-8", "surrogatepass") for name, text in job["files"].items()}
+    room = job["limits"]["disk_mib"] * MIB + sum(len(data) + 4096 for data in files.values())
+    size = f"size={room},nr_inodes={MAX_FILES},mode=777"
     _mount("tmpfs", inside, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, size)
     for path, source in sources.items():
         _show(source, path, new, job["hidden"])
         os.close(source)
-    for name, text in job["files"].items():
-        with open(f"{inside}/{name}", "w", encoding="utf-8", errors="surrogatepass") as file:
-            file.write(text)
+    for name, data in files.items():
+        with open(f"{inside}/{name}", "wb") as file:
+            file.write(data)
     os.chdir(new)
     _call("pivot_root", _libc.syscall(155 if _machine() == 0 else 41, b".", b"."))
     _call("umount", _libc.umount2(b".", _DETACH))
@@ -240,7 +296,7 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, data: 
 
 def _input(data: bytes) -> int:
     """A file that nobody can write, so that a program cannot grow it."""
-    file = os.memfd_create("input", os.MFD_ALLOW_SEALING)
+    file = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     view = memoryview(data)
     while view:
         view = view[os.write(file, view) :]
@@ -259,12 +315,11 @@ def _become(job: Mapping[str, Any]) -> NoReturn:
         os.setresuid(PROGRAM_ID, PROGRAM_ID, PROGRAM_ID)
     bounds = {
         resource.RLIMIT_AS: limits["memory_mib"] * MIB,
-        resource.RLIMIT_CPU: limits["cpu_seconds"],
         resource.RLIMIT_FSIZE: limits["file_mib"] * MIB,
         # The keeper and the first process are the same user, unless that is root.
         resource.RLIMIT_NPROC: limits["processes"] + (0 if is_root else 2),
         resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
-        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CORE: 1,  # 0 forbids no dump that goes to a program
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_MEMLOCK: 0,
     }
@@ -272,6 +327,8 @@ def _become(job: Mapping[str, Any]) -> NoReturn:
         hard = resource.getrlimit(bound)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(bound, (value, value))
+    room = limits["cpu_seconds"]  # a signal that tells of it, then one that cannot be ignored
+    resource.setrlimit(resource.RLIMIT_CPU, (room, room + 1))
     _set(_PR_SET_NO_NEW_PRIVS, 1)
     code = _filter()
     _set(_PR_SET_SECCOMP, _SECCOMP_FILTER, ctypes.byref(_Filter(len(code) // 8, code)))
@@ -295,6 +352,8 @@ def _filter() -> bytes:
         step(load, 0, 0, 0),  # number
         step(above, 0, 1, 0x40000000),  # the numbers of x32
         step(give, 0, 0, kill),
+        step(above, 0, 1, _LAST_CALL + 1),
+        step(give, 0, 0, 0x00050000 | _ENOSYS),
     ]
     for numbers in _DENIED.values():
         lines += [step(equal, 0, 1, numbers[column]), step(give, 0, 0, 0x00050000 | _EPERM)]

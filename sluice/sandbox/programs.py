@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -37,11 +38,13 @@ REMEDY = (
 
 
 class SandboxLimits(Config):
-    """What one program may take. Memory and CPU time are of each of its processes."""
+    """What one program may take, with all its processes and threads."""
 
     seconds: float = Field(10.0, gt=0, le=3600, description="Of time, from its start.")
-    cpu_seconds: int = Field(10, ge=1, le=3600)
-    memory_mib: int = Field(512, ge=32, le=1 << 20, description="Of address space.")
+    cpu_seconds: int = Field(10, ge=1, le=3600, description="Of each process.")
+    memory_mib: int = Field(
+        512, ge=32, le=1 << 20, description="Of all together; of address space, of each."
+    )
     processes: int = Field(8, ge=1, le=1024, description="Threads count too.")
     file_mib: int = Field(16, ge=1, le=1 << 20, description="For one file.")
     disk_mib: int = Field(64, ge=1, le=1 << 20, description="For all its files, in memory.")
@@ -58,11 +61,12 @@ class Ending(StrEnum):
     EXIT = "exit"
     SIGNAL = "signal"
     TIME = "time"
+    MEMORY = "memory"
     OUTPUT = "output"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProgramOutcome:
     """What a program wrote, and how it ended: an exit status, or the number of a signal."""
 
     ending: Ending
@@ -72,7 +76,7 @@ class Outcome:
 
 def run_program(
     files: Mapping[str, str], arguments: Sequence[str], given: str, limits: SandboxLimits
-) -> Outcome:
+) -> ProgramOutcome:
     """Runs `python arguments` beside `files`, with `given` as its input, and ends all it started.
 
     Blocks; call it in a thread that lives until then: the program dies with its thread. Raises
@@ -171,7 +175,7 @@ def _visible(python: str) -> list[str]:
     return [path for path in dict.fromkeys(wanted) if Path(path).exists()]
 
 
-def _follow(keeper: subprocess.Popen[bytes], status: int, limits: SandboxLimits) -> Outcome:
+def _follow(keeper: subprocess.Popen[bytes], status: int, limits: SandboxLimits) -> ProgramOutcome:
     """Reads until the program has ended, with all that it started, or has had its share."""
     assert keeper.stdout is not None
     output, told = bytearray(), bytearray()
@@ -185,25 +189,29 @@ def _follow(keeper: subprocess.Popen[bytes], status: int, limits: SandboxLimits)
             if not events and left <= 0:
                 if not started:
                     raise SandboxUnavailableError(f"not set up in {START_SECONDS:g} s; {REMEDY}")
-                return Outcome(Ending.TIME, 0, bytes(output))
+                return ProgramOutcome(Ending.TIME, 0, bytes(output))
             for key, _ in events:
                 if data := os.read(key.fd, 65536):
                     key.data.extend(data)
                 else:
                     selector.unregister(key.fileobj)
             if len(output) > limits.output_bytes:
-                return Outcome(Ending.OUTPUT, 0, bytes(output[: limits.output_bytes]))
+                return ProgramOutcome(Ending.OUTPUT, 0, bytes(output[: limits.output_bytes]))
             if not started and b"\n" in told:
                 started = True
                 deadline = time.monotonic() + limits.seconds
             if started and time.monotonic() > deadline:  # also one that writes on and on
-                return Outcome(Ending.TIME, 0, bytes(output))
+                return ProgramOutcome(Ending.TIME, 0, bytes(output))
     values: dict[str, Any] = {}
     for line in told.splitlines():
         values.update(json.loads(line))
     if "failed" in values or not started:
         raise SandboxUnavailableError(f"{values.get('failed', 'no isolation')}; {REMEDY}")
+    if "memory" in values:
+        return ProgramOutcome(Ending.MEMORY, 0, bytes(output))
     if "exit" not in values:  # killed from outside, for want of memory say
-        return Outcome(Ending.SIGNAL, 9, bytes(output))
+        return ProgramOutcome(Ending.SIGNAL, 9, bytes(output))
     code = values["exit"]
-    return Outcome(Ending.EXIT if code >= 0 else Ending.SIGNAL, abs(code), bytes(output))
+    if code == -signal.SIGXCPU:
+        return ProgramOutcome(Ending.TIME, 0, bytes(output))
+    return ProgramOutcome(Ending.EXIT if code >= 0 else Ending.SIGNAL, abs(code), bytes(output))

@@ -62,7 +62,7 @@ def test_configurations_are_accepted(project):
             create_environment(
                 ENVIRONMENTS.get(environment.name, environment.name), environment.settings
             )
-    assert sorted(set(names)) == ["rollout.yaml", "run.yaml"] and len(names) == 6
+    assert sorted(set(names)) == ["rollout.yaml", "run.yaml"] and len(names) == 7
 
 
 def test_what_the_page_defines_passes_the_page_s_own_test(project):

@@ -22,6 +22,7 @@ from services.rollout.environments.environment import (
     required_row,
 )
 from services.rollout.environments.graders.grader import (
+    check_task,
     create_grader,
     is_function,
     needs_text,
@@ -87,7 +88,7 @@ class PromptsEnvironment(Environment):
 
     @classmethod
     def check(cls, settings: PromptsSettings, request: TaskRequest) -> None:
-        make_row_task(settings, request)
+        check_task(settings.reward, make_row_task(settings, request))
 
     def make_task(self, request: TaskRequest) -> Task:
         return make_row_task(self._settings, request)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import operator
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -42,15 +44,22 @@ _COMPARISONS = {ast.Eq: operator.eq, ast.Is: operator.is_}
 
 
 class CodeSettings(SandboxLimits):
-    """`all_tests`: reward 1 for all tests and else 0. `parallel` programs run at a time."""
+    """Limits of a program; `seconds` are for all tests of an answer, the others for each run.
 
+    `all_tests`: reward 1 for all tests and else 0. `parallel` programs run at a time; where a group
+    would take more than `group_seconds` that way, each of its answers has less time.
+    """
+
+    seconds: float = Field(6.0, gt=0, le=3600)
+    cpu_seconds: int = Field(4, ge=1, le=3600)
     all_tests: bool = False
-    parallel: int = Field(2, ge=1, le=64)
+    parallel: int = Field(4, ge=1, le=64)
+    group_seconds: float = Field(20.0, gt=0, le=3600)
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A literal that a value must be equal to, or, one of True, False and None, must be."""
+    """A literal, and what a value must be to it: equal, close, or the same of True and False."""
 
     value: Any
     compare: Callable[[Any, Any], bool]
@@ -93,11 +102,19 @@ class Code(Grader):
         except SandboxUnavailableError as error:
             raise SettingError("reward", f"code runs nothing in the open: {error}") from None
 
+    @classmethod
+    def check(cls, task: Task) -> None:
+        read_tests(answers_of(task))
+
     def grade(self, task: Task, responses: Sequence[Response]) -> list[Reward]:
+        """Raises TaskError for tests that cannot be read, SandboxUnavailableError."""
         tests = read_tests(answers_of(task))
         programs = [find_program(response.text) for response in responses]
-        with ThreadPoolExecutor(self._settings.parallel) as threads:
-            found = list(threads.map(partial(self._judge, tests), programs))
+        settings = self._settings
+        rounds = -(-len(programs) // settings.parallel)
+        seconds = min(settings.seconds, settings.group_seconds / max(rounds, 1))
+        with ThreadPoolExecutor(settings.parallel) as threads:
+            found = list(threads.map(partial(_judge, tests, settings, seconds), programs))
         return [self._reward(one, len(tests.wanted)) for one in found]
 
     def _reward(self, found: _Found, count: int) -> Reward:
@@ -108,34 +125,38 @@ class Code(Grader):
             scores={"tests_passed": share, "timed_out": float(Ending.TIME in found.endings)},
         )
 
-    def _judge(self, tests: ValueTests | OutputTests, program: str) -> _Found:
-        return (
-            self._ask(tests, program)
-            if isinstance(tests, ValueTests)
-            else self._feed(tests, program)
-        )
 
-    def _ask(self, tests: ValueTests, program: str) -> _Found:
-        files = {"program.py": program, "ask.py": _ASK}
-        outcome = run_program(files, ["ask.py"], json.dumps(list(tests.steps)), self._settings)
-        given = read_values(outcome.output, len(tests.wanted))
-        passed = sum(
-            _holds(value, wanted) for value, wanted in zip(given, tests.wanted, strict=True)
-        )
-        return _Found(passed, {outcome.ending})
+def _judge(
+    tests: ValueTests | OutputTests, limits: SandboxLimits, seconds: float, program: str
+) -> _Found:
+    if isinstance(tests, ValueTests):
+        return _ask(tests, limits.model_copy(update={"seconds": seconds}), program)
+    return _feed(tests, limits, seconds, program)
 
-    def _feed(self, tests: OutputTests, program: str) -> _Found:
-        """Runs the program once an input, until one takes its time: the rest might as well."""
-        found = _Found()
-        for given, wanted in zip(tests.inputs, tests.wanted, strict=True):
-            outcome = run_program({"program.py": program}, ["program.py"], given, self._settings)
-            found.endings.add(outcome.ending)
-            if outcome.ending is Ending.TIME:
-                break
-            is_whole = outcome.ending is Ending.EXIT and not outcome.code
-            output = outcome.output.decode(errors="replace")
-            found.passed += is_whole and _lines(output) == _lines(wanted)
-        return found
+
+def _ask(tests: ValueTests, limits: SandboxLimits, program: str) -> _Found:
+    files = {"program.py": program, "ask.py": _ASK}
+    outcome = run_program(files, ["ask.py"], json.dumps(list(tests.steps)), limits)
+    given = read_values(outcome.output, len(tests.wanted))
+    passed = sum(_holds(value, wanted) for value, wanted in zip(given, tests.wanted, strict=True))
+    return _Found(passed, {outcome.ending})
+
+
+def _feed(tests: OutputTests, limits: SandboxLimits, seconds: float, program: str) -> _Found:
+    """Runs the program once an input, until its time is over: the rest is not passed."""
+    found, end = _Found(), time.monotonic() + seconds
+    for given, wanted in zip(tests.inputs, tests.wanted, strict=True):
+        left = end - time.monotonic()
+        if left <= 0:
+            found.endings.add(Ending.TIME)
+            break
+        limit = limits.model_copy(update={"seconds": left})
+        outcome = run_program({"program.py": program}, ["program.py"], given, limit)
+        found.endings.add(outcome.ending)
+        is_whole = outcome.ending is Ending.EXIT and not outcome.code
+        output = outcome.output.decode(errors="replace")
+        found.passed += is_whole and _lines(output) == _lines(wanted)
+    return found
 
 
 def find_program(text: str) -> str:
@@ -194,6 +215,10 @@ def _split(statement: ast.Assert) -> tuple[str, Wanted]:
                 literal = _literal(value)
                 if literal is not _NO_ANSWER and _literal(question) is _NO_ANSWER:
                     return ast.unparse(question), Wanted(literal, compare)
+    if isinstance(test, ast.Call) and ast.unparse(test.func) in ("isclose", "math.isclose"):
+        close = _closeness(test)
+        if close is not None:
+            return close
     is_negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
     called = test.operand if isinstance(test, ast.UnaryOp) and is_negated else test
     if isinstance(called, ast.Call):
@@ -203,6 +228,26 @@ def _split(statement: ast.Assert) -> tuple[str, Wanted]:
         f"line {statement.lineno}: an assertion must compare with a literal (`assert f(2) == 4`) "
         "or be a call, with or without `not`: others can only be judged where the program cheats",
     )
+
+
+def _closeness(call: ast.Call) -> tuple[str, Wanted] | None:
+    """Reads `math.isclose(f(2), 0.5, abs_tol=0.1)`, which is decided here; None for other forms."""
+    tolerances = {keyword.arg or "": _literal(keyword.value) for keyword in call.keywords}
+    if len(call.args) != 2 or not set(tolerances) <= {"rel_tol", "abs_tol"}:
+        return None
+    for question, value in (call.args, call.args[::-1]):
+        literal = _literal(value)
+        if _is_real(literal) and all(map(_is_real, tolerances.values())):
+            return ast.unparse(question), Wanted(literal, partial(_is_close, tolerances))
+    return None
+
+
+def _is_close(tolerances: Mapping[str, float], value: Any, wanted: float) -> bool:
+    return _is_real(value) and math.isclose(value, wanted, **tolerances)
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, int | float)
 
 
 def _literal(node: ast.expr) -> Any:
@@ -248,7 +293,7 @@ def _value(coded: Any) -> Any:
 def _holds(value: Any, wanted: Wanted) -> bool:
     try:
         return value is not _NO_ANSWER and wanted.compare(value, wanted.value)
-    except RecursionError:
+    except (RecursionError, OverflowError):  # nested too deeply; an int no float can be
         return False
 
 

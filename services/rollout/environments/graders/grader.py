@@ -51,6 +51,11 @@ class Grader(ABC):
         """Raises SettingError for a value that only the grader can judge."""
         self._settings = settings
 
+    @classmethod
+    def check(cls, task: Task) -> None:
+        """Raises TaskError for a task that it could not judge, before anything is sampled."""
+        return None
+
     @abstractmethod
     def grade(
         self, task: Task, responses: Sequence[Response]
@@ -140,6 +145,12 @@ def place_grader(name: str) -> Placement:
 def needs_text(name: str) -> bool:
     """Says whether responses are decoded for it. Raises SettingError for an unknown name."""
     return is_function(name) or _load_grader(name).needs_text
+
+
+def check_task(name: str, task: Task) -> None:
+    """Raises TaskError for a task that the grader could not judge; functions of users take any."""
+    if not is_function(name):
+        _load_grader(name).check(task)
 
 
 def create_grader(
