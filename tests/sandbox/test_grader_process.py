@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import asdict
 from typing import Any
 
@@ -12,6 +13,7 @@ from services.rollout.config import GraderPoolConfig
 from services.rollout.environments.environment import Response, Task
 from services.rollout.environments.isolation import GraderPool
 from services.rollout.environments.registry import ENVIRONMENTS
+from tests.patience import PATIENCE
 
 
 async def _rewards(pool: GraderPool, *programs: str, **values: Any) -> list[float]:
@@ -38,14 +40,23 @@ async def test_hostile_programs_cost_their_own_reward_alone(pool: GraderPool) ->
     assert await _rewards(pool, right) == [1]
 
 
-async def test_a_group_that_is_given_up_leaves_no_program() -> None:
-    config = GraderPoolConfig(timeout_seconds=1, start_seconds=5, attempts=1)
-    pool = GraderPool("prompts", ENVIRONMENTS["prompts"], config)
-    with pytest.raises(Exception, match="did not answer"):
-        await _rewards(pool, "import time\ntime.sleep(3600)", seconds=3600, group_seconds=3600)
-    await pool.close()
-    jails = [one for one in psutil.process_iter() if "jail.py" in " ".join(_command(one))]
-    assert not [one for one in jails if one.parent() is None or one.parent().pid == 1]
+async def test_a_group_that_is_given_up_leaves_no_program(pool: GraderPool) -> None:
+    sleeps = "import time\ntime.sleep(3600)"
+    call = asyncio.create_task(_rewards(pool, sleeps, seconds=3600, group_seconds=3600))
+    async with asyncio.timeout(PATIENCE):
+        while not (programs := [one for one in _family() if "ask.py" in _command(one)]):
+            await asyncio.sleep(0.05)
+        family = _family()
+        assert programs[0] in family and len(family) >= 5  # two of the worker, three of the sandbox
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        await pool.close()
+        while any(one.is_running() for one in family):
+            await asyncio.sleep(0.05)
+
+
+def _family() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
 
 
 def _command(process: psutil.Process) -> list[str]:
