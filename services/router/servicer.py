@@ -59,6 +59,7 @@ _REMEMBERED_REQUESTS = 1024
 _TARGET_INDICES = pb.AcquireLeasesResponse.TARGET_INDICES_FIELD_NUMBER
 _LONGEST_WAIT = 600.0  # seconds
 _SETTLING_HEARTBEAT = 1.0  # seconds; an engine that waits to be leased again reports often
+NEWS_SECONDS = 0.25  # between two of a watch: a whole fleet that takes new weights is a few
 _UNDER_WAY = 1024  # requests that wait, or whose answer does; with so many no more are read
 _WAITING_BYTES = 1 << 26  # of requests that wait; with so many no more are read
 _ANSWER_BYTES = 1 << 20  # of answers, after which a message is full
@@ -173,7 +174,7 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
         self._pools, self._episodes, self._waits = pools, episodes, waits
         self._rivals = rivals
         self._requests = RequestLog(_REMEMBERED_REQUESTS)
-        self._engines: dict[str, tuple[int, list[pb.Engine]]] = {}  # by pool, of its epoch
+        self._news: dict[str, pb.WatchEnginesResponse] = {}  # by pool, of its epoch
         self._streams: set[_LeaseAnswers] = set()
 
     def end_streams(self) -> None:
@@ -259,11 +260,13 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
         if request.client_id:
             room.pool.greet(request.client_id, request.known_epoch, self._pools.clock())
             room.notify_waiters()
-        watches = room.watches
+        watches, loop = room.watches, asyncio.get_running_loop()
         while not room.closed and room.watches == watches:
-            changed = room.changed
-            yield pb.WatchEnginesResponse(engines=self._engines_of(room), epoch=room.pool.epoch)
+            changed, told = room.changed, loop.time()
+            yield self._news_of(room)
             await changed.wait()  # for as long as the caller listens
+            if not room.closed and (left := told + NEWS_SECONDS - loop.time()) > 0:
+                await asyncio.sleep(left)
 
     async def AcquireLeases(
         self, request: pb.AcquireLeasesRequest, context: Any
@@ -311,7 +314,7 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
             return response
         full = pb.AcquireLeasesResponse()
         full.CopyFrom(response)
-        full.engines.extend(self._engines_of(room))
+        full.engines.extend(self._news_of(room).engines)
         return full
 
     async def RenewLeases(
@@ -335,7 +338,7 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
             dropped_count=renewal.dropped_count,
             bound_lease_ids=waiting[bound].tolist(),
             bound_target_indices=targets[bound].tolist(),
-            engines=self._engines_of(room) if bound.any() else (),
+            engines=self._news_of(room).engines if bound.any() else (),
             epoch=room.pool.epoch,
         )
 
@@ -425,14 +428,15 @@ class RouterServicer(pb_grpc.RouterServiceServicer):
             except TimeoutError:
                 return  # they go on waiting; the client asks again
 
-    def _engines_of(self, room: PoolRoom) -> list[pb.Engine]:
-        """Encodes a pool's engines without their load, by id; once per epoch."""
-        epoch, engines = self._engines.get(room.name, (-1, []))
-        if epoch != room.pool.epoch:
+    def _news_of(self, room: PoolRoom) -> pb.WatchEnginesResponse:
+        """Encodes a pool's engines without their load, by id; once per epoch, for all who ask."""
+        news = self._news.get(room.name)
+        if news is None or news.epoch != room.pool.epoch:
             views = sorted(room.pool.engines(), key=lambda view: view.spec.name)
             engines = [engine_to_proto(view, room.name) for view in views]
-            self._engines[room.name] = room.pool.epoch, engines
-        return engines
+            news = pb.WatchEnginesResponse(engines=engines, epoch=room.pool.epoch)
+            self._news[room.name] = news
+        return news
 
 
 def _states_of(room: PoolRoom) -> str:

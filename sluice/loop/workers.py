@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -307,8 +308,12 @@ class EpisodeWorkers:
         self._asked: dict[str, RolloutClient] = {}  # by the request_id of a call under way
         self._worker_count = 1
         self._turn = 0
+        self._listing: asyncio.Task[list[router_pb.Engine]] | None = None
 
     async def close(self) -> None:
+        if self._listing is not None:
+            self._listing.cancel()
+            await asyncio.gather(self._listing, return_exceptions=True)
         await self._clients.close()
 
     def split(self, groups: Sequence[T]) -> list[Sequence[T]]:
@@ -325,11 +330,18 @@ class EpisodeWorkers:
         return addresses
 
     async def _addresses(self) -> list[str]:
-        workers = await self._router.list_engines(router_pb.ROLE_EPISODES)
+        workers = await self._list()
         active = [w.address for w in workers if w.state == router_pb.ENGINE_STATE_ACTIVE]
         if not active:
             raise NotReadyError(f"router {self._router.address} knows none")
         return active
+
+    async def _list(self) -> list[router_pb.Engine]:
+        """Asks the router once for all who ask together: a step begins a call for each worker."""
+        if self._listing is None or self._listing.done():
+            listing = self._router.list_engines(router_pb.ROLE_EPISODES)
+            self._listing = asyncio.create_task(listing, name="list episode workers")
+        return await asyncio.shield(self._listing)
 
     async def ask(self, request: Request) -> AsyncIterator[Response]:
         """Streams the answers to a call. Raises WorkerLostError where another may do better."""

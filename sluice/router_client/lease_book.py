@@ -138,12 +138,15 @@ class EngineEntry:
 class FleetView:
     """Shows a client the engines of its pool: what target indices mean, and local picks.
 
-    Tables are kept by epoch, so that an answer is read with the table it was written by.
+    Tables are kept by epoch, so that an answer is read with the table it was written by; none is
+    changed once it is made.
     """
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._tables: OrderedDict[int, dict[int, Place]] = OrderedDict()
+        self._layout: list[tuple[int, int, str, str]] = []  # what the newest table is made of
+        self._table: dict[int, Place] = {}  # one for all epochs that differ in weights and loads
         self._engines: list[EngineEntry] = []
         self._shunned: dict[str, float] = {}  # until when, by engine id
         self.epoch = 0  # the newest
@@ -151,11 +154,15 @@ class FleetView:
     def learn(self, epoch: int, engines: Sequence[pb.Engine], *, is_now: bool = False) -> None:
         """Take the engines of an epoch; `is_now` though it is below the newest, as where a router
         was started anew while its clock was behind."""
-        self._tables[epoch] = {
-            engine.first_target_index + rank: (engine.engine_id, engine.address, rank)
-            for engine in engines
-            for rank in range(engine.dp_size)
-        }
+        layout = [(e.first_target_index, e.dp_size, e.engine_id, e.address) for e in engines]
+        if layout != self._layout:
+            self._layout = layout
+            self._table = {
+                first + rank: (name, address, rank)
+                for first, ranks, name, address in layout
+                for rank in range(ranks)
+            }
+        self._tables[epoch] = self._table
         while len(self._tables) > _REMEMBERED_EPOCHS:
             self._tables.popitem(last=False)
         if epoch < self.epoch and not is_now:

@@ -6,11 +6,13 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 
 import grpc
 import pytest
 
 from services.router.pools import RouterClock
+from services.router.servicer import NEWS_SECONDS
 from sluice.api.router.v1 import router_service_pb2 as pb
 from tests.patience import PATIENCE
 from tests.service.router.conftest import Clock, eventually, released
@@ -188,6 +190,24 @@ async def test_watchers_hear_of_every_change(router):
     then = await watch.read()
     assert [engine.engine_id for engine in then.engines] == ["a", "b"]
     assert then.epoch > seen.epoch
+    watch.cancel()
+
+
+async def test_a_burst_of_changes_is_few_news_and_the_last_one_is_told(router):
+    """A fleet that takes new weights changes once an engine, and each is told to every client."""
+    await router.register("a", version=1)
+    watch = router.stub.WatchEngines(pb.WatchEnginesRequest(), timeout=PATIENCE)
+    await watch.read()
+    began = time.monotonic()
+    for version in range(2, 102):
+        await router.register("a", version=version)
+    count, told = 0, 1
+    while told < 101:
+        news = await watch.read()
+        (engine,) = news.engines
+        assert engine.weights.version > told
+        count, told = count + 1, engine.weights.version
+    assert count <= 2 + (time.monotonic() - began) / NEWS_SECONDS
     watch.cancel()
 
 

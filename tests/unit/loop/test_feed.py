@@ -41,9 +41,11 @@ class Episodes(pb_grpc.RolloutServiceServicer, router_grpc.RouterServiceServicer
         self.breaks = 0  # streams that end in an error after their first group
         self.refuses = False
         self.worker_count = 1
+        self.lists = 0  # of workers that were asked for
         self.pace: random.Random | None = None  # groups take their time, in any order
 
     async def ListEngines(self, request, context):
+        self.lists += 1
         worker = router_pb.Engine(
             engine_id="e",
             address=self.address,
@@ -135,6 +137,16 @@ async def step(world: World, feed: RolloutDispatcher, number: int) -> list[str]:
     world.ledger.consume((g.group_id for g in groups), number + 1)
     world.publish(number + 1)
     return [g.group_id for g in groups]
+
+
+async def test_calls_that_begin_together_look_for_workers_once(world: World):
+    world.episodes.worker_count = 32  # and a call for each
+    await world.workers.refresh()
+    feed = world.feed(groups_per_step=64)
+    await step(world, feed, 0)
+    assert len(world.episodes.requests) == 32
+    assert world.episodes.lists <= 4
+    await feed.close()
 
 
 async def test_synchronous_steps_take_groups_in_order_and_issue_no_more(world):

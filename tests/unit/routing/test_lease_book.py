@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from sluice.api.router.v1 import router_service_pb2 as pb
 from sluice.router_client.lease_book import FleetView, Lease, LeaseBook, LeaseDemand, Ticket
 
@@ -27,3 +30,37 @@ async def test_waiting_leases_bound_without_the_router_are_given_back_to_it() ->
     assert all(future.result().lease_id < 0 for future in futures)
     assert returned == [7, 8] and not ledger.waiting
     assert len(ledger.leases) == 2
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 3)), max_size=4), max_size=12))
+def test_targets_mean_what_they_did_in_their_own_epoch(
+    layouts: list[list[tuple[int, int]]],
+) -> None:
+    """However engines come, go and grow between epochs, or change their weights only."""
+    view = FleetView(random.Random(1))
+    expected: dict[int, dict[int, tuple[str, str, int]]] = {}
+    for epoch, layout in enumerate((each for each in layouts for _ in range(2)), 1):
+        engines, first = [], 0
+        for name, ranks in layout:
+            engines.append(
+                pb.Engine(
+                    engine_id=f"e{name}",
+                    address=f"host-{name}:{ranks}",
+                    first_target_index=first,
+                    dp_size=ranks,
+                    weights={"version": epoch},
+                    state=pb.ENGINE_STATE_ACTIVE,
+                )
+            )
+            first += ranks
+        view.learn(epoch, engines)
+        expected[epoch] = {
+            engine.first_target_index + rank: (engine.engine_id, engine.address, rank)
+            for engine in engines
+            for rank in range(engine.dp_size)
+        }
+    for epoch in list(expected)[-16:]:
+        targets = range(max(expected[epoch], default=0) + 2)
+        assert [view.place(epoch, target) for target in targets] == [
+            expected[epoch].get(target) for target in targets
+        ]
