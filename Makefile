@@ -192,7 +192,7 @@ verify: $(VENV)/.dev  ## the long version: three seeds, every algorithm, faults,
 	$(MAKE) demo-geometry
 	$(MAKE) fault-matrix test-fsdp test-lora test-models test-megatron test-vision test-sglang test-openai demo-smollm2 bench
 
-bench: bench-planner bench-logprob bench-router bench-engine bench-convert bench-sync bench-controller bench-loop bench-demo bench-training bench-checkpoint  ## side by side, one summary line each
+bench: bench-planner bench-logprob bench-router bench-engine bench-convert bench-sync bench-controller bench-loop bench-fleet bench-demo bench-training bench-checkpoint  ## side by side, one summary line each
 
 bench-planner: $(VENV)/.dev  ## micro-batch planner against first-fit and others
 	$(RUN) benchmarks/planner.py
@@ -217,6 +217,9 @@ bench-controller: $(VENV)/.dev  ## processor time and memory of the trainer's co
 
 bench-loop: $(VENV)/.dev  ## processor time of the loop per group, and of an episode worker per group and token
 	$(RUN) -m benchmarks.loop
+
+bench-fleet: $(VENV)/.dev  ## processor time of router, controller and loop with up to a thousand simulated accelerators
+	$(RUN) -m benchmarks.fleet
 
 bench-demo: $(VENV)/.dev  ## processor time of the demo beside a bare loop that trains the same
 	$(RUN) -m benchmarks.demo
@@ -250,4 +253,4 @@ clean:  ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 .PHONY: help observability-check accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-pages proto docs lint test house stress-tests test-fsdp test-lora test-models models-table test-megatron test-openai demo demo-vision demo-geometry demo-smollm2 fault-matrix fuzz soak test-slurm compose-smoke \
-	verify bench bench-models bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-loop bench-demo bench-training bench-checkpoint bench-algorithms bench-router bench-router-simulation clean
+	verify bench bench-models bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-loop bench-fleet bench-demo bench-training bench-checkpoint bench-algorithms bench-router bench-router-simulation clean
