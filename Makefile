@@ -19,6 +19,7 @@ TP ?= 1
 RANKS ?= 1
 ENGINE ?= reference
 TEACHER ?= engine
+PLACEMENT ?= separate
 ROUNDS ?= 1
 STEPS ?= 10000
 LOAD ?= 8
@@ -141,9 +142,9 @@ test-sandbox: $(VENV)/.dev  ## hostile programs in the sandbox of the grader `co
 test-pages: $(VENV)/.dev  ## report and trace in a headless browser (Debian's chromium, or CHROMIUM=)
 	$(TEST) tests/pages
 
-demo: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny model learns by GRPO (ALGORITHM= or opd with TEACHER=trainer, SEED=, BACKEND=fsdp, RANKS=, BACKEND=megatron, TP=, ENGINE=sglang)
+demo: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny model learns by GRPO (ALGORITHM= or opd with TEACHER=trainer, SEED=, BACKEND=fsdp, RANKS=, BACKEND=megatron, TP=, ENGINE=sglang, PLACEMENT=colocated)
 	$(RUN) -m examples.demo --seed $(SEED) --algorithm $(ALGORITHM) --backend $(BACKEND) \
-		--ranks $(RANKS) --tensor $(TP) --engine $(ENGINE) --teacher $(TEACHER)
+		--ranks $(RANKS) --tensor $(TP) --engine $(ENGINE) --teacher $(TEACHER) --placement $(PLACEMENT)
 
 demo-vision: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny vision model learns colour and place from pixels (ALGORITHM=ppo, and as demo)
 	$(RUN) -m examples.demo_vision --seed $(SEED) --algorithm $(ALGORITHM) --backend $(BACKEND) \

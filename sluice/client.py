@@ -362,6 +362,17 @@ class TrainerClient(Client):
             self.stub.LoadCheckpoint, request, trainer_pb.LoadCheckpointResponse
         )
 
+    async def sleep(self, timeout_seconds: float | None = None) -> trainer_pb.SleepResponse:
+        """Have the devices freed, once the trainer is not busy; what became free."""
+        request = trainer_pb.SleepRequest(request_id=new_request_id())
+        return await self._call(partial(self.stub.Sleep, timeout=timeout_seconds), request)
+
+    async def wake(self, timeout_seconds: float | None = None) -> int:
+        """Have the devices taken back; optimizer steps, fewer where ranks were lost meanwhile."""
+        request = trainer_pb.WakeRequest(request_id=new_request_id())
+        response = await self._call(partial(self.stub.Wake, timeout=timeout_seconds), request)
+        return response.step
+
     async def publish_weights(
         self,
         engines: Iterable[trainer_pb.TransferTarget] = (),
@@ -460,6 +471,22 @@ class EngineClient(Client):
         request = engine_pb.CommitWeightsRequest(weights=weights, mode=mode)
         response = await self._call(self.stub.CommitWeights, request)
         return wire.seconds_of(response.pause)
+
+    async def pause(self, mode: engine_pb.PauseMode = engine_pb.PAUSE_MODE_WAIT) -> None:
+        """Stop decoding; WAIT returns when nothing is in flight."""
+        await self._call(self.stub.Pause, engine_pb.PauseRequest(mode=mode))
+
+    async def resume(self) -> None:
+        """Decode again."""
+        await self._call(self.stub.Resume, engine_pb.ResumeRequest())
+
+    async def sleep(self) -> None:
+        """Have a paused engine give up the device: its weights and cache are gone."""
+        await self._call(self.stub.Sleep, engine_pb.SleepRequest())
+
+    async def wake(self) -> None:
+        """Have an engine take the device back; weights must be committed before it serves."""
+        await self._call(self.stub.Wake, engine_pb.WakeRequest())
 
 
 class RolloutClient(Client):

@@ -6,6 +6,7 @@ for, so that processes without torch may read names: `declared().visible_devices
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 import os
@@ -157,7 +158,8 @@ class _Cpu(Platform):
         return MemoryStatistics(used, used, peak, free=host.available, total=host.total)
 
     def release_memory(self) -> None:
-        pass  # the allocator of the host keeps no cache of its own
+        if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+            libc.malloc_trim(0)  # of glibc, which keeps what is freed below what is not
 
     def describe(self) -> dict[str, str]:
         return {"name": self.device_type}

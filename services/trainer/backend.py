@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from services.trainer.parking import HeldTensors
 from services.trainer.staging import StagedCheckpoint
 from sluice.algo.spec import LossSpec
 from sluice.imports import import_named
@@ -160,6 +161,17 @@ class TrainingBackend(ABC):
         same tensors go into files of the same names each time. `write` makes the files; the
         default is `write_shard`.
         """
+
+    @abstractmethod
+    def held_tensors(self) -> HeldTensors:
+        """Return what of the policy and its optimizer is on the device now.
+
+        While it is elsewhere only `held_tensors`, `release_spare` and `close` are called.
+        """
+
+    @abstractmethod
+    def release_spare(self) -> None:
+        """Drop what is read from its directory again when it is needed, such as a reference."""
 
     @abstractmethod
     def close(self) -> None:

@@ -123,6 +123,20 @@ class GradientsIncompleteError(ServiceError):
     reason = "GRADIENTS_INCOMPLETE"
 
 
+class TrainerAsleepError(ServiceError):
+    """The model is not on the device until the trainer is woken."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "TRAINER_ASLEEP"
+
+
+class CallExpiredError(ServiceError):
+    """The turn of a call came when its caller waited no longer: nothing was done."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    reason = "CALL_EXPIRED"
+
+
 class SkippedTooOftenError(ServiceError):
     """Too many optimizer steps in a row were skipped."""
 

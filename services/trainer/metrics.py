@@ -16,6 +16,17 @@ PASS_SECONDS = with_values(
     ),
     PASSES,
 )
+SLEEP_SECONDS = with_values(
+    Histogram(
+        "sluice_trainer_sleep_duration_seconds",
+        "Falling asleep and waking: state off the devices and back.",
+        ["direction"],
+        buckets=MINUTES,
+    ),
+    ("sleep", "wake"),
+)
+ASLEEP = Gauge("sluice_trainer_asleep", "Whether the trainer sleeps.")
+FREED_BYTES = Gauge("sluice_trainer_freed_bytes", "Of devices, when the trainer last fell asleep.")
 STEP_SECONDS = Histogram(
     "sluice_trainer_step_duration_seconds", "Optimizer steps.", buckets=MINUTES
 )

@@ -385,6 +385,32 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
                 await allocated.wait()
         return self._operations.describe(operation.name)
 
+    async def Sleep(
+        self, request: pb.SleepRequest, context: grpc.aio.ServicerContext
+    ) -> pb.SleepResponse:
+        deadline = _deadline_of(context)
+
+        async def run() -> pb.SleepResponse:
+            report = await self._trainer.sleep.sleep(deadline)
+            return pb.SleepResponse(
+                step=self._trainer.state.step,
+                state_bytes=report.state_bytes,
+                freed_bytes=report.freed_bytes,
+            )
+
+        return await self._requests.once(request.request_id, request, run)
+
+    async def Wake(
+        self, request: pb.WakeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.WakeResponse:
+        deadline = _deadline_of(context)
+
+        async def run() -> pb.WakeResponse:
+            await self._trainer.sleep.wake(deadline)
+            return pb.WakeResponse(step=self._trainer.state.step)
+
+        return await self._requests.once(request.request_id, request, run)
+
     def _loss_from_proto(self, message: loss_pb2.LossSpec) -> LossSpec:
         """Raises InvalidFieldError, also for a loss that the other head has."""
         loss, head = loss_from_proto(message), self._trainer.config.head
@@ -399,6 +425,12 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         own = self._trainer.config.head
         if own != head:
             raise WrongHeadError(f"{what} need a trainer of head {head}, this is {own}", head=own)
+
+
+def _deadline_of(context: grpc.aio.ServicerContext) -> float:
+    """Return until when the caller waits, by the monotonic clock."""
+    remaining = context.time_remaining()
+    return math.inf if remaining is None else time.monotonic() + remaining
 
 
 def _digest_without_id(request: pb.ForwardBackwardRequest) -> str:
@@ -532,6 +564,7 @@ def describe(trainer: Trainer) -> pb.Trainer:
         checkpoint=state.checkpoint,
         head=trainer.config.head,
         vocabulary=trainer.vocabulary,
+        asleep=state.asleep is not None,
     )
     if state.weights is not None:
         described.weights.version = state.weights.version

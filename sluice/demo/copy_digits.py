@@ -10,7 +10,8 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from sluice import logs
 from sluice.cli import exit_code
 from sluice.config import parse_config
 from sluice.demo.measured import Cost, empty_directory, measured_run
-from sluice.durable import DirectoryError
+from sluice.durable import DirectoryError, scratch
 from sluice.loop.config import RunConfig
 from sluice.supervise import UpConfig
 
@@ -81,8 +82,22 @@ def write_prompts(path: Path, seed: int) -> None:
             file.write(json.dumps({"prompt": f"{digits}=", "answer": digits}) + "\n")
 
 
-def services(run_dir: Path, model: Path, flags: argparse.Namespace) -> UpConfig:
-    """One router, one trainer, one rollout process with both roles; for PPO a critic."""
+@contextmanager
+def weights_directory(placement: str) -> Iterator[str]:
+    """Where versions of weights are, if not in the store: in memory, gone with the block."""
+    if placement == "separate":
+        yield ""
+        return
+    memory = Path("/dev/shm")
+    with scratch("sluice-weights-", memory if memory.is_dir() else None) as directory:
+        yield str(directory / "weights")
+
+
+def services(run_dir: Path, model: Path, flags: argparse.Namespace, weights: str = "") -> UpConfig:
+    """One router, one trainer, one rollout process with both roles; for PPO a critic.
+
+    `weights` is where versions of them are, if not in the store.
+    """
     trainer = {
         "model": str(model),
         "seed": flags.seed,
@@ -90,6 +105,7 @@ def services(run_dir: Path, model: Path, flags: argparse.Namespace) -> UpConfig:
         "optim": {"learning_rate": 2e-3},
         "ranks": {"count": flags.ranks * flags.tensor},
         "max_tokens_per_micro_batch": 8192,
+        "weights": weights,
     }
     if flags.backend == "fsdp":
         trainer["fsdp"] = {"dtype": "float32"}
@@ -136,6 +152,7 @@ def training(run_dir: Path, prompts: Path, flags: argparse.Namespace) -> RunConf
             "stop_at_reward": 0.9,
             "seed": flags.seed,
             "max_staleness": flags.max_staleness,
+            "placement": flags.placement,
             "service_timeout_seconds": START_SECONDS,
         },
     )
@@ -169,6 +186,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks (megatron)")
     parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks of the trainer")
+    parser.add_argument(
+        "--placement",
+        choices=["separate", "colocated"],
+        default="separate",
+        help="colocated: trainer and engine sleep in turns, and weights go through memory",
+    )
     parser.add_argument("--max-staleness", type=int, default=0, help="steps; 0 is synchronous")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--target", type=float, default=0.9, help="exit 1 below this reward")
@@ -190,10 +213,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from sluice.demo.distillation import distil
 
         return distil(run_dir, flags)
-    up = services(run_dir, run_dir / "model", flags)
-    run = training(run_dir, run_dir / "prompts.jsonl", flags)
-    if code := exit_code(measured_run(up, run, cost)):
-        return code
+    with weights_directory(flags.placement) as weights:
+        up = services(run_dir, run_dir / "model", flags, weights)
+        run = training(run_dir, run_dir / "prompts.jsonl", flags)
+        if code := exit_code(measured_run(up, run, cost)):
+            return code
     first, last = (sum(part) / len(part) for part in (cost.rewards[:5], cost.rewards[-10:]))
     print(f"demo: reward first={first:.3f} last={last:.3f} {cost.describe()}")
     return 0 if last >= flags.target else 1

@@ -179,7 +179,7 @@ class EvaluationConfig(Config):
     """Scores on held-out data sets, by name: before, after and every so many steps.
 
     Beside training they take what the engines have left, and weights may change under them;
-    otherwise training waits, and one version is measured. `deterministic` runs wait.
+    otherwise training waits, and one version is measured. `deterministic` and colocated runs wait.
     """
 
     datasets: dict[str, EvaluationSetConfig] = Field(min_length=1)
@@ -326,6 +326,10 @@ class RunConfig(CommonRunConfig):
         allow_inf_nan=False,
         description="Nats a token, between trainer and engines at the first on-policy step; more "
         "ends the run. 0 is no limit.",
+    )
+    placement: Literal["separate", "colocated"] = Field(
+        "separate",
+        description="colocated: trainers and engines share devices, and take turns on them.",
     )
     pause_mode: Literal["wait", "abort", "in_place"] = "in_place"
     # collective: the trainer's ranks also broadcast each version to the engines at hand, which
@@ -494,6 +498,33 @@ class RunConfig(CommonRunConfig):
             raise ValueError(
                 "deterministic needs max_staleness 0: which weights an asynchronous sample "
                 "comes from is a matter of time"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _colocated_takes_turns(self) -> RunConfig:
+        if self.placement != "colocated":
+            return self
+        if self.max_staleness:
+            raise ValueError(
+                "placement: colocated needs max_staleness 0: trainer and engines take turns, so "
+                "nothing is sampled while the trainer works"
+            )
+        if self.over_sampling > 1:
+            raise ValueError(
+                "placement: colocated needs over_sampling 1: engines sleep as soon as a step has "
+                "its groups"
+            )
+        if self.weight_transport != "store":
+            raise ValueError(
+                f"placement: colocated needs weight_transport store, not {self.weight_transport}: "
+                "engines sleep while the trainer publishes"
+            )
+        own = self.evaluation.model_fields_set if self.evaluation else ()
+        if self.evaluation and self.evaluation.beside_training and "beside_training" in own:
+            raise ValueError(
+                "placement: colocated needs evaluation.beside_training false: engines sleep while "
+                "the trainer works"
             )
         return self
 

@@ -120,7 +120,7 @@ class EvaluationLane:
     def is_beside(self) -> bool:
         """Whether training goes on meanwhile."""
         on = self._evaluation is not None and self._evaluation.beside_training
-        return on and not self._config.deterministic
+        return on and not (self._config.deterministic or self._config.placement == "colocated")
 
     @property
     def has_reached(self) -> bool:

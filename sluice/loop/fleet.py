@@ -48,10 +48,14 @@ class CommitReport:
 
 @dataclass(frozen=True, kw_only=True)
 class FleetConfig:
-    """`deterministic`: only engines that say they are so are given weights."""
+    """`deterministic`: only engines that say they are so are given weights.
+
+    `shares_devices`: engines sleep while trainers work, and are resumed when they have weights.
+    """
 
     pause_mode: str
     deterministic: bool = False
+    shares_devices: bool = False
     poll_seconds: float = 1.0
 
 
@@ -63,6 +67,7 @@ class EngineFleet:
         self._clients = ClientCache(EngineClient, security)
         self._weights: sample_pb2.WeightVersion | None = None
         self._updating = asyncio.Lock()
+        self._is_asleep = False  # or is to be: engines that come late are put to sleep too
         self._staging: set[asyncio.Task[None]] = set()
 
     @property
@@ -83,9 +88,43 @@ class EngineFleet:
         away from it, and `keep_up` tries again.
         """
         async with self._updating:
-            self._weights = weights
+            self._weights, self._is_asleep = weights, False
             what = f"an engine with weight version {weights.version}"
             return await self._wait(what, self._update_some, wait_seconds)
+
+    async def sleep(self, wait_seconds: float) -> None:
+        """Have every engine give up its device; requests that are there end. Weights wake them.
+
+        Raises NoEngineError where one does not in time; one that is lost has no device. Raises
+        ConfigError where one cannot.
+        """
+        async with self._updating:
+            self._is_asleep = True
+            what = "all engines to sleep"
+            await self._wait(what, self._sleep_all, wait_seconds)
+
+    async def _sleep_all(self) -> None:
+        alive = await self._list_alive()
+        results = await asyncio.gather(*(self._sleep(engine) for engine in alive))
+        outcomes = zip(alive, results, strict=True)
+        if awake := [f"{engine.engine_id}: {why}" for engine, why in outcomes if why]:
+            raise NotReadyError("; ".join(awake))
+
+    async def _sleep(self, engine: router_pb.Engine) -> str:
+        """Why it does not sleep; empty once it does."""
+        client = self._clients[engine.address]
+        try:
+            if not (await client.get()).asleep:
+                await client.pause(engine_pb.PAUSE_MODE_ABORT)
+                await client.sleep()
+        except RemoteError as error:
+            if error.reason == "NO_SLEEP":
+                raise ConfigError(
+                    f"placement: colocated needs engines that sleep, and {engine.engine_id} at "
+                    f"{engine.address} does not: {error.message}"
+                ) from error
+            return str(error)
+        return ""
 
     async def _wait(self, what: str, probe: Callable[[], Awaitable[T]], wait_seconds: float) -> T:
         poll_seconds = self._config.poll_seconds
@@ -147,14 +186,19 @@ class EngineFleet:
             logger.info("engine %s does not read ahead: %s", engine.engine_id, error)
 
     async def keep_up(self) -> None:
-        """Bring engines that come late, or come back, to the current weights; until cancelled."""
+        """Bring engines that come late, or come back, to the current weights; until cancelled.
+
+        While the others sleep, to sleep.
+        """
         while True:
             await asyncio.sleep(self._config.poll_seconds)
-            if self._weights is None:
-                continue
             async with self._updating:
+                if self._weights is None and not self._is_asleep:
+                    continue
                 try:
-                    await self._update_all()
+                    await (self._sleep_all() if self._is_asleep else self._update_all())
+                except NotReadyError as error:
+                    logger.warning("not asleep: %s", error)
                 except RemoteError as error:
                     logger.warning("router: %s", error)
 
@@ -189,7 +233,8 @@ class EngineFleet:
     async def _update_all(self) -> CommitReport:
         assert self._weights is not None
         alive = await self._list_alive()
-        stale = [e for e in alive if e.weights != self._weights]
+        shares = self._config.shares_devices  # the router does not know which is asleep or paused
+        stale = [e for e in alive if shares or e.weights != self._weights]
         results = await asyncio.gather(*(self._update(engine) for engine in stale))
         done = [result for result in results if not isinstance(result, str)]
         outcomes = zip(stale, results, strict=True)
@@ -212,12 +257,20 @@ class EngineFleet:
             if self._config.deterministic and not described.deterministic:
                 return "it is not deterministic, and the run is"
             if described.HasField("weights") and described.weights == self._weights:
+                if self._config.shares_devices and described.paused:
+                    await client.resume()
                 return 0.0, 0.0  # the router has not heard of it yet
+            if described.asleep:
+                with trace.span(engine.engine_id, "wake"):
+                    await client.wake()
             version = f"version {self._weights.version}"
             with trace.span(engine.engine_id, "prepare", version):
                 prepare = await client.prepare_weights(self._weights)
             mode = PAUSE_MODES[self._config.pause_mode]
             with trace.span(engine.engine_id, "commit", version):
-                return prepare, await client.commit_weights(self._weights, mode)
+                pause = await client.commit_weights(self._weights, mode)
+            if described.asleep or (described.paused and self._config.shares_devices):
+                await client.resume()  # it was paused to sleep
+            return prepare, pause
         except RemoteError as error:
             return str(error)

@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from sluice import faults
@@ -26,6 +27,7 @@ from sluice.loop.filters import GroupFilters
 from sluice.loop.fleet import PAUSE_MODES, CommitReport, EngineFleet, FleetConfig
 from sluice.loop.ledger import Ledger, LedgerGroup
 from sluice.loop.mixture import Mixture, digest_of, load_schedule, open_sources
+from sluice.loop.placement import SharedDevices
 from sluice.loop.report import RunReport
 from sluice.loop.retention import Retention
 from sluice.loop.run_directory import (
@@ -50,6 +52,7 @@ from sluice.loop.training import (
     SavingCheckpoint,
     StepReport,
     TrainerRecovery,
+    Work,
     check_step,
     is_checkpoint_lost,
     layout_of,
@@ -139,6 +142,7 @@ class TrainerRun(ABC, Generic[C]):
         Raises RunDirectoryError where none is, and leaves all as they are.
         """
         await self._drop_saving()
+        await self._take_devices()
         lost = damaged_run_checkpoints(self._run_checkpoints)
         trained = self.ledger.last_consumed_step()
         for run_checkpoint in reversed(list_run_checkpoints(self._run_checkpoints)):
@@ -184,6 +188,11 @@ class TrainerRun(ABC, Generic[C]):
             self.report.note(
                 f"went back to the run checkpoint of step {self.step}: {again} repeated"
             )
+
+    async def _take_devices(self) -> None:
+        """Has the trainer awake, in whatever state another run has left it."""
+        if (await self.trainer.get()).asleep:
+            await self.trainer.wake()
 
     async def _load(self, run_checkpoint: RunCheckpoint) -> int:
         """Loads trainer and ledger; returns how many groups wait to be trained on again."""
@@ -319,8 +328,16 @@ class TrainingRun(TrainerRun[RunConfig]):
         self.fleet = EngineFleet(
             self.router,
             config.security,
-            FleetConfig(pause_mode=config.pause_mode, deterministic=config.deterministic),
+            FleetConfig(
+                pause_mode=config.pause_mode,
+                deterministic=config.deterministic,
+                shares_devices=config.placement == "colocated",
+            ),
         )
+        self._devices: SharedDevices | None = None
+        if config.placement == "colocated":
+            trainers = [self.trainer, *([] if critic is None else [critic.client])]
+            self._devices = SharedDevices(self.fleet, trainers, config.service_timeout_seconds)
         self.workers = EpisodeWorkers(self.router, config.security, config.service_timeout_seconds)
         self._teachers = Teachers(config, self.router, self._teacher_of)
         self._evaluations = EvaluationLane(config, self.workers, report)
@@ -346,17 +363,31 @@ class TrainingRun(TrainerRun[RunConfig]):
         """Trains until the end that the config names; where the trainer is lost, goes back."""
         if self._is_done():
             self.report.note(f"the run is at its end already (step {self.step})")
+        while self.step == 0 and not self._engines_take_work:
+            await self._recovery.run(self._hand_over)
         if self.step == 0:
             await self._settle_engines()
             await self._evaluations.measure("before", 0, self.fleet.version)
-        while not (self._is_done() and self._has_last_run_checkpoint()):
+        while (work := self._next_work()) is not None:
             before = self.step
             with trace.span(trace.LOOP, trace.STEP, f"step {before + 1}"):
-                await self._recovery.run(self._save_last if self._is_done() else self._one_step)
+                await self._recovery.run(work)
             if self.step > before:
                 self._trace.flush(self.step)
         await self._settle_engines()
         await self._evaluations.measure("after", self.step, self.fleet.version)
+
+    def _next_work(self) -> Work | None:
+        """What is left to do: a step, the last run checkpoint, engines that serve its weights."""
+        if not self._is_done():
+            return self._one_step
+        if not self._has_last_run_checkpoint():
+            return self._save_last
+        return None if self._engines_take_work else self._hand_over
+
+    @property
+    def _engines_take_work(self) -> bool:
+        return self._devices is None or self._devices.are_with_engines
 
     async def close(self) -> None:
         background = [task for task in (self._keeping_up, self._bringing) if task is not None]
@@ -425,11 +456,15 @@ class TrainingRun(TrainerRun[RunConfig]):
         await self._note_saved()
         if self._bringing is not None and self._bringing.done():
             await self._settle_engines()  # or no group would ever come
+        await self._hand_over()
+        handed = start if self._devices is None else time.monotonic()
         dispatcher = self._open_dispatcher()
         with trace.span(trace.LOOP, "wait for groups"):
             await dispatcher.fill(self.step)
             groups = await dispatcher.take(self.step)
         rolled_out = time.monotonic()
+        await self._hand_to_trainers(dispatcher, groups)
+        began = time.monotonic()
         trained = await self._train(dispatcher, groups)
         if trained is None:
             return
@@ -440,11 +475,14 @@ class TrainingRun(TrainerRun[RunConfig]):
         stepped = time.monotonic()
         await self._publish()
         seconds = {
-            "rollout_seconds": rolled_out - start,
-            "train_seconds": stepped - rolled_out,
+            "rollout_seconds": rolled_out - handed,
+            "train_seconds": stepped - began,
             "publish_seconds": time.monotonic() - stepped,
             "step_seconds": time.monotonic() - start,
         }
+        if self._devices is not None:
+            seconds["to_engines_seconds"] = handed - start
+            seconds["to_trainers_seconds"] = began - rolled_out
         counts = dispatcher.take_counts()
         if self._filters or self.config.over_sampling > 1:
             trained.metrics["filtered_groups"] = float(counts.filtered)
@@ -456,6 +494,41 @@ class TrainingRun(TrainerRun[RunConfig]):
         if every and self.step % every == 0:
             await self._save()
         await self._evaluate_in_between()
+
+    async def _hand_to_trainers(
+        self, dispatcher: RolloutDispatcher, groups: Sequence[LedgerGroup]
+    ) -> None:
+        """Has shared devices with the trainers, for a step over these groups."""
+        if self._devices is None:
+            return
+        try:
+            await self._devices.to_trainers()
+            trainer = await self.trainer.get()
+            check_step(trainer.step, self.optimizer_step, "trainer that woke is")
+        except BaseException:
+            dispatcher.put_back(groups)
+            raise
+
+    async def _hand_over(self) -> None:
+        """Has shared devices with the engines, at the weights published last.
+
+        A run checkpoint that was asked for is one before the trainer sleeps.
+        """
+        if self._devices is None or self._devices.are_with_engines:
+            return
+        await self._settle_saving()
+        await self._devices.to_engines(partial(self._bring_engines, self._weights))
+
+    async def _take_devices(self) -> None:
+        if self.critic is not None:
+            await wait_for_trainer(self.critic.client, self.config.service_timeout_seconds)
+        if self._devices is None:
+            await super()._take_devices()
+            if self.critic is not None and (await self.critic.client.get()).asleep:
+                await self.critic.client.wake()
+            return
+        self._devices.forget()
+        await self._devices.to_trainers()
 
     async def _train(
         self, dispatcher: RolloutDispatcher, groups: Sequence[LedgerGroup]
@@ -555,11 +628,12 @@ class TrainingRun(TrainerRun[RunConfig]):
         checkpoint are compared with it before an engine hears of them.
         """
         await self._settle_engines()
+        sleeps = self._devices is not None
         targets = []
         if self.config.weight_transport == "collective" and restored is None:
             targets = await self.fleet.targets()
         mode = PAUSE_MODES[self.config.pause_mode]
-        if targets or restored is not None:
+        if targets or restored is not None or sleeps:
             published = await self._publish_weights(targets, mode, restored)
         else:
             async with self.fleet.streaming() as note:
@@ -572,6 +646,8 @@ class TrainingRun(TrainerRun[RunConfig]):
         if self._dispatcher is not None:
             self._dispatcher.version_recorded()
         faults.point("version")
+        if sleeps:
+            return  # the trainer has the devices yet
         bringing = self._bring_engines(published.weights)
         self._bringing = asyncio.create_task(bringing, name="bring engines to new weights")
         if self.config.max_staleness == 0:
@@ -629,6 +705,7 @@ class TrainingRun(TrainerRun[RunConfig]):
     async def _evaluate_in_between(self) -> None:
         if not self._evaluations.is_due(self.step) or self._is_done():
             return
+        await self._hand_over()
         await self._settle_engines()
         if self._evaluations.is_beside:
             self._evaluations.begin(self.step, self.fleet.version)

@@ -174,45 +174,45 @@ class Critic:
     ) -> None:
         self.config = config
         self.optimizer_step = 0
-        self._client = TrainerClient(address, security)
+        self.client = TrainerClient(address, security)
         self._wait_seconds = wait_seconds
 
     async def begin(self) -> None:
         """Goes on from what the trainer holds. Raises ConfigError if it has no value head."""
-        trainer = await wait_for_trainer(self._client, self._wait_seconds)
+        trainer = await wait_for_trainer(self.client, self._wait_seconds)
         if trainer.head != "value":
-            raise ConfigError(f"critic: the trainer at {self._client.address} has no head: value")
+            raise ConfigError(f"critic: the trainer at {self.client.address} has no head: value")
         self.optimizer_step = trainer.step
 
     async def load(self, checkpoint: str) -> None:
-        await wait_for_trainer(self._client, self._wait_seconds)
-        self.optimizer_step = (await self._client.load_checkpoint(checkpoint)).step
+        await wait_for_trainer(self.client, self._wait_seconds)
+        self.optimizer_step = (await self.client.load_checkpoint(checkpoint)).step
 
     async def layout(self) -> dict[str, int]:
-        return layout_of(await wait_for_trainer(self._client, self._wait_seconds))
+        return layout_of(await wait_for_trainer(self.client, self._wait_seconds))
 
     async def begin_checkpoint(self, checkpoint_id: str) -> SavingCheckpoint:
         """Has the state of now saved beside what follows."""
-        answer = await self._client.begin_checkpoint(checkpoint_id)
+        answer = await self.client.begin_checkpoint(checkpoint_id)
         return SavingCheckpoint(self.optimizer_step, answer)
 
     async def upload(self, batch_id: str, sample_count: int, blobs: Sequence[BlobReference]) -> str:
         """Uploads the rows of the actor's batch, from the same blobs."""
-        return (await self._client.upload_batch(batch_id, sample_count, blobs=blobs)).batch
+        return (await self.client.upload_batch(batch_id, sample_count, blobs=blobs)).batch
 
     async def give_values(self, batch: str, actor: TrainerClient, actor_batch: str) -> None:
         """Estimates values and gives them to the actor, whose advantages need them."""
-        await self._client.compute_values(batch)
-        await actor.put_columns(actor_batch, await self._client.get_columns(batch, ["values"]))
+        await self.client.compute_values(batch)
+        await actor.put_columns(actor_batch, await self.client.get_columns(batch, ["values"]))
 
     async def fetch_returns(self, batch: str, actor: TrainerClient, actor_batch: str) -> None:
         """Fetches the returns, which values should have been, from the actor's advantages."""
-        await self._client.put_columns(batch, await actor.get_columns(actor_batch, ["returns"]))
+        await self.client.put_columns(batch, await actor.get_columns(actor_batch, ["returns"]))
 
     async def learn(self, batch: str, part_id: str, sample_ids: Sequence[str]) -> CriticStep:
         """Makes an optimizer step towards the returns of these samples, or of all by default."""
         with trace.span(trace.CRITIC, "forward_backward"):
-            gradients = await self._client.forward_backward(
+            gradients = await self.client.forward_backward(
                 batch,
                 self.config.loss,
                 expected_step=self.optimizer_step,
@@ -220,7 +220,7 @@ class Critic:
                 sample_ids=sample_ids,
             )
         with trace.span(trace.CRITIC, "optimizer"):
-            step = await self._client.step_optimizer(self.optimizer_step, [part_id])
+            step = await self.client.step_optimizer(self.optimizer_step, [part_id])
         self.optimizer_step = step.step
         return CriticStep(gradients, step)
 
@@ -238,10 +238,10 @@ class Critic:
             await asyncio.gather(learning, return_exceptions=True)
 
     async def delete_batch(self, batch: str) -> None:
-        await self._client.delete_batch(batch)
+        await self.client.delete_batch(batch)
 
     async def close(self) -> None:
-        await self._client.close()
+        await self.client.close()
 
 
 @dataclass(frozen=True, kw_only=True)

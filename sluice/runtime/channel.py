@@ -38,6 +38,8 @@ DEADLINES = {  # seconds, by method; a caller's own timeout wins
     "StageWeights": 660.0,
     "JoinTransferGroup": 600.0,
     "CommitWeights": 600.0,
+    "Sleep": 600.0,
+    "Wake": 600.0,
     "WaitOperation": 60.0,
 }
 

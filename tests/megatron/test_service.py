@@ -22,6 +22,7 @@ from tests.service.trainer.harness import (
     until,
     upload,
 )
+from tests.service.trainer.sleeping import check_steps
 
 SETTINGS = {
     "backend": "megatron",
@@ -62,3 +63,15 @@ async def test_a_rank_killed_in_mid_step_costs_no_number(tmp_path: Path) -> None
             assert again.step == step - 1
             await client.compute_advantages(batch, AdvantageSpec(name="grpo"))
             assert await train_step(client, batch) == expected
+
+
+@pytest.mark.parametrize("settings", [{}, {"distributed_optimizer": False}], ids=["cut", "whole"])
+async def test_ranks_that_sleep_make_the_same_steps(
+    tmp_path: Path, settings: dict[str, bool]
+) -> None:
+    model = build_tiny_qwen3(tmp_path / "model", 0)
+    values = SETTINGS | {"megatron": {"tensor": 2, "dtype": "bfloat16", **settings}}
+    with running_trainer(tmp_path / "trainer", model, **values) as running:
+        async with running.client() as client:
+            await until(client, lambda now: now.state == ACTIVE)
+            await check_steps(client, least=8.9)  # 2 bytes, a gradient, a master and two moments

@@ -247,6 +247,7 @@ class EngineStatus:
     busy: str = ""
     busy_seconds: float = 0.0
     deterministic: bool = False
+    asleep: bool = False
     transfer_ranks: int = 0  # that it takes in a transfer group; 0: it reads directories only
     extra: dict[str, float] = field(default_factory=dict)
 
@@ -360,12 +361,16 @@ class Engine(ABC):
     async def sleep(self) -> None:
         """Gives up the device's memory, weights and cache; free when asleep already.
 
-        Raises NoSleepError, or NotQuietError unless the engine is paused and holds no request.
+        Meanwhile nothing is prepared or committed. Raises NoSleepError, or NotQuietError unless the
+        engine is paused and holds no request.
         """
         raise NoSleepError("this engine keeps its memory")
 
     async def wake(self) -> None:
-        """Takes the memory back; the next version may then be committed. Raises NoSleepError."""
+        """Takes the memory back; the next version may then be committed. A paused engine stays so.
+
+        Raises NoSleepError.
+        """
         raise NoSleepError("this engine keeps its memory")
 
     @abstractmethod

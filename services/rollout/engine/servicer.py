@@ -443,6 +443,7 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
     async def Wake(self, request: pb.WakeRequest, context: Any) -> pb.WakeResponse:
         with self._waits.waiting("Wake", on=[self._engine_id]):
             await self._engine.wake()
+        await self._weights.announce()
         return pb.WakeResponse()
 
     async def GetEngine(self, request: pb.GetEngineRequest, context: Any) -> pb.GetEngineResponse:
@@ -466,6 +467,7 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
             vocabulary=self._vocabulary,
             base=None if status.base is None else weights_to_proto(status.base),
             adapters=[weights_to_proto(weights) for weights in status.adapters],
+            asleep=status.asleep,
         )
 
     async def _generation(

@@ -233,6 +233,10 @@ class PreparedVersions(Generic[P]):
             if oldest != self._in_use:
                 del self._ready[oldest]
 
+    def clear(self) -> None:
+        """Forgets all."""
+        self._ready.clear()
+
     @contextmanager
     def serving(self, version: int) -> Iterator[P]:
         """Yields a version that is about to serve, which others do not displace meanwhile.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from services.trainer.backend import Mesh, StepOutcome
 from services.trainer.config import OptimConfig, VisionConfig
+from services.trainer.parking import HeldTensors
 from services.trainer.staging import LiveTensors, StagedCheckpoint
 from sluice.durable import write_new
 from sluice.vision import part_of
@@ -103,6 +104,11 @@ class FlatOptimizer:
 
     def clear(self) -> None:
         self.gradients.zero_()
+
+    def held(self, others: Iterable[torch.Tensor]) -> HeldTensors:
+        """Return the parameters, the gradients and the moments, and others beside them."""
+        moments = [kept for state in self.adam.state.values() for kept in state.values()]
+        return HeldTensors([*others, *self.parameters.values(), *moments], [self.gradients])
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return what was kept of earlier steps, as `<parameter>/<moment>`."""

@@ -263,7 +263,7 @@ class TrainerCheckpoints:
             self._writing.cancel()
             await asyncio.gather(self._writing, return_exceptions=True)
 
-    async def _settle(self) -> None:
+    async def settle(self) -> None:
         """Wait for the end of what is being written, which the command timeout bounds."""
         if self._writing is not None:
             await asyncio.wait([self._writing])
@@ -271,7 +271,8 @@ class TrainerCheckpoints:
     @in_turn
     async def _begin(self, checkpoint_id: str) -> asyncio.Task[int]:
         """Have the ranks take in their state; the task waits for their files and finishes."""
-        await self._settle()
+        self._state.check_awake()
+        await self.settle()
         ranks = self._ranks.incarnation
         partial = self.store.begin(checkpoint_id)
         began = time.monotonic()
@@ -312,7 +313,8 @@ class TrainerCheckpoints:
 
     @in_turn
     async def _save(self, checkpoint_id: str) -> int:
-        await self._settle()
+        self._state.check_awake()
+        await self.settle()
         ranks = self._ranks.incarnation
         partial = self.store.begin(checkpoint_id)
         with metrics.CHECKPOINT_SECONDS.labels("save").time():
@@ -336,7 +338,8 @@ class TrainerCheckpoints:
     @in_turn
     async def load(self, name: str) -> int:
         """Go back to a checkpoint; batches and gradients are dropped. Returns its step."""
-        await self._settle()
+        self._state.check_awake()
+        await self.settle()
         ranks = self._ranks.incarnation
         self._read(name)  # refused before anything is dropped
         await self._batches.drop_all(ranks)
@@ -345,7 +348,7 @@ class TrainerCheckpoints:
 
     async def restore(self, ranks: RankIncarnation) -> None:
         """Bring fresh ranks to where the lost ones were saved last."""
-        await self._settle()  # all ranks may have written a checkpoint that is not finished yet
+        await self.settle()  # all ranks may have written a checkpoint that is not finished yet
         if self._state.checkpoint:
             await self._load_into(ranks, self._state.checkpoint)
         elif ranks.number > 1:

@@ -108,6 +108,7 @@ class TrainerPasses:
         self, name: str, model: int, temperature: float, *, any_temperature: bool = False
     ) -> PassScalars:
         """Add a column of log-probabilities to all rows of a batch."""
+        self._state.check_awake()
         batch = self._state.batches.get(name)
         if not any_temperature:
             check_temperature(batch, np.arange(batch.row_count), temperature)
@@ -126,6 +127,7 @@ class TrainerPasses:
     @in_turn
     async def compute_values(self, name: str) -> PassScalars:
         """Add the column `values` to all rows of a batch."""
+        self._state.check_awake()
         command = pb.ValuesCommand(batch_id=self._state.batches.get(name).batch_id)
         message = pb.FollowResponse(compute_values=command)
         return await self._add_column(name, "values", "values", message)
@@ -178,6 +180,7 @@ class TrainerPasses:
     @in_turn
     async def forward_backward(self, name: str, request: GradientsRequest) -> PassScalars:
         """Add the gradients of a part of a batch, once."""
+        self._state.check_awake()
         batch, ranks = self._state.batches.get(name), self._ranks.incarnation
         state, loss = self._state, request.loss
         self._check_step(request.expected_step)
@@ -239,6 +242,7 @@ class TrainerPasses:
         self, expected_step: int, part_ids: Sequence[str], rate: float | None
     ) -> StepScalars:
         """Apply exactly the parts named and advance the step."""
+        self._state.check_awake()
         ranks = self._ranks.incarnation
         self._check_step(expected_step)
         state, ledger = self._state, self._state.ledger
@@ -266,6 +270,7 @@ class TrainerPasses:
     @in_turn
     async def discard(self) -> list[str]:
         """Forget gathered gradients; a streak of skipped steps counts as seen."""
+        self._state.check_awake()
         await self._ranks.incarnation.run(pb.FollowResponse(discard=pb.DiscardCommand()))
         self._state.skips_in_a_row = 0
         metrics.SKIPS_IN_A_ROW.set(0)

@@ -93,6 +93,7 @@ class Publisher:
         Raises TransferDisabledError or MixedPublicationError.
         """
         self.check_targets(targets)
+        self._state.check_awake()
         with metrics.PUBLISH_SECONDS.time():
             publication = await self._store_version(on_allocated)
         if targets and self._sender is not None:

@@ -22,6 +22,7 @@ from services.trainer.errors import (
     NoGradientsError,
     PartReusedError,
     PartsMismatchError,
+    TrainerAsleepError,
     disk_errors,
 )
 from sluice.runtime.errors import (
@@ -271,12 +272,20 @@ class PublishedWeights:
     digest: str
 
 
+@dataclass(frozen=True)
+class SleepReport:
+    """Bytes that left the devices of all ranks, and by how many less they hold of them since."""
+
+    state_bytes: int = 0
+    freed_bytes: int = 0
+
+
 @dataclass(eq=False)
 class TrainerState:
     """Everything that a checkpoint or a restart of the ranks changes.
 
     weights: the latest published version that the parameters descend from. checkpoint: the
-    name of the one that ranks restart from.
+    name of the one that ranks restart from. asleep: what became free, while the ranks sleep.
     """
 
     step: int = 0
@@ -285,8 +294,14 @@ class TrainerState:
     last_skip: str = ""
     weights: PublishedWeights | None = None
     checkpoint: str = ""
+    asleep: SleepReport | None = None
     batches: BatchRegistry = field(default_factory=BatchRegistry)
     ledger: GradientLedger[PassScalars] = field(default_factory=GradientLedger)
+
+    def check_awake(self) -> None:
+        """Raise TrainerAsleepError while the model is not on the device."""
+        if self.asleep is not None:
+            raise TrainerAsleepError("the trainer sleeps; wake it first")
 
 
 P = ParamSpec("P")

@@ -26,6 +26,7 @@ from services.trainer.controller.planning import (
 )
 from services.trainer.controller.publication import Publisher
 from services.trainer.controller.rank_group import Launcher, RankGroup
+from services.trainer.controller.sleep import TrainerSleep
 from services.trainer.controller.state import TrainerState, Turns
 from services.trainer.controller.uploads import TrainerBatches
 from services.trainer.rows import read_shape
@@ -57,6 +58,7 @@ class Trainer:
         algorithms = Algorithms(config, ranks)
         self.passes = TrainerPasses(config.optim, state, ranks, planner, algorithms, turns)
         self.checkpoints = TrainerCheckpoints(config, state, ranks, self.batches, turns)
+        self.sleep = TrainerSleep(state, ranks, self.checkpoints, turns)
         weights = WeightStore(config.weights_location, durable=config.durable)
         self.publisher = Publisher(config, weights, state, ranks, turns, waits)
 
@@ -111,3 +113,4 @@ class Trainer:
         for batch in self.state.batches.all():
             batch.forget_derived()
             await batches.register(ranks, batch)
+        await self.sleep.resume(ranks)

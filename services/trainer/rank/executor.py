@@ -30,6 +30,7 @@ from services.trainer.errors import (
     RanksPartedError,
     disk_errors,
 )
+from services.trainer.parking import ParkedTensors, create_parking
 from services.trainer.rank import FAILURES
 from services.trainer.rank.table import (
     RowTable,
@@ -92,9 +93,12 @@ class Executor:
         table: RowTable,
         publisher: RankPublisher,
         report: Report,
+        parking: Path,
         user_modules: Sequence[str] = (),
     ) -> None:
+        """`parking` is where the state waits while the rank sleeps, if its device is the host."""
         self._backend, self._blobs, self._table = backend, blobs, table
+        self._parking, self._parked = parking, None  # type: Path, ParkedTensors | None
         self._publisher, self._user_modules = publisher, user_modules
         self._behind = WriteBehind(report)
         self._siblings: list[pb.SiblingScores] = []  # so far, of a batch whose scores are related
@@ -110,7 +114,8 @@ class Executor:
         blobs = BlobStore(config.store, sync=config.durable)
         limits = RowLimits.from_config(config, backend.mesh.context_size)
         table, publisher = RowTable(blobs, limits), RankPublisher(config, backend)
-        return cls(backend, blobs, table, publisher, report, config.user_modules)
+        parking = config.store_root / "parking"
+        return cls(backend, blobs, table, publisher, report, parking, config.user_modules)
 
     def describe(self) -> pb.RankReady:
         mesh = self._backend.mesh
@@ -241,6 +246,29 @@ class Executor:
 
     def _discard(self, command: pb.DiscardCommand, result: pb.CommandResult) -> None:
         self._backend.discard_gradients()
+
+    def _sleep(self, command: pb.SleepCommand, result: pb.CommandResult) -> None:
+        """Raises OSError where there is no room for what is to leave: none of it does."""
+        if self._parked is not None:
+            return
+        device = platform.current()
+        before = device.memory().allocated
+        self._backend.release_spare()
+        held = self._backend.held_tensors()
+        kept, cleared = [*held.state], held.gradients
+        if command.keep_gradients:
+            kept, cleared = [*kept, *cleared], ()
+        parking = create_parking(held.state[0].device, self._parking)
+        self._parked = ParkedTensors.park(kept, cleared, parking)
+        del held, kept, cleared
+        device.release_memory()
+        result.slept.state_bytes = self._parked.nbytes
+        result.slept.freed_bytes = max(0, before - device.memory().allocated)
+
+    def _wake(self, command: pb.WakeCommand, result: pb.CommandResult) -> None:
+        parked, self._parked = self._parked, None
+        if parked is not None:
+            parked.restore()
 
     def _save(self, command: pb.SaveCommand, result: pb.CommandResult) -> None:
         staged = self._backend.stage_checkpoint(Path(command.directory))

@@ -71,16 +71,35 @@ async def test_an_engine_without_weights_says_so(engine: EngineClient) -> None:
     assert (caught.value.code, caught.value.reason) == expected
 
 
-async def test_an_engine_that_cannot_sleep_says_so(engine: EngineClient, store: Store) -> None:
+async def test_an_engine_that_sleeps_serves_again_once_it_has_weights(
+    engine: EngineClient, store: Store
+) -> None:
     await load_weights(engine, store.first)
-    await pause(engine)
-    for call, request in ((engine.stub.Sleep, pb.SleepRequest), (engine.stub.Wake, pb.WakeRequest)):
-        with pytest.raises(RemoteError) as caught, typed_errors():
-            await call(request())
-        expected = (grpc.StatusCode.UNIMPLEMENTED, "NO_SLEEP")
-        assert (caught.value.code, caught.value.reason) == expected
-    await resume(engine)
-    assert (await generate(engine, generate_request())).completions
+    expected = (await generate(engine, generate_request(sampling={"top_k": 1}))).completions
+    not_quiet = grpc.StatusCode.FAILED_PRECONDITION, "NOT_QUIET"
+    with pytest.raises(RemoteError) as caught:
+        await engine.sleep()
+    assert (caught.value.code, caught.value.reason) == not_quiet
+    await engine.pause()
+    for _ in range(2):
+        await engine.sleep()
+        found = await engine.get()
+        assert (found.asleep, found.paused, found.HasField("weights")) == (True, True, False)
+    weights = sample_pb2.WeightVersion(version=store.first.version, digest=store.first.digest)
+    for call in (engine.prepare_weights(weights), engine.commit_weights(weights)):
+        with pytest.raises(RemoteError) as caught:
+            await call
+        assert caught.value.code is grpc.StatusCode.FAILED_PRECONDITION
+    with pytest.raises(RemoteError) as caught:
+        await generate(engine, generate_request())
+    assert caught.value.reason == "NO_WEIGHTS" and "sleeps" in caught.value.message
+    for _ in range(2):
+        await engine.wake()
+        assert not (await engine.get()).asleep
+    await load_weights(engine, store.first)
+    await engine.resume()
+    found_again = (await generate(engine, generate_request(sampling={"top_k": 1}))).completions
+    assert [c.token_ids for c in found_again] == [c.token_ids for c in expected]
 
 
 async def test_a_request_id_runs_once_and_is_answered_again(

@@ -42,7 +42,7 @@ from services.rollout.engine.reference.batch import (
 from services.rollout.engine.reference.drawing import Written
 from services.rollout.engine.reference.loading import PreparedWeights
 from services.rollout.engine.reference.model import ServingModel, Shown
-from services.rollout.errors import NoWeightsError, VersionUnavailableError
+from services.rollout.errors import NotQuietError, NoWeightsError, VersionUnavailableError
 from sluice.runtime.errors import QueueFullError, ServiceError
 
 NOTHING_SHOWN = Sight((), torch.empty(3, 0, dtype=torch.int64), {})
@@ -357,6 +357,7 @@ class EngineCore:
         self.base: ServedWeights | None = None  # the model, without adapters
         self.version: ServedWeights | None = None  # what serves whoever names no version
         self.paused: PauseMode | None = None
+        self.asleep = False
         self.draining = False  # someone waits for what runs to end: nothing new begins
         self.outbox: list[tuple[int, Outcome]] = []
         self.drawn_tokens = 0
@@ -432,6 +433,27 @@ class EngineCore:
         self.base = ServedWeights(weights.version, weights.digest)
         self._follow(self.base, list(self._live.values()))
         return retired
+
+    @torch.inference_mode()
+    def sleep(self) -> list[object]:
+        """Serves nothing from now on, and keeps neither weights nor cache.
+
+        Paused by abort, it ends what waits too. Returns what is to be freed. Raises NotQuietError
+        unless paused, and without a request then.
+        """
+        if self.paused is PauseMode.ABORT:
+            scorings = [item for item in self._live.values() if isinstance(item, Scoring)]
+            self.outbox += [(item.key, NoWeightsError("the engine sleeps")) for item in scorings]
+            self._drop(list(self._live.values()))
+        if self.paused is None or self._live:
+            raise NotQuietError("pause the engine, by abort or after its requests, to sleep")
+        self.asleep, self.base, self.version = True, None, None
+        self._intake.prefixes.clear()
+        freed: list[object] = [self._batch]
+        self._batch = None
+        if self.model is not None:
+            freed += [*self.model.adapters.release(0, ()), *self.model.drop()]
+        return freed
 
     @torch.inference_mode()
     def serve_adapter(self, adapter: ServingAdapter, *, drain: bool) -> list[ServingAdapter]:
@@ -562,7 +584,9 @@ class EngineCore:
 
     def _serving(self) -> ServingModel:
         if self.model is None or self.version is None:
-            raise NoWeightsError("the engine has no weights yet")
+            raise NoWeightsError(
+                "the engine sleeps" if self.asleep else "the engine has no weights yet"
+            )
         return self.model
 
     def _pick(self, version: int | None) -> ServedWeights:

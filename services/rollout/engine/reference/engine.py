@@ -27,6 +27,7 @@ from services.rollout.engine.interface import (
     IncomingWeights,
     PauseMode,
     RankLoad,
+    ServedWeights,
     TokenScores,
 )
 from services.rollout.engine.reference.adapters import ServingAdapter
@@ -45,6 +46,7 @@ from services.rollout.errors import (
     DuplicateRequestError,
     EngineFailedError,
     MixedWeightsError,
+    NotQuietError,
     UnfitWeightsError,
 )
 from sluice import platform
@@ -255,6 +257,7 @@ class ReferenceEngine(Engine):
         self._stagers = ThreadPoolExecutor(READERS, "engine-stage", initializer=lower_priority)
         self._versions = VersionLoader(self._dtype, self._device)
         self._serving: PreparedWeights | None = None
+        self._base_asleep: ServedWeights | None = None  # the model's own that served, meanwhile
         self._prepared = PreparedVersions[PreparedWeights | ServingAdapter]()
         self._receiver: Receiver | None = None
         self._keys = itertools.count(1)
@@ -323,6 +326,7 @@ class ReferenceEngine(Engine):
 
     async def prepare(self, version: int, digest: str, directory: Path) -> None:
         began = time.monotonic()
+        self._check_awake()
         if self._prepared.has(version, digest):
             return
         known = self._versions.model
@@ -341,6 +345,7 @@ class ReferenceEngine(Engine):
         return model
 
     async def stage(self, path: Path, shard: ShardFile) -> None:
+        self._check_awake()
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._stagers, self._versions.stage, path, shard)
 
@@ -353,6 +358,7 @@ class ReferenceEngine(Engine):
         return self._versions.model
 
     def check_incoming(self, manifest: Manifest) -> None:
+        self._check_awake()
         check_whole(manifest, self._core.adapters)
         model = self._known_model()
         if manifest.adapter is None:
@@ -423,6 +429,42 @@ class ReferenceEngine(Engine):
         gone = self._core.serve_adapter(adapter, drain=mode is PauseMode.WAIT)
         return time.monotonic() - began, gone
 
+    async def sleep(self) -> None:
+        if self._core.asleep:
+            return
+        base = self._core.base
+        freed = await self._thread.call(self._core.sleep)
+        await self._load(lambda: None)  # what was being prepared is by now
+        self._prepared.clear()
+        self._serving = None
+        self._base_asleep = base if base is not None and base.version == 0 else None
+        self._leave_transfer()
+        await self._load(partial(self._free, freed))
+
+    async def wake(self) -> None:
+        """Weights of `config.model`, which adapters are put on, are read again if they served."""
+        if not self._core.asleep:
+            return
+        if (base := self._base_asleep) is not None:
+            path = Path(self._config.model or "")
+            read = partial(open_model, path, self._dtype, self._device)
+            weights = (await self._load(read))[1]
+            if weights.digest != base.digest:
+                raise UnfitWeightsError(f"{path.name!r} is not the base that served before")
+            swap = partial(self._core.serve, self._known_model(), weights)
+            await self._thread.call(swap)
+            self._serving = weights
+        self._core.asleep = False
+
+    def _free(self, freed: list[object]) -> None:
+        freed.clear()
+        self._versions.release()
+        platform.current().release_memory()
+
+    def _check_awake(self) -> None:
+        if self._core.asleep:
+            raise NotQuietError("the engine sleeps; wake it first")
+
     def status(self) -> EngineStatus:
         core = self._core
         version, digest, _ = core.version or (None, "", "")
@@ -453,6 +495,7 @@ class ReferenceEngine(Engine):
             transfer_ranks=1,
             base=core.base,
             adapters=tuple(core.adapters),
+            asleep=core.asleep,
         )
 
     async def close(self) -> None:

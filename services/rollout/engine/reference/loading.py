@@ -150,6 +150,11 @@ class VersionLoader:
             for parameter in weights.parameters.values():
                 self._spare.give(parameter.detach())
 
+    def release(self) -> None:
+        """Keeps no memory for the next version."""
+        self.forget()
+        self._spare.clear()
+
     def load(
         self,
         version: int,

@@ -316,6 +316,14 @@ class ServingModel:
                 owner._parameters[leaf] = parameters[names[0]]
         return retired
 
+    def drop(self) -> list[torch.nn.Parameter | None]:
+        """Holds no parameters until the next `swap`; returns those that served."""
+        blank = {
+            names[0]: torch.nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+            for names, shape in self._shapes.items()
+        }
+        return self.swap(blank)
+
 
 def _widen(head: torch.nn.Linear) -> None:
     """Have `head` make float32 logits: rounded as the model is, log-probs are off by about 1e-2."""

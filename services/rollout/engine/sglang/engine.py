@@ -51,6 +51,7 @@ from services.rollout.errors import (
     DuplicateRequestError,
     EngineFailedError,
     MixedWeightsError,
+    NoSleepError,
     NotQuietError,
     NoTransferError,
     NoWeightsError,
@@ -334,6 +335,7 @@ class SglangEngine(Engine):
             deterministic=bool(capabilities and capabilities.is_seeded),
             base=base if capabilities and capabilities.lora_rank else None,
             adapters=tuple(one.weights for one in adapters.held.values()) if base else (),
+            asleep=self._is_asleep,
             extra={"restarts_total": self._replica.restart_count},
         )
 
@@ -341,6 +343,8 @@ class SglangEngine(Engine):
         async with self._changing:
             if self._is_asleep:
                 return
+            if self._replica.capabilities and self._replica.capabilities.lora_rank:
+                raise NoSleepError("SGLang keeps the base of its adapters, so it does not sleep")
             if self._paused is None or self._load.inside:
                 raise NotQuietError("pause the engine, by abort or after its requests, to sleep")
             await self._replica.occupy("release")

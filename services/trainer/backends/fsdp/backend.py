@@ -28,9 +28,10 @@ from services.trainer.backends import lora
 from services.trainer.backends.fsdp import checkpoint
 from services.trainer.backends.fsdp.export import Export
 from services.trainer.backends.fsdp.model import Asked, ShardedModel, load_model
-from services.trainer.backends.fsdp.optimizer import ShardedOptimizer
+from services.trainer.backends.fsdp.optimizer import ShardedOptimizer, local_part
 from services.trainer.backends.reference.model import PackedLayout, pack
 from services.trainer.config import Head, TrainerConfig
+from services.trainer.parking import HeldTensors
 from services.trainer.staging import StagedCheckpoint
 from sluice import platform
 from sluice.algo.collectives import create_collectives
@@ -148,6 +149,17 @@ class FsdpBackend(TrainingBackend):
         if self._lora is not None:
             return self._lora.write(directory, write, self._export.dtype)
         return self._export.write(directory, write)
+
+    def held_tensors(self) -> HeldTensors:
+        model = self._policy.model
+        parts = [local_part(p.detach()) for p in (*model.parameters(), *model.buffers())]
+        if isinstance(self._optimizer, lora.AdapterTraining):
+            return self._optimizer.optimizer.held(parts)
+        held = self._optimizer.held()
+        return HeldTensors([*parts, *held.state], held.gradients)
+
+    def release_spare(self) -> None:
+        self._reference = None
 
     def close(self) -> None:
         self._reference = None

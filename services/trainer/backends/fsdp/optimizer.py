@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from services.trainer.backend import StepOutcome
 from services.trainer.config import OptimConfig
+from services.trainer.parking import HeldTensors
 from sluice.algo.collectives import Collectives
 
 NON_FINITE = "non-finite gradient norm"
@@ -72,6 +73,12 @@ class ShardedOptimizer:
         """Forget all gradients."""
         for name, local in self.locals.items():
             self.parameters[name].grad = local.grad = None
+
+    def held(self) -> HeldTensors:
+        """Return the parts of all parameters, of what was gathered, and the optimizer's moments."""
+        moments = [kept for state in self.adam.state.values() for kept in state.values()]
+        gradients = [local_part(p.grad) for p in self.parameters.values() if p.grad is not None]
+        return HeldTensors([*self.locals.values(), *moments], gradients)
 
     def _take_gradients(self) -> None:
         for name, local in self.locals.items():

@@ -42,6 +42,7 @@ from services.trainer.backends.megatron.stepping import Stepper
 from services.trainer.backends.megatron.upstream import current_device
 from services.trainer.backends.megatron.weights import write_shards
 from services.trainer.config import Head, TrainerConfig
+from services.trainer.parking import HeldTensors
 from services.trainer.staging import StagedCheckpoint
 from sluice import platform
 from sluice.algo.losses import check_columns, compute_loss, pack_rows
@@ -159,6 +160,16 @@ class MegatronBackend(TrainingBackend):
             max_bytes=self._layout.max_shard_bytes,
             write=write,
         )
+
+    def held_tensors(self) -> HeldTensors:
+        models = self._policy.models
+        tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
+        if isinstance(self._stepper, lora.ParallelTraining):
+            return self._stepper.optimizer.held(tensors)
+        return self._stepper.held(tensors)
+
+    def release_spare(self) -> None:
+        self.__dict__.pop("_reference", None)  # of the cached property
 
     def close(self) -> None:
         dist.destroy_process_group(self._groups.checkpoint)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import (
     OptimizerConfig,
@@ -22,6 +23,7 @@ from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.backends.megatron.model import PolicyModel
 from services.trainer.backends.megatron.parallel import RankGroups
 from services.trainer.config import OptimConfig
+from services.trainer.parking import HeldTensors
 from sluice.vision import part_of
 
 FLOAT16_SCALE = 2.0**12  # losses are sums: the usual 2**32 would skip the first forty steps
@@ -120,6 +122,23 @@ class Stepper:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+
+    def held(self, others: Iterable[torch.Tensor]) -> HeldTensors:
+        """Return the buffers of Megatron's that parameters and gradients are views of, and masters
+        and moments of the optimizer, and others beside them."""
+        state, gradients = list(others), []
+        for chunk in self._chunks:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                state += [] if buffer.param_data is None else [buffer.param_data]
+                gradients.append(buffer.grad_data)
+        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            if part.is_stub_optimizer:
+                continue
+            for group in part.optimizer.param_groups:
+                state += group["params"]
+            for kept in part.optimizer.state.values():
+                state += [value for value in kept.values() if isinstance(value, torch.Tensor)]
+        return HeldTensors(state, gradients)
 
     def _clip(self, norm: float) -> None:
         if not self._settings.max_grad_norm:

@@ -26,6 +26,7 @@ from services.trainer.backends import lora, replica
 from services.trainer.backends.reference.model import ScoredModel, split_rows
 from services.trainer.backends.replica import FlatOptimizer
 from services.trainer.config import TrainerConfig
+from services.trainer.parking import HeldTensors
 from services.trainer.staging import StagedCheckpoint
 from sluice import platform
 from sluice.algo.collectives import create_collectives
@@ -133,6 +134,13 @@ class ReferenceBackend(TrainingBackend):
         if self._lora is not None:
             return self._lora.write(directory, write, dtype)
         return _write_shards(directory, self._policy.model, self.mesh, dtype, write)
+
+    def held_tensors(self) -> HeldTensors:
+        model = self._policy.model
+        return self._optimizer.held([*model.parameters(), *model.buffers()])
+
+    def release_spare(self) -> None:
+        self._reference = None
 
     def close(self) -> None:
         self._reference = None

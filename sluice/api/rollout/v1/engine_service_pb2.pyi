@@ -343,7 +343,7 @@ class RankLoad(_message.Message):
     def __init__(self, running_count: _Optional[int] = ..., waiting_count: _Optional[int] = ..., used_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
 class GetEngineResponse(_message.Message):
-    __slots__ = ("weights", "prepared_versions", "paused", "rank_loads", "max_running_count", "max_model_length", "backend", "engine_id", "last_pause", "last_preparation", "decoded_token_count", "prefilled_token_count", "deterministic", "transfer_rank_count", "transfer_group", "base", "adapters", "vocabulary")
+    __slots__ = ("weights", "prepared_versions", "paused", "rank_loads", "max_running_count", "max_model_length", "backend", "engine_id", "last_pause", "last_preparation", "decoded_token_count", "prefilled_token_count", "deterministic", "transfer_rank_count", "transfer_group", "base", "adapters", "vocabulary", "asleep")
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     PREPARED_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
@@ -362,6 +362,7 @@ class GetEngineResponse(_message.Message):
     BASE_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FIELD_NUMBER: _ClassVar[int]
+    ASLEEP_FIELD_NUMBER: _ClassVar[int]
     weights: _sample_pb2.WeightVersion
     prepared_versions: _containers.RepeatedScalarFieldContainer[int]
     paused: bool
@@ -380,4 +381,5 @@ class GetEngineResponse(_message.Message):
     base: _sample_pb2.WeightVersion
     adapters: _containers.RepeatedCompositeFieldContainer[_sample_pb2.WeightVersion]
     vocabulary: str
-    def __init__(self, weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., prepared_versions: _Optional[_Iterable[int]] = ..., paused: bool = ..., rank_loads: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., max_running_count: _Optional[int] = ..., max_model_length: _Optional[int] = ..., backend: _Optional[str] = ..., engine_id: _Optional[str] = ..., last_pause: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., last_preparation: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decoded_token_count: _Optional[int] = ..., prefilled_token_count: _Optional[int] = ..., deterministic: bool = ..., transfer_rank_count: _Optional[int] = ..., transfer_group: _Optional[str] = ..., base: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[_sample_pb2.WeightVersion, _Mapping]]] = ..., vocabulary: _Optional[str] = ...) -> None: ...
+    asleep: bool
+    def __init__(self, weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., prepared_versions: _Optional[_Iterable[int]] = ..., paused: bool = ..., rank_loads: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., max_running_count: _Optional[int] = ..., max_model_length: _Optional[int] = ..., backend: _Optional[str] = ..., engine_id: _Optional[str] = ..., last_pause: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., last_preparation: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decoded_token_count: _Optional[int] = ..., prefilled_token_count: _Optional[int] = ..., deterministic: bool = ..., transfer_rank_count: _Optional[int] = ..., transfer_group: _Optional[str] = ..., base: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[_sample_pb2.WeightVersion, _Mapping]]] = ..., vocabulary: _Optional[str] = ..., asleep: bool = ...) -> None: ...

@@ -199,8 +199,9 @@ class EngineServiceServicer(object):
 
     def Sleep(self, request, context):
         """Gives the device's memory to others: weights and cache are gone. The engine must be paused
-        and hold no request (FAILED_PRECONDITION / NOT_QUIET). UNIMPLEMENTED / NO_SLEEP where the
-        engine keeps what it has. A sleeping engine stays asleep when asked again.
+        and hold no request (FAILED_PRECONDITION / NOT_QUIET); what waits in one that was paused by
+        abort ends, or waits until it has weights. UNIMPLEMENTED / NO_SLEEP where the engine keeps what
+        it has. A sleeping engine stays asleep when asked again, and takes no weights (NOT_QUIET).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

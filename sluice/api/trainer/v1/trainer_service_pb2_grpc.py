@@ -117,6 +117,16 @@ class TrainerServiceStub(object):
                 request_serializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.PublishWeightsRequest.SerializeToString,
                 response_deserializer=google_dot_longrunning_dot_operations__pb2.Operation.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/sluice.api.trainer.v1.TrainerService/Sleep',
+                request_serializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.SleepRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.Wake = channel.unary_unary(
+                '/sluice.api.trainer.v1.TrainerService/Wake',
+                request_serializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.WakeRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.WakeResponse.FromString,
+                _registered_method=True)
 
 
 class TrainerServiceServicer(object):
@@ -246,6 +256,24 @@ class TrainerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Gives the device's memory to others: parameters, gathered gradients and optimizer state wait
+        on the host. Comes after the calls that run and a checkpoint that is being written; where that
+        takes longer than the caller waits, nothing happens. Until Wake, what needs the model is
+        refused (FAILED_PRECONDITION / TRAINER_ASLEEP); rows and columns are taken and read as ever.
+        A sleeping trainer stays asleep when asked again, and so do ranks that are restarted.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Wake(self, request, context):
+        """Takes the memory back, with all that was in it; free for a trainer that is awake.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TrainerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -328,6 +356,16 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.PublishWeights,
                     request_deserializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.PublishWeightsRequest.FromString,
                     response_serializer=google_dot_longrunning_dot_operations__pb2.Operation.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.SleepRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.SleepResponse.SerializeToString,
+            ),
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.WakeRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.WakeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -764,6 +802,60 @@ class TrainerService(object):
             '/sluice.api.trainer.v1.TrainerService/PublishWeights',
             sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.PublishWeightsRequest.SerializeToString,
             google_dot_longrunning_dot_operations__pb2.Operation.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.api.trainer.v1.TrainerService/Sleep',
+            sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.SleepRequest.SerializeToString,
+            sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.api.trainer.v1.TrainerService/Wake',
+            sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.WakeRequest.SerializeToString,
+            sluice_dot_api_dot_trainer_dot_v1_dot_trainer__service__pb2.WakeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -60,7 +60,7 @@ class RankHeartbeat(_message.Message):
     def __init__(self, activity: _Optional[str] = ...) -> None: ...
 
 class CommandResult(_message.Message):
-    __slots__ = ("sequence", "error", "sums", "step", "columns", "shards", "advantages", "transfer_address", "encode_seconds", "transfer_failure", "sent_bytes", "transfer_backend", "checkpoint_files", "traits", "measured")
+    __slots__ = ("sequence", "error", "sums", "step", "columns", "shards", "advantages", "transfer_address", "encode_seconds", "transfer_failure", "sent_bytes", "transfer_backend", "checkpoint_files", "traits", "measured", "slept")
     class MeasuredEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -83,6 +83,7 @@ class CommandResult(_message.Message):
     CHECKPOINT_FILES_FIELD_NUMBER: _ClassVar[int]
     TRAITS_FIELD_NUMBER: _ClassVar[int]
     MEASURED_FIELD_NUMBER: _ClassVar[int]
+    SLEPT_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     error: _status_pb2.Status
     sums: PassSums
@@ -98,7 +99,16 @@ class CommandResult(_message.Message):
     checkpoint_files: _containers.RepeatedCompositeFieldContainer[CheckpointFile]
     traits: AlgorithmTraits
     measured: _containers.ScalarMap[str, float]
-    def __init__(self, sequence: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., sums: _Optional[_Union[PassSums, _Mapping]] = ..., step: _Optional[_Union[StepResult, _Mapping]] = ..., columns: _Optional[_Union[_sample_pb2.BlobReference, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[WrittenShard, _Mapping]]] = ..., advantages: _Optional[_Union[AdvantageResult, _Mapping]] = ..., transfer_address: _Optional[str] = ..., encode_seconds: _Optional[float] = ..., transfer_failure: _Optional[str] = ..., sent_bytes: _Optional[int] = ..., transfer_backend: _Optional[str] = ..., checkpoint_files: _Optional[_Iterable[_Union[CheckpointFile, _Mapping]]] = ..., traits: _Optional[_Union[AlgorithmTraits, _Mapping]] = ..., measured: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    slept: SleptBytes
+    def __init__(self, sequence: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., sums: _Optional[_Union[PassSums, _Mapping]] = ..., step: _Optional[_Union[StepResult, _Mapping]] = ..., columns: _Optional[_Union[_sample_pb2.BlobReference, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[WrittenShard, _Mapping]]] = ..., advantages: _Optional[_Union[AdvantageResult, _Mapping]] = ..., transfer_address: _Optional[str] = ..., encode_seconds: _Optional[float] = ..., transfer_failure: _Optional[str] = ..., sent_bytes: _Optional[int] = ..., transfer_backend: _Optional[str] = ..., checkpoint_files: _Optional[_Iterable[_Union[CheckpointFile, _Mapping]]] = ..., traits: _Optional[_Union[AlgorithmTraits, _Mapping]] = ..., measured: _Optional[_Mapping[str, float]] = ..., slept: _Optional[_Union[SleptBytes, _Mapping]] = ...) -> None: ...
+
+class SleptBytes(_message.Message):
+    __slots__ = ("state_bytes", "freed_bytes")
+    STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    state_bytes: int
+    freed_bytes: int
+    def __init__(self, state_bytes: _Optional[int] = ..., freed_bytes: _Optional[int] = ...) -> None: ...
 
 class AlgorithmTraits(_message.Message):
     __slots__ = ("columns", "head", "silent", "rounds", "compares_siblings", "whitens", "width")
@@ -235,7 +245,7 @@ class WrittenTensor(_message.Message):
     def __init__(self, dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class FollowResponse(_message.Message):
-    __slots__ = ("sequence", "add_rows", "drop_batch", "compute_logprobs", "compute_advantages", "set_columns", "read_columns", "forward_backward", "step", "discard", "save", "load", "publish", "shutdown", "compute_values", "open_transfer", "send_weights", "describe", "measure")
+    __slots__ = ("sequence", "add_rows", "drop_batch", "compute_logprobs", "compute_advantages", "set_columns", "read_columns", "forward_backward", "step", "discard", "save", "load", "publish", "shutdown", "compute_values", "open_transfer", "send_weights", "describe", "measure", "sleep", "wake")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ADD_ROWS_FIELD_NUMBER: _ClassVar[int]
     DROP_BATCH_FIELD_NUMBER: _ClassVar[int]
@@ -255,6 +265,8 @@ class FollowResponse(_message.Message):
     SEND_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     DESCRIBE_FIELD_NUMBER: _ClassVar[int]
     MEASURE_FIELD_NUMBER: _ClassVar[int]
+    SLEEP_FIELD_NUMBER: _ClassVar[int]
+    WAKE_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     add_rows: AddRows
     drop_batch: DropBatch
@@ -274,7 +286,9 @@ class FollowResponse(_message.Message):
     send_weights: SendWeightsCommand
     describe: DescribeCommand
     measure: MeasureCommand
-    def __init__(self, sequence: _Optional[int] = ..., add_rows: _Optional[_Union[AddRows, _Mapping]] = ..., drop_batch: _Optional[_Union[DropBatch, _Mapping]] = ..., compute_logprobs: _Optional[_Union[LogprobsCommand, _Mapping]] = ..., compute_advantages: _Optional[_Union[AdvantagesCommand, _Mapping]] = ..., set_columns: _Optional[_Union[SetColumns, _Mapping]] = ..., read_columns: _Optional[_Union[ReadColumns, _Mapping]] = ..., forward_backward: _Optional[_Union[GradientsCommand, _Mapping]] = ..., step: _Optional[_Union[StepCommand, _Mapping]] = ..., discard: _Optional[_Union[DiscardCommand, _Mapping]] = ..., save: _Optional[_Union[SaveCommand, _Mapping]] = ..., load: _Optional[_Union[LoadCommand, _Mapping]] = ..., publish: _Optional[_Union[PublishCommand, _Mapping]] = ..., shutdown: _Optional[_Union[ShutdownCommand, _Mapping]] = ..., compute_values: _Optional[_Union[ValuesCommand, _Mapping]] = ..., open_transfer: _Optional[_Union[OpenTransferCommand, _Mapping]] = ..., send_weights: _Optional[_Union[SendWeightsCommand, _Mapping]] = ..., describe: _Optional[_Union[DescribeCommand, _Mapping]] = ..., measure: _Optional[_Union[MeasureCommand, _Mapping]] = ...) -> None: ...
+    sleep: SleepCommand
+    wake: WakeCommand
+    def __init__(self, sequence: _Optional[int] = ..., add_rows: _Optional[_Union[AddRows, _Mapping]] = ..., drop_batch: _Optional[_Union[DropBatch, _Mapping]] = ..., compute_logprobs: _Optional[_Union[LogprobsCommand, _Mapping]] = ..., compute_advantages: _Optional[_Union[AdvantagesCommand, _Mapping]] = ..., set_columns: _Optional[_Union[SetColumns, _Mapping]] = ..., read_columns: _Optional[_Union[ReadColumns, _Mapping]] = ..., forward_backward: _Optional[_Union[GradientsCommand, _Mapping]] = ..., step: _Optional[_Union[StepCommand, _Mapping]] = ..., discard: _Optional[_Union[DiscardCommand, _Mapping]] = ..., save: _Optional[_Union[SaveCommand, _Mapping]] = ..., load: _Optional[_Union[LoadCommand, _Mapping]] = ..., publish: _Optional[_Union[PublishCommand, _Mapping]] = ..., shutdown: _Optional[_Union[ShutdownCommand, _Mapping]] = ..., compute_values: _Optional[_Union[ValuesCommand, _Mapping]] = ..., open_transfer: _Optional[_Union[OpenTransferCommand, _Mapping]] = ..., send_weights: _Optional[_Union[SendWeightsCommand, _Mapping]] = ..., describe: _Optional[_Union[DescribeCommand, _Mapping]] = ..., measure: _Optional[_Union[MeasureCommand, _Mapping]] = ..., sleep: _Optional[_Union[SleepCommand, _Mapping]] = ..., wake: _Optional[_Union[WakeCommand, _Mapping]] = ...) -> None: ...
 
 class AddRows(_message.Message):
     __slots__ = ("batch_id", "blobs")
@@ -491,5 +505,15 @@ class SendWeightsCommand(_message.Message):
     def __init__(self, transfer_group: _Optional[str] = ..., version: _Optional[int] = ..., bucket_bytes: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class ShutdownCommand(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SleepCommand(_message.Message):
+    __slots__ = ("keep_gradients",)
+    KEEP_GRADIENTS_FIELD_NUMBER: _ClassVar[int]
+    keep_gradients: bool
+    def __init__(self, keep_gradients: bool = ...) -> None: ...
+
+class WakeCommand(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
