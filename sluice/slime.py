@@ -215,7 +215,7 @@ FLAGS: dict[str, Flag] = {
         "engine_gpus", _int, "rollout: engine.sglang.server_args.tp_size"
     ),
     "num-gpus-per-node": _unneeded("`devices` of a service names those that it sees"),
-    "colocate": _by_hand("trainer and engines are processes of their own, on devices of their own"),
+    "colocate": _by_hand("run.yaml placement: colocated: docs/colocation.md"),
     "offload": _by_hand("see colocate"),
     "offload-train": _by_hand("see colocate"),
     "offload-rollout": _by_hand("see colocate"),

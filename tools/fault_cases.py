@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-# Settings of a run, by schedule. Only the first one's weights can be compared.
+# Settings of a run, by schedule. Those that are deterministic have the same weights.
 SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "sync": {},
+    "colocated": {"placement": "colocated"},
     "asynchronous": {"deterministic": False, "max_staleness": 3},
     "over-sampled": {"deterministic": False, "over_sampling": 1.5},
 }
@@ -35,6 +36,11 @@ class Fault:
     @property
     def is_kill(self) -> bool:
         return not self.name.startswith("reply.")
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether the run has the weights of an undisturbed one, which is synchronous."""
+        return SCHEDULES[self.schedule].get("deterministic", True)
 
 
 # The run: 5 steps, run checkpoints at 0, 2, 4 and 5. The first of them, and the first publication,
@@ -109,6 +115,38 @@ SCHEDULED = (
     Fault("loop", "surplus", 3, "over-sampled"),
     Fault("episodes", "journal.settled", 3, "over-sampled"),
 )
+# Engines and ranks take turns: each hand-over is passed once before the first step, then by steps.
+COLOCATED = (
+    Fault("loop", "engines_asleep", 1, "colocated"),
+    Fault("loop", "engines_asleep", 3, "colocated"),
+    Fault("loop", "trainers_awake", 3, "colocated"),
+    Fault("loop", "trainers_asleep", 1, "colocated"),
+    Fault("loop", "trainers_asleep", 4, "colocated"),
+    Fault("loop", "committed", 4, "colocated"),
+    Fault("loop", "version", 3, "colocated"),
+    Fault("trainer", "rank0.sleep", 2, "colocated"),
+    Fault("trainer", "rank1.sleep", 3, "colocated", stops=True),
+    Fault("trainer", "rank1.wake", 2, "colocated"),
+    Fault("trainer", "rank0.wake", 3, "colocated", stops=True),
+    Fault("trainer", "done.Sleep", 3, "colocated"),
+    Fault("trainer", "done.Wake", 3, "colocated"),
+    Fault("trainer", "done.Wake", 2, "colocated", stops=True),
+    Fault("trainer", "reply.Sleep", 3, "colocated"),
+    Fault("trainer", "reply.Wake", 3, "colocated"),
+    Fault("trainer", "rank1.written", 2, "colocated"),
+    Fault("engine-0", "done.Sleep", 3, "colocated"),
+    Fault("engine-0", "done.Wake", 3, "colocated"),
+    Fault("engine-1", "done.Sleep", 2, "colocated", stops=True),
+    Fault("engine-1", "done.Wake", 3, "colocated", stops=True),
+    Fault("engine-1", "done.Pause", 3, "colocated"),
+    Fault("engine-0", "done.Resume", 3, "colocated"),
+    Fault("engine-0", "reply.Sleep", 3, "colocated"),
+    Fault("engine-1", "reply.Wake", 3, "colocated"),
+    Fault("engine-0", "reply.Resume", 3, "colocated"),
+    Fault("engine-1", "engine.prepared", 3, "colocated"),
+    Fault("engine-0", "engine.swapped", 3, "colocated"),
+    Fault("episodes", "journal.recorded", 3, "colocated"),
+)
 LOST_REPLIES = (
     Fault("trainer", "reply.UploadBatch", 2),
     Fault("trainer", "reply.ForwardBackward", 2),
@@ -151,6 +189,7 @@ class Disturbance:
     killed: tuple[str, ...] = ()
     restart: bool = False
     timeout: float | None = None  # for services to be ready; None is that of all runs
+    schedule: str = "sync"
 
     @property
     def needs_namespaces(self) -> bool:
@@ -160,7 +199,8 @@ class Disturbance:
 
     def __str__(self) -> str:
         with_them = f" + {','.join(self.killed)}" if self.killed else ""
-        return f"{self.kind} {self.target}{with_them}, {self.at} #{self.passing}"
+        schedule = "" if self.schedule == "sync" else f" {self.schedule}"
+        return f"{self.kind} {self.target}{with_them}, {self.at} #{self.passing}{schedule}"
 
 
 _SERVICES = ("router", "converter", "trainer", "engine-0", "engine-1", "episodes")
@@ -183,6 +223,10 @@ def _signals() -> Iterable[Disturbance]:
     for process in ("trainer", "rank1"):
         yield Disturbance("stop", process, *training)
     yield Disturbance("kill again", "rank0", "uploaded", 3)
+    for at in ("engines_asleep", "trainers_awake", "trainers_asleep"):
+        for process in ("trainer", "rank1", "engine-0", "loop"):
+            yield Disturbance("kill", process, at, 3, schedule="colocated")
+            yield Disturbance("pause", process, at, 3, schedule="colocated")
 
 
 def _files() -> Iterable[Disturbance]:
@@ -272,6 +316,14 @@ SHORT = (
     Fault("rollout", "journal.recorded", 3),
     Fault("router", "done.StreamLeases", 3),
     Fault("trainer", "reply.ForwardBackward", 2),
+)
+SHORT_COLOCATED = (
+    Fault("loop", "engines_asleep", 3, "colocated"),
+    Fault("loop", "trainers_asleep", 4, "colocated"),
+    Fault("trainer", "rank0.sleep", 3, "colocated"),
+    Fault("trainer", "done.Wake", 3, "colocated"),
+    Fault("rollout", "done.Sleep", 3, "colocated"),
+    Fault("rollout", "done.Wake", 3, "colocated", stops=True),
 )
 SHORT_SCHEDULED = (
     Fault("loop", "consumed", 4, "asynchronous"),

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.fault_cases import (
+    COLOCATED,
     DISTURBANCES,
     KILLS,
     LOST_REPLIES,
@@ -124,7 +125,7 @@ def inject(stack: Stack, fault: Fault, reference: Outcome, seconds: float) -> Ou
     name = f"{fault.process}-{fault.name}-{fault.passing}-{fault.schedule}"
     name += "-stopped" if fault.stops else ""
     outcome = FaultRun(stack, name, seconds, SCHEDULES[fault.schedule]).run(fault)
-    return against(reference, outcome) if fault.schedule == "sync" else outcome
+    return against(reference, outcome) if fault.is_comparable else outcome
 
 
 def disturb(stack: Stack, disturbance: Disturbance, reference: Outcome, seconds: float) -> Outcome:
@@ -133,6 +134,7 @@ def disturb(stack: Stack, disturbance: Disturbance, reference: Outcome, seconds:
     A case with nothing to disturb shows nothing, and counts as lost.
     """
     changes: dict[str, Any] = {
+        **SCHEDULES[disturbance.schedule],
         "steps": DISTURBED_STEPS,
         "retention": {"cuts": 2, "blob_grace_seconds": 0.001},
     }
@@ -218,7 +220,7 @@ def _matrix(flags: argparse.Namespace, directory: Path, number: int) -> Totals:
 
     faults = [
         fault
-        for fault in (*KILLS, *SCHEDULED, *LOST_REPLIES)
+        for fault in (*KILLS, *SCHEDULED, *COLOCATED, *LOST_REPLIES)
         if is_wanted(f"{fault.process}/{fault.name} {fault.schedule}")
     ][share]
     disturbances, partitions = chosen(DISTURBANCES), chosen(PARTITIONS)

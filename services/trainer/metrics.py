@@ -20,7 +20,7 @@ SLEEP_SECONDS = with_values(
     Histogram(
         "sluice_trainer_sleep_duration_seconds",
         "Falling asleep and waking: state off the devices and back.",
-        ["direction"],
+        ["kind"],
         buckets=MINUTES,
     ),
     ("sleep", "wake"),

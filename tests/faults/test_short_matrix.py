@@ -2,7 +2,7 @@
 
 import pytest
 
-from tools.fault_cases import SHORT, SHORT_DISTURBANCES, Disturbance, Fault
+from tools.fault_cases import SHORT, SHORT_COLOCATED, SHORT_DISTURBANCES, Disturbance, Fault
 from tools.fault_matrix import disturb, inject, kill_all
 from tools.fault_stack import STEPS
 
@@ -23,6 +23,20 @@ def test_a_run_survives(stack, seconds, fault: Fault):
     assert outcome.starts == (2 if fault.process == "loop" else 1)
     if not fault.is_kill:
         assert outcome.returns == 0  # a retry gets the answer, no work is done again
+
+
+@pytest.mark.parametrize(
+    "fault", SHORT_COLOCATED, ids=lambda fault: f"{fault.process}-{fault.name}"
+)
+def test_a_run_on_shared_devices_has_the_weights_of_one_that_shares_none(
+    stack, seconds, fault: Fault
+):
+    services, reference = stack
+    outcome = inject(services, fault, reference, seconds)
+    assert not outcome.failure
+    assert (outcome.lost, outcome.doubled, outcome.hung) == (0, 0, False)
+    assert outcome.digests == reference.digests
+    assert outcome.starts == (2 if fault.process == "loop" else 1)
 
 
 @pytest.mark.parametrize("disturbance", SHORT_DISTURBANCES, ids=str)

@@ -13,11 +13,18 @@ from sluice.api.router.v1 import router_service_pb2_grpc as router_grpc
 from sluice.client import RouterClient
 from sluice.config import ConfigError
 from sluice.loop.fleet import EngineFleet, FleetConfig, NoEngineError
+from sluice.runtime.errors import ServiceError
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import Server, ServerConfig
 from tests.patience import PATIENCE
 
 FIRST = sample_pb2.WeightVersion(version=1, digest="one")
+
+
+class RefusedSleepError(ServiceError):
+    def __init__(self, code: grpc.StatusCode, reason: str) -> None:
+        super().__init__("it does not")
+        self.code, self.reason = code, reason
 
 
 class Engine(engine_grpc.EngineServiceServicer):
@@ -27,9 +34,39 @@ class Engine(engine_grpc.EngineServiceServicer):
         self.staging: list[int] = []  # versions that it is asked to read ahead
         self.forgotten: list[int] = []
         self.committed = asyncio.Event()
+        self.paused = self.asleep = False
+        self.asked: list[str] = []  # of sleep and its end
+        self.refusal: tuple[grpc.StatusCode, str] | None = None  # of Sleep
 
     async def GetEngine(self, request, context):
-        return engine_pb.GetEngineResponse(weights=self.weights, deterministic=self.deterministic)
+        return engine_pb.GetEngineResponse(
+            weights=self.weights,
+            deterministic=self.deterministic,
+            paused=self.paused,
+            asleep=self.asleep,
+        )
+
+    async def Pause(self, request, context):
+        self.paused = True
+        return engine_pb.PauseResponse()
+
+    async def Resume(self, request, context):
+        self.asked.append("resume")
+        self.paused = False
+        return engine_pb.ResumeResponse()
+
+    async def Sleep(self, request, context):
+        assert self.paused
+        if self.refusal is not None:
+            raise RefusedSleepError(*self.refusal)
+        self.asked.append("sleep")
+        self.asleep, self.weights = True, None
+        return engine_pb.SleepResponse()
+
+    async def Wake(self, request, context):
+        self.asked.append("wake")
+        self.asleep = False
+        return engine_pb.WakeResponse()
 
     async def StageWeights(self, request, context):
         self.staging.append(request.version)
@@ -44,6 +81,7 @@ class Engine(engine_grpc.EngineServiceServicer):
         return engine_pb.PrepareWeightsResponse()
 
     async def CommitWeights(self, request, context):
+        assert not self.asleep
         self.weights = request.weights
         return engine_pb.CommitWeightsResponse()
 
@@ -174,6 +212,45 @@ async def test_an_engine_that_comes_late_is_brought_up(world):
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
     assert late.weights == FIRST
+
+
+async def test_engines_sleep_and_weights_wake_them(world):
+    engines = [await world.add_engine(name) for name in "ab"]
+    fleet = await world.fleet(shares_devices=True)
+    for _ in range(2):
+        await fleet.sleep(PATIENCE)
+        await fleet.sleep(PATIENCE)  # free
+        assert all(engine.asleep for engine in engines)
+        report = await fleet.commit(FIRST, PATIENCE)
+        assert report.engine_count == 2
+    for engine in engines:
+        assert engine.asked == ["sleep", "wake", "resume"] * 2
+        assert (engine.asleep, engine.paused, engine.weights) == (False, False, FIRST)
+
+
+async def test_an_engine_that_comes_late_sleeps_with_the_others(world):
+    await world.add_engine("first")
+    fleet = await world.fleet(shares_devices=True)
+    await fleet.sleep(PATIENCE)
+    late = await world.add_engine("late")
+    keeping = asyncio.create_task(fleet.keep_up())
+    await until(lambda: late.asleep)
+    await fleet.commit(FIRST, PATIENCE)
+    late.paused = True  # nobody heard the answer to its resumption, or it never came
+    await until(lambda: not late.paused)
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def test_an_engine_that_cannot_sleep_ends_the_run_and_one_that_does_not_is_named(world):
+    engine = await world.add_engine("e")
+    fleet = await world.fleet(shares_devices=True)
+    engine.refusal = grpc.StatusCode.UNIMPLEMENTED, "NO_SLEEP"
+    with pytest.raises(ConfigError, match=r"placement: colocated .* e at .* it does not"):
+        await fleet.sleep(PATIENCE)
+    engine.refusal = grpc.StatusCode.FAILED_PRECONDITION, "NOT_QUIET"
+    with pytest.raises(NoEngineError, match=r"all engines to sleep .* e: .*NOT_QUIET"):
+        await fleet.sleep(0.3)
 
 
 async def until(condition) -> None:

@@ -116,3 +116,34 @@ def test_what_only_just_works_is_taken():
 )
 def test_sampling_that_cuts_off_says_so(settings, truncates):
     assert configured(**sampling(**settings)).sampling.truncates is truncates
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_staleness": 1}, "placement: colocated needs max_staleness 0"),
+        ({"over_sampling": 1.5}, "placement: colocated needs over_sampling 1"),
+        ({"weight_transport": "collective"}, "placement: colocated needs weight_transport store"),
+        (
+            {
+                "evaluation": {
+                    "datasets": {"a": {"prompts": {"index_count": 5}}},
+                    "beside_training": True,
+                }
+            },
+            r"placement: colocated needs evaluation\.beside_training false",
+        ),
+        *[({"placement": wrong}, "placement") for wrong in ("", "shared", "Colocated", None, 1)],
+    ],
+)
+def test_what_needs_both_at_once_is_refused_on_shared_devices(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        configured(**{"placement": "colocated", **changes})
+    if "placement" not in changes:
+        configured(**changes)  # each with devices of its own
+
+
+def test_evaluations_wait_on_shared_devices_unless_they_say_they_do_not():
+    datasets = {"a": {"prompts": {"index_count": 5}}}
+    configured(placement="colocated", evaluation={"datasets": datasets})
+    configured(placement="colocated", evaluation={"datasets": datasets, "beside_training": False})
