@@ -77,6 +77,14 @@ build/lm-eval/.installed:
 	build/lm-eval/bin/python -m pip install --quiet 'lm-eval[api]==0.4.13'
 	touch $@
 
+# trackers bring web frameworks and more; what Sluice needs comes from the environment beside it
+build/trackers/.installed: $(VENV)/.dev constraints.txt
+	$(PYTHON) -m venv build/trackers
+	build/trackers/bin/python -m pip install --quiet --disable-pip-version-check $$(grep -E '^(wandb|mlflow-skinny|trackio)==' constraints.txt)
+	echo "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" > \
+		"$$(build/trackers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dependencies.pth"
+	touch $@
+
 setup: $(VENV)/.dev  ## make the virtual environment with everything for work on the code
 
 proto: $(VENV)/.dev  ## regenerate sluice/api from protos/
@@ -100,7 +108,7 @@ lint: $(VENV)/.dev  ## style, types, layers, contract, generated files
 	$(BIN)/buf breaking protos --against protos/released.binpb
 
 test: lint  ## what CI runs: lint, unit, service, contract, short end-to-end
-	$(TEST_ALL) --ignore tests/megatron --ignore tests/lm_eval --ignore tests/pages --ignore tests/vision
+	$(TEST_ALL) --ignore tests/megatron --ignore tests/lm_eval --ignore tests/pages --ignore tests/trackers --ignore tests/vision
 	$(TEST) tests/megatron tests/vision -m "fast and not sglang"
 	$(MAKE) build/sglang/.installed
 	$(TEST) tests/sglang -m "sglang and fast"
@@ -138,6 +146,9 @@ test-sglang: $(VENV)/.dev build/sglang/.installed  ## the engine contract and mo
 
 test-sandbox: $(VENV)/.dev  ## hostile programs in the sandbox of the grader `code`, and without it
 	$(TEST) tests/unit/rollout/test_code_grader.py tests/sandbox
+
+test-trackers: build/trackers/.installed  ## real Weights & Biases (offline), MLflow and trackio, read back
+	OMP_NUM_THREADS=1 PYTHONPATH="$(CURDIR)" build/trackers/bin/python -m pytest -q tests/trackers
 
 test-pages: $(VENV)/.dev  ## report and trace in a headless browser (Debian's chromium, or CHROMIUM=)
 	$(TEST) tests/pages
@@ -253,5 +264,5 @@ accelerator-check: $(VENV)/.dev  ## the whole system on the device at hand: righ
 clean:  ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help observability-check accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-pages proto docs lint test house stress-tests test-fsdp test-lora test-models models-table test-megatron test-openai demo demo-vision demo-geometry demo-smollm2 fault-matrix fuzz soak test-slurm compose-smoke \
+.PHONY: help observability-check accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-pages test-trackers proto docs lint test house stress-tests test-fsdp test-lora test-models models-table test-megatron test-openai demo demo-vision demo-geometry demo-smollm2 fault-matrix fuzz soak test-slurm compose-smoke \
 	verify bench bench-models bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-loop bench-fleet bench-demo bench-training bench-checkpoint bench-algorithms bench-router bench-router-simulation clean

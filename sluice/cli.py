@@ -213,6 +213,7 @@ async def run_sft(config: SftConfig) -> None:
         await stack.enter_async_context(_own_port(config))
         report = stack.enter_context(RunReport(config.run_dir, steps, line=LINE))
         report.begin("sft", config.model_dump(mode="json"))
+        report.track(config.trackers, config.model_dump(mode="json"))
         run = SftRun(config, rows, report)
         try:
             await run.start()
@@ -272,6 +273,7 @@ async def run_training(
         await stack.enter_async_context(_own_port(config))
         report = stack.enter_context(RunReport(config.run_dir, config.steps))
         report.begin("train", config.model_dump(mode="json"))
+        report.track(config.trackers, config.model_dump(mode="json"))
         run = TrainingRun(config, report, critic)
         try:
             await run.start()

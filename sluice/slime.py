@@ -428,8 +428,8 @@ FLAGS: dict[str, Flag] = {
     "moe-token-dispatcher-type": _unneeded("all-to-all"),
     "moe-enable-deepep": _absent("experts exchange tokens all-to-all"),
     # what people look at
-    "use-wandb": _by_hand("see the keys of docs/metrics.md and metrics.jsonl"),
-    "use-tensorboard": _by_hand("see the keys of docs/metrics.md and metrics.jsonl"),
+    "use-wandb": _by_hand("trackers.wandb of run.yaml: docs/trackers.md"),
+    "use-tensorboard": _by_hand("trackers.tensorboard of run.yaml: docs/trackers.md"),
     "save-debug-rollout-data": _unneeded("`sluice samples` has them"),
     "load-debug-rollout-data": _absent("a ledger's groups are trained on as they are"),
     "debug-train-only": _absent("supervised training is `sluice sft`"),

@@ -12,7 +12,10 @@ ROOT = Path(__file__).parent.parent
 DEVICE_FREE = ("sluice/", "services/", "examples/")
 DEVICE_FILES = {"sluice/platform.py"}
 DEVICE_WORDS = re.compile(r"""["'](cuda|npu|nccl|hccl)["']|\.cuda\(|torch\.cuda""")
-BROAD = {"sluice/runtime/interceptors.py"}
+BROAD = {  # the servicers' last resort, and the process of a tracker, of whatever it raises
+    "sluice/runtime/interceptors.py",
+    "sluice/loop/tracking.py",
+}
 BAD_NAMES = re.compile(r"(utils?|helpers?|manager|misc)\.py$")
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from prometheus_client.metrics import MetricWrapperBase
 
+from sluice.loop.metrics import ROW_KEYS
 from sluice.runtime.metrics import Reading, closed_sets
 
 ROOT = Path(__file__).parent.parent
@@ -37,6 +38,14 @@ sets, of which `method` and `code` are given by gRPC, `pool`, `engine` and `rank
 
 How far engines are behind the trainer, in weight versions:
 `scalar(max(sluice_trainer_weight_version)) - sluice_rollout_weight_version`.
+"""
+
+
+KEYS_HEAD = """## Rows of a run
+
+Keys of `RUN_DIR/metrics.jsonl`, a row a step, and of trackers ([trackers.md](trackers.md)). Which
+of them a run has depends on its algorithm. Evaluations are rows of their own in the file, with
+`evaluation` and `dataset`; there their keys have no `eval/<data set>/`.
 """
 
 
@@ -93,7 +102,9 @@ def page() -> str:
         lines += ["| metric | type | labels | what |", "|---|---|---|---|"]
         lines += [_row(metric) for metric in declared(service)]
         lines.append("")
-    return "\n".join(lines)
+    lines += [KEYS_HEAD, "| key | what |", "|---|---|"]
+    lines += [f"| `{key}` | {text} |" for key, text in ROW_KEYS.items()]
+    return "\n".join(lines) + "\n"
 
 
 SECURITY = ROOT / "docs" / "security.md"

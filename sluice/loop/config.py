@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from sluice.algo.spec import AdvantageSpec, LossSpec, known_columns
 from sluice.config import Config, ProcessConfig
+from sluice.loop.trackers import TrackersConfig
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import ServerConfig
 
@@ -269,6 +270,7 @@ class CommonRunConfig(ProcessConfig):
     checkpoint_every: int = Field(50, ge=0, description="Steps; 0 is never.")
     resume: bool = Field(False, description="Go on with what run_dir holds.")
     retention: RetentionConfig = RetentionConfig()
+    trackers: TrackersConfig = TrackersConfig()
     service_timeout_seconds: float = Field(300, gt=0, description="For services to be ready.")
 
     @property

@@ -50,7 +50,7 @@ class RunJournal:
             host=socket.gethostname(),
             cores=os.cpu_count(),
             versions=installed_versions(),
-            config=_without_secrets(config),
+            config=without_secrets(config),
         )
 
 
@@ -65,16 +65,17 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def _without_secrets(value: Any) -> Any:
+def without_secrets(value: Any) -> Any:
+    """Settings as others may see them: values of keys that hold secrets are left out."""
     if isinstance(value, Mapping):
         return {
             key: "(left out)"
             if isinstance(inner, str) and inner and _SECRET.search(str(key))
-            else _without_secrets(inner)
+            else without_secrets(inner)
             for key, inner in value.items()
         }
     if isinstance(value, list | tuple):
-        return [_without_secrets(inner) for inner in value]
+        return [without_secrets(inner) for inner in value]
     return value
 
 

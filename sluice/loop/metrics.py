@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,11 +37,93 @@ LENGTH = Gauge("sluice_loop_response_length_tokens", "Mean response of the last 
 STALENESS = Gauge(
     "sluice_loop_staleness_steps", "Steps since the oldest weights that sampled the last step."
 )
+TRACKER_FAILURES = with_values(
+    Counter(
+        "sluice_loop_tracker_failures_total", "What trackers of the run failed at.", ["tracker"]
+    ),
+    ("tensorboard", "wandb", "mlflow", "trackio"),
+)
 SCORE = Gauge("sluice_loop_score", "Last score on a data set of held-out tasks.", ["dataset"])
 
 REWARD.set(math.nan)  # until a step tells: none of them is 0
 LENGTH.set(math.nan)
 STALENESS.set(math.nan)
+
+# Keys of the rows of metrics.jsonl, which are those of trackers; <name> stands for a name of the
+# run. The metrics of a user's own loss or advantage come on top, under the names they give.
+ROW_KEYS = {
+    "optimizer_step": "Optimizer steps of the trainer.",
+    "weight_version": "Version of the weights after the step.",
+    "reward_mean": "Mean reward of the samples.",
+    "reward_mean_unfiltered": "The same before filters and surplus.",
+    "reward_mean/<environment>": "Mean reward of one environment of a mixture.",
+    "response_length_mean": "Mean tokens of a response.",
+    "response_length_mean/<environment>": "The same of one environment.",
+    "groups/<environment>": "Groups of one environment.",
+    "filtered_groups": "Groups that filters dropped for this step.",
+    "surplus_groups": "Groups that over-sampling left over.",
+    "silent_groups": "Groups whose advantages are all 0.",
+    "advantage": "Mean advantage of trained tokens.",
+    "advantage_abs_mean": "Mean absolute advantage of trained tokens.",
+    "loss": "Loss, with all its terms.",
+    "policy_loss": "Its term of the policy.",
+    "entropy": "Entropy of the policy, nats a token.",
+    "negative_logprob": "Of supervised tokens, nats a token.",
+    "ratio": "Mean ratio to the old policy.",
+    "clipped_low": "Share of tokens whose ratio the lower bound cut.",
+    "clipped_high": "Share of tokens whose ratio the upper bound cut.",
+    "clipped_dual": "Share of tokens that the second bound of dual clipping cut.",
+    "clipped_covariance": "Share of tokens that clip_cov holds.",
+    "penalised_covariance": "Share of tokens that kl_cov penalises.",
+    "kl_old_k1": "KL to the old policy, estimator k1, nats a token.",
+    "kl_old_k3": "KL to the old policy, estimator k3, nats a token.",
+    "kl_reference": "KL to the reference model, nats a token.",
+    "kl_in_reward": "KL that was taken off rewards, nats a token.",
+    "kl_teacher": "KL to the teacher, nats a token.",
+    "rollout_mismatch": "Mean abs(trainer - engine) of log-probs of sampled tokens, nats.",
+    "rollout_mismatch_k3": "KL from engine to trainer, estimator k3, nats a token.",
+    "importance_weight": "Mean weight that corrects for the engines' policy.",
+    "importance_dropped": "Share of tokens that its bounds dropped.",
+    "opsm_dropped": "Share of tokens that off-policy sequence masking dropped.",
+    "correction_<n>_dropped": "Share of tokens that a stage of corrections dropped.",
+    "tokens": "Tokens that the loss was of.",
+    "grad_norm": "Gradient norm, unclipped.",
+    "learning_rate": "Learning rate of the last optimizer step.",
+    "critic_<metric>": "What the critic's loss and steps have: loss, clipped_value, return, "
+    "grad_norm and so on.",
+    "staleness_max": "Steps since the oldest weights that sampled a token.",
+    "staleness_mean": "Mean of the groups' largest.",
+    "skipped": "Optimizer steps that were skipped (in the file: why).",
+    "engines": "Engines that serve the new weights.",
+    "prepare_seconds": "Longest preparation of the weights by an engine.",
+    "pause_seconds": "Longest pause of an engine for the new weights.",
+    "rollout_seconds": "Wait for groups.",
+    "train_seconds": "Training on them.",
+    "publish_seconds": "Publication, and the engines' change where the run waits for it.",
+    "step_seconds": "The whole step.",
+    "epoch": "Of supervised training: passes over the file.",
+    "rows": "Of supervised training: rows of the step.",
+    "spool_seconds": "Of supervised training: tokenising and storing them.",
+    "eval/<data set>/score": "Mean reward on held-out tasks.",
+    "eval/<data set>/score_std": "Its standard deviation over tasks.",
+    "eval/<data set>/score_error": "Its standard error.",
+    "eval/<data set>/pass@<k>": "Share of tasks that one of k samples solves.",
+    "eval/<data set>/response_length_mean": "Mean tokens of a response.",
+    "eval/<data set>/truncated_share": "Share of responses that the limit cut.",
+    "eval/<data set>/groups": "Tasks that were scored.",
+    "eval/<data set>/failed_groups": "Tasks that could not be.",
+    "eval/<data set>/samples_per_group": "Samples of a task.",
+    "eval/<data set>/seconds": "Wall time.",
+    "eval/<data set>/weight_version": "Newest weights when it began.",
+    "eval/<data set>/version_min": "Oldest weights that sampled.",
+    "eval/<data set>/version_max": "Newest weights that sampled.",
+}
+
+
+def is_documented(key: str) -> bool:
+    """Whether a key of a tracker is one of `ROW_KEYS`."""
+    patterns = (re.sub(r"<[^>]+>", ".+", re.escape(known)) for known in ROW_KEYS)
+    return any(re.fullmatch(pattern, key) for pattern in patterns)
 
 
 def show_step(row: Mapping[str, Any]) -> None:

@@ -19,7 +19,9 @@ from rich.text import Text
 
 from sluice.durable import naming, replace_file
 from sluice.loop import metrics
-from sluice.loop.journal import BACK, END, NOTE, RunJournal
+from sluice.loop.journal import BACK, END, NOTE, RunJournal, without_secrets
+from sluice.loop.trackers import TrackersConfig
+from sluice.loop.tracking import Tracking
 from sluice.runtime import waits
 
 _LINE = "reward {reward_mean:.3f}  length {response_length_mean:.1f}  mismatch {mismatch:.1e}"
@@ -96,6 +98,7 @@ class RunReport:
         self._last: Mapping[str, Any] = {}
         self.journal = RunJournal(run_dir)
         self._kind = ""  # of the run, once it has begun
+        self._tracking: Tracking | None = None
         self._stepped, self._over = threading.Event(), False
         self._telling: threading.Thread | None = None
         self._console = console or Console(stderr=True)
@@ -127,9 +130,11 @@ class RunReport:
         self._stepped.set()
         if self._telling is not None:
             self._telling.join()
+        stopped = kind is not None and not issubclass(kind, Exception)
+        outcome = "done" if kind is None else "stopped" if stopped else "failed"
+        if self._tracking is not None:
+            self._tracking.close(outcome)
         if self._kind:
-            stopped = kind is not None and not issubclass(kind, Exception)
-            outcome = "done" if kind is None else "stopped" if stopped else "failed"
             why = "" if kind is None or stopped else f"{kind.__name__}: {error}"
             self.journal.write(END, outcome=outcome, step=self._step, text=why)
 
@@ -137,6 +142,13 @@ class RunReport:
         """Record that a process begins to train, with the settings of its run."""
         self._kind = kind
         self.journal.start(kind, self._steps, config)
+
+    def track(self, trackers: TrackersConfig, config: Mapping[str, Any]) -> None:
+        """Show the run to trackers too, from its first row on. Raises ConfigError."""
+        self._tracking = Tracking(
+            self._run_dir, trackers, without_secrets(config), lambda text: self.note(text)
+        )
+        self._tracking.start()
 
     def step(self, row: dict[str, Any]) -> None:
         """One training step: a line of metrics.jsonl and a move of the bar."""

@@ -10,7 +10,9 @@ import sys
 
 import pytest
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from sluice.loop.metrics import is_documented
 from sluice.loop.run_directory import latest_run_checkpoint
 from sluice.loop.trace import STEP, read_trace, trace_files
 from tests.patience import PATIENCE
@@ -56,6 +58,24 @@ def test_a_killed_loop_resumes_from_its_run_checkpoint_and_loses_nothing(stack):
     stack.train("killed-loop", steps=6, resume=True).finish()
     assert consumed(training) == {f"g{i:07}": i // 4 + 1 for i in range(24)}
     assert not training.groups("dropped")
+
+
+def test_trackers_have_every_number_of_a_run_under_documented_keys(stack):
+    held_out = {
+        "prompts": {"file": str(stack.run_dir / "prompts.jsonl")},
+        "sampling": {"max_new_tokens": 5, "temperature": 1.0},
+        "groups": 2,
+        "samples": 2,
+    }
+    evaluation = {"datasets": {"held_out": {**held_out, "pass_at": [1, 2]}}}
+    training = stack.train("tracked", evaluation=evaluation, trackers={"tensorboard": {}})
+    training.finish()
+    read = EventAccumulator(str(training.run_dir / "tensorboard"), {"tensors": 0}).Reload()
+    shown = {tag: len(read.Tensors(tag)) for tag in read.Tags()["tensors"]}
+    assert [tag for tag in shown if not is_documented(tag)] == []
+    assert shown["reward_mean"] == shown["step_seconds"] == 4
+    assert shown["eval/held_out/pass@2"] == 2  # before and after
+    assert not is_documented("reward") and not is_documented("pass@2")
 
 
 def test_no_step_waits_for_the_run_checkpoint_before_it(stack):

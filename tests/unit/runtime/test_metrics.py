@@ -35,6 +35,7 @@ LABELS = {
     "cause",
     "decision",
     "reason",
+    "tracker",
     "use",
 }
 FLEET = {"pool", "engine", "rank", "state", "dataset"}
