@@ -16,6 +16,7 @@ ALGORITHM ?= grpo
 SEED ?= 0
 BACKEND ?= reference
 TP ?= 1
+LORA ?= 0
 RANKS ?= 1
 ENGINE ?= reference
 TEACHER ?= engine
@@ -153,9 +154,9 @@ test-trackers: build/trackers/.installed  ## real Weights & Biases (offline), ML
 test-pages: $(VENV)/.dev  ## report and trace in a headless browser (Debian's chromium, or CHROMIUM=)
 	$(TEST) tests/pages
 
-demo: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny model learns by GRPO (ALGORITHM= or opd with TEACHER=trainer, SEED=, BACKEND=fsdp, RANKS=, BACKEND=megatron, TP=, ENGINE=sglang, PLACEMENT=colocated)
+demo: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny model learns by GRPO (ALGORITHM= or opd with TEACHER=trainer, SEED=, BACKEND=fsdp, RANKS=, BACKEND=megatron, TP=, ENGINE=sglang, PLACEMENT=colocated, LORA=8)
 	$(RUN) -m examples.demo --seed $(SEED) --algorithm $(ALGORITHM) --backend $(BACKEND) \
-		--ranks $(RANKS) --tensor $(TP) --engine $(ENGINE) --teacher $(TEACHER) --placement $(PLACEMENT)
+		--ranks $(RANKS) --tensor $(TP) --engine $(ENGINE) --teacher $(TEACHER) --placement $(PLACEMENT) --lora $(LORA)
 
 demo-vision: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny vision model learns colour and place from pixels (ALGORITHM=ppo, and as demo)
 	$(RUN) -m examples.demo_vision --seed $(SEED) --algorithm $(ALGORITHM) --backend $(BACKEND) \

@@ -1,6 +1,6 @@
 """The main job on a laptop: a tiny Qwen3, built on the spot, learns to copy four digits by GRPO.
 
-`sluice demo [--seed 0] [--algorithm grpo] [--engine sglang] [--run-dir runs/demo]`
+`sluice demo [--seed 0] [--algorithm grpo] [--engine sglang] [--lora 8] [--run-dir runs/demo]`
 """
 
 from __future__ import annotations
@@ -73,13 +73,14 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 DISTILLED = "opd"  # on-policy distillation, in sluice.demo.distillation
 
 
-def write_prompts(path: Path, seed: int) -> None:
-    """Four random digits and `=`; the answer is the digits."""
+def write_prompts(path: Path, seed: int, order: Sequence[int] = range(DIGITS)) -> None:
+    """Four random digits and `=`; the answer is the digits, in this order."""
     rng = random.Random(seed)
     with path.open("w") as file:
         for _ in range(PROMPTS):
             digits = "".join(rng.choice("0123456789") for _ in range(DIGITS))
-            file.write(json.dumps({"prompt": f"{digits}=", "answer": digits}) + "\n")
+            answer = "".join(digits[place] for place in order)
+            file.write(json.dumps({"prompt": f"{digits}=", "answer": answer}) + "\n")
 
 
 @contextmanager
@@ -185,6 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="interpreter that has SGLang (make sglang-cpu)",
     )
     parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks (megatron)")
+    parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0 trains the model")
     parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks of the trainer")
     parser.add_argument(
         "--placement",
@@ -198,6 +200,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(arguments)
     if flags.teacher != "engine" and flags.algorithm != DISTILLED:
         parser.error(f"--teacher needs --algorithm {DISTILLED}")
+    if flags.lora and flags.algorithm == DISTILLED:
+        parser.error("--lora: a run of a teacher and students trains whole models")
+    if flags.lora < 0:
+        parser.error("--lora: a rank is positive; 0 trains the model")
     if flags.tensor > 1 and flags.backend != "megatron":
         parser.error("--tensor needs --backend megatron")
     if flags.engine == "sglang" and not flags.sglang_python.exists():
@@ -208,6 +214,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DirectoryError as error:
         parser.error(str(error))
     prepare(run_dir, flags.seed)
+    if flags.lora:
+        from sluice.demo.adapters import train_adapters
+
+        return train_adapters(run_dir, flags)
     cost = Cost()
     if flags.algorithm == DISTILLED:
         from sluice.demo.distillation import distil
