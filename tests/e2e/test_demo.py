@@ -54,7 +54,7 @@ def test_adapters_train_beside_the_base_that_the_whole_model_learned(tmp_path: P
     assert base.adapter is None
     assert base.digest != digest_base(run_dir / "model")
     adapter = WeightStore(run_dir / "store" / "weights").latest()
-    assert adapter.adapter is not None
+    assert adapter.adapter is not None and adapter.directory is not None
     assert (adapter.adapter.rank, adapter.adapter.base_digest) == (RANK, base.digest)
     tensors = load_file(adapter.directory / "adapter_model.safetensors")
     assert all(t.any() for name, t in tensors.items() if "lora_B" in name)
