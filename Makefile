@@ -78,6 +78,17 @@ build/lm-eval/.installed:
 	build/lm-eval/bin/python -m pip install --quiet 'lm-eval[api]==0.4.13'
 	touch $@
 
+# mkdocs and its theme need nothing of ours; the shim lets their search run in pages from a disk
+build/site-tools/.installed: constraints.txt
+	$(PYTHON) -m venv build/site-tools
+	build/site-tools/bin/python -m pip install --quiet --disable-pip-version-check $$(grep -E '^mkdocs-material==' constraints.txt)
+	cd build/site-tools && npm pack --silent iframe-worker@1.0.4 && tar -xzf iframe-worker-1.0.4.tgz
+	touch .installed
+
+site: $(VENV)/.dev build/site-tools/.installed  ## docs, references of YAML and API as static pages in build/site, with a search that needs no server
+	$(RUN) -m tools.site
+	NO_MKDOCS_2_WARNING=1 build/site-tools/bin/python -m mkdocs build --strict
+
 # trackers bring web frameworks and more; what Sluice needs comes from the environment beside it
 build/trackers/.installed: $(VENV)/.dev constraints.txt
 	$(PYTHON) -m venv build/trackers
@@ -265,5 +276,5 @@ accelerator-check: $(VENV)/.dev  ## the whole system on the device at hand: righ
 clean:  ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help observability-check accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-pages test-trackers proto docs lint test house stress-tests test-fsdp test-lora test-models models-table test-megatron test-openai demo demo-vision demo-geometry demo-smollm2 fault-matrix fuzz soak test-slurm compose-smoke \
+.PHONY: help site observability-check accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-pages test-trackers proto docs lint test house stress-tests test-fsdp test-lora test-models models-table test-megatron test-openai demo demo-vision demo-geometry demo-smollm2 fault-matrix fuzz soak test-slurm compose-smoke \
 	verify bench bench-models bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-loop bench-fleet bench-demo bench-training bench-checkpoint bench-algorithms bench-router bench-router-simulation clean

@@ -161,7 +161,9 @@ def security_page() -> str:
 
 
 def main() -> int:
-    pages = {PAGE: page(), SECURITY: security_page()}
+    from tools.dashboards import files  # which reads declarations as this does
+
+    pages = {PAGE: page(), SECURITY: security_page(), **files()}
     if "--check" not in sys.argv:
         for path, text in pages.items():
             path.write_text(text)
