@@ -216,7 +216,7 @@ verify: $(VENV)/.dev  ## the long version: three seeds, every algorithm, faults,
 	$(MAKE) demo-geometry
 	$(MAKE) fault-matrix test-fsdp test-lora test-models test-megatron test-vision test-sglang test-openai demo-smollm2 bench
 
-bench: bench-planner bench-logprob bench-router bench-engine bench-convert bench-sync bench-controller bench-loop bench-fleet bench-demo bench-training bench-checkpoint  ## side by side, one summary line each
+bench: bench-planner bench-logprob bench-router bench-engine bench-convert bench-sync bench-controller bench-loop bench-fleet bench-demo bench-training bench-checkpoint bench-colocated  ## side by side, one summary line each
 
 bench-planner: $(VENV)/.dev  ## micro-batch planner against first-fit and others
 	$(RUN) benchmarks/planner.py
@@ -260,6 +260,9 @@ bench-algorithms: $(VENV)/.dev  ## every shipped loss on the copy task, two seed
 bench-sync: $(VENV)/.dev  ## weight updates: bytes of a delta, encode, apply, prepare, pause
 	$(RUN) benchmarks/sync.py
 
+bench-colocated: $(VENV)/.dev  ## shared devices: what sleep frees, and weights through memory beside the store
+	$(RUN) -m benchmarks.colocated
+
 bench-models: $(VENV)/.dev  ## resident memory of trainer ranks: load, step, checkpoint, publication
 	$(RUN) -m benchmarks.models
 
@@ -277,4 +280,4 @@ clean:  ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 .PHONY: help site observability-check accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-pages test-trackers proto docs lint test house stress-tests test-fsdp test-lora test-models models-table test-megatron test-openai demo demo-vision demo-geometry demo-smollm2 fault-matrix fuzz soak test-slurm compose-smoke \
-	verify bench bench-models bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-loop bench-fleet bench-demo bench-training bench-checkpoint bench-algorithms bench-router bench-router-simulation clean
+	verify bench bench-models bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-loop bench-fleet bench-demo bench-training bench-checkpoint bench-colocated bench-algorithms bench-router bench-router-simulation clean

@@ -164,6 +164,12 @@ def owned(directory: Path, role: str) -> Iterator[None]:
 SCRATCH_LOCK = ".in-use"
 
 
+def is_memory(path: Path) -> bool:
+    """Whether a file or directory lies in the shared memory of this host, and on no disk."""
+    shared = Path("/dev/shm")
+    return shared.is_dir() and path.stat().st_dev == shared.stat().st_dev
+
+
 @contextmanager
 def scratch(prefix: str, directory: Path | None = None) -> Iterator[Path]:
     """Have a temporary directory for the block; what killed processes left is cleared before.

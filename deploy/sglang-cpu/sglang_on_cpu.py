@@ -6,11 +6,16 @@ Enumerations: pickled by value, as Python does since 3.11.4. Those before pickle
 which SGLang refuses from its encoders, so that images are waited for in vain.
 LoRA: SGLang's layers for it make pinned tensors, which torch refuses without an accelerator; in
 those modules alone they are made unpinned.
+torch_memory_saver: what SGLang asks to free weights and cache, which is made for CUDA alone. Here
+the pages of tensors that were made for either are given back to the system, and come back as zeros.
 """
 
+import contextlib
+import ctypes
 import enum
 import importlib.machinery
 import importlib.util
+import mmap
 import os
 import sys
 import types
@@ -163,6 +168,89 @@ class UnpinnedLora:
         return spec
 
 
+PRUNED = 1024  # storages of one region that are remembered before those that are gone are not
+
+
+class MemorySaver:
+    """What `torch_memory_saver.torch_memory_saver` offers, on a CPU."""
+
+    def __init__(self):
+        self._storages = {}  # by tag
+
+    @contextlib.contextmanager
+    def region(self, tag="default", enable_cpu_backup=False):
+        """Remembers the memory of tensors that are made in the block and outlive it."""
+        from torch.utils._python_dispatch import TorchDispatchMode
+        from torch.utils._pytree import tree_leaves
+
+        found = self._storages.setdefault(tag, {})
+        saver = self
+
+        class Remembering(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                result = function(*args, **(kwargs or {}))
+                saver._remember(found, tree_leaves(result))
+                return result
+
+        with Remembering():
+            yield
+        saver._prune(found)
+
+    def pause(self, tag=None):
+        """Gives the pages of a region back."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        page = mmap.PAGESIZE
+        for name in self._storages if tag is None else [tag]:
+            found = self._storages.get(name, {})
+            self._prune(found)
+            for storage in found.values():
+                address = storage.data_ptr()
+                first, end = -(-address // page) * page, (address + storage.nbytes()) // page * page
+                if end > first and libc.madvise(
+                    ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED
+                ):
+                    raise OSError(ctypes.get_errno(), "madvise")
+
+    def resume(self, tag=None):
+        """Nothing: a page comes back when it is written."""
+
+    def _remember(self, found, values):
+        import torch
+
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+                storage = value.untyped_storage()
+                found.setdefault(storage._cdata, storage)
+        if len(found) > PRUNED:
+            self._prune(found)
+
+    @staticmethod
+    def _prune(found):
+        """Forgets storages that nobody else has."""
+        from torch._C import _storage_Use_Count
+
+        for key in [key for key, kept in found.items() if _storage_Use_Count(kept._cdata) <= 1]:
+            del found[key]
+
+
+class MemorySaverFinder:
+    """An import hook for `torch_memory_saver`, where there is none."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "torch_memory_saver":
+            return None
+        return importlib.machinery.ModuleSpec(name, self)
+
+    def create_module(self, spec):
+        module = types.ModuleType(spec.name)
+        module.torch_memory_saver = MemorySaver()
+        module.configure_subprocess = contextlib.nullcontext
+        return module
+
+    def exec_module(self, module):
+        pass
+
+
 def _by_value(member, protocol):
     return member.__class__, (member._value_,)
 
@@ -173,3 +261,4 @@ if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     _install_triton()
     sys.meta_path.insert(0, TorchvisionOperators())
     sys.meta_path.insert(0, UnpinnedLora())
+    sys.meta_path.append(MemorySaverFinder())

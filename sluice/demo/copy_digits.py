@@ -118,6 +118,8 @@ def services(run_dir: Path, model: Path, flags: argparse.Namespace, weights: str
     }
     if flags.engine == "sglang":
         rollout["engine"] |= {"backend": "sglang", "sglang": {"python": str(flags.sglang_python)}}
+        if flags.placement == "colocated":
+            rollout["engine"]["sglang"]["server_args"] = {"enable_memory_saver": True}
     entries = {
         "router": {"kind": "router"},
         "trainer": {"kind": "trainer", "config": trainer},

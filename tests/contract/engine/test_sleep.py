@@ -12,8 +12,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from services.rollout.engine.interface import Engine, Generation, PauseMode, Sampling
 from services.rollout.errors import NotQuietError, NoWeightsError
-from sluice.weights.store import StoredVersion
+from sluice.durable import scratch
+from sluice.weights.store import StoredVersion, WeightStore
 from tests.contract.engine.cases import SIZES, Model, StartEngine
+from tests.imported import import_checkpoint
 
 PROMPT = [1, 2, 3, 10]
 
@@ -100,3 +102,41 @@ async def test_memory_is_free_meanwhile(start_seeded_engine: StartEngine, tmp_pa
     before = psutil.Process().memory_info().rss
     await engine.sleep()
     assert before - psutil.Process().memory_info().rss > 0.9 * size
+
+
+MEMORY = Path("/dev/shm")
+HAS_MEMORY = MEMORY.is_dir()
+
+
+def is_mapped(directory: Path) -> bool:
+    """Whether a file below it is in the address space of this process."""
+    return str(directory) in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+async def test_versions_in_memory_serve_as_they_lie(
+    start_seeded_engine: StartEngine, qwen3: Model, *, deterministic: bool
+) -> None:
+    """No copy is made of them, and nothing that becomes of the files reaches what serves."""
+    with scratch("sluice-test-", MEMORY if HAS_MEMORY else None) as directory:
+        store = WeightStore(directory / "weights", durable=False)
+        record = import_checkpoint(store, qwen3.directory, None, 0)
+        assert record.directory is not None
+        engine = await start_seeded_engine(deterministic=deterministic, max_running=4)
+        for _ in range(2):  # the first version makes the model, and is copied
+            await engine.prepare(record.version, record.digest, record.directory)
+            await engine.commit(record.version, PauseMode.IN_PLACE)
+            await engine.resume()
+            expected = await greedy(engine, "before")
+            mapped = is_mapped(record.directory)
+            await engine.pause(PauseMode.ABORT)
+            await engine.sleep()
+            assert not is_mapped(record.directory)
+            await engine.wake()
+        assert mapped == (HAS_MEMORY and not deterministic)
+        await engine.prepare(record.version, record.digest, record.directory)
+        await engine.commit(record.version, PauseMode.IN_PLACE)
+        await engine.resume()
+    tokens, logprobs = await greedy(engine, "after")
+    assert (tokens, logprobs) == expected
+    assert logprobs == pytest.approx(qwen3.logprobs(PROMPT, tokens), abs=1e-4)

@@ -255,7 +255,9 @@ class ReferenceEngine(Engine):
         self._thread = DeviceThread(self._core, self._deliver, self._ended)
         self._loader = ThreadPoolExecutor(1, "engine-weights", initializer=yield_to_others)
         self._stagers = ThreadPoolExecutor(READERS, "engine-stage", initializer=lower_priority)
-        self._versions = VersionLoader(self._dtype, self._device)
+        # where a tensor lies may round a product otherwise
+        shares = not config.deterministic
+        self._versions = VersionLoader(self._dtype, self._device, shares=shares)
         self._serving: PreparedWeights | None = None
         self._base_asleep: ServedWeights | None = None  # the model's own that served, meanwhile
         self._prepared = PreparedVersions[PreparedWeights | ServingAdapter]()

@@ -23,6 +23,7 @@ from services.rollout.engine.versions import (
     reading,
 )
 from sluice import faults, platform
+from sluice.durable import is_memory
 from sluice.weights.checkpoint import check_companions, checked_shard
 from sluice.weights.manifest import Manifest, ShardFile, TensorEntry
 from sluice.weights.shards import load_verified, mapped_tensor
@@ -103,6 +104,7 @@ class _Staged:
 
     entry: TensorEntry
     value: torch.Tensor
+    owned: bool
 
 
 class VersionLoader:
@@ -111,8 +113,10 @@ class VersionLoader:
     `model` is the one that serves; without one, the first version that is loaded makes it.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, *, shares: bool = False) -> None:
+        """`shares`: versions that lie in memory of the host, in this dtype, serve as they lie."""
         self._dtype, self._device = dtype, device
+        self._shares = shares and device.type == "cpu"
         self._pool = ThreadPoolExecutor(READERS, "engine-shards", initializer=lower_priority)
         self._spare = SpareMemory()
         self._staged: dict[str, _Staged] = {}
@@ -129,13 +133,14 @@ class VersionLoader:
         with reading(0):
             values = self._read(path, shard, names)
         for name, value in values.items():
-            staged[name] = _Staged(shard.tensors[name], value)
+            staged[name] = _Staged(shard.tensors[name], value, not self._is_shared(path))
         faults.point("engine.staged")
 
     def forget(self) -> None:
         """Forgets what was staged; the memory is used again."""
         for each in self._take_staged().values():
-            self._spare.give(each.value)
+            if each.owned:
+                self._spare.give(each.value)
 
     def _take_staged(self) -> dict[str, _Staged]:
         """Returns what is staged, for this caller alone."""
@@ -181,7 +186,8 @@ class VersionLoader:
                     check_companions(directory, manifest)
                     values = self._read_all(directory, manifest)
                     parameters = self.model.adopt(values)
-                    return PreparedWeights(version, digest, parameters, owned=True)
+                    owned = not self._is_shared(directory)
+                    return PreparedWeights(version, digest, parameters, owned)
                 tensors = dict(load_verified(directory, manifest))
         finally:
             self.forget()
@@ -225,11 +231,21 @@ class VersionLoader:
     def _read(
         self, path: Path, shard: ShardFile, names: Collection[str]
     ) -> dict[str, torch.Tensor]:
-        """Checks a shard, and copies those of its tensors that have one of these names."""
+        """Checks a shard; its tensors that have one of these names, copied unless it is shared.
+
+        One that is shared is a private map: what is written to it never reaches the file.
+        """
         values: dict[str, torch.Tensor] = {}
+        shared = self._is_shared(path)
         with platform.current().on(platform.current().side_stream()):
             for name, mapped, extent in checked_shard(path, shard, mmap.ACCESS_COPY):
                 if name in names:
                     tensor = mapped_tensor(mapped, extent)
-                    values[name] = self._spare.copy(tensor, self._dtype, self._device)
+                    if shared and tensor.dtype == self._dtype:
+                        values[name] = tensor
+                    else:
+                        values[name] = self._spare.copy(tensor, self._dtype, self._device)
         return values
+
+    def _is_shared(self, path: Path) -> bool:
+        return self._shares and is_memory(path)

@@ -51,7 +51,6 @@ from services.rollout.errors import (
     DuplicateRequestError,
     EngineFailedError,
     MixedWeightsError,
-    NoSleepError,
     NotQuietError,
     NoTransferError,
     NoWeightsError,
@@ -82,6 +81,7 @@ class SglangEngine(Engine):
         self._restorable: DiskVersion | None = None  # the last one served from the disk
         self._gate, self._load = SlotLimiter(0, 0), Load(0)
         self._is_asleep = False
+        self._has_released = False  # the server sleeps, and is not one that was never started
         self._is_reviving = False  # the server ended, and has not its weights again
         self._is_blank = False  # it has slept, and no weights since
         self._jobs: dict[str, Job] = {}
@@ -340,21 +340,27 @@ class SglangEngine(Engine):
         )
 
     async def sleep(self) -> None:
+        """A server that was not started yet has nothing to give up, and may be started once awake.
+
+        Raises NoSleepError, or NotQuietError.
+        """
         async with self._changing:
             if self._is_asleep:
                 return
-            if self._replica.capabilities and self._replica.capabilities.lora_rank:
-                raise NoSleepError("SGLang keeps the base of its adapters, so it does not sleep")
             if self._paused is None or self._load.inside:
                 raise NotQuietError("pause the engine, by abort or after its requests, to sleep")
-            await self._replica.occupy("release")
+            self._replica.check_sleep()
+            if self._replica.is_up:
+                await self._replica.occupy("release")
+                self._has_released = True
             self._is_asleep = self._is_blank = True
 
     async def wake(self) -> None:
         async with self._changing:
             if self._is_asleep:
-                await self._replica.occupy("resume")
-                self._is_asleep = False
+                if self._has_released:
+                    await self._replica.occupy("resume")
+                self._is_asleep = self._has_released = False
 
     @property
     def pids(self) -> list[int]:
@@ -449,7 +455,7 @@ class SglangEngine(Engine):
                     await self._replica.revive(self._restorable, still=self._paused is not None)
                     if self._restorable is not None:
                         self._settle(self._restorable)
-                    self._is_asleep = False
+                    self._is_asleep = self._has_released = False
                 except ServiceError as error:
                     self._failure = str(error)
                     return

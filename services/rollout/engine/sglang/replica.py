@@ -201,12 +201,23 @@ class Replica:
             await self.kill()
             raise
 
-    async def occupy(self, verb: str) -> None:
-        """Has the server `release` or `resume` the memory of weights and cache."""
-        if self.capabilities is None or not self.capabilities.can_sleep:
+    def check_sleep(self) -> None:
+        """Raises NoSleepError for a server that cannot, or is not started so that it could."""
+        known = self.capabilities
+        if known is None:
+            can_sleep = bool(self._sglang.server_args.get("enable_memory_saver"))
+            adapts = self._sglang.lora is not None
+        else:
+            can_sleep, adapts = known.can_sleep, bool(known.lora_rank)
+        if not can_sleep:
             raise NoSleepError(
                 "SGLang keeps its memory unless it was started with enable_memory_saver"
             )
+        if adapts:
+            raise NoSleepError("SGLang keeps the base of its adapters, so it does not sleep")
+
+    async def occupy(self, verb: str) -> None:
+        """Has the server `release` or `resume` the memory of weights and cache."""
         await self._post(f"/{verb}_memory_occupation", {"tags": ["weights", "kv_cache"]})
 
     async def kill(self) -> None:
