@@ -1,4 +1,4 @@
-"""From an empty folder with the wheel alone: demo, init, doctor, status, report."""
+"""From an empty folder with the wheel of the sdist alone: demo, init, doctor, status, report."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -32,28 +33,57 @@ def run(*command: object, cwd: Path, **environment: str) -> subprocess.Completed
     )
 
 
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
+BACKEND = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+
+
+def wheel_of(source: Path, folder: Path) -> Path:
+    """Built of a directory or an sdist, with the tools of this environment."""
+    built = run(
+        *(*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source),
+        cwd=source.parent,
+    )
+    assert built.returncode == 0, built.stderr
+    (wheel,) = folder.glob("sluice-*.whl")
+    return wheel
+
+
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bin directory of an environment with the wheel, and dependencies from this one's."""
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is packed, as it is here, and nothing that a build left in it."""
+    source = tmp_path_factory.mktemp("packed") / "source"
     listed = run("git", "ls-files", "-co", "--exclude-standard", cwd=ROOT).stdout.splitlines()
-    for name in listed:  # as it is here, and nothing that a build left in it
+    for name in listed:
         if name.startswith(("sluice/", "services/", "README", "pyproject", "LICENSE")):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             if (ROOT / name).is_file():
                 shutil.copy(ROOT / name, source / name)
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
-    built = run(
-        *(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source), cwd=folder
-    )
+    return source
+
+
+@pytest.fixture(scope="module")
+def sdist(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sdist")
+    built = run(sys.executable, "-c", BACKEND, folder, cwd=tree)
     assert built.returncode == 0, built.stderr
-    (wheel,) = folder.glob("sluice-*.whl")
+    (archive,) = folder.glob("sluice-*.tar.gz")
+    return archive
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return wheel_of(sdist, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path) -> Path:
+    """The bin directory of an environment with the wheel, and dependencies from this one's."""
+    folder = wheel.parent
     environment = folder / "environment"
     venv.create(environment, with_pip=False, symlinks=True)
     python = environment / "bin" / "python"
     placed = run(
-        *(*pip, "--python", python, "install", "--no-deps", "--no-index", wheel), cwd=folder
+        *(*PIP, "--python", python, "install", "--no-deps", "--no-index", wheel), cwd=folder
     )
     assert placed.returncode == 0, placed.stderr
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"
@@ -61,6 +91,26 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # a path alone: an editable install in there stays without effect
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return environment / "bin"
+
+
+def test_sdist_and_tree_give_the_same_wheel(tree: Path, wheel: Path, tmp_path: Path) -> None:
+    def contents(path: Path) -> dict[str, int]:
+        with zipfile.ZipFile(path) as archive:
+            return {each.filename: each.CRC for each in archive.infolist()}
+
+    of_sdist, of_tree = contents(wheel), contents(wheel_of(tree, tmp_path))
+    # the one lists the other's files in an order of its own
+    records = {name for name in of_tree if name.endswith(".dist-info/RECORD")}
+    assert of_sdist.keys() == of_tree.keys()
+    assert {n for n in of_tree if of_tree[n] != of_sdist[n]} <= records
+    packed = {
+        str(path.relative_to(tree))
+        for package in ("sluice", "services")
+        for path in (tree / package).rglob("*")
+        if path.is_file()
+    }
+    assert "sluice/loop/run_page/page.css" in packed
+    assert packed <= of_sdist.keys()
 
 
 def test_a_wheel_alone_is_enough(installed: Path, tmp_path: Path) -> None:
