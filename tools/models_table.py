@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ HEAD = """# Models
 
 Written by `make models-table`: families that the backend `fsdp` trains ([how](fsdp.md)), each as a
 tiny random model of two layers, against plain transformers, one sample at a time. Two processors,
-no accelerator, float32, gloo.
+no accelerator, float32, gloo, {day}.
 
 - *log-probs*: largest difference; *gradients*: largest difference by the largest element of its
   tensor; *norms*: largest relative difference of the gradient norm in five AdamW steps.
@@ -71,9 +72,9 @@ def main() -> int:
         return 1
     refused = [f"| `{name}` | {reason} |" for name, reason in sorted(REFUSED.items())]
     lines = [*map(row, cases)]
-    PAGE.write_text(
-        HEAD + "\n".join(lines) + "\n" + REFUSALS + "\n".join(refused) + "\n" + MEGATRON
-    )
+    day = datetime.fromtimestamp(RESULTS.stat().st_mtime, UTC).date()
+    table = HEAD.format(day=day) + "\n".join(lines) + "\n"
+    PAGE.write_text(table + REFUSALS + "\n".join(refused) + "\n" + MEGATRON)
     print(f"models_table: {len(cases)} models of {len(FAMILIES)} families in {PAGE}")
     return 0
 
