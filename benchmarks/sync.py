@@ -8,7 +8,9 @@ by the reference engine while it generates. Medians of STEPS steps; one thread.
 Then a model of WIDE's shape (half a gigabyte in bfloat16) is published whole into a directory that
 is synced, ROUNDS times, while the engine stages its files as they are announced, and deltas in
 which CHANGED of the elements differ are made whole on the host. What it is compared with is `cp`
-and `fsync` of the same bytes, in between. The least of each; the engine is idle.
+and `fsync` of the same bytes, in between. The least of each; the engine is idle. The
+same model goes by collective (`benchmarks/sync_collective.py`) from a trainer's rank to an engine,
+real processes, written to the store before that or behind it.
 
 The last line is `sync: delta_bytes/full=<of the first> pause_ms=<of the first> prepare_ms=<of the
 first, generating> publish_to_serving/cp=<from the call to the commit in the engine, over cp and
@@ -34,6 +36,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.sync_collective import measure_collective, report_collective
 from services.rollout.engine.config import EngineConfig
 from services.rollout.engine.interface import Generation, PauseMode, Sampling
 from services.rollout.engine.reference.engine import ReferenceEngine
@@ -368,6 +371,9 @@ def measure_wide() -> dict[str, float]:
         )
         gc.collect()
         built = rebuild(root, wide)
+        del wide
+        gc.collect()
+        report_collective(measure_collective(root / "collective", root / "model"))
         print(
             f"on the host: whole {built['full seconds'] * 1e3:.0f} ms "
             f"({built['full cpu']:.2f} processor seconds), delta of "

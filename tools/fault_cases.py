@@ -17,6 +17,12 @@ SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "colocated": {"placement": "colocated"},
     "asynchronous": {"deterministic": False, "max_staleness": 3},
     "over-sampled": {"deterministic": False, "over_sampling": 1.5},
+    "behind": {"deterministic": False, "weight_transport": "collective"},
+    "behind-asynchronous": {
+        "deterministic": False,
+        "weight_transport": "collective",
+        "max_staleness": 2,
+    },
 }
 
 
@@ -146,6 +152,31 @@ COLOCATED = (
     Fault("engine-1", "engine.prepared", 3, "colocated"),
     Fault("engine-0", "engine.swapped", 3, "colocated"),
     Fault("episodes", "journal.recorded", 3, "colocated"),
+)
+# Weights that are sent first and written behind: between the broadcast and the version. On a stack
+# whose trainer does that.
+BEHIND = (
+    Fault("trainer", "weights.promised", 3, "behind-asynchronous"),
+    Fault("trainer", "weights.sent", 3, "behind-asynchronous"),
+    Fault("trainer", "weights.sent", 4, "behind-asynchronous", stops=True),
+    Fault("trainer", "weights.behind", 4, "behind-asynchronous"),  # a rank
+    Fault("trainer", "weights.behind", 6, "behind-asynchronous", stops=True),
+    Fault("trainer", "rank1.weights_written", 3, "behind-asynchronous"),
+    Fault("trainer", "weights.written", 3, "behind-asynchronous"),
+    Fault("trainer", "weights.written", 4, "behind-asynchronous", stops=True),
+    Fault("trainer", "weights.manifest", 4, "behind-asynchronous"),
+    Fault("trainer", "weights.renamed", 4, "behind-asynchronous"),
+    Fault("loop", "published", 3, "behind-asynchronous"),
+    Fault("loop", "version", 3, "behind-asynchronous"),
+    Fault("loop", "committed", 4, "behind-asynchronous"),
+    Fault("loop", "checkpoint_begun", 2, "behind-asynchronous"),
+    Fault("trainer", "weights.behind", 6, "behind", stops=True),
+    Fault("trainer", "weights.written", 3, "behind"),
+    Fault("loop", "published", 3, "behind"),
+    Fault("engine-0", "transfer.received", 3, "behind-asynchronous"),
+    Fault("engine-0", "engine.prepared", 3, "behind-asynchronous"),
+    Fault("engine-1", "engine.swapped", 3, "behind-asynchronous"),
+    Fault("engine-1", "engine.prepared", 4, "behind-asynchronous", stops=True),
 )
 LOST_REPLIES = (
     Fault("trainer", "reply.UploadBatch", 2),
@@ -297,6 +328,15 @@ def _partitions() -> Iterable[Disturbance]:
         yield Disturbance(kind, "loop-engine-0", "published", 3, seconds=3.0)
 
 
+BEHIND_DISTURBANCES = (  # on the same stack
+    *(
+        Disturbance(kind, target, "published", 3, schedule="behind")
+        for kind in ("kill", "pause")
+        for target in ("trainer", "rank0", "engine-0", "loop")
+    ),
+    Disturbance("full", "rank0", "published", 3, schedule="behind"),
+    Disturbance("full", "trainer", "published", 3, schedule="behind"),
+)
 DISTURBANCES = (*_signals(), *_files(), *_disks())
 PARTITIONS = (*_partitions(),)  # on a stack whose connections go through forwarders
 
@@ -328,4 +368,9 @@ SHORT_COLOCATED = (
 SHORT_SCHEDULED = (
     Fault("loop", "consumed", 4, "asynchronous"),
     Fault("loop", "surplus", 3, "over-sampled"),
+)
+SHORT_BEHIND = (
+    Fault("trainer", "weights.behind", 3, "behind", stops=True),  # a rank, while engines sample
+    Fault("trainer", "weights.written", 3, "behind"),
+    Fault("loop", "published", 3, "behind"),
 )

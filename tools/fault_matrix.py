@@ -33,6 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from tools.fault_cases import (
+    BEHIND,
+    BEHIND_DISTURBANCES,
     COLOCATED,
     DISTURBANCES,
     KILLS,
@@ -50,6 +52,7 @@ from tools.fault_stack import (
     FaultRun,
     Outcome,
     Stack,
+    behind_services,
     save_first_checkpoint,
     wide_services,
 )
@@ -128,7 +131,12 @@ def inject(stack: Stack, fault: Fault, reference: Outcome, seconds: float) -> Ou
     return against(reference, outcome) if fault.is_comparable else outcome
 
 
-def disturb(stack: Stack, disturbance: Disturbance, reference: Outcome, seconds: float) -> Outcome:
+def disturb(
+    stack: Stack,
+    disturbance: Disturbance,
+    reference: Outcome,
+    seconds: float,
+) -> Outcome:
     """One case, judged against the undisturbed run: other weights are damaged data that was used.
 
     A case with nothing to disturb shows nothing, and counts as lost.
@@ -143,7 +151,9 @@ def disturb(stack: Stack, disturbance: Disturbance, reference: Outcome, seconds:
     name = "-".join(re.findall(r"[a-z0-9]+", f"{disturbance} {disturbance.restart}".lower()))
     run = FaultRun(stack, name, seconds, changes)
     try:
-        outcome = against(reference, run.run_disturbed(disturbance), disturbance.kind)
+        outcome = run.run_disturbed(disturbance)
+        if SCHEDULES[disturbance.schedule].get("deterministic", True):
+            outcome = against(reference, outcome, disturbance.kind)
     except NothingToDisturbError as error:
         outcome = Outcome(0.0, lost=1, failure=str(error))
     if stack.process is None or stack.process.poll() is not None:
@@ -182,6 +192,8 @@ def against(reference: Outcome, outcome: Outcome, kind: str = "kill") -> Outcome
 
 def _print_row(process: str, fault: str, outcome: Outcome) -> None:
     result = "recovered"
+    if outcome.dropped:
+        result = f"recovered, {outcome.dropped} dropped"
     if outcome.told:
         result = "told, recovered" if outcome.digests else "told"
     wrong = {name: getattr(outcome, name) for name in ("lost", "doubled", "silent", "orphans")}
@@ -203,9 +215,14 @@ def _matrix(flags: argparse.Namespace, directory: Path, number: int) -> Totals:
     totals = Totals()
     share = slice(number, None, flags.at_once)
 
-    def disturb_each(
-        cases: Iterable[Disturbance], stack: Stack, reference: Outcome, totals: Totals
-    ) -> None:
+    def inject_each(cases: Iterable[Fault], stack: Stack, reference: Outcome) -> None:
+        for fault in cases:
+            outcome = inject(stack, fault, reference, flags.seconds)
+            totals.add(outcome)
+            schedule = "" if fault.schedule == "sync" else f" {fault.schedule}"
+            _print_row(fault.process, f"{fault.name} #{fault.passing}{schedule}", outcome)
+
+    def disturb_each(cases: Iterable[Disturbance], stack: Stack, reference: Outcome) -> None:
         for case in cases:
             outcome = disturb(stack, case, reference, flags.seconds)
             totals.add(outcome)
@@ -218,33 +235,37 @@ def _matrix(flags: argparse.Namespace, directory: Path, number: int) -> Totals:
         able = [case for case in cases if flags.unshared or not case.needs_namespaces]
         return [case for case in able if is_wanted(str(case))][share]
 
-    faults = [
-        fault
-        for fault in (*KILLS, *SCHEDULED, *COLOCATED, *LOST_REPLIES)
-        if is_wanted(f"{fault.process}/{fault.name} {fault.schedule}")
-    ][share]
+    def wanted(cases: Iterable[Fault]) -> list[Fault]:
+        return [
+            fault for fault in cases if is_wanted(f"{fault.process}/{fault.name} {fault.schedule}")
+        ][share]
+
+    faults, behind = wanted((*KILLS, *SCHEDULED, *COLOCATED, *LOST_REPLIES)), wanted(BEHIND)
     disturbances, partitions = chosen(DISTURBANCES), chosen(PARTITIONS)
     kills_all = is_wanted("everything") and not number
     if faults or disturbances or kills_all:
         with running_stack(directory, wide_services, flags.seconds) as (stack, reference):
             _print_row("-", "undisturbed", reference)
-            for fault in faults:
-                outcome = inject(stack, fault, reference, flags.seconds)
-                totals.add(outcome)
-                schedule = "" if fault.schedule == "sync" else f" {fault.schedule}"
-                _print_row(fault.process, f"{fault.name} #{fault.passing}{schedule}", outcome)
+            inject_each(faults, stack, reference)
             if kills_all:
                 outcome = kill_all(stack, reference, flags.seconds)
                 totals.add(outcome)
                 _print_row("everything", f"run checkpoint of step {ALL_AT_CHECKPOINT}", outcome)
-            disturb_each(disturbances, stack, reference, totals)
+            disturb_each(disturbances, stack, reference)
             print(f"processor time of the services: {stack.cpu_seconds():.0f} s")
+        totals.orphans += len(stack.orphans())
+    disturbances = chosen(BEHIND_DISTURBANCES)
+    if behind or disturbances:
+        sending = directory / "behind"
+        with running_stack(sending, behind_services, flags.seconds) as (stack, reference):
+            inject_each(behind, stack, reference)
+            disturb_each(disturbances, stack, reference)
         totals.orphans += len(stack.orphans())
     if partitions:
         network = Network(list(PARTED))
         parted = directory / "parted"
         with running_stack(parted, wide_services, flags.seconds, network) as (stack, reference):
-            disturb_each(partitions, stack, reference, totals)
+            disturb_each(partitions, stack, reference)
         totals.orphans += len(stack.orphans())
         network.close()
     return totals

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,10 +23,14 @@ from examples.demo import write_prompts
 from sluice import faults
 from sluice.api.router.v1 import router_service_pb2 as router_pb
 from sluice.client import Client, RouterClient, TrainerClient
-from sluice.loop.ledger import Ledger
+from sluice.loop.ledger import Ledger, LedgerGroup
+from sluice.loop.run_directory import list_run_checkpoints
 from sluice.loop.training import wait_for_trainer
 from sluice.runtime.recovery import NotReadyError, wait_until_ready
+from sluice.samples.arrow import decode_group
+from sluice.samples.blobs import BlobNotFoundError, read_blob
 from sluice.supervise import read_services
+from sluice.weights.store import WeightStore
 from tools.fault_cases import Disturbance, Fault
 from tools.fault_damage import Disturbing, Scene, orphans_of
 from tools.fault_network import Network
@@ -52,6 +56,7 @@ class Outcome:
     it ended with a line that says what is wrong, which was then put right; where it cannot be, as
     the run's own data are destroyed, there are no digests. `silent`: 1 if damaged data was used
     without a word. `orphans`: processes that nobody is the parent of any more.
+    `dropped`: groups that others took the place of.
     """
 
     seconds: float
@@ -63,6 +68,7 @@ class Outcome:
     silent: int = 0
     orphans: int = 0
     told: int = 0
+    dropped: int = 0
     failure: str = ""
     digests: tuple[str, ...] = ()
 
@@ -96,6 +102,18 @@ def wide_services(model: Path) -> dict[str, Any]:
         **engines,
         "episodes": {"kind": "rollout", "config": worker},
     }
+
+
+def behind_services(
+    model: Path, like: Callable[[Path], dict[str, Any]] = wide_services
+) -> dict[str, Any]:
+    """As others, but the trainer sends weights first and writes them behind; all versions stay."""
+    services = like(model)
+    services["trainer"]["config"] |= {
+        "transfer": {"enabled": True, "write_behind": True, "timeout_seconds": 20.0},
+        "keep_versions": 0,
+    }
+    return services
 
 
 _ENGINE = {"max_running": 16, "max_model_length": 16, "deterministic": True}
@@ -440,6 +458,7 @@ class FaultRun:
         try:
             consumed = ledger.groups("consumed")
             waiting = [*ledger.groups("issued"), *ledger.groups("generated")]
+            dropped = set(ledger.dropped())
             digests = tuple(ledger.digest_of_step(step) for step in range(1, steps + 1))
         finally:
             ledger.close()
@@ -449,6 +468,10 @@ class FaultRun:
             known = found | {group.position for group in waiting}
             lost = len(set(range(max(found) + 1)) - known) + max(0, len(expected) - len(found))
             doubled = 0
+        elif self._is_behind:  # what lost weights had sampled is dropped, and another group instead
+            lost = len(set(range(max(found) + 1)) - found - dropped)
+            lost += max(0, len(expected) - len(found))
+            doubled = max(0, len(found) - len(expected))
         else:
             lost, doubled = len(expected - found), len(found - expected)
         by_step = Counter(group.consumed_step for group in consumed)
@@ -457,6 +480,8 @@ class FaultRun:
         age = max((group.consumed_step or 0) - 1 - group.oldest_step for group in consumed)
         if age > bound:
             lost, failure = lost + 1, f"a group of {age} steps, the bound is {bound}"
+        if self._is_behind and (unknown := self._unknown_versions(consumed)):
+            lost, failure = lost + 1, f"weights that were never durable: {sorted(unknown)}"
         return Outcome(
             seconds,
             self.starts,
@@ -466,7 +491,26 @@ class FaultRun:
             told=len(self.told),
             failure=failure,
             digests=digests,
+            dropped=len(dropped),
         )
+
+    @property
+    def _is_behind(self) -> bool:
+        return self.changes.get("weight_transport") == "collective"
+
+    def _unknown_versions(self, consumed: Sequence[LedgerGroup]) -> set[int]:
+        """Versions that the run trained on, or would go back to, and that no store ever had.
+
+        On a stack that keeps all versions.
+        """
+        root = self.stack.directory / "store"
+        named = {each.weight_version for each in list_run_checkpoints(self.directory / "cuts")}
+        for group in consumed:
+            assert group.blob is not None
+            with suppress(BlobNotFoundError):  # collected: of a step before the run checkpoint
+                for sample in decode_group(read_blob(root, group.blob)):
+                    named.update(span.version for span in sample.spans)
+        return named - set(WeightStore(root / "weights").versions())
 
 
 def _end(process: subprocess.Popen[str]) -> bool:

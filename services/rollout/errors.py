@@ -67,6 +67,13 @@ class MixedWeightsError(ServiceError):
     reason = "MIXED_WEIGHTS"
 
 
+class WeightsPromisedError(ServiceError):
+    """A version that was sent to engines is not in the store yet, for others to read."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "WEIGHTS_PROMISED"
+
+
 class StoreUnreachableError(ServiceError):
     """The weight store does not answer, or the disk is full; later it may."""
 

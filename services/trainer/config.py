@@ -16,6 +16,7 @@ from sluice.config import Config, ProcessConfig
 from sluice.runtime.server import ServerConfig
 from sluice.weights.adapter import DEFAULT_TARGETS, MAX_RANK, AdapterSpec
 from sluice.weights.errors import InvalidAdapterError
+from sluice.weights.store import is_bucket
 
 Head = Literal["policy", "value"]
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -173,11 +174,14 @@ class TransferConfig(Config):
     enabled: ranks keep the bytes they published (in host memory, once) to send them.
     host: where engines reach the ranks; empty is this host's loopback for local ranks, and the
     rank's own host name for others. What is sent there is neither encrypted nor authenticated.
+    write_behind: what is sent is written to the store afterwards, beside other work; until it is
+    there whole, a version is lost with a rank or the controller. Of whole models in a directory.
     timeout_seconds: of a whole transfer; attempts: with the engines that are left.
     max_engines: that one publication may name.
     """
 
     enabled: bool = False
+    write_behind: bool = False
     host: str = ""
     bucket_bytes: int = Field(256 << 20, ge=1)
     timeout_seconds: float = Field(60.0, gt=0)
@@ -327,6 +331,26 @@ class TrainerConfig(ProcessConfig):
         document = json.loads((Path(self.model) / "config.json").read_bytes())
         if "vision_config" in document:
             raise ValueError("lora is not for a model that sees: its tower has layers of like name")
+        return self
+
+    @model_validator(mode="after")
+    def _check_write_behind(self) -> Self:
+        if not self.transfer.write_behind:
+            return self
+        if not self.transfer.enabled:
+            raise ValueError("transfer.write_behind has no effect without transfer.enabled")
+        if self.publish.delta:
+            raise ValueError(
+                "transfer.write_behind is not for publish.delta: what a delta is against may be "
+                "lost; set one of them"
+            )
+        if self.lora is not None:
+            raise ValueError("transfer.write_behind is not for lora: adapters are written at once")
+        if is_bucket(self.weights_location):
+            raise ValueError(
+                "transfer.write_behind is not for weights in a bucket, where nobody can tell "
+                "whether the writer of a version lives"
+            )
         return self
 
     @model_validator(mode="after")

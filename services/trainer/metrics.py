@@ -71,6 +71,15 @@ TRANSFER_FAILURES = with_values(
     ),
     TRANSFER_CAUSES,
 )
+WRITE_BEHIND_SECONDS = Histogram(
+    "sluice_trainer_write_behind_duration_seconds",
+    "Weights written to the store after they were sent, until they are durable.",
+    buckets=MINUTES,
+)
+LOST_VERSIONS = Counter(
+    "sluice_trainer_lost_versions_total",
+    "Versions of weights that engines were sent and that could not be written afterwards.",
+)
 CHECKPOINT_SECONDS = with_values(
     Histogram(
         "sluice_trainer_checkpoint_duration_seconds",

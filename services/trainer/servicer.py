@@ -476,6 +476,7 @@ def publication_to_proto(publication: Publication) -> pb.PublishWeightsResponse:
         ],
         transfer=duration_of(publication.transfer_seconds),
         adapter=None if record.adapter is None else adapter_to_proto(record.adapter),
+        promised=record.promised,
     )
 
 
@@ -565,6 +566,8 @@ def describe(trainer: Trainer) -> pb.Trainer:
         head=trainer.config.head,
         vocabulary=trainer.vocabulary,
         asleep=state.asleep is not None,
+        write_behind=trainer.config.transfer.write_behind,
+        promised_version=trainer.publisher.promised,
     )
     if state.weights is not None:
         described.weights.version = state.weights.version

@@ -17,7 +17,8 @@ from sluice import faults
 from sluice.api.rollout.v1 import rollout_service_pb2 as pb
 from sluice.client import RemoteError
 from sluice.loop.filters import FilterError, GroupFilters
-from sluice.loop.ledger import Ledger, LedgerGroup
+from sluice.loop.ledger import Ledger, LedgerGroup, lost_reason
+from sluice.loop.metrics import LOST_GROUPS
 from sluice.loop.mixture import Mixture
 from sluice.loop.workers import EpisodeWorkers, RolloutCall, RolloutFailedError, WorkerLostError
 from sluice.runtime import wire
@@ -54,6 +55,19 @@ class GroupCounts:
     filtered: int = 0
     surplus: int = 0
     reward_sum: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """A group that finished, what filter rejected it, and why it is dropped, both empty if not."""
+
+    group: LedgerGroup
+    rejected: str
+    drop_reason: str
+
+    @property
+    def is_of_lost_weights(self) -> bool:
+        return bool(self.drop_reason) and not self.rejected
 
 
 class Frontier:
@@ -165,7 +179,7 @@ class RolloutDispatcher:
             self._ready.add(group)
         self._pending = GroupsByStep(lambda group: group.issue_step)
         self._awaited = GroupsByStep(lambda group: group.issue_step)  # those a step waits for
-        self._arrived: list[tuple[LedgerGroup, str]] = []  # and by what a filter rejected them
+        self._arrived: list[_Arrival] = []
         # By a run that ended; a heap by position.
         self._unsent = [(group.position, group) for group in ledger.groups("issued")]
         self._tasks: set[asyncio.Task[None]] = set()
@@ -412,9 +426,12 @@ class RolloutDispatcher:
     async def wait_for_version(self, version: int) -> None:
         """Wait until the ledger knows a version.
 
-        An engine that cannot hold two serves a version before its publication has ended. Raises
-        RolloutFailedError for one that is not of this run.
+        An engine that cannot hold two serves a version before its publication has ended. Of one
+        that is lost the publication may never have. Raises RolloutFailedError for one that is not
+        of this run.
         """
+        if self._ledger.lost_version(version, version) is not None:
+            return
         try:
             async with asyncio.timeout(self._config.outage_seconds):
                 while not self._ledger.knows_version(version):
@@ -431,6 +448,8 @@ class RolloutDispatcher:
 
     def finished(self, group: LedgerGroup, finished: pb.FinishedGroup) -> None:
         """Record a group whose blob is durable, with those that finish together."""
+        first, last = finished.min_version, finished.max_version
+        lost = self._ledger.lost_version(first, last)
         group = replace(
             group,
             state="generated",
@@ -438,13 +457,17 @@ class RolloutDispatcher:
             sample_count=len(finished.rewards),
             reward_mean=reward_mean(finished),
             response_tokens=sum(finished.response_lengths),
-            oldest_step=self._ledger.step_of_version(finished.min_version),
-            newest_step=self._ledger.step_of_version(finished.max_version),
+            oldest_step=group.issue_step if lost else self._ledger.step_of_version(first),
+            newest_step=group.issue_step if lost else self._ledger.step_of_version(last),
             media=tuple(blob.digest for blob in finished.media),
+            min_version=first,
+            max_version=last,
         )
-        rejected = self._filters.rejected_by(finished) if self._filters else ""
+        rejected = self._filters.rejected_by(finished) if self._filters and not lost else ""
         self._dropped_in_a_row = 0
-        self._arrived.append((group, rejected))
+        reason = f"filtered: {rejected}" if rejected else ""
+        arrival = _Arrival(group, rejected, lost_reason(lost) if lost else reason)
+        self._arrived.append(arrival)
         if len(self._arrived) == 1:
             self._begin(self._record_soon())
 
@@ -458,13 +481,11 @@ class RolloutDispatcher:
         if not arrived:
             return
         with self._ledger.transaction():
-            new = [
-                self._ledger.generated(group, f"filtered: {rejected}" if rejected else None)
-                for group, rejected in arrived
-            ]
-        for (group, rejected), is_new in zip(arrived, new, strict=True):
+            new = [self._ledger.generated(each.group, each.drop_reason or None) for each in arrived]
+        for arrival, is_new in zip(arrived, new, strict=True):
+            group = arrival.group
             self._pop_pending(group.group_id)
-            if is_new and rejected:
+            if is_new and arrival.drop_reason:
                 self._frontier.drop(group.position)
                 self._open_up()
             elif is_new:
@@ -472,8 +493,11 @@ class RolloutDispatcher:
                 self._add_ready(group)
                 self._hold(group.blob.digest, *group.media)
             faults.point("generated")
-            if is_new:
-                self._count_finished(group, rejected)
+            if is_new and arrival.is_of_lost_weights:
+                LOST_GROUPS.inc()
+                logger.warning("group %s is dropped: %s", group.group_id, arrival.drop_reason)
+            elif is_new:
+                self._count_finished(group, arrival.rejected)
         self._changed.set()
 
     def _count_finished(self, group: LedgerGroup, rejected: str) -> None:

@@ -47,10 +47,23 @@ CREATE TABLE IF NOT EXISTS tasks (
   position INTEGER PRIMARY KEY, environment TEXT NOT NULL, task INTEGER NOT NULL
 );
 CREATE TABLE IF NOT EXISTS shares (first_position INTEGER PRIMARY KEY, record TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS promises (version INTEGER PRIMARY KEY, lost INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS promised_groups (
+  position INTEGER NOT NULL, version INTEGER NOT NULL, PRIMARY KEY (position, version)
+);
 """
 
 
-_TABLES = ("groups", "versions", "run", "media", "tasks", "shares")
+_TABLES = (
+    "groups",
+    "versions",
+    "run",
+    "media",
+    "tasks",
+    "shares",
+    "promises",
+    "promised_groups",
+)
 SEAL = "row_digest"  # a column of each: of the others, null in rows that earlier releases wrote
 
 
@@ -60,7 +73,8 @@ class LedgerGroup:
 
     environment: its name in a mixture; empty where the run has but one. task: which of that
     environment's tasks; None is the one at its position. media: digests of what its samples were
-    shown; the ledger does not give them back.
+    shown; min_version, max_version: of the weights in its spans; the ledger does not give these
+    back.
     """
 
     position: int
@@ -78,6 +92,8 @@ class LedgerGroup:
     newest_step: int = 0
     consumed_step: int | None = None
     media: tuple[str, ...] = ()
+    min_version: int = 0
+    max_version: int = 0
 
 
 class Ledger:
@@ -95,6 +111,9 @@ class Ledger:
             self.run_id = self._identify()
             query = "SELECT COUNT(*) FROM groups WHERE state = 'consumed'"
             self._consumed_count = int(self._db.execute(query).fetchone()[0])
+            rows = self._db.execute("SELECT version, lost FROM promises").fetchall()
+        self._promised = {int(version) for version, lost in rows if not lost}
+        self._lost = {int(version) for version, lost in rows if lost}
 
     def close(self) -> None:
         self._db.close()
@@ -197,7 +216,18 @@ class Ledger:
                     group.group_id,
                 ),
             )
+            if self._promised:  # without any there are no rows of an earlier attempt either
+                self._note_promised(group)
         return cursor.rowcount == 1
+
+    def _note_promised(self, group: LedgerGroup) -> None:
+        """Keep which promised versions may have sampled a group."""
+        versions = [v for v in self._promised if group.min_version <= v <= group.max_version]
+        self._db.execute("DELETE FROM promised_groups WHERE position = ?", (group.position,))
+        self._db.executemany(
+            "INSERT INTO promised_groups (position, version) VALUES (?, ?)",
+            [(group.position, version) for version in versions],
+        )
 
     def consume(self, group_ids: Iterable[str], step: int) -> None:
         """Record the groups of one optimizer step, all or none. Raises if one is not generated."""
@@ -297,6 +327,50 @@ class Ledger:
         )
         self._steps.pop(version, None)
 
+    def promise_version(self, version: int) -> None:
+        """A version is about to be sent to engines, and not durable before `version_durable`."""
+        self._db.execute(
+            "INSERT OR REPLACE INTO promises (version, lost) VALUES (?, 0)", (version,)
+        )
+        self._promised.add(version)
+
+    def version_durable(self, version: int) -> None:
+        """A version that may have been promised is in the store."""
+        if version in self._promised:
+            with self.transaction():
+                self._db.execute("DELETE FROM promises WHERE version = ?", (version,))
+                self._forget_promised(version)
+            self._promised.discard(version)
+
+    def lose_version(self, version: int) -> int:
+        """A promised version will never be in the store; how many groups were sampled from it.
+
+        Those that wait to be trained on are dropped, and so are to be those that still come: see
+        `lost_version`. To be called once the run has gone back to before it.
+        """
+        with self.transaction():
+            self._db.execute("UPDATE promises SET lost = 1 WHERE version = ?", (version,))
+            cursor = self._db.execute(
+                "UPDATE groups SET state = 'dropped', reason = ? WHERE state = 'generated' AND"
+                " position IN (SELECT position FROM promised_groups WHERE version = ?)",
+                (lost_reason(version), version),
+            )
+            self._forget_promised(version)
+        self._promised.discard(version)
+        self._lost.add(version)
+        return cursor.rowcount
+
+    def _forget_promised(self, version: int) -> None:
+        self._db.execute("DELETE FROM promised_groups WHERE version = ?", (version,))
+
+    def promised_versions(self) -> list[int]:
+        """Versions that are neither durable nor lost, as far as is known; ascending."""
+        return sorted(self._promised)
+
+    def lost_version(self, first: int, last: int) -> int | None:
+        """The first version between these that is lost; None if none is."""
+        return min((each for each in self._lost if first <= each <= last), default=None)
+
     def knows_version(self, version: int) -> bool:
         if version in self._steps:
             return True
@@ -341,6 +415,11 @@ class Ledger:
                 self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
+
+
+def lost_reason(version: int) -> str:
+    """Why a group is dropped that was sampled from a lost version."""
+    return f"weight version {version} was lost before it was known to be written"
 
 
 class LedgerDamagedError(Exception):

@@ -19,6 +19,10 @@ PLANNED_STEPS = Gauge("sluice_loop_planned_steps", "Steps after which the run en
 TRAINER_LOST = Counter(
     "sluice_loop_trainer_lost_total", "Times the trainer was lost and the run went back."
 )
+LOST_GROUPS = Counter(
+    "sluice_loop_lost_version_groups_total",
+    "Groups dropped and replaced, as weights that sampled them were lost before they were written.",
+)
 STEP_SECONDS = Histogram(
     "sluice_loop_step_duration_seconds", "Steps of the run, whole.", buckets=MINUTES
 )

@@ -95,11 +95,21 @@ class Retention:
         if self._holding is None or self._holding.done():
             self._holding = asyncio.create_task(self._hold_all(), name="hold blobs")
 
-    async def hold_weights(self, version: int) -> None:
-        """Pin the version that engines are about to serve. Raises ConfigError if it is not here."""
+    async def has_weights(self, version: int) -> bool:
+        """Whether a version is durable."""
+        return await asyncio.to_thread(self._weights.has, version)
+
+    async def hold_weights(self, version: int, *, promised: bool = False) -> bool:
+        """Pin the version that engines are about to serve; False for a promise that is broken.
+
+        Raises ConfigError if the version is not here.
+        """
         try:
             await asyncio.to_thread(self._weights.pin, version, self._owner)
+            return True
         except VersionNotFoundError:
+            if promised:
+                return False
             raise ConfigError(
                 f"{self._weights.location} has no weight version {version}, which the trainer "
                 "published; name the `store`, or the `weights`, of the services"

@@ -25,7 +25,8 @@ from sluice.loop.dispatcher import DispatcherConfig, RolloutDispatcher
 from sluice.loop.evaluation import EvaluationLane
 from sluice.loop.filters import GroupFilters
 from sluice.loop.fleet import PAUSE_MODES, CommitReport, EngineFleet, FleetConfig
-from sluice.loop.ledger import Ledger, LedgerGroup
+from sluice.loop.ledger import Ledger, LedgerGroup, lost_reason
+from sluice.loop.metrics import LOST_GROUPS
 from sluice.loop.mixture import Mixture, digest_of, load_schedule, open_sources
 from sluice.loop.placement import SharedDevices
 from sluice.loop.report import RunReport
@@ -51,6 +52,8 @@ from sluice.loop.training import (
     Critic,
     SavingCheckpoint,
     StepReport,
+    TrainerBrokenError,
+    TrainerLostError,
     TrainerRecovery,
     Work,
     check_step,
@@ -61,6 +64,7 @@ from sluice.loop.training import (
     wait_for_trainer,
 )
 from sluice.loop.workers import EpisodeWorkers, Task, build_request, check_teachers, teacher_of
+from sluice.runtime.recovery import NotReadyError, wait_until_ready
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +88,8 @@ class TrainerRun(ABC, Generic[C]):
         self._recovery = TrainerRecovery(self.trainer, self._begin, config.service_timeout_seconds)
         self._retained: Retention | None = None
         self._saving: asyncio.Task[None] | None = None  # of the run checkpoint asked for last
+        self._write_behind = False  # whether the trainer may promise versions
+        self._promised: int | None = None  # a version that was not durable when it was published
 
     @property
     def _retention(self) -> Retention:
@@ -142,6 +148,7 @@ class TrainerRun(ABC, Generic[C]):
         Raises RunDirectoryError where none is, and leaves all as they are.
         """
         await self._drop_saving()
+        self._promised = None
         await self._take_devices()
         lost = damaged_run_checkpoints(self._run_checkpoints)
         trained = self.ledger.last_consumed_step()
@@ -161,6 +168,7 @@ class TrainerRun(ABC, Generic[C]):
                 logger.warning("run checkpoint of step %d: %s", run_checkpoint.step, error)
                 continue
             self._pass_over(lost, trained)
+            await self._judge_promises()
             return
         if lost:
             newest = max(lost)
@@ -174,6 +182,40 @@ class TrainerRun(ABC, Generic[C]):
         else:
             self.optimizer_step = (await self.trainer.get()).step
         await self._begin_anew()
+        await self._judge_promises()
+
+    async def _judge_promises(self) -> None:
+        """Drops groups that versions sampled which were lost before the trainer had written them.
+
+        It has published anew, and does that once what it promised before is written or lost.
+        """
+        for version in self.ledger.promised_versions():
+            if await self._retention.has_weights(version) and self.ledger.knows_version(version):
+                self.ledger.version_durable(version)
+                continue
+            count = self.ledger.lose_version(version)
+            LOST_GROUPS.inc(count)
+            if count or self.ledger.knows_version(version):
+                self.report.note(
+                    f"{lost_reason(version)}: {count} groups that it had sampled are dropped and "
+                    "replaced"
+                )
+
+    async def _wait_durable(self, version: int) -> None:
+        """Waits until a promised version is in the store. Raises TrainerLostError if it is lost."""
+
+        async def look() -> None:
+            if await self._retention.has_weights(version):
+                return
+            trainer = await self.trainer.get()
+            if trainer.promised_version == version:
+                raise NotReadyError("the trainer still writes it")
+            if not await self._retention.has_weights(version):
+                raise TrainerLostError(lost_reason(version))
+
+        seconds = self.config.service_timeout_seconds
+        what = f"weight version {version} in the store"
+        await wait_until_ready(what, look, seconds, TrainerBrokenError)
 
     def _pass_over(self, lost: Mapping[int, str], trained: int) -> None:
         """Says what was damaged, and what is repeated for it."""
@@ -247,6 +289,9 @@ class TrainerRun(ABC, Generic[C]):
                 critic_checkpoint="" if critic is None else await critic.name(),
             )
         faults.point("checkpoint")
+        if run_checkpoint.weight_version in self.ledger.promised_versions():
+            await self._wait_durable(run_checkpoint.weight_version)
+            self.ledger.version_durable(run_checkpoint.weight_version)
         await self._retention.record(run_checkpoint)
 
     async def _settle_saving(self) -> None:
@@ -277,19 +322,44 @@ class TrainerRun(ABC, Generic[C]):
     ) -> trainer_pb.PublishWeightsResponse:
         """Publishes the trainer's weights; they are pinned, and in the ledger.
 
-        `on_allocated` hears their number meanwhile. Raises CheckpointLostError where they are not
-        those that `restored` names.
+        `on_allocated` hears their number meanwhile. Those that are sent to `targets` may be a
+        promise. Raises CheckpointLostError where they are not those that `restored` names, and
+        TrainerLostError where those published before were promised and are lost.
         """
+        if targets and self._write_behind:  # engines may serve them before this run knows them
+            on_allocated = self.ledger.promise_version
         with trace.span(trace.TRAINER, "publish"):
             published = await self.trainer.publish_weights(targets, mode, on_allocated)
         weights = published.weights
         faults.point("published")
         check_step(published.step, self.optimizer_step, "published weights")
-        await self._retention.hold_weights(weights.version)
+        await self._keep_promise()
+        if not await self._retention.hold_weights(weights.version, promised=published.promised):
+            raise TrainerLostError(lost_reason(weights.version))
         if restored is not None:
             await self._check_restored(weights, restored)
-        self.ledger.record_version(weights.version, weights.digest, self.step)
+        with self.ledger.transaction():
+            self.ledger.record_version(weights.version, weights.digest, self.step)
+            if published.promised:
+                self.ledger.promise_version(weights.version)
+                self._promised = weights.version
+            else:
+                self.ledger.version_durable(weights.version)
         return published
+
+    async def _keep_promise(self) -> None:
+        """The trainer has published again, so that what it promised before is durable or lost."""
+        version, self._promised = self._promised, None
+        if version is not None:
+            if not await self._retention.has_weights(version):
+                raise TrainerLostError(lost_reason(version))
+            self.ledger.version_durable(version)
+
+    async def _settle_promise(self) -> None:
+        """Waits until the version published last is durable."""
+        if self._promised is not None:
+            await self._wait_durable(self._promised)
+            await self._keep_promise()
 
     async def _check_restored(
         self, weights: sample_pb2.WeightVersion, restored: RunCheckpoint
@@ -378,11 +448,16 @@ class TrainingRun(TrainerRun[RunConfig]):
         await self._evaluations.measure("after", self.step, self.fleet.version)
 
     def _next_work(self) -> Work | None:
-        """What is left to do: a step, the last run checkpoint, engines that serve its weights."""
+        """What is left to do.
+
+        A step, the last run checkpoint, the last weights in the store, engines that serve them.
+        """
         if not self._is_done():
             return self._one_step
         if not self._has_last_run_checkpoint():
             return self._save_last
+        if self._promised is not None:
+            return self._settle_promise
         return None if self._engines_take_work else self._hand_over
 
     @property
@@ -407,7 +482,14 @@ class TrainingRun(TrainerRun[RunConfig]):
     async def _check_services(self) -> None:
         await self.workers.refresh()
         await self._teachers.check(self.trainer, self.report.note)
+        if self.config.weight_transport == "collective":
+            self._write_behind = (await self.trainer.get()).write_behind
         if self.config.deterministic:
+            if self._write_behind:
+                raise ConfigError(
+                    "deterministic: the trainer writes weights behind (transfer.write_behind), so "
+                    "that a crash may cost groups; set it to false, or weight_transport: store"
+                )
             await self.fleet.check_deterministic(self.config.service_timeout_seconds)
 
     @property
@@ -655,7 +737,19 @@ class TrainingRun(TrainerRun[RunConfig]):
 
     async def _bring_engines(self, weights: sample_pb2.WeightVersion) -> None:
         seconds = self.config.service_timeout_seconds
-        self._committed = await self.fleet.commit(weights, seconds)
+        committing = asyncio.create_task(self.fleet.commit(weights, seconds))
+        tasks: list[asyncio.Task[Any]] = [committing]
+        if weights.version == self._promised:  # once it is lost no engine comes to it
+            tasks.append(asyncio.create_task(self._wait_durable(weights.version)))
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not committing.done():
+                tasks[-1].result()
+            self._committed = await committing
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         faults.point("committed")
         await self._retention.release_weights(weights.version)
 

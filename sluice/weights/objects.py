@@ -3,6 +3,7 @@
 versions/<8 digits>/<file>        a version: a plain HF checkpoint and its manifest.json
 allocated/<8 digits>              one marker per number given out lately; names the parent
 announced/<8 digits>/<file>       a file of a version in the making is written; digests of it
+promised/<8 digits>               the manifest of a version whose files are written later
 pins/<8 digits>/<owner>           keeps a version from retention
 staging/<8 digits>-<nonce>/       a version in the making, beside its owner's lock
 trash/                            versions on their way out
@@ -23,6 +24,8 @@ from sluice import faults
 from sluice.durable import locked, sync_path, write_new
 from sluice.weights.manifest import MANIFEST_NAME
 from sluice.weights.staging import Staging
+
+_FOLDERS = ("versions", "allocated", "announced", "promised", "staging", "pins", "trash")
 
 
 class Objects(ABC):
@@ -121,7 +124,7 @@ class DirectoryObjects(Objects):
     def __init__(self, root: Path, *, durable: bool) -> None:
         self._root, self._durable = root, durable
         self.staging = root / "staging"
-        for name in ("versions", "allocated", "announced", "staging", "pins", "trash"):
+        for name in _FOLDERS:
             (root / name).mkdir(parents=True, exist_ok=True)
 
     def keys(self, folder: str) -> Sequence[str]:

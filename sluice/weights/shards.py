@@ -232,14 +232,17 @@ def _layout(entries: Mapping[str, TensorEntry]) -> Layout:
 class PublishedShards:
     """The shards of one rank, version after version, WRITERS of them written at a time.
 
-    With `keep` their bytes stay on the host, once: deltas are made against them, and transfers
-    read them. Else no more than a chunk of each is there at a time. Use from one thread.
+    With `keep` their bytes stay on the host, once: deltas are made against them, transfers read
+    them, and files are written from them afterwards. Else no more than a chunk of each is there at
+    a time. Use from one thread.
     """
 
     def __init__(self, *, keep: bool, sync: bool) -> None:
         self._keep, self._sync = keep, sync
         self._published: dict[str, _PublishedShard] = {}
         self._version: int | None = None  # that `_published` is of
+        self._spare: dict[str, _PublishedShard] = {}  # of another version, to be filled again
+        self._behind = False  # files come after the version is finished
         self._unfinished: dict[str, _PublishedShard] = {}
         self._names: list[str] = []  # of the version in the making, in their order
         self._pool = ThreadPoolExecutor(WRITERS, "weight-shards")
@@ -249,10 +252,15 @@ class PublishedShards:
         self._counting = threading.Lock()
         self.encode_seconds = 0.0  # of the last version, over all writers
 
-    def begin(self, base: int | None) -> None:
-        """Start a version, of deltas against `base` if that is the one kept."""
+    def begin(self, base: int | None, *, behind: bool = False) -> None:
+        """Start a version, of deltas against `base` if that is the one kept.
+
+        `behind`: no file is written before `write_kept`; needs `keep`.
+        """
+        assert self._keep or not behind, "what is not kept is written at once"
+        self._behind = behind
         if base is None or base != self._version:
-            self._published = {}
+            self._published, self._spare = {}, self._published
         self._version = None  # until `finish`: what is kept becomes a mix of two versions
         self._unfinished, self._names = {}, []
         self.encode_seconds = 0.0
@@ -309,7 +317,19 @@ class PublishedShards:
         if self._keep:
             self._published = {name: self._unfinished[name] for name in self._names}
             self._version = version
-        self._unfinished = {}
+        self._unfinished, self._spare = {}, {}
+
+    def write_kept(self, version: int, directory: Path, written: Written = lambda _: None) -> None:
+        """Write the files of a version that was begun with `behind`, one after the other.
+
+        On any thread, while no other version is begun; `written` hears of each. Raises
+        StagingLostError for another version than the one kept, and like `write_shard`.
+        """
+        if version != self._version:
+            raise StagingLostError(version)
+        for shard in self._published.values():
+            path = directory / shard.report.file_name
+            self._write_file(path, [shard.header, shard.data.data], shard.report, written)
 
     @property
     def empty(self) -> bool:
@@ -348,11 +368,15 @@ class PublishedShards:
         if last is not None and last.header == header:
             report = self._write_delta(directory, last, tensors, written)
         else:
-            last, report = _PublishedShard(file_name, layout, header), None
+            last, report = self._spare.pop(file_name, None), None
+            if last is None or last.header != header:
+                last = _PublishedShard(file_name, layout, header)
             for name in layout:
                 last.fill(name, tensors[name])
             last.describe()
-        if report is None:
+        if report is None and self._behind:
+            report = last.report
+        elif report is None:
             report = last.report
             pieces: list[bytes | memoryview] = [last.header, last.data.data]
             self._write_file(directory / file_name, pieces, report, written)

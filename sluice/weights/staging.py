@@ -93,6 +93,15 @@ def sweep_staging(root: Path) -> list[Path]:
     return removed
 
 
+def is_owned(root: Path, version: int) -> bool:
+    """Return whether somebody lives who makes this version, or has just ended it."""
+    for path in root.glob(f"{version:08d}-*{LOCK_SUFFIX}"):
+        with contextlib.suppress(FileNotFoundError), path.open("r+b") as lock:
+            if not try_lock(lock.fileno()):
+                return True
+    return False
+
+
 def _remove(directory: Path) -> bool:
     """Remove a directory, then its lock file, without which no sweep finds it; whether it is gone.
 
@@ -147,19 +156,21 @@ def assemble(
     step: int,
     expected: Mapping[str, TensorEntry] | Collection[str] | None,
     base: Manifest | None,
-    read_header: ReadHeader,
+    read_header: ReadHeader | None,
     adapter: AdapterSpec | None = None,
 ) -> Manifest:
     """Check what writers report, put companions and index beside it, and return the manifest.
 
-    `base` is the version that deltas among the shards are against. An `adapter` gets its
-    `adapter_config.json`. Raises DuplicateTensorError, DuplicateFileError, MissingTensorError,
-    UnexpectedTensorError, MissingFileError, InvalidCheckpointError or InvalidAdapterError.
+    `base` is the version that deltas among the shards are against. `read_header` is None for
+    shards that are not written yet. An `adapter` gets its `adapter_config.json`. Raises
+    DuplicateTensorError, DuplicateFileError, MissingTensorError, UnexpectedTensorError,
+    MissingFileError, InvalidCheckpointError or InvalidAdapterError.
     """
     tensors = _collect_tensors(shards, expected)
     if adapter is not None:
         _check_adapter(adapter, shards, tensors)
-    _check_shards(shards, read_header)
+    if read_header is not None:
+        check_shards(shards, read_header)
     deltas = {s.file_name: FileEntry(s.delta.size, s.delta.digest) for s in shards if s.delta}
     base = base if deltas else None
     _check_base(shards, base)
@@ -211,7 +222,7 @@ def _processor_of(directory: Path) -> str | None:
     return processor_digest(directory)
 
 
-def _check_shards(shards: Iterable[ShardFile], read_header: ReadHeader) -> None:
+def check_shards(shards: Iterable[ShardFile], read_header: ReadHeader) -> None:
     """Check that each reported file is there, has its size, and names the reported tensors."""
     for shard in shards:
         if shard.delta is None:

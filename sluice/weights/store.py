@@ -14,6 +14,7 @@ from sluice import faults
 from sluice.weights.adapter import AdapterSpec
 from sluice.weights.checkpoint import Extent, data_start, is_plain_name, parse_header
 from sluice.weights.errors import (
+    InvalidCheckpointError,
     ManifestError,
     MissingFileError,
     MixedKindsError,
@@ -35,7 +36,15 @@ from sluice.weights.manifest import (
     unseal,
 )
 from sluice.weights.objects import DirectoryObjects, Objects
-from sluice.weights.staging import Staging, assemble, close_staging, open_staging, sweep_staging
+from sluice.weights.staging import (
+    Staging,
+    assemble,
+    check_shards,
+    close_staging,
+    is_owned,
+    open_staging,
+    sweep_staging,
+)
 
 REMEMBERED = 64  # versions whose records a process keeps: it may read one of every step
 
@@ -58,7 +67,8 @@ class StoredVersion:
     """A version in a store, in `directory` if that is one: an HF checkpoint.
 
     With a `base` it holds what changed since that version; a `HostCache` makes the whole. An
-    `adapter` is no checkpoint: its directory is one of peft's.
+    `adapter` is no checkpoint: its directory is one of peft's. One that is `promised` has no
+    directory yet.
     """
 
     version: int
@@ -69,6 +79,7 @@ class StoredVersion:
     base: int | None
     directory: Path | None
     adapter: AdapterSpec | None = None
+    promised: bool = False
 
 
 KEPT_NUMBERS = 256  # markers of versions that are gone, or were never finished
@@ -99,6 +110,7 @@ class WeightStore:
         else:
             root = Path(self.location.removeprefix("file://"))
             self._objects = DirectoryObjects(root, durable=durable)
+        self._takes_promises = not is_bucket(self.location)  # their owner's life is a lock here
         self._records: dict[int, StoredVersion] = {}
 
     def allocate(self, parent: int | None) -> Staging:
@@ -190,11 +202,7 @@ class WeightStore:
         VersionNotFoundError for a base that is gone; then the staging directory stays for a
         correction or an abort.
         """
-        if not staging.directory.is_dir():
-            raise StagingLostError(staging.version)
-        if self._has(staging.version):
-            raise VersionExistsError(staging.version)
-        self.check_kind(staging.version, is_adapter=adapter is not None)
+        self._check_open(staging, is_adapter=adapter is not None)
         shards, folder = list(shards), self._objects.draft(staging)
         self._take_files(staging, folder)
         based = base is not None and any(shard.delta for shard in shards)
@@ -209,6 +217,60 @@ class WeightStore:
             adapter,
         )
         self._take_files(staging, folder)
+        return self._commit(staging, manifest)
+
+    def promise(
+        self, staging: Staging, shards: Iterable[ShardFile], companions: Iterable[Path], step: int
+    ) -> StoredVersion:
+        """Say what a version is whose `shards` are written later, for engines to compare with.
+
+        `companions` are copied in. Others find it by `find`, and may pin it; it is no version
+        before `fulfil`, and none ever where that is not called: `abort` takes the promise back,
+        and once its owner is gone `sweep` does. Only a directory can tell whether the owner lives:
+        raises ValueError for a bucket. Raises as `commit` does, and InvalidCheckpointError for a
+        delta.
+        """
+        if not self._takes_promises:
+            raise ValueError(f"{self.location} is no directory: nothing can be promised there")
+        self._check_open(staging, is_adapter=False)
+        shards = list(shards)
+        if changed := [shard.file_name for shard in shards if shard.delta]:
+            raise InvalidCheckpointError(f"{changed[0]!r} is a delta, which cannot be promised")
+        manifest = assemble(staging, shards, companions, step, None, None, None)
+        try:
+            self._objects.put_new(_promise(staging.version), encode_manifest(manifest))
+        except FileExistsError as error:
+            raise VersionExistsError(staging.version) from error
+        faults.point("weights.promised")
+        return self._describe(manifest, promised=True)
+
+    def fulfil(self, staging: Staging) -> StoredVersion:
+        """Make the staged files the version that was promised, all at once.
+
+        Raises VersionNotFoundError where nothing was, StagingLostError, VersionExistsError,
+        MissingFileError or InvalidCheckpointError for files that are not as promised.
+        """
+        if not staging.directory.is_dir():
+            raise StagingLostError(staging.version)
+        manifest = self._promised(staging.version)
+        if manifest is None:
+            raise VersionNotFoundError(staging.version)
+        folder = self._objects.draft(staging)
+        self._take_files(staging, folder)
+        check_shards(manifest.shards(), lambda name, size: self._read_header(folder, name, size))
+        record = self._commit(staging, manifest)
+        self._objects.delete([_promise(staging.version)])
+        return record
+
+    def _check_open(self, staging: Staging, *, is_adapter: bool) -> None:
+        """Raises StagingLostError, VersionExistsError or MixedKindsError."""
+        if not staging.directory.is_dir():
+            raise StagingLostError(staging.version)
+        if self._has(staging.version):
+            raise VersionExistsError(staging.version)
+        self.check_kind(staging.version, is_adapter=is_adapter)
+
+    def _commit(self, staging: Staging, manifest: Manifest) -> StoredVersion:
         with self._objects.guarded(alone=False):  # a base stays, or is missed
             if manifest.base is not None and not self._has(manifest.base):
                 raise VersionNotFoundError(manifest.base)
@@ -234,6 +296,8 @@ class WeightStore:
     def abort(self, staging: Staging) -> None:
         """Drop a version in the making; its number stays taken. May be repeated."""
         self._objects.delete(self._objects.keys(f"announced/{staging.version:08d}"))
+        if self._takes_promises:
+            self._objects.delete([_promise(staging.version)])
         close_staging(staging)
         if not self._has(staging.version):
             self._objects.delete(self._objects.keys(self._objects.draft(staging)))
@@ -245,15 +309,30 @@ class WeightStore:
             return self._records[version]
         return self._remember(self.manifest(version))
 
+    def find(self, version: int) -> StoredVersion:
+        """Return a version that is committed, or promised; raises like `get`."""
+        promised = self._promised(version)  # first: it goes when the version is committed
+        return self.get(version) if promised is None else self._describe(promised, promised=True)
+
+    def expected(self, version: int) -> Manifest:
+        """Read the manifest of a version that is committed, or promised; raises like `get`."""
+        promised = self._promised(version)
+        return self.manifest(version) if promised is None else promised
+
+    def _promised(self, version: int) -> Manifest | None:
+        if not self._takes_promises:
+            return None
+        try:
+            return _decode(version, self._objects.get(_promise(version)))
+        except FileNotFoundError:
+            return None
+
     def manifest(self, version: int) -> Manifest:
         """Read the manifest of a committed version; raises like `get`."""
         try:
-            manifest = decode_manifest(self._objects.get(_key(version, MANIFEST_NAME)))
+            return _decode(version, self._objects.get(_key(version, MANIFEST_NAME)))
         except FileNotFoundError as error:
             raise VersionNotFoundError(version) from error
-        if manifest.version != version:
-            raise ManifestError(f"version {version} has the manifest of {manifest.version}")
-        return manifest
 
     def local_file(self, version: int, name: str, scratch: Path) -> Path:
         """Return a stored file of a version on this host; it may be fetched into `scratch`.
@@ -308,15 +387,18 @@ class WeightStore:
         return versions
 
     def pin(self, version: int, owner: str) -> None:
-        """Keep `version` from retention until `owner` unpins it; survives crashes."""
+        """Keep `version` from retention until `owner` unpins it; survives crashes.
+
+        One that is promised can be pinned too. Raises VersionNotFoundError.
+        """
         pin = _pin(version, owner)
         with self._objects.guarded(alone=False):
-            if not self._has(version):
+            if not self._is_known(version):
                 raise VersionNotFoundError(version)
             with suppress(FileExistsError):
                 self._objects.put_new(pin, b"")
             faults.point("weights.pinned")
-            if self._objects.is_retiring(version) or not self._has(version):
+            if self._objects.is_retiring(version) or not self._is_known(version):
                 self._objects.delete([pin])
                 raise VersionNotFoundError(version)
 
@@ -372,8 +454,21 @@ class WeightStore:
         self._objects.delete([markers[number] for number in old])
 
     def sweep(self) -> Sequence[Path]:
-        """Remove what crashed writers left; a live writer's directory is locked and stays."""
-        return sweep_staging(self._objects.staging)
+        """Remove what crashed writers left, promises too; a live writer's directory is locked and
+        stays."""
+        removed = sweep_staging(self._objects.staging)
+        if self._takes_promises:
+            promised = {_number(key): key for key in self._objects.keys("promised")}
+            staging = self._objects.staging
+            self._objects.delete(
+                [key for number, key in promised.items() if not is_owned(staging, number)]
+            )
+        return removed
+
+    def _is_known(self, version: int) -> bool:
+        """Whether it is promised or, since promises go when they are kept, committed."""
+        promised = self._takes_promises and self._objects.exists(_promise(version))
+        return promised or self._has(version)
 
     def _has(self, version: int) -> bool:
         return self._objects.exists(_key(version, MANIFEST_NAME))
@@ -402,17 +497,21 @@ class WeightStore:
         except WeightStoreError:  # damaged: nobody can read it, whatever is kept
             return [version]
 
-    def _remember(self, manifest: Manifest) -> StoredVersion:
-        record = StoredVersion(
+    def _describe(self, manifest: Manifest, *, promised: bool = False) -> StoredVersion:
+        return StoredVersion(
             version=manifest.version,
             digest=manifest.digest,
             parent=manifest.parent,
             step=manifest.step,
             created=manifest.created,
             base=manifest.base,
-            directory=self._objects.directory(manifest.version),
+            directory=None if promised else self._objects.directory(manifest.version),
             adapter=manifest.adapter,
+            promised=promised,
         )
+
+    def _remember(self, manifest: Manifest) -> StoredVersion:
+        record = self._describe(manifest)
         self._records[manifest.version] = record
         while len(self._records) > REMEMBERED:  # others remove versions, and tell nobody
             self._records.pop(next(iter(self._records)), None)
@@ -441,6 +540,17 @@ def _read_announcement(version: int, data: bytes, key: str) -> Announcement:
     if found.file_name != key.rpartition("/")[2] or not is_plain_name(found.file_name):
         raise ValueError(f"{key} announces {found.file_name!r}")
     return Announcement(version, document["folder"], found)
+
+
+def _decode(version: int, data: bytes) -> Manifest:
+    manifest = decode_manifest(data)
+    if manifest.version != version:
+        raise ManifestError(f"version {version} has the manifest of {manifest.version}")
+    return manifest
+
+
+def _promise(version: int) -> str:
+    return f"promised/{version:08d}"
 
 
 def _key(version: int, name: str) -> str:

@@ -10,6 +10,7 @@ from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice.client import EngineClient
 from sluice.weights.store import WeightStore
 from tests.e2e.conftest import start_stack, stop_stack
+from tests.patience import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -49,3 +50,37 @@ def test_an_engine_that_dies_catches_up_from_the_store(sending):
     training.finish()
     assert [row["step"] for row in training.rows()] == [1, 2, 3, 4, 5, 6]
     assert all(row["rollout_mismatch"] <= 1e-4 for row in training.rows())
+
+
+@pytest.fixture(scope="module")
+def behind(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("behind")
+    config = {
+        "model": str(build_tiny_qwen3(run_dir / "model", 0)),
+        "optim": {"learning_rate": 1e-5},
+        "transfer": {"enabled": True, "write_behind": True},
+        "keep_versions": 0,
+    }
+    stack = start_stack(run_dir, trainer={"kind": "trainer", "config": config})
+    yield stack
+    stop_stack(stack)
+
+
+def test_a_run_ends_when_all_that_engines_served_is_written(behind):
+    """Without run checkpoints on the way, which would wait for it too."""
+    training = behind.train("behind", weight_transport="collective", checkpoint_every=0)
+    output = training.finish()
+    assert [row["step"] for row in training.rows()] == [1, 2, 3, 4]
+    assert all(row["rollout_mismatch"] <= 1e-4 for row in training.rows())
+    store = WeightStore(behind.run_dir / "store" / "weights")
+    assert {row["weight_version"] for row in training.rows()} < set(store.versions())
+    assert "lost" not in output
+    assert asyncio.run(group_of(behind))
+
+
+def test_a_deterministic_run_does_not_take_what_is_written_behind(behind):
+    training = behind.train("bitwise", weight_transport="collective", deterministic=True)
+    output, _ = training.process.communicate(timeout=PATIENCE)
+    assert training.process.returncode == 2
+    (line,) = [line for line in output.splitlines() if line.startswith("sluice: ")]
+    assert "transfer.write_behind" in line

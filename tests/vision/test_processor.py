@@ -242,7 +242,7 @@ async def test_a_checkpoint_of_another_processor_is_refused(
 ) -> None:
     def checkpoints(model: Path) -> TrainerCheckpoints:
         blank: Any = Blank()
-        return TrainerCheckpoints(config_of(model), blank, blank, blank, blank)
+        return TrainerCheckpoints(config_of(model), blank, blank, blank, blank, blank)
 
     first = checkpoints(qwen3_vl.directory)
     for name, processor in (("new", first._processor), ("old", None)):

@@ -23,6 +23,7 @@ from services.rollout.errors import (
     TransferGroupNotJoinedError,
     UnfitWeightsError,
     VersionNotPreparedError,
+    WeightsPromisedError,
 )
 from sluice import faults
 from sluice.runtime.errors import NotFoundError, ServiceError
@@ -78,7 +79,7 @@ class EngineTransfers:
         began = time.monotonic()
         try:
             async with asyncio.timeout(transfer.seconds + GRACE_SECONDS):
-                manifest = await asyncio.to_thread(self._store.manifest, version)
+                manifest = await asyncio.to_thread(self._store.expected, version)
                 self._check(transfer)  # nothing else runs from here until the engine receives
                 buckets = [
                     plan_buckets(manifest, files, transfer.bucket_bytes) for files in transfer.files
@@ -176,7 +177,8 @@ class EngineWeights:
 
         It comes over `transfer` if that is given, else from the store. The preparation goes on
         when the caller goes away. Raises NotFoundError, DigestMismatchError,
-        TransferFailedError, TransferGroupNotJoinedError and what the engine raises.
+        TransferFailedError, TransferGroupNotJoinedError, WeightsPromisedError for a version that
+        the store does not hold yet, and what the engine raises.
         """
         status = self._engine.status()
         if (status.version, status.digest) == (version, digest):
@@ -217,7 +219,7 @@ class EngineWeights:
             raise NoTransferError("this engine reads weights from the store only")
         await self._check_digest(version, digest)
         try:
-            manifest = await asyncio.to_thread(self._store.manifest, version)
+            manifest = await asyncio.to_thread(self._store.expected, version)
         except WeightStoreError as error:
             raise typed_error(version, error) from error
         self._engine.check_incoming(manifest)
@@ -279,6 +281,10 @@ class EngineWeights:
                 await self.transfers.receive(version, transfer)
                 if self._engine.status().version == version:  # it cannot hold two
                     await self._on_commit()
+            elif record.promised:
+                raise WeightsPromisedError(
+                    f"version {version} is still being written: ask again", version=version
+                )
             else:
                 await self._stream.settle(version)
                 await self._prepare_from_store(record)
@@ -320,7 +326,7 @@ class EngineWeights:
         return self._cached[record.version].directory
 
     async def _check_digest(self, version: int, digest: str, *, pin: bool = False) -> StoredVersion:
-        """Returns the version once its manifest has the digest."""
+        """Returns the version, committed or promised, once its manifest has the digest."""
         record = await self._in_order(self._open, version, pin)
         if record.digest != digest:
             raise DigestMismatchError(
@@ -335,7 +341,7 @@ class EngineWeights:
         try:
             if pin:
                 self._store.pin(version, self._owner)
-            return self._store.get(version)
+            return self._store.find(version)
         except VersionNotFoundError:
             raise NotFoundError("weight version", str(version), self._store.location) from None
         except WeightStoreError as error:

@@ -11,7 +11,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 from services.trainer import metrics
 from services.trainer.config import TrainerConfig
 from services.trainer.controller.incarnation import RankIncarnation
+from services.trainer.controller.publication import Publisher
 from services.trainer.controller.rank_group import RankGroup
 from services.trainer.controller.state import PublishedWeights, TrainerState, Turns, in_turn
 from services.trainer.controller.uploads import TrainerBatches
@@ -238,13 +239,14 @@ class TrainerCheckpoints:
         state: TrainerState,
         ranks: RankGroup,
         batches: TrainerBatches,
+        publisher: Publisher,
         turns: Turns,
     ) -> None:
         self.store = CheckpointStore(config.store_root / "checkpoints", durable=config.durable)
         self.turns = turns
         self._backend, self._state = config.backend, state
         self._processor = processor_digest(Path(config.model))
-        self._ranks, self._batches = ranks, batches
+        self._ranks, self._batches, self._publisher = ranks, batches, publisher
         self._writing: asyncio.Task[int] | None = None  # beside other calls
 
     async def save(self, checkpoint_id: str, *, behind: bool = False) -> int:
@@ -284,7 +286,9 @@ class TrainerCheckpoints:
             raise
         metrics.CHECKPOINT_SECONDS.labels("stage").observe(time.monotonic() - began)
         record = record_state(self._state, self._backend, self._layout(), {}, self._processor)
-        work = self._finish_behind(checkpoint_id, partial, record, written, began)
+        work = self._finish_behind(
+            checkpoint_id, partial, record, written, self._publisher.durability(), began
+        )
         self._writing = task = asyncio.create_task(work, name=f"write {checkpoint_id}")
         return task
 
@@ -294,12 +298,14 @@ class TrainerCheckpoints:
         partial: Path,
         record: CheckpointRecord,
         written: Awaitable[list[pb.CommandResult]],
+        durable: Callable[[], Awaitable[None]],
         began: float,
     ) -> int:
         try:
             with disk_errors():
                 try:
                     record = replace(record, files=files_of(await written))
+                    await durable()  # the weights that it names
                 except BaseException:
                     self.store.abandon(partial)
                     raise
@@ -325,6 +331,7 @@ class TrainerCheckpoints:
                 record = record_state(
                     self._state, self._backend, self._layout(), files, self._processor
                 )
+                await self._publisher.durability()()
             except BaseException:
                 self.store.abandon(partial)
                 raise
@@ -342,6 +349,7 @@ class TrainerCheckpoints:
         await self.settle()
         ranks = self._ranks.incarnation
         self._read(name)  # refused before anything is dropped
+        await self._publisher.forget_loss()
         await self._batches.drop_all(ranks)
         await self._load_into(ranks, name)
         return self._state.step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,12 @@ from services.trainer.config import LoraConfig, TrainerConfig
 from services.trainer.controller.rank_group import RankGroup
 from services.trainer.controller.state import PublishedWeights, TrainerState, Turns, in_turn
 from services.trainer.controller.transfer import Shipment, Target, WeightSender
-from services.trainer.errors import MixedPublicationError, TransferDisabledError
+from services.trainer.errors import (
+    MixedPublicationError,
+    TransferDisabledError,
+    disk_errors,
+)
+from sluice import faults
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
@@ -39,6 +44,7 @@ class Publication:
     stored_bytes: int
     full_bytes: int
     rank_files: Sequence[Sequence[str]]
+    staging: Staging
     transfer_seconds: float = 0.0
     outcomes: Mapping[str, RemoteError | None] = field(default_factory=dict)
 
@@ -46,7 +52,9 @@ class Publication:
 class Publisher:
     """Allocates a version, lets every rank write its shards, commits.
 
-    Then, while others work, versions go but the newest `keep` and those that anybody has pinned.
+    Or it promises the version, sends it to engines, and has it written while others work; the next
+    one waits for that. Meanwhile versions go but the newest `keep` and those that anybody has
+    pinned.
     """
 
     def __init__(
@@ -62,15 +70,54 @@ class Publisher:
         self._model, self._keep = Path(config.model), config.keep_versions
         self._config, self._lora = config.publish, config.lora
         self._adapter: AdapterSpec | None = None
+        self._write_behind = config.transfer.write_behind
         self._is_shared = not is_bucket(config.weights_location)
         self._store, self._state, self._ranks = store, state, ranks
         self._removing: asyncio.Task[None] | None = None
+        self._waits = waits
+        self._writing: asyncio.Task[StoredVersion] | None = None  # of the version promised last
+        self._promised = 0  # its number
         self._sender: WeightSender | None = None
         if config.transfer.enabled:
             self._sender = WeightSender(config.transfer, config.server.security, ranks, waits)
 
+    @property
+    def promised(self) -> int:
+        """Return the number of the version that is being written behind, 0 while none is."""
+        is_writing = self._writing is not None and not self._writing.done()
+        return self._promised if is_writing else 0
+
+    def durability(self) -> Callable[[], Awaitable[None]]:
+        """Return what waits until the version that was promised last, by now, is durable.
+
+        Ranks have the command timeout to write it. It raises why the version is lost, if it is.
+        """
+        return partial(self._settle, self._writing, self._promised)
+
+    async def _settle(self, writing: asyncio.Task[StoredVersion] | None, version: int) -> None:
+        if writing is None:
+            return
+        with self._waits.waiting(
+            f"weight version {version} to be written", on=lambda: ["the ranks and the store"]
+        ):
+            await asyncio.wait([writing])
+        writing.result()
+
+    async def forget_loss(self) -> None:
+        """Wait for the end of what is written: the trainer goes back, so its loss is none."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+            self._writing = None
+
+    def sweep(self) -> None:
+        """Take back what an earlier process has promised."""
+        self._store.sweep()
+
     async def close(self) -> None:
-        """Wait for what is being removed."""
+        """Give up what is being written, and wait for what is being removed."""
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
         if self._sender is not None:
             await self._sender.close()
         if self._removing is not None:
@@ -90,28 +137,95 @@ class Publisher:
     ) -> Publication:
         """Publish a new version, and send it to `targets`.
 
-        Raises TransferDisabledError or MixedPublicationError.
+        With `transfer.write_behind` it is then a promise, unless no target has it. Raises
+        TransferDisabledError or MixedPublicationError, and why the version before is lost.
         """
         self.check_targets(targets)
         self._state.check_awake()
+        try:
+            await self.durability()()
+        finally:
+            self._writing = None
+        behind = bool(targets) and self._write_behind
         with metrics.PUBLISH_SECONDS.time():
-            publication = await self._store_version(on_allocated)
+            publication = await self._store_version(on_allocated, behind)
         if targets and self._sender is not None:
-            began = time.monotonic()
-            record = publication.record
-            weights = sample_pb2.WeightVersion(version=record.version, digest=record.digest)
-            shipment = Shipment(
-                weights=weights,
-                rank_files=publication.rank_files,
-                pause_mode=pause_mode,
-            )
-            outcomes = await self._sender.send(shipment, targets)
-            seconds = time.monotonic() - began
-            metrics.TRANSFER_SECONDS.observe(seconds)
-            publication = replace(publication, outcomes=outcomes, transfer_seconds=seconds)
+            try:
+                publication = await self._send(self._sender, publication, targets, pause_mode)
+                faults.point("weights.sent")
+            except BaseException:
+                if behind:
+                    await self._lose(publication.staging)
+                raise
+        if behind:
+            writing = self._begin_writing(publication.staging)
+            if all(publication.outcomes.values()):  # nobody has it: engines are to read it
+                try:
+                    publication = replace(publication, record=await asyncio.shield(writing))
+                finally:
+                    if writing.done():
+                        self._writing = None
         return publication
 
-    async def _store_version(self, on_allocated: Callable[[int], None]) -> Publication:
+    async def _send(
+        self,
+        sender: WeightSender,
+        publication: Publication,
+        targets: Sequence[Target],
+        pause_mode: engine_pb.PauseMode,
+    ) -> Publication:
+        began = time.monotonic()
+        record = publication.record
+        weights = sample_pb2.WeightVersion(version=record.version, digest=record.digest)
+        shipment = Shipment(
+            weights=weights,
+            rank_files=publication.rank_files,
+            pause_mode=pause_mode,
+        )
+        outcomes = await sender.send(shipment, targets)
+        seconds = time.monotonic() - began
+        metrics.TRANSFER_SECONDS.observe(seconds)
+        return replace(publication, outcomes=outcomes, transfer_seconds=seconds)
+
+    def _begin_writing(self, staging: Staging) -> asyncio.Task[StoredVersion]:
+        """Have the ranks write what they kept, and the version committed, beside later calls."""
+        name, self._promised = f"write weights {staging.version}", staging.version
+        self._writing = task = asyncio.create_task(self._write(staging), name=name)
+        return task
+
+    async def _write(self, staging: Staging) -> StoredVersion:
+        began = time.monotonic()
+        directory = str(staging.directory.resolve())
+        command = pb.WriteWeightsCommand(directory=directory, version=staging.version)
+        try:
+            with disk_errors():
+                ranks = self._ranks.incarnation
+                await (await ranks.run_behind(pb.FollowResponse(write_weights=command)))
+                faults.point("weights.written")
+                # A thread that is cancelled goes on, and an abort beside it would do damage.
+                fulfilling = asyncio.ensure_future(asyncio.to_thread(self._store.fulfil, staging))
+                try:
+                    record = await asyncio.shield(fulfilling)
+                except asyncio.CancelledError:
+                    await asyncio.wait([fulfilling])
+                    raise
+        except BaseException as error:
+            logger.error("weight version %d is lost: %s", staging.version, error)
+            await self._lose(staging)
+            raise
+        metrics.WRITE_BEHIND_SECONDS.observe(time.monotonic() - began)
+        self._remove_in_background(record.version)
+        return record
+
+    async def _lose(self, staging: Staging) -> None:
+        """Take a promise back, if it is not kept already."""
+        metrics.LOST_VERSIONS.inc()
+        await asyncio.shield(asyncio.to_thread(self._store.abort, staging))
+
+    async def _store_version(
+        self, on_allocated: Callable[[int], None], behind: bool
+    ) -> Publication:
+        """Make a version durable, or with `behind` promise it."""
         ranks = self._ranks.incarnation
         parent = None if self._state.weights is None else self._state.weights.version
         staging = await asyncio.to_thread(self._store.allocate, parent)
@@ -120,7 +234,9 @@ class Publisher:
             await asyncio.to_thread(self._check_kind, staging.version)
             base = await asyncio.to_thread(self._find_base)
             directory = str(staging.directory.resolve()) if self._is_shared else ""
-            command = pb.PublishCommand(directory=directory, version=staging.version, base=base)
+            command = pb.PublishCommand(
+                directory=directory, version=staging.version, base=base, write_behind=behind
+            )
             results = await ranks.run(pb.FollowResponse(publish=command))
             shards = [shard_from_proto(s) for result in results for s in result.shards]
         except BaseException:
@@ -128,18 +244,30 @@ class Publisher:
             raise
         # Outside of the `try`: a thread that is cancelled goes on, and an abort beside it would
         # make a damaged version.
-        commit = partial(self._commit, staging, shards, self._state.step, base)
-        record = await asyncio.shield(asyncio.to_thread(commit))
+        if behind:
+            end = partial(self._promise, staging, shards, self._state.step)
+        else:
+            end = partial(self._commit, staging, shards, self._state.step, base)
+        record = await asyncio.shield(asyncio.to_thread(end))
         self._state.weights = PublishedWeights(record.version, record.digest)
         metrics.WEIGHT_VERSION.set(record.version)
         _count_bytes(shards, max(result.encode_seconds for result in results))
-        self._remove_in_background(record.version)
+        if not behind:
+            self._remove_in_background(record.version)
         return Publication(
             record=record,
             stored_bytes=sum(s.delta.size if s.delta else s.size for s in shards),
             full_bytes=sum(shard.size for shard in shards),
             rank_files=[[s.file_name for s in result.shards] for result in results],
+            staging=staging,
         )
+
+    def _promise(self, staging: Staging, shards: Sequence[ShardFile], step: int) -> StoredVersion:
+        try:
+            return self._store.promise(staging, shards, companion_files(self._model), step)
+        except BaseException:
+            self._store.abort(staging)
+            raise
 
     def _commit(
         self, staging: Staging, shards: Sequence[ShardFile], step: int, base: int | None

@@ -57,14 +57,17 @@ class Trainer:
         self.batches = TrainerBatches(config, state, ranks, planner, turns)
         algorithms = Algorithms(config, ranks)
         self.passes = TrainerPasses(config.optim, state, ranks, planner, algorithms, turns)
-        self.checkpoints = TrainerCheckpoints(config, state, ranks, self.batches, turns)
-        self.sleep = TrainerSleep(state, ranks, self.checkpoints, turns)
         weights = WeightStore(config.weights_location, durable=config.durable)
         self.publisher = Publisher(config, weights, state, ranks, turns, waits)
+        self.checkpoints = TrainerCheckpoints(
+            config, state, ranks, self.batches, self.publisher, turns
+        )
+        self.sleep = TrainerSleep(state, ranks, self.checkpoints, turns)
 
     async def start(self, controller: str) -> None:
         """Launch the ranks and wait until they are active or have failed."""
         await asyncio.to_thread(self.batches.unpin_all)
+        await asyncio.to_thread(self.publisher.sweep)
         self.ranks.start(controller)
         await self.ranks.wait_settled()
 

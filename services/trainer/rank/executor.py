@@ -40,7 +40,6 @@ from services.trainer.rank.table import (
     report_scores,
 )
 from services.trainer.rows import RowLimits
-from services.trainer.staging import StagedCheckpoint
 from sluice import faults, platform
 from sluice.algo.collectives import is_disconnected
 from sluice.algo.plugins import PluginSettingError
@@ -100,7 +99,8 @@ class Executor:
         self._backend, self._blobs, self._table = backend, blobs, table
         self._parking, self._parked = parking, None  # type: Path, ParkedTensors | None
         self._publisher, self._user_modules = publisher, user_modules
-        self._behind = WriteBehind(report)
+        self._behind = WriteBehind(report)  # of a checkpoint
+        self._weights_behind = WriteBehind(report)
         self._siblings: list[pb.SiblingScores] = []  # so far, of a batch whose scores are related
         self._relative_scores: list[float] = []  # of the rows of the batch that they were asked for
 
@@ -273,7 +273,12 @@ class Executor:
     def _save(self, command: pb.SaveCommand, result: pb.CommandResult) -> None:
         staged = self._backend.stage_checkpoint(Path(command.directory))
         if command.write_behind:
-            self._behind.start(staged, result.sequence, f"rank{self._backend.mesh.rank}.written")
+
+            def write(written: pb.CommandResult) -> None:
+                written.checkpoint_files.extend(files_to_proto(staged.write()))
+                faults.point(f"rank{self._backend.mesh.rank}.written")
+
+            self._behind.start("save", write, result.sequence, keep=staged.keep)
         else:
             result.checkpoint_files.extend(files_to_proto(staged.write()))
 
@@ -289,6 +294,13 @@ class Executor:
 
     def _publish(self, command: pb.PublishCommand, result: pb.CommandResult) -> None:
         self._publisher.publish(command, result)
+
+    def _write_weights(self, command: pb.WriteWeightsCommand, result: pb.CommandResult) -> None:
+        def write(_: pb.CommandResult) -> None:
+            self._publisher.write(command)
+            faults.point(f"rank{self._backend.mesh.rank}.weights_written")
+
+        self._weights_behind.start("write_weights", write, result.sequence)
 
     def _open_transfer(self, command: pb.OpenTransferCommand, result: pb.CommandResult) -> None:
         self._publisher.open_transfer(command, result)
@@ -315,26 +327,35 @@ def answered(result: pb.CommandResult, name: str) -> Iterator[None]:
 
 
 class WriteBehind:
-    """Writes a staged checkpoint in a thread, beside the commands that follow; one at a time."""
+    """Writes files in a thread, beside the commands that follow; those of one command at a time."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
-        self._staged: StagedCheckpoint | None = None
+        self._keep: Callable[[], None] | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self, staged: StagedCheckpoint, sequence: int, point: str) -> None:
-        """Begin to write; the report repeats `sequence`. `point` names a fault behind the files."""
-        assert self._staged is None, "the controller has one checkpoint written at a time"
-        self._staged = staged
+    def start(
+        self,
+        name: str,
+        write: Callable[[pb.CommandResult], None],
+        sequence: int,
+        keep: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Begin to `write`, which adds to the report; that repeats `sequence`.
+
+        `keep` copies what is not written yet of a state that is about to change.
+        """
+        assert self._keep is None, "the controller has one of a kind written at a time"
+        self._keep = keep
         self._thread = threading.Thread(
-            target=self._write, args=(staged, sequence, point), name="write-behind", daemon=True
+            target=self._write, args=(name, write, sequence), name=f"{name}-behind", daemon=True
         )
         self._thread.start()
 
     def keep(self) -> None:
         """Copy what is not written yet: the state is about to change."""
-        if (staged := self._staged) is not None:
-            staged.keep()
+        if (keep := self._keep) is not None:
+            keep()
 
     def ends_within(self, seconds: float) -> bool:
         """Wait for the end of what is being written; False if it does not come."""
@@ -343,12 +364,11 @@ class WriteBehind:
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    def _write(self, staged: StagedCheckpoint, sequence: int, point: str) -> None:
+    def _write(self, name: str, write: Callable[[pb.CommandResult], None], sequence: int) -> None:
         result = pb.CommandResult(sequence=sequence)
-        with answered(result, "save"):
-            result.checkpoint_files.extend(files_to_proto(staged.write()))
-            faults.point(point)
-        self._staged = None
+        with answered(result, name):
+            write(result)
+        self._keep = None
         self._report(pb.FollowRequest(written=result))
 
 
@@ -483,8 +503,12 @@ class RankPublisher:
         self._group: TransferGroup | None = None
 
     def publish(self, command: pb.PublishCommand, result: pb.CommandResult) -> None:
-        """Write this rank's shards; each is announced when it is written and digested."""
-        self._shards.begin(command.base if command.HasField("base") else None)
+        """Write this rank's shards; each is announced when it is written and digested.
+
+        With `write_behind` they are kept alone, for `write`.
+        """
+        base = command.base if command.HasField("base") else None
+        self._shards.begin(base, behind=command.write_behind)
         try:
             if command.directory:
                 shards = self._write_shards(command.version, Path(command.directory))
@@ -495,6 +519,14 @@ class RankPublisher:
         self._shards.finish(command.version)
         result.shards.extend(_shard_to_proto(shard) for shard in shards)
         result.encode_seconds = self._shards.encode_seconds
+
+    def write(self, command: pb.WriteWeightsCommand) -> None:
+        """Write the files of the version published last, on another thread than all else."""
+
+        def note(_: ShardFile) -> None:
+            faults.point("weights.behind")
+
+        self._shards.write_kept(command.version, Path(command.directory), note)
 
     def _write_shards(self, version: int, directory: Path) -> list[ShardFile]:
         store = WeightStore(self._config.weights_location, durable=False)

@@ -119,3 +119,10 @@ def test_a_writer_at_work_is_left_alone(store: WeightStore, policy: Policy, buck
     assert [
         info.size for info in BucketObjects(bucket).list(f"versions/{staging.version:08d}")
     ] == [12]
+
+
+def test_nothing_is_promised_where_nobody_can_tell_who_lives(store: WeightStore) -> None:
+    staging = store.allocate(None)
+    with pytest.raises(ValueError, match="is no directory"):
+        store.promise(staging, [], [], 0)
+    store.abort(staging)

@@ -5,6 +5,8 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sluice.loop.ledger import Ledger, LedgerGroup
 from sluice.samples.blobs import BlobReference
@@ -191,4 +193,95 @@ def test_a_full_disk_is_named_and_leaves_nothing_half_done(tmp_path):
     assert "disk" in done.stdout
     ledger = Ledger(path)
     assert ids(ledger.groups("issued")) == ["g0"]
+    ledger.close()
+
+
+@pytest.fixture
+def promising(ledger):
+    """Version 1 is durable, 2 is promised; groups are of 1, 1 to 2, 2, and 1 to 3 in a row."""
+    ledger.record_version(1, "one", 0)
+    ledger.promise_version(2)
+    ledger.record_version(2, "two", 1)
+    for position, (first, last) in enumerate([(1, 1), (1, 2), (2, 2), (1, 3)]):
+        ledger.generated(made(position, min_version=first, max_version=last))
+    return ledger
+
+
+def test_groups_with_a_token_of_a_lost_version_are_dropped_and_no_others(promising, tmp_path):
+    promising.consume(["g2"], step=1)
+    promising.roll_back(0)  # the run goes back to before it
+    again = Ledger(tmp_path / "ledger.sqlite")  # after a crash
+    assert again.promised_versions() == [2]
+    assert again.lose_version(2) == 3
+    assert ids(again.groups("generated")) == ["g0"]
+    assert ids(again.groups("dropped")) == ["g1", "g2", "g3"]
+    assert again.promised_versions() == []
+    assert (again.lost_version(1, 1), again.lost_version(1, 2), again.lost_version(3, 9)) == (
+        None,
+        2,
+        None,
+    )
+    again.close()
+    later = Ledger(tmp_path / "ledger.sqlite")
+    assert later.lost_version(2, 2) == 2
+    later.check()
+    later.close()
+
+
+def test_a_version_that_came_to_be_durable_costs_nothing(promising, tmp_path):
+    promising.version_durable(2)
+    assert promising.promised_versions() == []
+    assert promising.lose_version(2) == 0  # which nobody asks for
+    assert len(promising.groups("generated")) == 4
+
+
+def test_a_group_that_was_generated_again_by_others_is_of_those(promising):
+    promising.put_back("g2")
+    promising.record_version(3, "three", 1)
+    assert promising.generated(made(2, min_version=3, max_version=3))
+    promising.put_back("g1")  # and is not generated yet
+    assert promising.lose_version(2) == 1
+    assert ids(promising.groups("generated")) == ["g0", "g2"]
+    assert ids(promising.groups("issued")) == ["g1"]
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_what_is_dropped_is_what_its_versions_say(tmp_path_factory, data):
+    """Any groups, any order of promises kept and broken: against sets."""
+    path = tmp_path_factory.mktemp("promises") / "ledger.sqlite"
+    ledger, waiting, dropped, lost = Ledger(path), {}, set(), set()
+    count = data.draw(st.integers(1, 12))
+    ledger.issue([(i, f"g{i}") for i in range(count)], step=0)
+    newest, pending = 1, None
+    ledger.record_version(1, "1", 0)
+    for position in range(count):
+        first = data.draw(st.integers(1, newest))
+        last = data.draw(st.integers(first, newest))
+        if ledger.lost_version(first, last) is not None:
+            assert lost & set(range(first, last + 1))
+            ledger.generated(made(position, min_version=first, max_version=last), "lost")
+            dropped.add(position)
+        else:
+            assert not lost & set(range(first, last + 1))
+            ledger.generated(made(position, min_version=first, max_version=last))
+            waiting[position] = range(first, last + 1)
+        match data.draw(st.sampled_from(["go on", "publish", "crash"])):
+            case "publish":
+                if pending is not None:
+                    ledger.version_durable(pending)
+                newest = pending = newest + 1
+                ledger.promise_version(newest)
+                ledger.record_version(newest, str(newest), newest)
+            case "crash" if pending is not None:
+                ledger.close()
+                ledger = Ledger(path)
+                ledger.lose_version(pending)
+                lost.add(pending)
+                dropped |= {p for p, versions in waiting.items() if pending in versions}
+                pending = None
+    waiting = {p for p in waiting if p not in dropped}
+    assert {group.position for group in ledger.groups("generated")} == waiting
+    assert set(ledger.dropped()) == dropped
+    ledger.check()
     ledger.close()

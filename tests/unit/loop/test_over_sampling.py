@@ -367,3 +367,21 @@ async def test_a_group_that_finishes_while_it_is_settled_counts_once(world) -> N
     assert {world.episodes.issued[group_id] for group_id in name(1, 4)} == {2}
     assert not world.ledger.groups("dropped")
     await feed.close()
+
+
+async def test_groups_of_lost_weights_that_come_later_are_dropped_and_replaced(world) -> None:
+    """A worker still has them when the run has gone back; their version may not be known here."""
+    world.ledger.promise_version(7)
+    world.ledger.lose_version(7)
+    feed = world.feed()
+    world.episodes.version = 7
+    async with asyncio.timeout(PATIENCE):
+        await feed.fill(0)
+        while feed.in_flight_count:
+            await asyncio.sleep(0.01)
+    assert feed.ready_count == 0
+    assert drop_counts(world) == {"weight version 7 was lost before it was known to be written": 4}
+    world.episodes.version = 1
+    assert await world.step(feed, 0) == name(4, 5, 6, 7)
+    assert feed.take_counts().filtered == 0
+    await feed.close()

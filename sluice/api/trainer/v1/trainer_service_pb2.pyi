@@ -61,7 +61,7 @@ class ParallelLayout(_message.Message):
     def __init__(self, data: _Optional[int] = ..., tensor: _Optional[int] = ..., pipeline: _Optional[int] = ..., context: _Optional[int] = ..., expert: _Optional[int] = ..., virtual_pipeline: _Optional[int] = ...) -> None: ...
 
 class Trainer(_message.Message):
-    __slots__ = ("state", "step", "weights", "part_ids", "layout", "ranks", "restart_count", "failure", "losses", "advantage_estimators", "batches", "backend", "skipped_count", "consecutive_skipped_count", "gradients_incomplete", "checkpoint", "head", "corrections", "kl_estimators", "user_modules", "vocabulary", "asleep")
+    __slots__ = ("state", "step", "weights", "part_ids", "layout", "ranks", "restart_count", "failure", "losses", "advantage_estimators", "batches", "backend", "skipped_count", "consecutive_skipped_count", "gradients_incomplete", "checkpoint", "head", "corrections", "kl_estimators", "user_modules", "vocabulary", "asleep", "write_behind", "promised_version")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Trainer.State]
@@ -94,6 +94,8 @@ class Trainer(_message.Message):
     USER_MODULES_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FIELD_NUMBER: _ClassVar[int]
     ASLEEP_FIELD_NUMBER: _ClassVar[int]
+    WRITE_BEHIND_FIELD_NUMBER: _ClassVar[int]
+    PROMISED_VERSION_FIELD_NUMBER: _ClassVar[int]
     state: Trainer.State
     step: int
     weights: _sample_pb2.WeightVersion
@@ -116,7 +118,9 @@ class Trainer(_message.Message):
     user_modules: _containers.RepeatedScalarFieldContainer[str]
     vocabulary: str
     asleep: bool
-    def __init__(self, state: _Optional[_Union[Trainer.State, str]] = ..., step: _Optional[int] = ..., weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., part_ids: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[ParallelLayout, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., restart_count: _Optional[int] = ..., failure: _Optional[str] = ..., losses: _Optional[_Iterable[str]] = ..., advantage_estimators: _Optional[_Iterable[str]] = ..., batches: _Optional[_Iterable[str]] = ..., backend: _Optional[str] = ..., skipped_count: _Optional[int] = ..., consecutive_skipped_count: _Optional[int] = ..., gradients_incomplete: bool = ..., checkpoint: _Optional[str] = ..., head: _Optional[str] = ..., corrections: _Optional[_Iterable[str]] = ..., kl_estimators: _Optional[_Iterable[str]] = ..., user_modules: _Optional[_Iterable[str]] = ..., vocabulary: _Optional[str] = ..., asleep: bool = ...) -> None: ...
+    write_behind: bool
+    promised_version: int
+    def __init__(self, state: _Optional[_Union[Trainer.State, str]] = ..., step: _Optional[int] = ..., weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., part_ids: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[ParallelLayout, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., restart_count: _Optional[int] = ..., failure: _Optional[str] = ..., losses: _Optional[_Iterable[str]] = ..., advantage_estimators: _Optional[_Iterable[str]] = ..., batches: _Optional[_Iterable[str]] = ..., backend: _Optional[str] = ..., skipped_count: _Optional[int] = ..., consecutive_skipped_count: _Optional[int] = ..., gradients_incomplete: bool = ..., checkpoint: _Optional[str] = ..., head: _Optional[str] = ..., corrections: _Optional[_Iterable[str]] = ..., kl_estimators: _Optional[_Iterable[str]] = ..., user_modules: _Optional[_Iterable[str]] = ..., vocabulary: _Optional[str] = ..., asleep: bool = ..., write_behind: bool = ..., promised_version: _Optional[int] = ...) -> None: ...
 
 class GetTrainerRequest(_message.Message):
     __slots__ = ()
@@ -560,7 +564,7 @@ class TransferOutcome(_message.Message):
     def __init__(self, engine_id: _Optional[str] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class PublishWeightsResponse(_message.Message):
-    __slots__ = ("weights", "step", "byte_count", "full_byte_count", "transfer", "engines", "adapter")
+    __slots__ = ("weights", "step", "byte_count", "full_byte_count", "transfer", "engines", "adapter", "promised")
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     BYTE_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -568,6 +572,7 @@ class PublishWeightsResponse(_message.Message):
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    PROMISED_FIELD_NUMBER: _ClassVar[int]
     weights: _sample_pb2.WeightVersion
     step: int
     byte_count: int
@@ -575,7 +580,8 @@ class PublishWeightsResponse(_message.Message):
     transfer: _duration_pb2.Duration
     engines: _containers.RepeatedCompositeFieldContainer[TransferOutcome]
     adapter: _sample_pb2.AdapterSpec
-    def __init__(self, weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., step: _Optional[int] = ..., byte_count: _Optional[int] = ..., full_byte_count: _Optional[int] = ..., transfer: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., engines: _Optional[_Iterable[_Union[TransferOutcome, _Mapping]]] = ..., adapter: _Optional[_Union[_sample_pb2.AdapterSpec, _Mapping]] = ...) -> None: ...
+    promised: bool
+    def __init__(self, weights: _Optional[_Union[_sample_pb2.WeightVersion, _Mapping]] = ..., step: _Optional[int] = ..., byte_count: _Optional[int] = ..., full_byte_count: _Optional[int] = ..., transfer: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., engines: _Optional[_Iterable[_Union[TransferOutcome, _Mapping]]] = ..., adapter: _Optional[_Union[_sample_pb2.AdapterSpec, _Mapping]] = ..., promised: bool = ...) -> None: ...
 
 class PublishWeightsMetadata(_message.Message):
     __slots__ = ("version", "create_time")
