@@ -97,6 +97,12 @@ build/trackers/.installed: $(VENV)/.dev constraints.txt
 		"$$(build/trackers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dependencies.pth"
 	touch $@
 
+# verifiers pins another openai and brings much more, so it lives apart
+build/verifiers/.installed:
+	$(PYTHON) -m venv build/verifiers
+	build/verifiers/bin/python -m pip install --quiet verifiers==0.3.1
+	touch $@
+
 setup: $(VENV)/.dev  ## make the virtual environment with everything for work on the code
 
 proto: $(VENV)/.dev  ## regenerate sluice/api from protos/
@@ -120,7 +126,7 @@ lint: $(VENV)/.dev  ## style, types, layers, contract, generated files
 	$(BIN)/buf breaking protos --against protos/released.binpb
 
 test: lint  ## what CI runs: lint, unit, service, contract, short end-to-end
-	$(TEST_ALL) --ignore tests/megatron --ignore tests/lm_eval --ignore tests/pages --ignore tests/trackers --ignore tests/vision
+	$(TEST_ALL) --ignore tests/megatron --ignore tests/lm_eval --ignore tests/connectors --ignore tests/pages --ignore tests/trackers --ignore tests/vision
 	$(TEST) tests/megatron tests/vision -m "fast and not sglang"
 	$(MAKE) build/sglang/.installed
 	$(TEST) tests/sglang -m "sglang and fast"
@@ -161,6 +167,9 @@ test-sandbox: $(VENV)/.dev  ## hostile programs in the sandbox of the grader `co
 
 test-trackers: build/trackers/.installed  ## real Weights & Biases (offline), MLflow and trackio, read back
 	OMP_NUM_THREADS=1 PYTHONPATH="$(CURDIR)" build/trackers/bin/python -m pytest -q tests/trackers
+
+test-connectors: $(VENV)/.dev build/verifiers/.installed  ## environments of the verifiers package, unmodified: one learns, then an agent with a tool
+	$(TEST) tests/connectors
 
 test-pages: $(VENV)/.dev  ## report and trace in a headless browser (Debian's chromium, or CHROMIUM=)
 	$(TEST) tests/pages

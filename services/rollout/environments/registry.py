@@ -18,6 +18,7 @@ from services.rollout.environments.environment import (
 from sluice.config import Config
 
 ENVIRONMENTS = {
+    "verifiers": "services.rollout.openai.verifiers.environment:VerifiersEnvironment",
     "tools": "services.rollout.environments.tools:ToolsEnvironment",
     "prompts": "services.rollout.environments.prompts:PromptsEnvironment",
     "reasoning_gym": "services.rollout.environments.reasoning_gym:ReasoningGymEnvironment",

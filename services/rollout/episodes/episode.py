@@ -116,10 +116,12 @@ class Episode:
         Call it on the worker's event loop.
         """
         self._environment = environment
-        self._home = asyncio.get_running_loop()
+        self.home = asyncio.get_running_loop()
         self.index, self.task, self.tokenizer, self.images = index, task, tokenizer, images
         self.group_id, self.prompt_token_ids = prompt.group_id, prompt.token_ids
         self.max_new_tokens = prompt.sampling.max_new_tokens
+        self.sampling, self.sample_count = prompt.sampling, prompt.sample_count
+        self.bounds = prompt.bounds
         seeds = prompt.sampling.seeds
         self.seed = seeds[index] if seeds else None
         self._prompt, self._sampler = prompt, sampler
@@ -147,7 +149,7 @@ class Episode:
         `Images.show` raises.
         """
         encoding = encode_prompt(self.tokenizer, self.images, messages, tools)
-        return await on_loop(self._home, encoding)
+        return await on_loop(self.home, encoding)
 
     async def sample(self, trajectory: Trajectory, max_new_tokens: int | None = None) -> str:
         """Adds the engine's next answer to the trajectory and returns its text.
@@ -155,7 +157,7 @@ class Episode:
         Empty, with the finish reason `length`, when tokens or the engine's room have run out.
         May be called from the thread of a generate function. Raises EngineError.
         """
-        return await on_loop(self._home, self._sample(trajectory, max_new_tokens))
+        return await on_loop(self.home, self._sample(trajectory, max_new_tokens))
 
     async def _sample(self, trajectory: Trajectory, max_new_tokens: int | None) -> str:
         self.mark_step()

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from services.rollout.config import OpenAIConfig
 from services.rollout.engine.interface import Delta, FinishReason
+from services.rollout.engine.wire import VersionBounds
 from services.rollout.episodes.images import SampleImages
 from services.rollout.openai.generation import (
     Answer,
@@ -211,7 +212,7 @@ class Responder:
                 raise ApiError(400, "invalid_value", f"{name}: must not exceed {limit}", name)
 
     def answer_request(
-        self, request: CommonRequest, prompt: Prompt, max_new_tokens: int
+        self, request: CommonRequest, prompt: Prompt, max_new_tokens: int, record: Record | None
     ) -> AnswerRequest:
         return AnswerRequest(
             token_ids=prompt.token_ids,
@@ -221,6 +222,7 @@ class Responder:
             stops=tuple(request.stop),
             special=not request.skip_special_tokens,
             keep_stop=request.include_stop_str_in_output,
+            bounds=VersionBounds() if record is None else record.bounds,
         )
 
     async def scored(self, prompt: Prompt, answer: Answer, *, top_count: int, echo: bool) -> Scored:
@@ -387,7 +389,7 @@ class Chat:
             responder.images,
         )
         return prompt, responder.answer_request(
-            request, prompt, request.token_limit or responder.config.max_tokens
+            request, prompt, request.token_limit or responder.config.max_tokens, record
         )
 
     async def _choice(
@@ -442,7 +444,7 @@ class Completions:
         """Returns the whole answer. Raises ApiError, ServiceError and RemoteError."""
         responder = self._responder
         prompts = await self._prepare(request, record)
-        parts = await all_of(self._answers(request, prompt) for prompt in prompts)
+        parts = await all_of(self._answers(request, prompt, record) for prompt in prompts)
         pairs = [
             (prompt, answer) for prompt, part in zip(prompts, parts, strict=True) for answer in part
         ]
@@ -464,7 +466,7 @@ class Completions:
         prompts = await self._prepare(request, record)
         if len(prompts) > 1:
             raise ApiError(400, "invalid_value", "prompt: one at a time with stream", "prompt")
-        asked = self._responder.answer_request(request, prompts[0], request.max_tokens)
+        asked = self._responder.answer_request(request, prompts[0], request.max_tokens, record)
         async for chunk in self._responder.stream(
             request, prompts[0], asked, record, _CompletionForm()
         ):
@@ -481,11 +483,13 @@ class Completions:
             for each in request.prompts
         ]
 
-    async def _answers(self, request: CompletionRequest, prompt: Prompt) -> Sequence[Answer]:
+    async def _answers(
+        self, request: CompletionRequest, prompt: Prompt, record: Record | None
+    ) -> Sequence[Answer]:
         if not request.max_tokens:
             return [NOTHING] * request.n
         return await self._responder.generator.answer(
-            self._responder.answer_request(request, prompt, request.max_tokens)
+            self._responder.answer_request(request, prompt, request.max_tokens, record)
         )
 
     async def _choice(

@@ -8,7 +8,7 @@ import json
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -164,6 +164,7 @@ class AnswerRequest:
     stops: tuple[str, ...] = ()
     special: bool = False
     keep_stop: bool = False
+    bounds: VersionBounds = field(default_factory=VersionBounds)
 
 
 @dataclass(frozen=True)
@@ -299,7 +300,7 @@ class Generator:
             sampling=replace(
                 request.sampling, seeds=tuple(seeds[index] for index in indices) if seeds else ()
             ),
-            bounds=VersionBounds(),
+            bounds=request.bounds,
             pool=self._pool,
         )
 

@@ -160,6 +160,11 @@ class GroupRecord:
         else:
             self._apply_answer(self._sessions.setdefault(line["session"], _Session()), line)
 
+    def trajectories(self, name: str) -> list[Trajectory]:
+        """Returns those of a session, empty where it is not there."""
+        session = self._sessions.get(name, _Session())
+        return [thread.trajectory for thread in session.threads]
+
     def samples(self) -> list[Sample]:
         """Makes a row per trajectory; those of one session share its reward and its episode."""
         rows: list[Sample] = []
@@ -393,6 +398,18 @@ class Recorder:
     async def describe(self, name: str) -> dict[str, Any]:
         """Returns what callers may see of a group. Raises ApiError where it is not there."""
         return await self._locked(lambda: self._read(name).describe())
+
+    async def lines(self, name: str) -> list[Line]:
+        """Returns what was written of a group, for `GroupRecord.apply`. Raises ApiError."""
+
+        def read() -> list[Line]:
+            self._read(name)
+            path = self._find(name)
+            assert path is not None
+            lines = path.read_bytes()
+            return [_decode_line(line) for line in lines[: lines.rfind(b"\n") + 1].splitlines()]
+
+        return await self._locked(read)
 
     async def names(self) -> dict[str, list[str]]:
         """Returns the names of open and closed groups."""

@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from services.rollout.engine.interface import Sampling
+from services.rollout.engine.wire import VersionBounds
 from services.rollout.environments.environment import DEEPEST, LARGEST_REWARD, json_fault
 from sluice.client import RemoteError
 from sluice.runtime.errors import ServiceError
@@ -191,6 +192,12 @@ class Record(BaseModel, extra="forbid", frozen=True, strict=True):
 
     group: Name
     session: Name
+    min_version: int | None = Field(None, ge=0)  # of the weights that answer
+    exact_version: int | None = Field(None, ge=0)
+
+    @property
+    def bounds(self) -> VersionBounds:
+        return VersionBounds(min_version=self.min_version, exact_version=self.exact_version)
 
     @staticmethod
     def parse(text: str) -> Record:

@@ -126,6 +126,7 @@ class OpenAIServer:
                 web.post("/v1/completions", self._answer_completion),
                 web.get("/sluice/v1/groups", self._list_groups),
                 web.get(group, self._get_group),
+                web.get(f"{group}/lines", self._get_lines),
                 web.post(f"{group}/rewards", self._reward_group),
                 web.post(f"{group}/close", self._close_group),
                 web.delete(group, self._delete_group),
@@ -232,6 +233,9 @@ class OpenAIServer:
 
     async def _get_group(self, request: web.Request) -> web.Response:
         return web.json_response(await self.responder.recorder.describe(_group_of(request)))
+
+    async def _get_lines(self, request: web.Request) -> web.Response:
+        return web.json_response({"lines": await self.responder.recorder.lines(_group_of(request))})
 
     async def _reward_group(self, request: web.Request) -> web.Response:
         body = await parse(request, RewardRequest, self._seconds)
