@@ -74,7 +74,8 @@ class PromptsEnvironment(Environment):
 
     @classmethod
     def urls(cls, settings: PromptsSettings) -> Mapping[str, str]:
-        url = settings.reward_settings.get("url") if settings.reward == "remote" else None
+        asks = settings.reward in ("remote", "judge")
+        url = settings.reward_settings.get("url") if asks else None
         return {"reward_settings.url": url} if isinstance(url, str) else {}
 
     @classmethod

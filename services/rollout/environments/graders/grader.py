@@ -33,6 +33,7 @@ GRADERS = {  # nothing heavy is imported until chosen
     "math": f"{_HERE}.mathematics:Mathematics",
     "code": f"{_HERE}.code:Code",
     "remote": f"{_HERE}.remote:Remote",
+    "judge": f"{_HERE}.judge:ModelJudge",
 }
 
 

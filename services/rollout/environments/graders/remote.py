@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -64,62 +65,88 @@ class _PassingError(Exception):
         self.after = after
 
 
-class Remote(Grader):
-    """Asks a reward service; it only waits, so many groups share the episode worker."""
+class Questions:
+    """Asks an address until it answers, within what is left of a group's deadline."""
 
-    settings_type = RemoteSettings
-    _settings: RemoteSettings
+    def __init__(self, settings: RemoteSettings, session: aiohttp.ClientSession) -> None:
+        self._settings, self._session = settings, session
+        self.last = ""  # failure
 
-    async def grade(self, task: Task, responses: Sequence[Response]) -> list[Reward]:
-        """Posts the group until it is rewarded.
-
-        Raises RewardServiceError and RewardServiceTimeoutError.
-        """
-        settings, last = self._settings, ""
+    async def ask(
+        self, url: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+    ) -> Any:
+        """Returns the JSON of the answer. Raises RewardServiceError."""
+        settings = self._settings
         backoff = Backoff(
             settings.first_backoff_seconds, settings.longest_backoff_seconds, scatter=0.5
         )
-        body = _body(task, responses)
-        try:
-            async with (
-                asyncio.timeout(settings.deadline_seconds),
-                aiohttp.ClientSession() as session,
-            ):
-                for failures in itertools.count(1):
-                    try:
-                        return await self._ask(session, body, len(responses))
-                    except _PassingError as failure:
-                        last = str(failure)
-                        await asyncio.sleep(max(failure.after, backoff.seconds(failures)))
-        except TimeoutError:
-            pass
-        raise RewardServiceTimeoutError(
-            f"no rewards in {settings.deadline_seconds:g} s: {last or 'no answer'}",
-            url=settings.url,
-        )
+        for failures in itertools.count(1):
+            try:
+                return await self._attempt(url, body, headers or {})
+            except _PassingError as failure:
+                self.last = str(failure)
+                await asyncio.sleep(max(failure.after, backoff.seconds(failures)))
 
-    async def _ask(
-        self, session: aiohttp.ClientSession, body: Mapping[str, Any], count: int
-    ) -> list[Reward]:
-        url = self._settings.url
+    async def _attempt(self, url: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Any:
         try:
             async with asyncio.timeout(self._settings.attempt_seconds):
-                async with session.post(url, json=body, allow_redirects=False) as answer:
+                async with self._session.post(
+                    url, json=body, headers=headers, allow_redirects=False
+                ) as answer:
                     if answer.status in _RETRIED:
                         raise _PassingError(f"HTTP {answer.status}", _retry_after(answer))
                     if answer.status != 200:
                         text = (await answer.text(errors="replace"))[:200]
                         raise RewardServiceError(f"{url}: HTTP {answer.status}: {text}", url=url)
-                    values = await answer.json(content_type=None)
+                    return await answer.json(content_type=None)
         except aiohttp.ClientError as error:
             raise _PassingError(f"{type(error).__name__}: {error}") from None
         except TimeoutError:
             raise _PassingError("an attempt took too long") from None
         except (ValueError, RecursionError) as error:  # no JSON
             raise RewardServiceError(f"{url}: {error}", url=url) from None
+
+
+class AskingGrader(Grader):
+    """Asks over HTTP; it only waits, so many groups share the episode worker."""
+
+    _settings: RemoteSettings
+
+    async def grade(self, task: Task, responses: Sequence[Response]) -> list[Reward]:
+        """Raises RewardServiceError and RewardServiceTimeoutError."""
+        settings = self._settings
+        async with aiohttp.ClientSession() as session:
+            questions = Questions(settings, session)
+            try:
+                async with asyncio.timeout(settings.deadline_seconds):
+                    return await self._rewards(questions, task, responses)
+            except TimeoutError:
+                raise RewardServiceTimeoutError(
+                    f"no rewards in {settings.deadline_seconds:g} s: "
+                    f"{questions.last or 'no answer'}",
+                    url=settings.url,
+                ) from None
+
+    @abstractmethod
+    async def _rewards(
+        self, questions: Questions, task: Task, responses: Sequence[Response]
+    ) -> list[Reward]:
+        """Returns one reward per response."""
+
+
+class Remote(AskingGrader):
+    """Posts a group until it is rewarded."""
+
+    settings_type = RemoteSettings
+
+    async def _rewards(
+        self, questions: Questions, task: Task, responses: Sequence[Response]
+    ) -> list[Reward]:
+        url = self._settings.url
+        values = await questions.ask(url, _body(task, responses))
         rewards = values.get("rewards") if isinstance(values, Mapping) else None
         try:
-            return rewards_from(rewards, count)
+            return rewards_from(rewards, len(responses))
         except InvalidRewardError as error:
             raise RewardServiceError(f"{url}: {error}", url=url) from None
 
