@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
+from types import TracebackType
 from typing import Any, TextIO
 
 
@@ -96,17 +97,16 @@ async def serve(player: Player, output: TextIO) -> None:
         os._exit(0)
 
     threading.Thread(target=read, daemon=True).start()
-    running: dict[int, asyncio.Task[None]] = {}
+    running: dict[int, asyncio.Task[dict[str, Any]]] = {}
 
-    async def run(call: Mapping[str, Any]) -> None:
-        reply: dict[str, Any]
-        try:
-            reply = await player.answer(call)
-        except Exception as error:  # noqa: BLE001 - of the environment, told to who asked
-            reply = {"error": f"{type(error).__name__}: {error}"}
-        finally:
-            running.pop(call["id"], None)
-        print(json.dumps({"id": call["id"], **reply}), file=output, flush=True)
+    def tell(task: asyncio.Task[dict[str, Any]]) -> None:
+        number = int(task.get_name())
+        del running[number]
+        if task.cancelled():
+            return
+        error = task.exception()  # of the environment: told to who asked
+        reply = task.result() if error is None else {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps({"id": number, **reply}), file=output, flush=True)
 
     while True:
         call = json.loads(await calls.get())
@@ -114,17 +114,24 @@ async def serve(player: Player, output: TextIO) -> None:
             if (task := running.get(call["leave"])) is not None:
                 task.cancel()
             continue
-        running[call["id"]] = asyncio.create_task(run(call))
+        task = asyncio.create_task(player.answer(call), name=str(call["id"]))
+        running[call["id"]] = task
+        task.add_done_callback(tell)
 
 
 def main() -> None:
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what an environment prints has nothing to do with the answers
-    try:
-        player = Player(json.loads(sys.argv[1]))
-    except Exception as error:  # noqa: BLE001 - of the environment, told to who asked
-        print(json.dumps({"failed": f"{type(error).__name__}: {error}"}), file=output, flush=True)
-        return
+
+    def tell_failure(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        sys.__excepthook__(kind, error, trace)
+        print(json.dumps({"failed": f"{kind.__name__}: {error}"}), file=output, flush=True)
+
+    sys.excepthook = tell_failure
+    player = Player(json.loads(sys.argv[1]))
+    sys.excepthook = sys.__excepthook__
     print(json.dumps({"tasks": len(player.tasks)}), file=output, flush=True)
     asyncio.run(serve(player, output))
 
