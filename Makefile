@@ -205,6 +205,9 @@ soak: $(VENV)/.dev  ## 10,000 tiny steps; memory, descriptors, threads and files
 observability-check: $(VENV)/.dev  ## every panel has data under a real Prometheus, every alert fires and clears (Debian's prometheus)
 	$(RUN) -m tools.observability_check
 
+test-ray: $(VENV)/.dev  ## sluice up --on ray on three nodes of this host: services, actors, ranks and a node are killed under a run
+	$(RUN) -m tools.ray_check --whole
+
 test-slurm: $(VENV)/.dev  ## deploy/slurm on a Slurm of its own, a node lost in the middle (root; Debian's slurmctld, slurmd, slurm-client, munge)
 	$(RUN) -m tools.slurm_check
 
@@ -288,5 +291,5 @@ accelerator-check: $(VENV)/.dev  ## the whole system on the device at hand: righ
 clean:  ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help site observability-check accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-pages test-trackers proto docs lint test house stress-tests test-fsdp test-lora test-models models-table test-megatron test-openai demo demo-vision demo-geometry demo-smollm2 fault-matrix fuzz soak test-slurm compose-smoke \
+.PHONY: help site observability-check accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-pages test-trackers proto docs lint test house stress-tests test-fsdp test-lora test-models models-table test-megatron test-openai demo demo-vision demo-geometry demo-smollm2 fault-matrix fuzz soak test-ray test-slurm compose-smoke \
 	verify bench bench-models bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-loop bench-fleet bench-demo bench-training bench-checkpoint bench-colocated bench-algorithms bench-router bench-router-simulation clean

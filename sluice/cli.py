@@ -56,10 +56,13 @@ from sluice.runtime.waits import listed_in
 from sluice.runtime.wire import seconds_of
 from sluice.slime import IMPORT_USAGE, import_slime
 from sluice.supervise import (
+    LONGEST_PATH,
+    STACK_FILE,
     ServiceDiedError,
     Supervisor,
     UpConfig,
     address_of,
+    end_supervisor,
     read_services,
     read_store,
     read_weights,
@@ -70,7 +73,8 @@ USAGE = {
     "doctor": DOCTOR_USAGE,
     "init": INIT_USAGE,
     "import-slime": IMPORT_USAGE,
-    "up": "sluice up SERVICES.yaml [--key value ...]",
+    "up": "sluice up SERVICES.yaml [--on local|ray] [--address HOST:PORT] [--key value ...]",
+    "down": "sluice down RUN_DIR",
     "train": "sluice train RUN.yaml [--up SERVICES.yaml] [--key value ...]",
     "eval": "sluice eval RUN.yaml [--key value ...]",
     "sft": "sluice sft RUN.yaml [--up SERVICES.yaml] [--key value ...]",
@@ -89,7 +93,8 @@ SUMMARY = {
     "doctor": "what this machine lacks for a run, and the remedy",
     "init": "write a commented run.yaml and services.yaml for a model and a task",
     "import-slime": "write run.yaml and services.yaml from a run script of slime",
-    "up": "start services, keep them alive until Ctrl-C",
+    "up": "start services, keep them alive until Ctrl-C; on Ray until `sluice down`",
+    "down": "end the services of a run directory, on this machine or on Ray",
     "train": "train; with --up on services that live as long as the run",
     "eval": "score the data sets of a run on the weights that are served now",
     "sft": "supervised training on the trainer of `sluice up`, or of --up",
@@ -106,7 +111,7 @@ SUMMARY = {
 HELP = ("-h", "--help")
 CHECK_LOSS = "check-loss"
 ALONE = ("doctor",)  # needs no argument
-UNCONFIGURED = ("trace", "completion", "import-slime", CHECK_LOSS)  # have no keys to list
+UNCONFIGURED = ("down", "trace", "completion", "import-slime", CHECK_LOSS)  # have no keys to list
 
 
 class ScoredRunConfig(RunConfig):
@@ -147,13 +152,46 @@ _EXPECTED = (
 
 
 async def up(arguments: Sequence[str]) -> None:
-    """Run services until SIGINT or SIGTERM."""
-    supervisor = Supervisor(_load(UpConfig, "up", arguments))
-    console = Console(stderr=True)
+    """Run services until SIGINT or SIGTERM; on Ray leave them running."""
+    rest, console = list(arguments), Console(stderr=True)
+    on, address = take_value(rest, "--on") or "local", take_value(rest, "--address")
+    if on not in ("local", "ray"):
+        raise ConfigError(f"--on: {on[:100]!r} is neither local nor ray")
+    if address is not None and on != "ray":
+        raise ConfigError("--address: is that of a Ray cluster; give --on ray")
+    config = _load(UpConfig, "up", rest)
+    if on == "ray":
+        from sluice.ray_stack import RayStack
+
+        stack = RayStack(config, address or "auto")
+        await stack.start()
+        console.print(f"services are up; addresses in {stack.services_file}", highlight=False)
+        return
+    supervisor = Supervisor(config)
     async with supervised(supervisor):
         console.print(f"services are up; addresses in {supervisor.services_file}", highlight=False)
         await _until_signal()
         console.print("stopping", highlight=False)
+
+
+async def down(arguments: Sequence[str]) -> None:
+    """End the services of a run directory. Raises ConfigError where there are none."""
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        raise ConfigError(f"down takes one RUN_DIR: {USAGE['down']}")
+    run_dir = Path(arguments[0])
+    await asyncio.to_thread(_ender(run_dir), run_dir)
+    Console(stderr=True).print("services are down", highlight=False)
+
+
+def _ender(run_dir: Path) -> Callable[[Path], None]:
+    """Of what runs there: on Ray, or below a process of this machine."""
+    if "\0" in str(run_dir) or len(str(run_dir)) > LONGEST_PATH:
+        return end_supervisor  # which refuses it
+    if not (run_dir / STACK_FILE).exists():
+        return end_supervisor
+    from sluice.ray_stack import end_stack
+
+    return end_stack
 
 
 async def train(arguments: Sequence[str]) -> None:
@@ -394,6 +432,7 @@ async def completion(arguments: Sequence[str]) -> None:
         "init": InitConfig,
     }
     more = {
+        "up": ("--on", "--address"),
         "train": ("--up",),
         "sft": ("--up",),
         "status": ("--json", "--once"),
@@ -426,6 +465,7 @@ def main() -> int:
         "import-slime": import_slime,
         "completion": completion,
         "up": up,
+        "down": down,
         "train": train,
         "eval": evaluate,
         "sft": sft,

@@ -29,7 +29,7 @@ from pydantic import Field, model_validator
 from sluice import faults, platform
 from sluice.client import Client, RouterClient, TrainerClient
 from sluice.config import RESERVED_ENV, Config, ConfigError, ProcessConfig
-from sluice.durable import owned, replace_file
+from sluice.durable import DirectoryError, owned, replace_file
 from sluice.loop.training import active_trainer
 from sluice.runtime.recovery import Backoff, NotReadyError, wait_until_ready
 from sluice.runtime.security import SecurityConfig
@@ -46,34 +46,75 @@ RESTART_PAUSES = Backoff(first=0.2, longest=5.0)
 LINGERING_SECONDS = 10.0  # for which processes of a killed supervisor may keep their ports
 PORT_POLL_SECONDS = 0.05
 SEAL = "digest"  # of the file of ports
+DOWN_SECONDS = 600.0  # for all services of a directory to end
+LONGEST_PATH = 4096
 NO_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 LASTING_SECONDS = 30.0  # a process that served for so long is not failing in a row
+
+
+class ResourcesConfig(Config):
+    """What each process of a service needs; of a trainer with external ranks, each rank.
+
+    On Ray it is set aside. On one machine `gpus` and `npus` are its own accelerators, counted
+    through all services in their order, and no process may ask for more than the machine has.
+    """
+
+    cpus: float = Field(0, ge=0, allow_inf_nan=False, le=1 << 20)
+    gpus: int = Field(0, ge=0, le=1 << 20)
+    npus: int = Field(0, ge=0, le=1 << 20)
+    memory_gib: float = Field(0, ge=0, allow_inf_nan=False, le=1 << 30)
+
+    @model_validator(mode="after")
+    def _one_kind_of_device(self) -> ResourcesConfig:
+        if self.gpus and self.npus:
+            raise ValueError("gpus and npus: a process runs on one of them")
+        return self
 
 
 class ServiceEntry(Config):
     """One process. `config` is the service's own; name, ports, store and router are filled in.
 
     `devices`: accelerators of this machine that it sees, shared out evenly among replicas; empty
-    is all of them.
+    is all of them. `hosts`: addresses of nodes, for replicas in turn; empty is anywhere.
+    `strategy`: over many hosts or few; one machine is both.
     """
 
     kind: Kind
     config: dict[str, Any] = Field(default_factory=dict)
     replicas: int = Field(1, gt=0)
     devices: tuple[int, ...] = ()
+    resources: ResourcesConfig = ResourcesConfig()
+    hosts: tuple[str, ...] = ()
+    strategy: Literal["spread", "pack"] = "spread"
 
     @model_validator(mode="after")
     def _devices_can_be_shared(self) -> ServiceEntry:
         if len(self.devices) % self.replicas:
             raise ValueError(f"{len(self.devices)} devices cannot be shared by {self.replicas}")
+        if self.devices and self.accelerators:
+            raise ValueError("devices and resources both say which accelerators it sees")
         return self
 
-    def environment(self, replica: int) -> dict[str, str]:
-        """By which a replica sees its devices only. Raises PlatformError if they are not here."""
-        if not self.devices:
-            return {}
+    @property
+    def accelerators(self) -> int:
+        """Those that each process needs."""
+        return self.resources.gpus or self.resources.npus
+
+    def name_of(self, name: str, replica: int) -> str:
+        """Of a process of the service `name`."""
+        return name if self.replicas == 1 else f"{name}-{replica}"
+
+    def environment(self, replica: int, first: int = 0) -> dict[str, str]:
+        """By which a replica sees its devices only, those of `resources` counted from `first` on.
+
+        Raises PlatformError if they are not here.
+        """
         share = len(self.devices) // self.replicas
-        return platform.declared().visible_devices(self.devices[replica * share :][:share])
+        devices = self.devices[replica * share :][:share]
+        if self.accelerators:
+            start = first + replica * self.accelerators
+            devices = tuple(range(start, start + self.accelerators))
+        return platform.declared().visible_devices(devices) if devices else {}
 
 
 class LivenessConfig(Config):
@@ -102,6 +143,60 @@ class UpConfig(ProcessConfig):
     liveness: LivenessConfig = LivenessConfig()
 
 
+def check_fits_here(name: str, entry: ServiceEntry) -> None:
+    """Raises ConfigError for a service that this machine has not the room for, or is not."""
+    needs, cpus = entry.resources, os.cpu_count() or 1
+    memory = psutil.virtual_memory().total / 2**30
+    if needs.cpus > cpus:
+        raise ConfigError(f"services.{name}.resources.cpus: this machine has {cpus}")
+    if needs.memory_gib > memory:
+        raise ConfigError(f"services.{name}.resources.memory_gib: this machine has {memory:.1f}")
+    for kind in ("gpus", "npus"):
+        if getattr(needs, kind) and not platform.declared().visible_env:
+            raise ConfigError(
+                f"services.{name}.resources.{kind}: this machine is told to have none"
+            )
+    here = {"localhost", LOOPBACK, socket.gethostname()}
+    here |= {each.address for found in psutil.net_if_addrs().values() for each in found}
+    if foreign := [host for host in entry.hosts if host not in here]:
+        raise ConfigError(f"services.{name}.hosts: {foreign[0]} is not this machine; see --on ray")
+
+
+def policy_weights(config: UpConfig) -> str:
+    """Where the trainer of the policy puts versions of weights, if not in the store."""
+    for entry in config.services.values():
+        if entry.kind == "trainer" and entry.config.get("head", "policy") == "policy":
+            return str(entry.config.get("weights", ""))
+    return ""
+
+
+def services_entry(config: UpConfig, entry: ServiceEntry) -> dict[str, str]:
+    """What services.json says of a process besides its addresses."""
+    store = str(entry.config.get("store", config.run_dir.absolute() / "store"))
+    weights = {"weights": policy_weights(config)} if entry.kind == "trainer" else {}
+    return {"kind": entry.kind, "store": store, **weights}
+
+
+def filled_in(config: UpConfig, name: str, entry: ServiceEntry) -> dict[str, Any]:
+    """The settings of a process, but for what depends on where it is: host, ports and router."""
+    run_dir, filled = config.run_dir.absolute(), dict(entry.config)
+    server = dict(filled.get("server", {}))
+    server["address_file"] = str(run_dir / "services" / f"{name}.address.json")
+    server.setdefault("security", config.security.model_dump(mode="json"))
+    filled["server"] = server
+    if entry.kind in ("trainer", "rollout"):
+        filled.setdefault("store", str(run_dir / "store"))
+    if entry.kind == "converter":
+        filled.setdefault("roots", [str(run_dir)])
+    if entry.kind == "trainer":
+        filled.setdefault("name", name)
+    if entry.kind == "rollout":
+        if weights := policy_weights(config):
+            filled.setdefault("weights", weights)
+        filled.setdefault("engine_id", name)
+    return filled
+
+
 class ServiceDiedError(Exception):
     """A service ended while starting, or too often; the message names its log."""
 
@@ -109,6 +204,7 @@ class ServiceDiedError(Exception):
 @dataclass(eq=False)
 class _Service:
     name: str
+    entry: ServiceEntry
     kind: Kind
     config: dict[str, Any]
     address_file: Path
@@ -133,8 +229,12 @@ class Supervisor:
     def __init__(self, config: UpConfig) -> None:
         self.config = config
         self.run_dir = config.run_dir.absolute()
+        firsts, count = {}, 0  # accelerators of the services before
+        for name, entry in config.services.items():
+            check_fits_here(name, entry)
+            firsts[name], count = count, count + entry.accelerators * entry.replicas
         self._services = [
-            self._service(name, entry, replica)
+            self._service(name, entry, replica, firsts[name])
             for kind in START_ORDER
             for name, entry in config.services.items()
             if entry.kind == kind
@@ -156,15 +256,16 @@ class Supervisor:
     def _ports_file(self) -> Path:
         return self.run_dir / "services" / "ports.json"
 
-    def _service(self, name: str, entry: ServiceEntry, replica: int) -> _Service:
-        name = name if entry.replicas == 1 else f"{name}-{replica}"
+    def _service(self, name: str, entry: ServiceEntry, replica: int, first: int) -> _Service:
+        name = entry.name_of(name, replica)
         return _Service(
             name=name,
+            entry=entry,
             kind=entry.kind,
             config=dict(entry.config),
             address_file=self.run_dir / "services" / f"{name}.address.json",
             log=self.run_dir / "logs" / f"{name}.log",
-            environment=entry.environment(replica),
+            environment=entry.environment(replica, first),
         )
 
     async def start(self) -> None:
@@ -274,34 +375,16 @@ class Supervisor:
             replace_file(self._ports_file, ports, temporary=self._ports_file.parent, sync=False)
 
     def _filled_in(self, service: _Service) -> dict[str, Any]:
-        config = dict(service.config)
-        server = {**config.get("server", {}), "address_file": str(service.address_file)}
+        config = filled_in(self.config, service.name, service.entry)
+        server = config["server"]
         server["parent"] = os.getpid()  # a killed supervisor leaves nobody behind
-        server.setdefault("security", self.config.security.model_dump(mode="json"))
         ports = {name: int(held.getsockname()[1]) for name, held in service.ports.items()}
         server |= {name: ports[name] for name in ("port", "metrics_port") if name in ports}
         if "openai" in ports:
             config["openai"] = {**config["openai"], "port": ports["openai"]}
-        config["server"] = server
-        if service.kind in ("trainer", "rollout"):
-            config.setdefault("store", str(self.run_dir / "store"))
-        if service.kind == "converter":
-            config.setdefault("roots", [str(self.run_dir)])
-        if service.kind == "trainer":
-            config.setdefault("name", service.name)
         if service.kind == "rollout":
             config.setdefault("router", self._router_address())
-            if weights := self._policy_weights():
-                config.setdefault("weights", weights)
-            config.setdefault("engine_id", service.name)
         return config
-
-    def _policy_weights(self) -> str:
-        """Where the trainer of the policy puts versions of weights, if not in the store."""
-        for service in self._services:
-            if service.kind == "trainer" and service.config.get("head", "policy") == "policy":
-                return str(service.config.get("weights", ""))
-        return ""
 
     def _router_address(self) -> str:
         for service in self._services:
@@ -461,12 +544,7 @@ class Supervisor:
 
     def _write_services(self) -> None:
         entries = {
-            service.name: {
-                "kind": service.kind,
-                "store": str(service.config.get("store", self.run_dir / "store")),
-                **({"weights": self._policy_weights()} if service.kind == "trainer" else {}),
-                **service.addresses,
-            }
+            service.name: {**services_entry(self.config, service.entry), **service.addresses}
             for service in self._services
         }
         data = json.dumps(entries, indent=1).encode()
@@ -477,6 +555,34 @@ class Supervisor:
         ]
         data = json.dumps(targets, indent=1).encode()
         replace_file(self.targets_file, data, temporary=self.run_dir, sync=False)
+
+
+STACK_FILE = "ray.json"  # in a run directory whose services are on Ray
+
+
+def end_supervisor(run_dir: Path) -> None:
+    """End the services of a directory, and the process that keeps them; waits until it has gone.
+
+    Raises ConfigError if there is none, ServiceDiedError if it does not end.
+    """
+    if "\0" in str(run_dir) or len(str(run_dir)) > LONGEST_PATH or not run_dir.is_dir():
+        raise ConfigError(f"down: {str(run_dir)[:200]!r} is no directory")
+    if _is_free(run_dir):
+        raise ConfigError(f"down: {run_dir} has no services that run")
+    os.kill(int((run_dir / ".up.lock").read_text()), signal.SIGTERM)
+    deadline = time.monotonic() + DOWN_SECONDS
+    while not _is_free(run_dir):
+        if time.monotonic() > deadline:
+            raise ServiceDiedError(f"the services of {run_dir} do not end")
+        time.sleep(PORT_POLL_SECONDS)
+
+
+def _is_free(run_dir: Path) -> bool:
+    try:
+        with owned(run_dir, "up"):
+            return True
+    except DirectoryError:
+        return False
 
 
 def _read_ports(path: Path) -> dict[str, dict[str, int]]:

@@ -107,12 +107,15 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _run_status(run_dir: Path, events: list[dict[str, Any]]) -> dict[str, Any]:
+def _run_status(run_dir: Path, events: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """None where there are services and no run yet. Raises ConfigError."""
     try:
         rows = read_metrics(run_dir)
     except OSError as error:
         raise ConfigError(f"status: {run_dir}: {error.strerror}") from None
     if not rows and not events:
+        if (run_dir / "services.json").exists():
+            return None
         raise ConfigError(f"status: {run_dir} holds no run: neither metrics.jsonl nor a journal")
     steps = [row for row in rows if "score" not in row]
     last = steps[-1] if steps else {}

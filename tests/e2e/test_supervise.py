@@ -232,3 +232,33 @@ async def test_a_port_that_a_stranger_took_meanwhile_is_replaced(tmp_path, monke
         assert f"router: port {taken} is taken" in caplog.text
         assert not known(tmp_path)["address"].endswith(f":{taken}")
         await supervisor.stop()
+
+
+async def test_services_without_a_run_are_shown_and_ended_by_their_directory(tmp_path):
+    """By `sluice status` and `sluice down`, which ends the process that keeps them too."""
+    run_dir = tmp_path / "run"
+    file = tmp_path / "services.yaml"
+    file.write_text(
+        yaml.safe_dump({"run_dir": str(run_dir), "services": {"r": {"kind": "router"}}})
+    )
+
+    def sluice(*arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "sluice.cli", *arguments]
+        return subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+
+    up = sluice("up", str(file))
+    async with asyncio.timeout(PATIENCE):
+        while not (run_dir / "services.json").exists():
+            assert up.poll() is None
+            await asyncio.sleep(0.05)
+    pid = known(run_dir, "r")["pid"]
+    shown, _ = sluice("status", str(run_dir), "--json").communicate(timeout=PATIENCE)
+    status = json.loads(shown)
+    assert status["run"] is None
+    assert [(each["name"], each["health"]) for each in status["services"]] == [("r", "serving")]
+    down = sluice("down", str(run_dir))
+    assert down.wait(PATIENCE) == 0
+    assert up.wait(PATIENCE) == 0
+    assert not psutil.pid_exists(pid)
+    assert not (run_dir / "services.json").exists()
+    assert sluice("down", str(run_dir)).wait(PATIENCE) == 2

@@ -74,6 +74,14 @@ def test_help_is_no_error_and_names_every_command(sluice):
         (["up", "."], "Is a directory"),
         (["up", "binary.yaml"], "not valid YAML"),
         (["up", "up.yaml"], "services.a.kind"),
+        (["up", "router.yaml", "--on", "mars"], "neither local nor ray"),
+        (["up", "router.yaml", "--on"], "--on needs a value"),
+        (["up", "router.yaml", "--address", "h:1"], "give --on ray"),
+        (["down", "."], "has no services that run"),
+        (["down", "nowhere"], "is no directory"),
+        (["down", "x" * 5000], "is no directory"),
+        (["down", "gone"], "does not say which Ray"),
+        (["down", ".", "."], "down takes one RUN_DIR"),
         (["trace", "--all"], "one RUN_DIR"),
         (["trace", "nowhere"], "holds no traces"),
         (["status", "--once"], "RUN_DIR or ADDRESS comes first"),
@@ -94,6 +102,9 @@ def test_a_mistake_is_answered_in_one_line(sluice, tmp_path, monkeypatch, argume
         "environment: {name: prompts}\nsampling: {max_new_tokens: 1}\n"
     )
     (tmp_path / "run.yaml").write_text(run)
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "gone" / "ray.json").write_text("{")
+    (tmp_path / "router.yaml").write_text("run_dir: x\nservices: {a: {kind: router}}\n")
     (tmp_path / "typo.yaml").write_text(run + "groups_per_stp: 1\n")
     (tmp_path / "up.yaml").write_text("run_dir: x\nservices: {a: {kind: roter}}\n")
     (tmp_path / "binary.yaml").write_bytes(b"\x89PNG")

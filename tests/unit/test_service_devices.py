@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import socket
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
 from sluice import platform
-from sluice.supervise import ServiceEntry
+from sluice.config import ConfigError, parse_config
+from sluice.supervise import ResourcesConfig, ServiceEntry, Supervisor, UpConfig
 
 MASK = "ASCEND_RT_VISIBLE_DEVICES"
 
@@ -41,3 +46,60 @@ def test_hidden_devices_stay_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_devices_that_cannot_be_shared_evenly_are_refused() -> None:
     with pytest.raises(ValidationError, match="3 devices cannot be shared by 2"):
         ServiceEntry(kind="rollout", replicas=2, devices=(0, 1, 2))
+
+
+def supervisor(run_dir: Path, **services: dict[str, object]) -> Supervisor:
+    return Supervisor(parse_config(UpConfig, {"run_dir": str(run_dir), "services": services}))
+
+
+def test_resources_are_devices_of_their_own_counted_through_all_services(tmp_path: Path) -> None:
+    engines = {"kind": "rollout", "replicas": 2, "resources": {"npus": 2}}
+    trainer = {"kind": "trainer", "resources": {"npus": 4}}
+    found = supervisor(tmp_path, engines=engines, router={"kind": "router"}, trainer=trainer)
+    masks = {service.name: service.environment for service in found._services}
+    assert masks == {
+        "engines-0": {MASK: "0,1"},
+        "engines-1": {MASK: "2,3"},
+        "router": {},
+        "trainer": {MASK: "4,5,6,7"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("entry", "match"),
+    [
+        ({"resources": {"cpus": 1e5}}, r"services\.a\.resources\.cpus"),
+        ({"resources": {"memory_gib": 1e8}}, r"services\.a\.resources\.memory_gib"),
+        ({"hosts": ["192.0.2.1"]}, r"services\.a\.hosts: 192\.0\.2\.1 is not this machine"),
+        ({"hosts": ["../\0" + "x" * 5000]}, r"services\.a\.hosts"),
+        ({"resources": {"npus": 1}, "devices": [0]}, "both say"),
+        ({"resources": {"npus": 1, "gpus": 1}}, "one of them"),
+        ({"resources": {"cpu": 1}}, r"resources\.cpu"),
+        ({"strategy": "wide"}, "strategy"),
+    ],
+)
+def test_what_this_machine_cannot_give_is_refused(
+    tmp_path: Path, entry: dict[str, object], match: str
+) -> None:
+    with pytest.raises(ConfigError, match=match):
+        supervisor(tmp_path, a={"kind": "router", **entry})
+
+
+def test_accelerators_are_refused_where_there_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLUICE_DEVICE", "cpu")
+    with pytest.raises(ConfigError, match=r"resources\.gpus"):
+        supervisor(tmp_path, a={"kind": "trainer", "resources": {"gpus": 1}})
+
+
+def test_this_machine_may_be_named(tmp_path: Path) -> None:
+    hosts = ["127.0.0.1", socket.gethostname()]
+    supervisor(tmp_path, a={"kind": "router", "hosts": hosts, "strategy": "pack"})
+
+
+@pytest.mark.parametrize("name", ["cpus", "gpus", "npus", "memory_gib"])
+@pytest.mark.parametrize("value", [-1, math.nan, math.inf, 1e300])
+def test_no_amount_is_endless_or_below_nothing(name: str, value: float) -> None:
+    with pytest.raises(ValidationError):
+        ResourcesConfig.model_validate({name: value})

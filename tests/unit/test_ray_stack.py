@@ -1,0 +1,132 @@
+"""How the services of a file become actors of Ray, and where ranks meet; without a cluster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sluice import ray_cell
+from sluice.config import ConfigError, parse_config
+from sluice.durable import DirectoryError
+from sluice.ray_cell import Registry
+from sluice.ray_stack import Member, RayStack, carried_environment, members_of
+from sluice.supervise import STACK_FILE, UpConfig
+
+HEAD = {"node:__internal_head__": 0.001}
+
+
+def config(run_dir: Path, services: dict[str, Any], **more: Any) -> UpConfig:
+    return parse_config(UpConfig, {"run_dir": str(run_dir), "services": services, **more})
+
+
+def members(run_dir: Path, services: dict[str, Any]) -> dict[str, Member]:
+    found = members_of(config(run_dir, services))
+    assert len({member.name for member in found}) == len(found)
+    return {member.name: member for member in found}
+
+
+def test_each_replica_is_a_member_with_what_it_needs(tmp_path: Path) -> None:
+    needs = {"cpus": 2.5, "gpus": 4, "memory_gib": 1.5}
+    found = members(
+        tmp_path,
+        {
+            "engines": {"kind": "rollout", "replicas": 3, "resources": needs, "strategy": "pack"},
+            "router": {"kind": "router"},
+            "npu": {"kind": "converter", "resources": {"npus": 8}},
+        },
+    )
+    assert [*found] == ["router", "npu", "engines-0", "engines-1", "engines-2"]
+    engine = found["engines-1"]
+    assert engine.bundle == {"CPU": 2.5, "GPU": 4.0, "memory": 1.5 * 2**30}
+    assert (engine.group, engine.strategy) == ("engines", "PACK")
+    assert engine.spec["router"] == "router" and engine.spec["config"]["engine_id"] == "engines-1"
+    assert found["npu"].bundle == {"CPU": 0.01, "NPU": 8.0}
+    assert found["router"].bundle == {"CPU": 0.01, **HEAD}
+    assert found["router"].strategy == "SPREAD"
+
+
+def test_hosts_take_replicas_in_turn(tmp_path: Path) -> None:
+    engines = {"kind": "rollout", "replicas": 3, "hosts": ["10.0.0.1", "10.0.0.2"]}
+    found = members(tmp_path, {"router": {"kind": "router", "hosts": ["10.0.0.9"]}, "e": engines})
+    hosts = [[key for key in found[f"e-{i}"].bundle if "node:" in key] for i in range(3)]
+    assert hosts == [["node:10.0.0.1"], ["node:10.0.0.2"], ["node:10.0.0.1"]]
+    assert found["router"].bundle == {"CPU": 0.01, "node:10.0.0.9": 0.001}  # not at the head
+
+
+def test_external_ranks_are_members_beside_their_trainer(tmp_path: Path) -> None:
+    ranks = {"count": 2, "launch": "external"}
+    entry = {"kind": "trainer", "resources": {"gpus": 1}, "config": {"ranks": ranks}}
+    found = members(tmp_path, {"actor": entry})
+    assert [*found] == ["actor", "actor-rank0", "actor-rank1"]
+    assert found["actor"].bundle == {"CPU": 0.01, **HEAD}
+    assert found["actor-rank1"].bundle == {"CPU": 0.01, "GPU": 1.0}
+    assert found["actor-rank1"].group == found["actor-rank0"].group != found["actor"].group
+    local = {"kind": "trainer", "resources": {"gpus": 2}, "config": {"ranks": {"count": 2}}}
+    assert members(tmp_path, {"actor": local})["actor"].bundle == {"CPU": 0.01, "GPU": 2.0, **HEAD}
+
+
+def test_what_is_of_one_machine_is_refused(tmp_path: Path) -> None:
+    devices = {"router": {"kind": "router", "devices": [0]}}
+    with pytest.raises(ConfigError, match=r"services\.router\.devices"):
+        members_of(config(tmp_path, devices))
+    with pytest.raises(ConfigError, match="needs a router"):
+        members_of(config(tmp_path, {"a": {"kind": "rollout"}}))
+    with pytest.raises(ConfigError, match="liveness"):
+        RayStack(config(tmp_path, {"router": {"kind": "router"}}, liveness={"failures": 2}))
+
+
+async def test_a_directory_with_services_on_ray_is_not_started_again(tmp_path: Path) -> None:
+    (tmp_path / STACK_FILE).write_text("{}")
+    with pytest.raises(DirectoryError, match="sluice down"):
+        await RayStack(config(tmp_path, {"router": {"kind": "router"}})).start()
+
+
+def test_only_what_services_need_travels_to_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLUICE_DEVICE", "HF_HOME", "NCCL_DEBUG", "SECRET", "SLUICE_STEPS", "PATH"):
+        monkeypatch.setenv(name, "x")
+    carried = carried_environment()
+    assert {"SLUICE_DEVICE", "HF_HOME", "NCCL_DEBUG"} <= carried.keys()
+    assert not {"SECRET", "SLUICE_STEPS", "PATH", "RAY_AUTH_TOKEN"} & carried.keys()
+
+
+def entry(node: str = "h", ports: dict[str, int] | None = None, **shown: str) -> dict[str, Any]:
+    return {"shown": shown, "node": node, "ports": ports or {}, "failure": ""}
+
+
+def test_an_actor_that_is_started_again_hears_of_its_ports_on_that_node(tmp_path: Path) -> None:
+    registry = Registry(str(tmp_path / "services.json"))
+    registry.announce("a", entry(ports={"port": 5, "metrics_port": 6}))
+    assert registry.announce("a", entry())["a"]["ports"] == {"port": 5, "metrics_port": 6}
+    known = registry.announce("a", entry(ports={"port": 7}))
+    assert known["a"]["ports"] == {"port": 7, "metrics_port": 6}
+    assert registry.announce("a", entry(node="other"))["a"]["ports"] == {}
+
+
+def test_services_json_has_those_that_have_opened_a_port(tmp_path: Path) -> None:
+    file = tmp_path / "services.json"
+    registry = Registry(str(file))
+    registry.announce("b", entry())
+    known = registry.announce("a", entry(address="h:1"))
+    assert known.keys() == {"a", "b"}
+    assert json.loads(file.read_text()) == {"a": {"address": "h:1"}}
+    registry.announce("a", entry())
+    assert json.loads(file.read_text()) == {}
+
+
+def test_ranks_meet_round_by_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Registry("unused")
+    assert registry.meet("t", 0, 2, "a:1") == ""
+    assert registry.meet("other", 1, 2, "x:1") == ""  # of another trainer
+    assert registry.meet("t", 1, 2, "b:1") == "a:1"
+    assert registry.meet("t", 1, 2, "b:2") == ""  # has died and comes again: the next round
+    assert registry.meet("t", 0, 2, "a:1") == "a:1"  # hears of its own
+    assert registry.meet("t", 0, 2, "a:2") == "a:2"
+    assert registry.meet("t", 1, 2, "b:3") == ""  # it died before it heard
+    assert registry.meet("t", 0, 2, "a:3") == "a:3"
+    assert registry.meet("t", 1, 2, "b:3") == "a:3"
+    registry.meet("t", 0, 2, "a:4")
+    monkeypatch.setattr(ray_cell, "MEETING_SECONDS", -1.0)  # nobody is awaited: it has gone
+    assert registry.meet("t", 1, 2, "b:4") == ""

@@ -1,0 +1,399 @@
+"""A stack on a Ray cluster of its own, on this host: up, a run that processes are lost under, down.
+
+    python -m tools.ray_check [--whole]
+
+Nodes are `ray start --block` on loopback addresses of their own, with tokens. The copy task trains
+through `sluice train` while, one after the other, processes are killed with -9; each has to be
+back, and the run to get on, before the next. The short form has two nodes and kills a service and
+an actor; the whole one has three and goes on with a rank, the trainer, its actor, the router and a
+node. The last line is
+`ray: up_seconds=<x> faults=<n> recovered=<n> reward_last=<x> lost=0 doubled=0 orphans=0`;
+it ends with 1 where one of them is not as it should be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from sluice.loop.ledger import Ledger
+from sluice.loop.report import read_metrics
+from sluice.loop.run_directory import LEDGER
+from sluice.supervise import reserve_port
+
+ROOT = Path(__file__).parent.parent
+NODES = ("127.0.0.31", "127.0.0.32", "127.0.0.33")
+PATIENCE = 600.0  # seconds, for anything on a busy machine
+POLL_SECONDS = 0.2
+GROUPS, SAMPLES, CHECKPOINT_EVERY = 32, 16, 10
+FIRST_STEPS, STEPS_EACH = 80, 10  # of the run, and for each fault
+STEPS_ON = 3  # by which a run has got on
+REWARD = 0.9
+BLOCKS = "This command will now block"
+
+
+def wait_for(what: str, holds: Callable[[], Any]) -> Any:
+    """What `holds` returns, once it is true. Raises TimeoutError."""
+    deadline = time.monotonic() + PATIENCE
+    while not (found := holds()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(what)
+        time.sleep(POLL_SECONDS)
+    return found
+
+
+class Cluster:
+    """Ray nodes of this host, each with an address of its own."""
+
+    def __init__(self, count: int, directory: Path, environment: dict[str, str]) -> None:
+        self.directory, self.environment = directory, environment
+        self._ray = str(Path(sys.executable).with_name("ray"))
+        self.nodes: dict[str, subprocess.Popen[bytes]] = {}
+        self.address = ""
+        self._addresses = NODES[:count]
+
+    def start(self) -> None:
+
+        head, *others = self._addresses
+        with reserve_port(head) as held:
+            port = int(held.getsockname()[1])
+        self.address = f"{head}:{port}"
+        self._start(
+            head,
+            *("--head", "--port", str(port), "--temp-dir", str(self.directory / "ray")),
+            "--include-dashboard=false",
+        )
+        for node in others:
+            self._start(node, "--address", self.address)
+
+    def _start(self, node: str, *flags: str) -> None:
+        log = self.directory / f"{node}.log"
+        common = ["--node-ip-address", node, "--num-cpus=4", "--num-gpus=0", "--block"]
+        common += ["--object-store-memory=80000000", "--disable-usage-stats"]
+        with log.open("wb") as file:
+            self.nodes[node] = subprocess.Popen(
+                [self._ray, "start", *flags, *common],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+            )
+
+        def up() -> bool:
+            text = log.read_text()
+            if self.nodes[node].poll() is not None:
+                raise RuntimeError(text)
+            return BLOCKS in text
+
+        wait_for(f"node {node}", up)
+
+    def raylet(self, node: str) -> int:
+        """The process whose end is that of the node."""
+        family = psutil.Process(self.nodes[node].pid).children(recursive=True)
+        (found,) = [each.pid for each in family if each.name() == "raylet"]
+        return found
+
+    def processes(self) -> list[psutil.Process]:
+        """All below the nodes."""
+        found: list[psutil.Process] = []
+        for node in self.nodes.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += psutil.Process(node.pid).children(recursive=True)
+        return found
+
+    def close(self) -> None:
+        for node in reversed(self.nodes.values()):
+            family = []
+            with contextlib.suppress(psutil.NoSuchProcess):
+                family = psutil.Process(node.pid).children(recursive=True)
+            node.terminate()
+            try:
+                node.wait(30)
+            except subprocess.TimeoutExpired:
+                node.kill()
+            for each in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+
+
+class Run:
+    """A stack on a cluster and a run on it, by the commands that users have."""
+
+    def __init__(self, cluster: Cluster, steps: int) -> None:
+        self.cluster, self.steps = cluster, steps
+        self.directory = cluster.directory / "run"
+        self.directory.mkdir()
+        model = self.directory / "model"
+        self._command("examples.models.tiny_qwen3", str(model))
+        self.services_yaml = self._write(
+            "services",
+            {
+                "run_dir": str(self.directory),
+                "start_timeout_seconds": PATIENCE,
+                "services": {
+                    "router": {"kind": "router"},
+                    "trainer": {
+                        "kind": "trainer",
+                        "resources": {"cpus": 0.5},
+                        "config": {
+                            "model": str(model),
+                            "optim": {"learning_rate": 2e-3},
+                            "max_tokens_per_micro_batch": 8192,
+                        },
+                    },
+                    "rollout": {
+                        "kind": "rollout",
+                        "replicas": 2,
+                        "strategy": "spread",
+                        "resources": {"cpus": 0.5, "memory_gib": 0.1},
+                        "config": {
+                            "tokenizer": str(model),
+                            "engine": {"max_running": 512, "max_model_length": 16, "threads": 1},
+                        },
+                    },
+                },
+            },
+        )
+        self.run_yaml = self._write(
+            "run",
+            {
+                "run_dir": str(self.directory),
+                "services": str(self.directory / "services.json"),
+                "prompts": {"file": "examples/copy_digits.jsonl"},
+                "environment": {"name": "prompts", "settings": {"reward": "position_match"}},
+                "sampling": {"max_new_tokens": 5},
+                "algorithm": {
+                    "advantage": {"name": "grpo"},
+                    "loss": {"name": "ppo_clip", "clip_low": 0.2},
+                },
+                "groups_per_step": GROUPS,
+                "samples_per_group": SAMPLES,
+                "steps": steps,
+                "checkpoint_every": CHECKPOINT_EVERY,
+                "service_timeout_seconds": PATIENCE,
+            },
+        )
+
+    def _write(self, name: str, config: dict[str, Any]) -> str:
+        path = self.directory / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(config))
+        return str(path)
+
+    def _command(self, *command: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", *command],
+            cwd=ROOT,
+            env=self.cluster.environment,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}: {done.stdout}{done.stderr}")
+        return done.stdout + done.stderr
+
+    def up(self) -> float:
+        began = time.monotonic()
+        flags = ("--on", "ray", "--address", self.cluster.address)
+        self._command("sluice.cli", "up", self.services_yaml, *flags)
+        return time.monotonic() - began
+
+    def down(self) -> None:
+        self._command("sluice.cli", "down", str(self.directory))
+
+    def status(self) -> dict[str, str]:
+        """Health by service."""
+        told = self._command("sluice.cli", "status", str(self.directory), "--json")
+        return {each["name"]: each["health"] for each in json.loads(told)["services"]}
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[subprocess.Popen[bytes]]:
+        with (self.directory / "train.log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "sluice.cli", "train", self.run_yaml],
+                cwd=ROOT,
+                env=self.cluster.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+    def step(self) -> int:
+        rows = read_metrics(self.directory) if self.directory.exists() else []
+        return max((int(row["step"]) for row in rows if "reward_mean" in row), default=0)
+
+    def entry(self, name: str) -> dict[str, Any]:
+        """Of services.json; empty while it has none."""
+        with contextlib.suppress(OSError, ValueError):
+            found = json.loads((self.directory / "services.json").read_text())
+            entry: dict[str, Any] = found.get(name, {})
+            return entry
+        return {}
+
+    def judge(self) -> tuple[int, int, float]:
+        """Groups lost and doubled, and the mean reward of the last ten steps."""
+        ledger = Ledger(self.directory / LEDGER)
+        try:
+            consumed = ledger.groups("consumed")
+        finally:
+            ledger.close()
+        expected, found = set(range(self.steps * GROUPS)), {each.position for each in consumed}
+        by_step = Counter(each.consumed_step for each in consumed)
+        doubled = len(found - expected) + sum(max(0, n - GROUPS) for n in by_step.values())
+        rewards = [row["reward_mean"] for row in read_metrics(self.directory)][-10:]
+        return len(expected - found), doubled, sum(rewards) / max(1, len(rewards))
+
+
+def parent_of(pid: int) -> int:
+    return int(psutil.Process(pid).ppid())
+
+
+def rank_of(pid: int) -> int:
+    """The rank process below a trainer."""
+    ranks = [
+        each.pid
+        for each in psutil.Process(pid).children(recursive=True)
+        if "services.trainer.rank" in " ".join(each.cmdline())
+    ]
+    return ranks[0]
+
+
+def node_of(run: Run, name: str) -> int:
+    return run.cluster.raylet(run.entry(name)["host"])
+
+
+def away_from_head(run: Run) -> str:
+    head = run.cluster.address.rpartition(":")[0]
+    return next(f"rollout-{i}" for i in range(2) if run.entry(f"rollout-{i}")["host"] != head)
+
+
+Fault = tuple[str, Callable[[Run], tuple[str, int]]]  # name; whose entry changes, whom to kill
+SHORT: tuple[Fault, ...] = (
+    ("a service", lambda run: ("rollout-0", run.entry("rollout-0")["pid"])),
+    ("an actor", lambda run: ("rollout-1", parent_of(run.entry("rollout-1")["pid"]))),
+)
+MORE: tuple[Fault, ...] = (
+    ("a rank", lambda run: ("", rank_of(run.entry("trainer")["pid"]))),
+    ("the trainer", lambda run: ("trainer", run.entry("trainer")["pid"])),
+    ("the trainer's actor", lambda run: ("trainer", parent_of(run.entry("trainer")["pid"]))),
+    ("the router", lambda run: ("router", run.entry("router")["pid"])),
+    ("a node", lambda run: ((name := away_from_head(run)), node_of(run, name))),
+)
+
+
+def disturb(run: Run, training: subprocess.Popen[bytes], fault: Fault) -> bool:
+    """Kill somebody; whether all is back, and the run gets on."""
+    what, find = fault
+    name, pid = find(run)
+    before, began = run.entry(name).get("pid"), time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+
+    def is_back() -> bool:
+        return not name or run.entry(name).get("pid", before) != before
+
+    try:
+        wait_for(f"{what} is not back", is_back)
+        seconds, step = time.monotonic() - began, run.step()
+        wait_for(
+            f"the run does not get on without {what}",
+            lambda: run.step() >= min(step + STEPS_ON, run.steps) or training.poll() is not None,
+        )
+    except TimeoutError as error:
+        print(f"{what}: {error}", flush=True)
+        return False
+    on = time.monotonic() - began
+    print(f"{what}: back after {seconds:.1f} s, {STEPS_ON} steps on after {on:.1f} s", flush=True)
+    return training.poll() in (None, 0)
+
+
+def orphans_of(run: Run) -> int:
+    """Processes of the stack that are left: services, and actors of theirs."""
+    found = 0
+    for each in psutil.process_iter(["cmdline"]):
+        line = " ".join(each.info["cmdline"] or [])
+        found += str(run.directory) in line and "services." in line
+    for each in run.cluster.processes():
+        with contextlib.suppress(psutil.Error):
+            line = " ".join(each.cmdline())
+            found += line.startswith(("ray::Cell", "ray::Registry"))
+    return found
+
+
+def check(whole: bool, directory: Path) -> int:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "SLUICE_DEVICE": "cpu",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(16),
+        "RAY_health_check_period_ms": "1000",
+        "RAY_health_check_timeout_ms": "5000",
+        "RAY_health_check_failure_threshold": "5",
+    }
+    faults = SHORT + MORE if whole else SHORT
+    cluster = Cluster(3 if whole else 2, directory, environment)
+    try:
+        cluster.start()
+        run = Run(cluster, FIRST_STEPS + STEPS_EACH * len(faults))
+        up_seconds = run.up()
+        print(f"up after {up_seconds:.1f} s", flush=True)
+        recovered = 0
+        with run.training() as training:
+            wait_for("the run does not begin", lambda: run.step() or training.poll() is not None)
+            for fault in faults:
+                recovered += disturb(run, training, fault)
+            code = training.wait(PATIENCE)
+        if code:
+            print((run.directory / "train.log").read_text()[-3000:])
+        sick = [name for name, health in run.status().items() if health != "serving"]
+        lost, doubled, reward = run.judge()
+        run.down()
+        orphans = orphans_of(run)
+    finally:
+        cluster.close()
+    if sick:
+        print(f"not serving: {', '.join(sick)}")
+    print(
+        f"ray: up_seconds={up_seconds:.1f} faults={len(faults)} recovered={recovered} "
+        f"reward_last={reward:.3f} lost={lost} doubled={doubled} orphans={orphans}"
+    )
+    wrong = code or sick or lost or doubled or orphans
+    return int(bool(wrong) or recovered < len(faults) or reward < REWARD)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--whole", action="store_true", help="three nodes and seven faults")
+    flags = parser.parse_args()
+    directory = Path(tempfile.mkdtemp(prefix="rc-", dir="/tmp"))  # sockets have short paths
+    try:
+        return check(flags.whole, directory)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
