@@ -9,6 +9,7 @@ of its output is `observability: panels=<n> with_data=<n> alerts=<n> tested=<n>`
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import math
@@ -30,6 +31,8 @@ from typing import Any, TypeVar
 import yaml
 
 from examples.demo import write_prompts
+from sluice.client import TrainerClient
+from sluice.runtime.security import SecurityConfig
 from tools.compose_smoke import free_port
 from tools.dashboards import DIRECTORY, RULES, Dashboard, Panel, alerts, dashboards
 from tools.make_certificates import Authority
@@ -267,6 +270,14 @@ def convert_and_verify(scene: Scene) -> None:
     scene.run("verify", [*_SLUICE, "verify", str(scene.model), megatron, *flags])
 
 
+async def send_to_sleep(scene: Scene) -> None:
+    """A trainer that gives its device up, and takes it back."""
+    security = SecurityConfig.model_validate(scene.security)
+    async with TrainerClient(scene.services["trainer"]["address"], security) as trainer:
+        await trainer.sleep(PATIENCE)
+        await trainer.wake(PATIENCE)
+
+
 def work(scene: Scene, loop_port: int) -> None:
     """Everything that panels show: a run, one whose weights are sent, other callers."""
     held_out = {
@@ -277,6 +288,7 @@ def work(scene: Scene, loop_port: int) -> None:
     train(scene, "stored", loop_port, steps=STEPS, evaluation=evaluation)
     ask_as_openai_does(scene)
     convert_and_verify(scene)
+    asyncio.run(send_to_sleep(scene))
     # the trainer begins where a checkpoint of the first run is
     checkpoints = sorted((scene.directory / "store" / "checkpoints").iterdir())
     train(
