@@ -15,6 +15,8 @@ from services.rollout.environments.isolation import GraderPool
 from services.rollout.environments.registry import ENVIRONMENTS
 from tests.patience import PATIENCE
 
+pytestmark = pytest.mark.isolation
+
 
 async def _rewards(pool: GraderPool, *programs: str, **values: Any) -> list[float]:
     values = {"seconds": 60.0, "group_seconds": 120.0} | values

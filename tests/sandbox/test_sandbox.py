@@ -19,6 +19,7 @@ from tests.sandbox.hostile import CASES
 from tests.sandbox.trial import HANGS
 from tests.sandbox.users import OWN, ROOT, USERS, Trials, as_user, interpreter
 
+pytestmark = pytest.mark.isolation
 X86 = platform.machine() == "x86_64"
 REFUSED = {  # system calls that a container or an old kernel may refuse, by their numbers
     "unshare": (272 if X86 else 97,),

@@ -23,6 +23,7 @@ from services.rollout.environments.graders.code import find_program, read_tests,
 from services.rollout.environments.graders.grader import check_task, create_grader, place_grader
 from services.rollout.environments.prompts import PromptsEnvironment, PromptsSettings
 
+pytestmark = pytest.mark.isolation
 TESTS = "assert double(2) == 4\nassert double('ab') == 'abab'\nassert 0 == double(0)"
 RIGHT = "def double(x):\n    return x + x"
 
