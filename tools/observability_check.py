@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 import yaml
 
 from examples.demo import write_prompts
+from sluice.api.trainer.v1.trainer_service_pb2 import TransferTarget
 from sluice.client import TrainerClient
 from sluice.runtime.security import SecurityConfig
 from tools.compose_smoke import free_port
@@ -131,12 +132,18 @@ def prepare(scene: Scene) -> None:
 
 
 def start_services(scene: Scene) -> None:
-    """One process of each kind, that stores deltas and can send weights."""
+    """One process of each kind, that stores deltas and can send weights; and a trainer that
+    writes its own behind."""
     trainer = {
         "model": str(scene.model),
         "optim": {"learning_rate": 2e-3},
         "publish": {"delta": True, "chain": 3},
         "transfer": {"enabled": True},
+    }
+    behind = {
+        "model": str(scene.model),
+        "weights": str(scene.directory / "behind"),
+        "transfer": {"enabled": True, "write_behind": True},
     }
     rollout = {
         "tokenizer": str(scene.model),
@@ -153,6 +160,7 @@ def start_services(scene: Scene) -> None:
             "router": {"kind": "router"},
             "converter": {"kind": "converter"},
             "trainer": {"kind": "trainer", "config": trainer},
+            "trainer-behind": {"kind": "trainer", "config": behind},
             "rollout": {"kind": "rollout", "config": rollout},
         },
     }
@@ -278,6 +286,14 @@ async def send_to_sleep(scene: Scene) -> None:
         await trainer.wake(PATIENCE)
 
 
+async def write_behind(scene: Scene) -> None:
+    """A version that is written after it was offered to an engine, which has another store."""
+    security = SecurityConfig.model_validate(scene.security)
+    engine = TransferTarget(engine_id="rollout", address=scene.services["rollout"]["address"])
+    async with TrainerClient(scene.services["trainer-behind"]["address"], security) as trainer:
+        await trainer.publish_weights([engine])
+
+
 def work(scene: Scene, loop_port: int) -> None:
     """Everything that panels show: a run, one whose weights are sent, other callers."""
     held_out = {
@@ -289,6 +305,7 @@ def work(scene: Scene, loop_port: int) -> None:
     ask_as_openai_does(scene)
     convert_and_verify(scene)
     asyncio.run(send_to_sleep(scene))
+    asyncio.run(write_behind(scene))
     # the trainer begins where a checkpoint of the first run is
     checkpoints = sorted((scene.directory / "store" / "checkpoints").iterdir())
     train(

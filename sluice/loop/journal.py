@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 JOURNAL = "journal.jsonl"
 START, NOTE, BACK, END = "start", "note", "back", "end"
 _SECRET = re.compile(r"(key|token|secret|password)$", re.IGNORECASE)
+_PASSWORD = re.compile(r"(\w://[^/?#\s:@]*):[^/?#\s]*@")  # of a URL
 _VERSIONED = ("sluice", "torch", "transformers", "megatron-core", "grpcio", "numpy", "pyarrow")
 
 
@@ -66,7 +67,8 @@ def installed_versions() -> dict[str, str]:
 
 
 def without_secrets(value: Any) -> Any:
-    """Settings as others may see them: values of keys that hold secrets are left out."""
+    """Settings as others may see them: values of keys that hold secrets are left out, and
+    passwords of URLs."""
     if isinstance(value, Mapping):
         return {
             key: "(left out)"
@@ -76,7 +78,7 @@ def without_secrets(value: Any) -> Any:
         }
     if isinstance(value, list | tuple):
         return [without_secrets(inner) for inner in value]
-    return value
+    return _PASSWORD.sub(r"\1:(left out)@", value) if isinstance(value, str) else value
 
 
 def read_journal(run_dir: Path) -> list[dict[str, Any]]:

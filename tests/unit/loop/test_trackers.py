@@ -23,6 +23,7 @@ from rich.console import Console
 from sluice.config import ConfigError, parse_config
 from sluice.loop import tracking
 from sluice.loop.config import RunConfig
+from sluice.loop.journal import without_secrets
 from sluice.loop.report import RunReport
 from sluice.loop.trackers import NOT_TRACKED, TrackersConfig, values_of
 from sluice.loop.tracking import RowFollower
@@ -158,6 +159,21 @@ def test_a_tracker_gets_settings_without_secrets_and_rows_from_before_it(place: 
     config = json.loads((place.directory / "config").read_text())
     assert config == {"seed": 1, "api_key": "(left out)"}
     assert (place.directory / "finished").read_text() == "0"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("https://me:pass@word@host:5000/x", "https://me:(left out)@host:5000/x"),
+        ("https://:pass@host", "https://:(left out)@host"),
+        ("https://me@host:5000/x?a=b:c@d", "https://me@host:5000/x?a=b:c@d"),
+        ("file:///a:b@c", "file:///a:b@c"),
+        ("s3://bucket/a:b@c", "s3://bucket/a:b@c"),
+        ("host:5000", "host:5000"),
+    ],
+)
+def test_passwords_of_urls_are_left_out(url: str, shown: str) -> None:
+    assert without_secrets({"a": [{"uri": url}]}) == {"a": [{"uri": shown}]}
 
 
 def test_one_that_hangs_holds_nothing_and_gets_the_rest_when_resumed(place: Place) -> None:
