@@ -159,7 +159,7 @@ async def test_a_service_that_dies_while_it_restarts_is_tried_again_and_given_up
     supervisor = Supervisor(config(tmp_path, restarts=3))
     await supervisor.start()
     (service,) = supervisor._services
-    service.config["no_such_key"] = 1  # every further start ends at once
+    service.entry.config["no_such_key"] = 1  # every further start ends at once
     watching = asyncio.create_task(supervisor.watch())
     os.kill(known(tmp_path)["pid"], signal.SIGKILL)
     with pytest.raises(ExceptionGroup) as caught:

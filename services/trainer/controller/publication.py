@@ -145,7 +145,7 @@ class Publisher:
         try:
             await self.durability()()
         finally:
-            self._writing = None
+            self._forget_written()
         behind = bool(targets) and self._write_behind
         with metrics.PUBLISH_SECONDS.time():
             publication = await self._store_version(on_allocated, behind)
@@ -163,9 +163,13 @@ class Publisher:
                 try:
                     publication = replace(publication, record=await asyncio.shield(writing))
                 finally:
-                    if writing.done():
-                        self._writing = None
+                    self._forget_written()
         return publication
+
+    def _forget_written(self) -> None:
+        """Forget what was written or lost, and told; not what a caller stopped waiting for."""
+        if self._writing is not None and self._writing.done():
+            self._writing = None
 
     async def _send(
         self,

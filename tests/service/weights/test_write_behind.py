@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,20 +98,26 @@ def armed(trainer: RunningTrainer) -> Path:
 @contextmanager
 def held(trainer: RunningTrainer, point: str) -> Iterator[Callable[[], None]]:
     """Who passes there stops; yields what lets it go on."""
-    stopped: list[psutil.Process] = []
+    stopped, is_over = list[psutil.Process](), list[bool]()
     faults.arm(armed(trainer), point, number=signal.SIGSTOP)
 
     def go_on() -> None:
+        if is_over:
+            return
+        is_over.append(True)
+        has_fired = point not in faults.disarm(armed(trainer))
         root = psutil.Process(trainer.process.pid)
-        for process in (root, *root.children(recursive=True)):
-            if process.status() == psutil.STATUS_STOPPED:
-                stopped.append(process)
-                process.send_signal(signal.SIGCONT)
+        deadline = time.monotonic() + PATIENCE
+        while has_fired and not stopped:  # it stops itself a moment later
+            assert time.monotonic() < deadline
+            for process in (root, *root.children(recursive=True)):
+                if process.status() == psutil.STATUS_STOPPED:
+                    stopped.append(process)
+                    process.send_signal(signal.SIGCONT)
 
     try:
         yield go_on
     finally:
-        faults.disarm(armed(trainer))
         go_on()
 
 

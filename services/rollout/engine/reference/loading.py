@@ -236,7 +236,7 @@ class VersionLoader:
         One that is shared is a private map: what is written to it never reaches the file.
         """
         values: dict[str, torch.Tensor] = {}
-        shared = self._is_shared(path)
+        shared = self._is_shared(path.parent)  # the file may be gone, which is told below
         with platform.current().on(platform.current().side_stream()):
             for name, mapped, extent in checked_shard(path, shard, mmap.ACCESS_COPY):
                 if name in names:
