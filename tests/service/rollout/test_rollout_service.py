@@ -347,6 +347,7 @@ async def test_environments_are_listed_with_their_settings(refusing: Any) -> Non
         "prompts",
         "reasoning_gym",
         "tools",
+        "verifiers",
     ]
     schema = json.loads(environments[2].settings_schema)
     assert {"dataset", "size", "partial_credit"} <= schema["properties"].keys()
