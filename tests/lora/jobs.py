@@ -50,7 +50,7 @@ def open_backend(rank: int, world: int, arguments: dict[str, Any]) -> Any:
 
         mesh = mesh_of(config.megatron, rank, world)
     backend = create_backend(name, config, mesh)
-    if "adapter" in arguments:
+    if arguments.get("adapter"):
         backend.load_checkpoint(Path(arguments["adapter"]))
     return backend
 

@@ -55,6 +55,7 @@ def test_defaults(model: Path) -> None:
         {"rank": 4, "targets": ["q" * 5000]},
         {"rank": 4, "targets": ["self_attn.q_proj"]},
         {"rank": 4, "targets": ["q_proj", "q_proj"]},
+        {"rank": 4, "start": ""},
         {"rank": 4, "dropout": 0.1},
         {"rank": 4, "alhpa": 1},
     ],

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import xxhash
@@ -31,10 +32,12 @@ from sluice.weights.adapter import (
     digest_base,
     encode_adapter_config,
     matched_layers,
+    split_name,
     tensor_names,
 )
+from sluice.weights.checkpoint import describe_shard, verify_files
 from sluice.weights.errors import InvalidAdapterError, WeightStoreError
-from sluice.weights.manifest import ShardFile
+from sluice.weights.manifest import MANIFEST_NAME, ShardFile, read_manifest
 from sluice.weights.shards import ShardWrite
 
 EXPERT_LAYERS = {"down_proj", "gate_proj", "gate_up_proj", "up_proj"}  # as checkpoints name them
@@ -56,23 +59,49 @@ class Adapter:
 class Adapters:
     """The adapters of a model by the names of their layers; `parameters` have peft's names."""
 
-    def __init__(self, spec: AdapterSpec, *, seed: int) -> None:
-        self.spec, self._seed = spec, seed
+    def __init__(
+        self, spec: AdapterSpec, *, seed: int, start: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        """start: whole factors by peft's names, as of `read_start`; None draws them by `seed`."""
+        self.spec, self._seed, self._start = spec, seed, start
         self.layers: dict[str, Adapter] = {}
         self.are_on = True
+
+    def check_layers(self, matched: Collection[str]) -> None:
+        """Raise InvalidAdapterError unless `start` is of all layers that are targets."""
+        if self._start is None:
+            return
+        found = {split_name(name)[0] for name in self._start}
+        if missing := sorted(set(matched) - found):
+            raise InvalidAdapterError(f"lora.start has no adapter of layer {missing[0]!r}")
+        if others := sorted(found - set(matched)):
+            raise InvalidAdapterError(f"lora.start has layer {others[0]!r}, which is no target")
 
     def draw(self, layer: str, width: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return whole first factors of a layer of `width` (in, out), on the CPU.
 
-        B is zero, so that it adds nothing. A is drawn as peft and torch's linear layers draw it,
-        by seed and name: the same whatever else there is, and on all ranks.
+        B is zero, so that it adds nothing, and A is drawn as peft and torch's linear layers do, by
+        seed and name: the same whatever else there is, and on all ranks. Where there is a
+        `start` they are its. Raises InvalidAdapterError where that has other shapes.
         """
         inside, outside = width
+        if self._start is not None:
+            return self._started(layer, inside, outside)
         drawn = xxhash.xxh3_64_intdigest(f"{self._seed}/{layer}".encode()) >> 1
         generator = torch.Generator().manual_seed(drawn)
         bound = inside**-0.5
         a = torch.empty(self.spec.rank, inside).uniform_(-bound, bound, generator=generator)
         return a, torch.zeros(outside, self.spec.rank)
+
+    def _started(self, layer: str, inside: int, outside: int) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._start is not None
+        a, b = (self._start[name].clone() for name in tensor_names(layer))
+        if (a.shape[1], b.shape[0]) != (inside, outside):
+            raise InvalidAdapterError(
+                f"lora.start: layer {layer!r} has {a.shape[1]} inputs and {b.shape[0]} outputs, "
+                f"not {inside} and {outside}"
+            )
+        return a, b
 
     def add(self, layer: str, a: torch.Tensor, b: torch.Tensor) -> Adapter:
         """Make the adapter of a layer, of what this rank has of its factors."""
@@ -122,10 +151,54 @@ def adapt(
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and module is not head
     }
-    adapters = Adapters(settings.spec(shared_digest(directory)), seed=seed)
-    for layer in matched_layers(layers, settings.targets):
+    adapters = begin(settings, directory, seed=seed)
+    matched = matched_layers(layers, settings.targets)
+    adapters.check_layers(matched)
+    for layer in matched:
         adapters.attach(layers[layer], layer, device)
     return adapters
+
+
+def begin(settings: LoraConfig, directory: Path, *, seed: int) -> Adapters:
+    """Return adapters of the model in `directory`, which have no layers yet; collective.
+
+    Raises InvalidAdapterError, or another WeightStoreError, also for the files of `start`.
+    """
+    spec = settings.spec(shared_digest(directory))
+    start = None if settings.start is None else read_start(Path(settings.start), spec)
+    return Adapters(spec, seed=seed, start=start)
+
+
+def read_start(folder: Path, spec: AdapterSpec) -> dict[str, torch.Tensor]:
+    """Read the adapter of a folder of peft, or of a published version, whole and as float32.
+
+    Where the folder has a manifest, every byte is checked against it. Raises InvalidAdapterError
+    unless it is of `spec`, whole and finite.
+    """
+    try:
+        told = decode_adapter_config((folder / ADAPTER_CONFIG).read_bytes(), spec.base_digest)
+        _check_same("it", told, spec)
+        if (folder / MANIFEST_NAME).is_file():
+            verify_files(folder, read_manifest(folder))
+        shard = describe_shard(folder / ADAPTER_FILE)
+        data = (folder / ADAPTER_FILE).read_bytes()
+        spec.check_tensors({name: (t.dtype, t.shape) for name, t in shard.tensors.items()})
+    except (OSError, ValueError, WeightStoreError) as error:
+        raise InvalidAdapterError(f"lora.start {str(folder)!r} is of no use: {error}") from error
+    tensors = {name: tensor.float() for name, tensor in safetensors.torch.load(data).items()}
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise InvalidAdapterError(f"lora.start: tensor {name!r} is not finite")
+    return tensors
+
+
+def _check_same(what: str, had: AdapterSpec, has: AdapterSpec) -> None:
+    for name in ("base_digest", "rank", "alpha", "targets"):
+        was, now = getattr(had, name), getattr(has, name)
+        if was != now:
+            raise InvalidAdapterError(
+                f"{what} is of other adapters: {name} was {was}, and is {now}"
+            )
 
 
 def _refuse_experts(model: Any, targets: Collection[str]) -> None:
@@ -252,13 +325,10 @@ def check_checkpoint(directory: Path, spec: AdapterSpec) -> None:
         saved = decode_adapter_config(path.read_bytes())
     except InvalidAdapterError as error:
         raise ValueError(f"the checkpoint {directory.name!r} is damaged: {error}") from error
-    for name in ("base_digest", "rank", "alpha", "targets"):
-        had, has = getattr(saved, name), getattr(spec, name)
-        if had != has:
-            raise ValueError(
-                f"the checkpoint {directory.name!r} is of other adapters: {name} was {had}, "
-                f"and is {has}"
-            )
+    try:
+        _check_same(f"the checkpoint {directory.name!r}", saved, spec)
+    except InvalidAdapterError as error:
+        raise ValueError(str(error)) from error
 
 
 def refuse_checkpoint(directory: Path) -> None:

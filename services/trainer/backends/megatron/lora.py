@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel import (
 from torch.nn.functional import linear
 
 from services.trainer.backend import Mesh
-from services.trainer.backends.lora import Adapters, AdapterTraining, shared_digest
+from services.trainer.backends.lora import Adapters, AdapterTraining, begin
 from services.trainer.backends.megatron import parallel
 from services.trainer.backends.megatron.config import MegatronConfig
 from services.trainer.backends.megatron.model import PolicyModel
@@ -105,6 +105,7 @@ class AdaptedLayers:
                 f"lora.targets name {', '.join(map(repr, experts))}: layers of the model's experts "
                 "too, which take no adapters here; name others"
             )
+        self.adapters.check_layers(matched)
 
     def _attach(self, tensor: LocalTensor, module: torch.nn.Module, layers: Sequence[str]) -> None:
         binding = tensor.binding
@@ -214,7 +215,7 @@ def adapt(
         if config.recompute == "full" and isinstance(embedding, torch.nn.Module):
             # a layer that is run again is left out of backward if nothing before it has gradients
             embedding.register_forward_hook(_require_gradient)
-    adapters = Adapters(settings.spec(shared_digest(directory)), seed=seed)
+    adapters = begin(settings, directory, seed=seed)
     return AdaptedLayers(policy, config, settings, adapters)
 
 
