@@ -16,6 +16,7 @@ from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice import faults
 from sluice.loop.ledger import Ledger
 from sluice.loop.report import read_metrics
+from sluice.weights.store import WeightStore
 from tests.patience import PATIENCE
 
 STEPS = 12
@@ -49,11 +50,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(folder: Path, name: str, fault: str = "", **changes: Any) -> subprocess.CompletedProcess:
+def run(
+    folder: Path, name: str, fault: str = "", lora: dict[str, Any] | None = None, **changes: Any
+) -> subprocess.CompletedProcess:
     """`sluice sft --up`, in a directory by name, ended (-9) where `fault` is armed."""
     directory = folder / name
     directory.mkdir(exist_ok=True)
     trainer = {"model": str(folder / "model"), "optim": {"learning_rate": 5e-3}}
+    trainer |= {} if lora is None else {"lora": lora}
     services = {"trainer": {"kind": "trainer", "config": trainer}}
     up = {"run_dir": str(directory), "services": services}
     (directory / "services.yaml").write_text(yaml.safe_dump(up))
@@ -124,3 +128,21 @@ def test_other_rows_are_no_continuation(folder: Path, whole: str) -> None:
     again = run(folder, "whole", resume=True, rows_per_step=16)
     assert again.returncode == 2
     assert "another rows.file, rows_per_step, seed or tokenizer" in again.stderr
+
+
+def test_adapters_learn_and_another_run_begins_at_them(folder: Path, whole: str) -> None:
+    rank = {"rank": 8}
+    first = run(folder, "adapters", lora=rank)
+    assert first.returncode == 0, first.stderr
+    rows = read_metrics(folder / "adapters" / "run")
+    plain = read_metrics(folder / "whole" / "run")
+    assert rows[0]["loss"] == pytest.approx(plain[0]["loss"], rel=1e-5)  # they begin at nothing
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.02
+    store = WeightStore(folder / "adapters" / "store" / "weights")
+    adapter = store.latest()
+    assert adapter.adapter is not None and adapter.digest == published(folder, "adapters")
+    second = run(folder, "adapted", lora={**rank, "start": str(adapter.directory)})
+    assert second.returncode == 0, second.stderr
+    begun = read_metrics(folder / "adapted" / "run")
+    assert begun[0]["loss"] < rows[0]["loss"] - 0.02
+    assert begun[-1]["loss"] < rows[-1]["loss"]
