@@ -34,7 +34,13 @@ from sluice.loop.mixture import ScheduleError
 from sluice.loop.report import RunReport
 from sluice.loop.run import TrainingRun
 from sluice.loop.run_directory import RunDirectoryError, owned
-from sluice.loop.status import LOOP_ADDRESS, StatusConfig
+from sluice.loop.status import (
+    ADDRESS,
+    LOOP_ADDRESS,
+    StatusConfig,
+    is_directory,
+    no_target_text,
+)
 from sluice.loop.training import Critic, MismatchError, TrainerBrokenError, TrainerLostError
 from sluice.loop.workers import NoWorkerError, RolloutFailedError
 from sluice.platform import PlatformError
@@ -369,9 +375,11 @@ async def waits(arguments: Sequence[str]) -> None:
 
 def _address_to_ask(given: str) -> str:
     """The address, or that of the loop of a run directory. Raises ConfigError if none is there."""
-    run_dir = Path(given)
-    if not run_dir.is_dir():
+    if not is_directory(given):
+        if not ADDRESS.fullmatch(given):
+            raise ConfigError(f"waits: {no_target_text(given)}")
         return given
+    run_dir = Path(given)
     try:
         return str(json.loads((run_dir / LOOP_ADDRESS).read_text())["address"])
     except (OSError, ValueError, KeyError, TypeError):

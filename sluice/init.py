@@ -65,7 +65,9 @@ def write_new(directory: Path, texts: Mapping[str, str]) -> None:
         for name, text in texts.items():
             with (directory / name).open("x") as file:
                 file.write(text)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ConfigError(f"-o: {str(directory)[:200]}: {error.strerror}") from None
+    except ValueError as error:
         raise ConfigError(f"-o: {error}") from None
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -101,13 +103,20 @@ class SamplesConfig(ProcessConfig):
     steps: str = Field("", description="FIRST-LAST, or one step.")
     group: str = Field("", description="Id of a group.")
     contains: str = Field("", description="Text of the prompt or response.")
-    finish_reason: str = Field("", description="stop, length or aborted.")
-    min_reward: float | None = None
-    max_reward: float | None = None
+    finish_reason: Literal["", "stop", "length", "aborted"] = ""
+    min_reward: float | None = Field(None, allow_inf_nan=False)
+    max_reward: float | None = Field(None, allow_inf_nan=False)
     limit: int = Field(20, ge=1, description="Listed; with -o all are exported unless it is given.")
     tokenizer: Path | None = Field(
         None, description="Model directory; None is that of the run's rollout services."
     )
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> SamplesConfig:
+        low, high = self.min_reward, self.max_reward
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"min_reward: {low:g} is more than max_reward, {high:g}")
+        return self
 
 
 async def samples(arguments: Sequence[str]) -> None:
@@ -144,8 +153,9 @@ async def samples(arguments: Sequence[str]) -> None:
         prompt, response = ("".join(pieces_of(tokenizer, half)) for half in halves)
         return prompt, response
 
+    steps = _step_range(config.steps)
+
     def chosen() -> Iterator[tuple[SeenSample, str, str]]:
-        steps = _step_range(config.steps)
         for seen in load_samples(run.run_dir, run.store, steps, run.warnings.append):
             if wanted.takes(seen, lambda seen=seen: "\0".join(texts(seen))):  # type: ignore[misc]
                 yield seen, *texts(seen)
@@ -171,9 +181,16 @@ async def samples(arguments: Sequence[str]) -> None:
     else:
         try:
             count = export((export_row(*each) for each in found), Path(output))
-        except (OSError, ValueError) as error:
+        except OSError as error:  # pyarrow's own says more than `strerror`
+            why = os.strerror(error.errno) if error.errno else error
+            raise ConfigError(f"-o: {output[:200]}: {why}") from None
+        except ValueError as error:
             raise ConfigError(f"-o: {error}") from None
         told = f"{output}: {count} samples"
+    if not count:
+        last = run.rows[-1]["step"] if run.rows else 0
+        reach = f"has {last} steps" if last else "has made no step"
+        told = f"no sample fits; the run {reach}\n{told}"
     told = "\n".join([*run.warnings, told])
     console.print(plain_lines(told), highlight=False, soft_wrap=True, markup=False)
 
@@ -183,9 +200,12 @@ def _step_range(steps: str) -> range | None:
         return None
     first, dash, last = steps.partition("-")
     try:
-        return range(int(first), int(last if dash else first) + 1)
+        found = range(int(first), int(last if dash else first) + 1)
     except ValueError:
         raise ConfigError(f"--steps: {steps[:100]!r} is not FIRST-LAST") from None
+    if not found:
+        raise ConfigError(f"--steps: {steps[:100]!r} ends before it begins")
+    return found
 
 
 def leading(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

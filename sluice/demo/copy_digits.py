@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import subprocess
 import sys
@@ -206,6 +207,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--lora: a run of a teacher and students trains whole models")
     if flags.lora < 0:
         parser.error("--lora: a rank is positive; 0 trains the model")
+    for name, least in (("steps", 1), ("max_staleness", 0), ("ranks", 1), ("tensor", 1)):
+        if getattr(flags, name) < least:
+            parser.error(f"--{name.replace('_', '-')}: is {least} or more")
+    if math.isnan(flags.target):
+        parser.error("--target: is a number")
     if flags.tensor > 1 and flags.backend != "megatron":
         parser.error("--tensor needs --backend megatron")
     if flags.engine == "sglang" and not flags.sglang_python.exists():
@@ -231,8 +237,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if code := exit_code(measured_run(up, run, cost)):
             return code
     first, last = (sum(part) / len(part) for part in (cost.rewards[:5], cost.rewards[-10:]))
+    missed = last < flags.target
+    if missed:
+        print(f"the last ten steps have {last:.3f}, below --target {flags.target}", file=sys.stderr)
     print(f"demo: reward first={first:.3f} last={last:.3f} {cost.describe()}")
-    return 0 if last >= flags.target else 1
+    return int(missed)
 
 
 if __name__ == "__main__":

@@ -277,7 +277,7 @@ def export_row(seen: SeenSample, prompt: str, response: str) -> dict[str, Any]:
         "response_tokens": sample.response_length,
         "weight_versions": sorted({span.version for span in sample.spans}),
         "notes": json.dumps(dict(seen.notes), sort_keys=True),
-        "numbers": json.dumps(numbers, sort_keys=True),
+        "numbers": json.dumps(_json_of(numbers), sort_keys=True),
         "token_ids": sample.token_ids.tolist(),
         **{name: arrays.get(name) for name in _EXPORTED},
         "images": [span.digest for span in sample.media],
@@ -295,13 +295,15 @@ def _listed(values: np.ndarray) -> list[Any]:
 def export(rows: Iterable[Mapping[str, Any]], path: Path) -> int:
     """Write rows as Parquet or JSONL, by the ending of `path`; how many.
 
+    JSON has no words for NaN and infinity: they are null there.
+
     Raises ValueError for another ending, OSError.
     """
     if path.suffix == ".jsonl":
         count = 0
         with path.open("w") as file:
             for count, row in enumerate(rows, 1):  # noqa: B007
-                file.write(json.dumps(row) + "\n")
+                file.write(json.dumps(_json_of(row), allow_nan=False) + "\n")
         return count
     if path.suffix != ".parquet":
         raise ValueError(f"{path.name} ends neither in .parquet nor in .jsonl")
@@ -326,6 +328,14 @@ def export(rows: Iterable[Mapping[str, Any]], path: Path) -> int:
     )
     pq.write_table(table, path)
     return len(listed)
+
+
+def _json_of(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _json_of(inner) for name, inner in value.items()}
+    return [_json_of(inner) for inner in value] if isinstance(value, list) else value
 
 
 def export_columns() -> list[str]:

@@ -84,7 +84,9 @@ def status_screen(status: dict[str, Any]) -> RenderableType:
     if status["run"] is not None and status["run"]["notes"]:
         notes = Table("last notes", "step", "ago", box=None, padding=(0, 2, 0, 0))
         for note in status["run"]["notes"]:
-            ago = duration_text(max(0.0, status["time"] - note["time"]))
+            ago = NONE
+            if isinstance(note["time"], int | float):
+                ago = duration_text(max(0.0, status["time"] - note["time"]))
             notes.add_row(Text(plain_text(note["text"])), number_text(note["step"]), ago)
         parts.append(notes)
     return Group(*parts)

@@ -59,7 +59,7 @@ async def read_status(target: str, config: StatusConfig) -> dict[str, Any]:
     """
     run_dir = Path(target)
     run, security = None, config.security or SecurityConfig()
-    if _is_directory(target):
+    if is_directory(target):
         events = read_journal(run_dir)
         run = _run_status(run_dir, events)
         security = config.security or _security(events)
@@ -67,7 +67,7 @@ async def read_status(target: str, config: StatusConfig) -> dict[str, Any]:
     elif ADDRESS.fullmatch(target):
         services = {target: ("", target)}
     else:
-        raise ConfigError(f"status: {target[:200]!r} is neither a run directory nor host:port")
+        raise ConfigError(f"status: {no_target_text(target)}")
     found = await asyncio.gather(
         *(
             _service_status(name, kind, address, security, config.timeout_seconds)
@@ -92,7 +92,12 @@ async def read_status(target: str, config: StatusConfig) -> dict[str, Any]:
     return plain
 
 
-def _is_directory(target: str) -> bool:
+def no_target_text(target: str) -> str:
+    """What to say of a text that names neither a run nor a server."""
+    return f"{target[:200]!r} is neither a run directory nor host:port"
+
+
+def is_directory(target: str) -> bool:
     return "\0" not in target and len(target) < 4096 and Path(target).is_dir()
 
 
@@ -255,11 +260,31 @@ async def _service_status(
                     status["health"] = NOT_SERVING
     except TimeoutError:
         status["detail"] = f"no answer within {seconds:g} s"
-    except RemoteError as error:
+    except ConfigError as error:  # no address, or no file of a token
         status["detail"] = str(error)
+    except RemoteError as error:
+        status["detail"] = unreachable_text(error) or str(error)
         if error.code is not grpc.StatusCode.UNAVAILABLE:  # it spoke: a token is missing, say
             status["health"] = NOT_SERVING if status["health"] == NO_ANSWER else status["health"]
     return status
+
+
+def unreachable_text(error: RemoteError) -> str:
+    """Why nobody was reached, in a few words; empty where somebody was, or it is not known."""
+    if error.code is not grpc.StatusCode.UNAVAILABLE or error.reason:
+        return ""
+    for pattern, text in _UNREACHABLE:
+        if re.search(pattern, error.message):
+            return text
+    return ""
+
+
+_UNREACHABLE = (
+    ("Connection refused", "nobody listens there"),
+    ("DNS resolution failed", "no host of that name is known"),
+    ("No route to host|Network is unreachable", "no route to that host"),
+    ("Ssl handshake failed|CERTIFICATE_VERIFY_FAILED|SSL_ERROR", "no TLS that both sides take"),
+)
 
 
 async def _serves(client: Client, service: str) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 
 from sluice import logs
+from sluice.config import ConfigError
 from sluice.runtime import waits
 from sluice.runtime.security import SecurityConfig, channel_credentials
 
@@ -117,6 +118,10 @@ def create_channel(
 
     name: host that the server's certificate must be for, where that is not the address's.
     """
+    port = address.rpartition(":")[2]
+    if port.isascii() and port.isdecimal() and not 0 < int(port[:6]) < 1 << 16:
+        # gRPC would take the number modulo 65536, and ask somebody else
+        raise ConfigError(f"{address[:200]!r}: a port is 1 to 65535")
     security = security or SecurityConfig()
     options: list[tuple[str, Any]] = [
         ("grpc.service_config", _SERVICE_CONFIG),

@@ -102,3 +102,16 @@ def test_what_adapters_cannot_do_is_refused(
         main([*words, "--run-dir", str(tmp_path)])
     assert "--lora" in capsys.readouterr().err.splitlines()[-1]
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--steps", "0"), ("--max-staleness", "-1"), ("--ranks", "0"), ("--target", "nan")],
+)
+def test_a_number_that_no_demo_can_have_is_refused_before_anything_is_made(
+    flag: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([flag, value, "--run-dir", str(tmp_path)])
+    assert flag in capsys.readouterr().err.splitlines()[-1]
+    assert not any(tmp_path.iterdir())

@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from sluice.config import ConfigError
+from sluice.loop.status import is_directory
 from sluice.loop.trace import (
     CRITIC,
     LOOP,
@@ -397,6 +398,8 @@ def write_page(run_dir: Path, output: Path | None, steps: str | None) -> list[st
     Raises ConfigError for steps that are neither FIRST-LAST nor all, or where there is no trace.
     """
     first, last = _range(steps)
+    if not is_directory(str(run_dir)):
+        raise ConfigError(f"trace: {str(run_dir)[:200]!r} is no run directory")
     try:
         trace = load(run_dir, first, last)
     except NoTraceError as error:
@@ -424,9 +427,12 @@ def _range(steps: str | None) -> tuple[int | None, int | None]:
         return 0, None
     first, dash, last = steps.partition("-")
     try:
-        return int(first), int(last) if dash else int(first)
+        found = int(first), int(last if dash else first)
     except ValueError:
-        raise ConfigError(f"--steps: {steps!r} is neither FIRST-LAST nor all") from None
+        raise ConfigError(f"--steps: {steps[:100]!r} is neither FIRST-LAST nor all") from None
+    if found[0] > found[1]:
+        raise ConfigError(f"--steps: {steps!r} ends before it begins")
+    return found
 
 
 def _shares(seconds: dict[str, float]) -> str:

@@ -280,6 +280,32 @@ def test_samples_are_filtered_and_exported(tmp_path: Path) -> None:
         assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
 
 
+def test_no_sample_that_fits_is_told_with_the_steps_there_are(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    make_run(run_dir)
+    done = sluice("samples", run_dir, "--steps", "400")
+    assert done.stdout.splitlines() == ["no sample fits; the run has 3 steps", "0 samples"]
+    done = sluice("samples", run_dir, "--steps", "3-1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "ends before it begins" in done.stderr
+    done = sluice("samples", run_dir, "-o", tmp_path / "no" / "such.parquet")
+    assert done.stderr.endswith("such.parquet: No such file or directory\n")
+
+
+def test_exported_lines_are_json_where_a_reward_is_not_finite(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    make_run(run_dir)
+    path = tmp_path / "all.jsonl"
+    assert sluice("samples", run_dir, "-o", path).returncode == 0
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    lines = path.read_text().splitlines()
+    rows = [json.loads(line, parse_constant=refuse) for line in lines]
+    assert sum(row["reward"] is None for row in rows) == 1
+
+
 def test_an_image_is_in_the_page_or_said_to_be_gone(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     make_run(run_dir, groups=0)

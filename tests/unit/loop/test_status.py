@@ -109,6 +109,25 @@ async def test_what_is_no_run_is_said_in_a_line(tmp_path: Path, name: str) -> No
         await read_status(target, QUICK)
 
 
+async def test_why_nobody_answers_is_told_in_few_words(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+        begun(tmp_path, trainer=address, router="127.0.0.1:99999")
+        found = await read_status(str(tmp_path), QUICK)
+    told = {service["name"]: service for service in found["services"]}
+    assert {service["health"] for service in found["services"]} == {"no answer"}
+    assert told["trainer"]["detail"] == "nobody listens there"
+    assert "a port is 1 to 65535" in told["router"]["detail"]  # 34463 is not asked
+
+
+async def test_a_note_at_no_time_is_shown(tmp_path: Path) -> None:
+    begun(tmp_path)
+    path = tmp_path / "journal.jsonl"
+    path.write_text(path.read_text() + '{"event": "note", "time": NaN, "text": "when?"}\n')
+    assert "when?" in drawn(await read_status(str(tmp_path), QUICK))
+
+
 async def test_damaged_files_never_end_in_a_trace_and_nothing_changes(tmp_path: Path) -> None:
     report = begun(tmp_path, services="nowhere/services.json", security={"tls": 5})
     report.step(row(1, reward_mean=math.nan, rollout_mismatch=math.inf, skipped=["NaN"]))
