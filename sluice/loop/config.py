@@ -349,6 +349,14 @@ class RunConfig(CommonRunConfig):
         return self
 
     @model_validator(mode="after")
+    def _spans_are_kept(self) -> RunConfig:
+        if self.trackers.otel is not None and not self.trace.steps:
+            raise ValueError(
+                "trackers.otel: has no effect with trace.steps 0, which keeps no spans"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _environments_are_named(self) -> RunConfig:
         one = self.prompts is not None, self.environment is not None
         if self.environments and any(one):
@@ -564,6 +572,12 @@ class SftConfig(CommonRunConfig):
         if loss.name not in SUPERVISED:
             raise ValueError(f"rows of a file have no rewards for loss {loss.name}; use sft")
         return loss
+
+    @model_validator(mode="after")
+    def _has_no_trace(self) -> SftConfig:
+        if self.trackers.otel is not None:
+            raise ValueError("trackers.otel: has no effect, a supervised run keeps no trace")
+        return self
 
     @model_validator(mode="after")
     def _trainer_is_named(self) -> SftConfig:

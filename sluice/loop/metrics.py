@@ -45,7 +45,7 @@ TRACKER_FAILURES = with_values(
     Counter(
         "sluice_loop_tracker_failures_total", "What trackers of the run failed at.", ["tracker"]
     ),
-    ("tensorboard", "wandb", "mlflow", "trackio"),
+    ("tensorboard", "wandb", "mlflow", "trackio", "otel"),
 )
 SCORE = Gauge("sluice_loop_score", "Last score on a data set of held-out tasks.", ["dataset"])
 

@@ -1,4 +1,4 @@
-"""Where rows of a run are shown besides: TensorBoard, Weights & Biases, MLflow, trackio.
+"""Where a run is shown besides: TensorBoard, Weights & Biases, MLflow, trackio, OpenTelemetry.
 
 A tracker lives in a process of its own (`sluice/loop/tracking.py`), so that what it does to a
 process, threads, signals and ends included, it does not do to the run.
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from sluice.config import Config
 
@@ -57,6 +57,25 @@ class TrackioConfig(Config):
     space: str = Field("", description="user/name; empty is this machine, below RUN_DIR/trackio.")
 
 
+class OtelConfig(Config):
+    """Spans of the run's trace, to a collector of OpenTelemetry, by OTLP over HTTP."""
+
+    endpoint: str = Field(
+        pattern=r"^https?://[^/\s]+(/\S*)?$",
+        max_length=2_000,
+        description="URL; without a path it is that of OTLP, /v1/traces.",
+    )
+    service_name: str = Field("sluice", min_length=1)
+    name: str = Field("", description="Attribute sluice.run; default: that of the run directory.")
+    samples: bool = Field(True, description="Spans of samples too, five and more of each.")
+    timeout_seconds: float = Field(10, gt=0, le=600, description="For one request.")
+
+    @field_validator("endpoint")
+    @classmethod
+    def _has_path(cls, value: str) -> str:
+        return value if "/" in value.partition("://")[2] else f"{value}/v1/traces"
+
+
 class TrackersConfig(Config):
     """Those that a run has; none by default. Each needs the extra of its name."""
 
@@ -64,6 +83,7 @@ class TrackersConfig(Config):
     wandb: WandbConfig | None = None
     mlflow: MlflowConfig | None = None
     trackio: TrackioConfig | None = None
+    otel: OtelConfig | None = None
     finish_seconds: float = Field(
         60.0, gt=0, le=3600, description="For what is left at the end of a run, of all together."
     )
@@ -259,9 +279,33 @@ class TrackioTracker(Tracker):
         trackio.finish()
 
 
+class OtelTracker(Tracker):
+    """OpenTelemetry; https://opentelemetry.io. Of a run it has the trace, and no rows."""
+
+    package = "opentelemetry.exporter.otlp.proto.http"
+    config = OtelConfig
+
+    def start(self, run_id: str, config: Mapping[str, Any]) -> str:
+        from sluice.loop.otel import SpanSender
+
+        run_id = run_id or uuid.uuid4().hex
+        state = self.run_dir / "trackers" / "otel.sent.json"
+        settings = self.settings.model_dump()
+        self._sender = SpanSender(self.run_dir, run_id, state, settings, self.name)
+        return run_id
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._sender.send()  # what came to be there since; the spans of `step` itself come later
+
+    def finish(self, outcome: str) -> None:
+        self._sender.send()
+        self._sender.close()
+
+
 TRACKERS: dict[str, type[Tracker]] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,
     "trackio": TrackioTracker,
+    "otel": OtelTracker,
 }

@@ -38,12 +38,19 @@ def chosen(config: TrackersConfig) -> list[str]:
     """The trackers of a run. Raises ConfigError for one whose package is not installed."""
     names = [name for name in TRACKERS if getattr(config, name) is not None]
     for name in names:
-        if importlib.util.find_spec(TRACKERS[name].package) is None:
+        if not _is_installed(TRACKERS[name].package):
             raise ConfigError(
                 f"trackers.{name}: {TRACKERS[name].package} is not installed; "
                 f"pip install 'sluice[{name}]'"
             )
     return names
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of a name with dots: what is above it
+        return False
 
 
 class Tracking:
