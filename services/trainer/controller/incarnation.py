@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -98,6 +99,7 @@ class RankIncarnation:
     def __init__(self, number: int, world_size: int, config: RanksConfig, waits: Waits) -> None:
         loop = asyncio.get_running_loop()
         self.number, self.world_size = number, world_size
+        self.meeting = f"{number}-{secrets.token_hex(8)}"  # of no other one of any controller
         self.links: dict[int, RankLink] = {}
         self.ready: asyncio.Future[None] = loop.create_future()
         self.lost: asyncio.Future[ServiceError] = loop.create_future()
@@ -368,6 +370,8 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         incarnation, link = await self._admit(first.hello)
         listener = asyncio.create_task(_listen(incarnation, link, request_iterator))
         try:
+            if first.hello.generation == 0:
+                yield pb.FollowResponse(welcome=pb.RankWelcome(meeting=incarnation.meeting))
             while (command := await link.outgoing.get()) is not None:
                 yield command
         finally:

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import grpc
@@ -73,7 +74,8 @@ def _follow(config: TrainerConfig, stream: ControllerStream) -> int:
         with uncollected():
             from services.trainer.rank.executor import Executor
 
-        executor = Executor.load(config, stream.send)
+        launched = config.ranks.launch == "external"
+        executor = Executor.load(config, stream.send, stream.meeting if launched else None)
     except FAILURES as error:
         logger.error("the model cannot be loaded", exc_info=error)
         _refuse(stream, error)
@@ -126,6 +128,7 @@ class ControllerStream:
         self._commands: queue.SimpleQueue[pb.FollowResponse | None] = queue.SimpleQueue()
         self._activity = "loading"
         self._has_spoken = False  # the device thread has
+        self._meeting: Future[str] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._outgoing: asyncio.Queue[pb.FollowRequest | None] = asyncio.Queue()
         self._started = threading.Event()
@@ -135,6 +138,16 @@ class ControllerStream:
     def start(self) -> None:
         self._thread.start()
         self._started.wait(EXIT_SECONDS)
+
+    def meeting(self) -> str:
+        """Wait for the name under which this rank meets the others of its launch.
+
+        Raises LoadingError where the controller does not take it in.
+        """
+        try:
+            return self._meeting.result(self._config.ranks.start_timeout)
+        except TimeoutError:
+            raise LoadingError("the controller does not take this rank in") from None
 
     def commands(self) -> Iterator[pb.FollowResponse]:
         """Yield commands in order, until the stream ends."""
@@ -167,6 +180,8 @@ class ControllerStream:
         finally:
             self._started.set()
             self._commands.put(None)
+            if not self._meeting.done():
+                self._meeting.set_exception(LoadingError("the controller is gone"))
             if not self._closing.wait(
                 EXIT_SECONDS
             ):  # the device thread hangs, e.g. in a collective
@@ -196,7 +211,13 @@ class ControllerStream:
         sending = asyncio.create_task(self._send_events(call))
         try:
             async for command in call:
-                self._commands.put(command)
+                if not command.HasField("welcome"):
+                    self._commands.put(command)
+                elif not self._meeting.done():
+                    self._meeting.set_result(command.welcome.meeting)
+                elif self._meeting.result() != command.welcome.meeting:
+                    logger.error("the others of this rank's launch are gone")
+                    return
         finally:  # the next call sends what this one did not take
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)

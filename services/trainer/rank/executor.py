@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from services.trainer.backend import (
     Mesh,
@@ -105,11 +106,16 @@ class Executor:
         self._relative_scores: list[float] = []  # of the rows of the batch that they were asked for
 
     @classmethod
-    def load(cls, config: TrainerConfig, report: Report) -> Executor:
-        """Build the backend this rank runs. `report` takes what ends beside later commands."""
+    def load(
+        cls, config: TrainerConfig, report: Report, meeting: Callable[[], str] | None = None
+    ) -> Executor:
+        """Build the backend this rank runs. `report` takes what ends beside later commands.
+
+        meeting: of a rank that others launch, waits for the name under which its ranks meet.
+        """
         torch.set_num_threads(config.threads)
         mesh = find_mesh(config, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-        join_group(config, mesh)
+        join_group(config, mesh, meeting)
         backend = create_backend(config.backend, config, mesh)
         blobs = BlobStore(config.store, sync=config.durable)
         limits = RowLimits.from_config(config, backend.mesh.context_size)
@@ -456,7 +462,7 @@ def find_mesh(config: TrainerConfig, rank: int, world_size: int) -> Mesh:
     return Mesh(rank=rank, world_size=world_size, data_rank=rank, data_size=world_size)
 
 
-def join_group(config: TrainerConfig, mesh: Mesh) -> None:
+def join_group(config: TrainerConfig, mesh: Mesh, meeting: Callable[[], str] | None = None) -> None:
     """Meet the other ranks at MASTER_ADDR:MASTER_PORT. Collectives end with the command timeout.
 
     A single rank of the reference backend needs no group.
@@ -464,12 +470,16 @@ def join_group(config: TrainerConfig, mesh: Mesh) -> None:
     if mesh.world_size == 1 and config.backend == "reference":
         return
     timeout = datetime.timedelta(seconds=config.ranks.command_timeout)
+    if meeting is None:
+        store = _local_store(mesh, timeout)
+    else:
+        store = _launcher_store(mesh, timeout, meeting())
     dist.init_process_group(
         platform.current().collective,
         timeout=timeout,
         rank=mesh.rank,
         world_size=mesh.world_size,
-        store=_local_store(mesh, timeout) if config.ranks.launch == "local" else None,
+        store=store,
     )
 
 
@@ -484,6 +494,16 @@ def _local_store(mesh: Mesh, timeout: datetime.timedelta) -> dist.Store:
         timeout=timeout,
         master_listen_fd=listener,
     )
+
+
+def _launcher_store(mesh: Mesh, timeout: datetime.timedelta, meeting: str) -> dist.Store:
+    """Return where ranks that others launch meet, at MASTER_ADDR:MASTER_PORT.
+
+    torch.distributed.run keeps one store for all its rounds, in which the addresses of ranks that
+    are gone still stand: each round has keys of its own.
+    """
+    store, _, _ = next(rendezvous("env://", mesh.rank, mesh.world_size, timeout=timeout))
+    return dist.PrefixStore(meeting, store)
 
 
 def leave_group() -> None:
