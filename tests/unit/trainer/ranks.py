@@ -41,6 +41,7 @@ class ScriptedRank:
         only_hello: bool = False,
     ) -> None:
         self.received: list[pb.FollowResponse] = []
+        self.meeting = ""  # of the launch that it was taken into
         self.beating = asyncio.Event()
         self.error: grpc.aio.AioRpcError | None = None
         self._answer, self._beat_seconds = answer, beat
@@ -81,6 +82,9 @@ class ScriptedRank:
             stub = pb_grpc.WorkerServiceStub(channel)
             try:
                 async for command in stub.Follow(self._events(), timeout=10 * PATIENCE):
+                    if command.HasField("welcome"):
+                        self.meeting = command.welcome.meeting
+                        continue
                     self.received.append(command)
                     result = await self._answer(command)
                     if result is not None:

@@ -347,6 +347,9 @@ async def test_ranks_that_come_back_before_the_group_does_wait_for_it(open_house
     await until(lambda: house.group.state == ACTIVE)
     assert house.group.restart_count == 1
     assert [rank.error for rank in early] == [None, None]
+    names = [{rank.meeting for rank in launch} for launch in (ranks, early)]
+    assert all(len(of_one) == 1 and "" not in of_one for of_one in names)
+    assert names[0].isdisjoint(names[1])  # or they would find what those before them left
 
 
 @pytest.mark.parametrize(
