@@ -128,6 +128,8 @@ def _engine(name: str, shown: Shown) -> Sequence[pb_message.Message]:
         "Generate": [
             _generate(),
             _generate(versions={"min_version": 0}),
+            _generate(adapter="base"),
+            _generate(adapter="policy@1"),
             _generate(
                 prompt_token_ids=[1, shown.placeholder, 3],
                 media=[{"kind": 1, "blob": shown.blob}],
@@ -135,7 +137,10 @@ def _engine(name: str, shown: Shown) -> Sequence[pb_message.Message]:
             ),
         ],
         "StreamGenerate": [engine_pb.StreamGenerateRequest(generate=_generate(request_id="s"))],
-        "Score": [engine_pb.ScoreRequest(token_ids=[1, 2, 3], prompt_length=1, top_count=2)],
+        "Score": [
+            engine_pb.ScoreRequest(token_ids=[1, 2, 3], prompt_length=1, top_count=2),
+            engine_pb.ScoreRequest(token_ids=[1, 2, 3], prompt_length=1, adapter="base"),
+        ],
         "Abort": [engine_pb.AbortRequest(request_ids=["r", "q"])],
         "Pause": [engine_pb.PauseRequest(mode=engine_pb.PAUSE_MODE_ABORT)],
         "PrepareWeights": [
