@@ -13,7 +13,7 @@ from pathlib import Path
 from services.trainer import metrics
 from services.trainer.config import LoraConfig, TrainerConfig
 from services.trainer.controller.rank_group import RankGroup
-from services.trainer.controller.state import PublishedWeights, TrainerState, Turns, in_turn
+from services.trainer.controller.state import PublishedWeights, TrainerState, Turns
 from services.trainer.controller.transfer import Shipment, Target, WeightSender
 from services.trainer.errors import (
     MixedPublicationError,
@@ -128,7 +128,6 @@ class Publisher:
         if targets and self._sender is None:
             raise TransferDisabledError("this trainer sends no weights: set transfer.enabled")
 
-    @in_turn
     async def publish(
         self,
         on_allocated: Callable[[int], None],
@@ -137,15 +136,28 @@ class Publisher:
     ) -> Publication:
         """Publish a new version, and send it to `targets`.
 
-        With `transfer.write_behind` it is then a promise, unless no target has it. Raises
+        With `transfer.write_behind` it is then a promise, unless no target has it. Cancelled
+        while it waits, for its turn or the version before, it takes no number. Raises
         TransferDisabledError or MixedPublicationError, and why the version before is lost.
         """
         self.check_targets(targets)
+        publish = partial(self._publish, on_allocated, targets, pause_mode)
+        return await self.turns.run("publish", publish, self._ready)
+
+    async def _ready(self) -> None:
+        """Wait for the version before; once it is told why that is lost, it is forgotten."""
         self._state.check_awake()
         try:
             await self.durability()()
         finally:
             self._forget_written()
+
+    async def _publish(
+        self,
+        on_allocated: Callable[[int], None],
+        targets: Sequence[Target],
+        pause_mode: engine_pb.PauseMode,
+    ) -> Publication:
         behind = bool(targets) and self._write_behind
         with metrics.PUBLISH_SECONDS.time():
             publication = await self._store_version(on_allocated, behind)

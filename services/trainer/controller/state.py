@@ -308,7 +308,7 @@ P = ParamSpec("P")
 
 
 class Turns:
-    """Runs calls one at a time, each to its end even if its caller goes away."""
+    """Runs calls one at a time, each that has begun to its end even if its caller goes away."""
 
     def __init__(self, limit: int, waits: Waits) -> None:
         self._limit, self._waits = limit, waits
@@ -316,17 +316,39 @@ class Turns:
         self._holder = ""
         self._calls: set[asyncio.Task[Any]] = set()
 
-    async def run(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Run `call` when it is its turn. Raises QueueFullError when too many wait for theirs."""
+    async def run(
+        self,
+        what: str,
+        call: Callable[[], Awaitable[T]],
+        ready: Callable[[], Awaitable[None]] | None = None,
+    ) -> T:
+        """Run `call` when it is its turn, and `ready` has returned in that turn.
+
+        A caller that goes away before gives the turn up. Raises QueueFullError when too many wait
+        for theirs.
+        """
         if len(self._calls) >= self._limit:
             raise QueueFullError(
                 f"{self._limit} calls wait for their turn", limit=self._limit, kind="calls"
             )
-        task = asyncio.ensure_future(self.wait_and_run(what, call))
+        has_begun = asyncio.Event()
+
+        async def begin() -> T:
+            if ready is not None:
+                await ready()
+            has_begun.set()
+            return await call()
+
+        task = asyncio.ensure_future(self.wait_and_run(what, begin))
         self._calls.add(task)
         metrics.WAITING_CALLS.set(len(self._calls))
         task.add_done_callback(self._end)
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not has_begun.is_set():
+                task.cancel()
+            raise
 
     async def wait_and_run(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
         """Run `call` when it is its turn, however many wait."""

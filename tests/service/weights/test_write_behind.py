@@ -11,11 +11,13 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import grpc
 import psutil
 import pytest
+from google.longrunning import operations_pb2, operations_pb2_grpc
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
 from services.trainer.config import TrainerConfig
@@ -245,6 +247,46 @@ async def test_the_next_publication_and_checkpoints_wait_for_it(
     assert store.has(first.version)
     assert second.version > first.version
     await durable(client, store, second.version)
+
+
+async def waits_for(client: TrainerClient, version: int) -> int:
+    """How many calls wait until a version is durable."""
+    waits = [wait.what for wait in await client.list_waits()]
+    return waits.count(f"weight version {version} to be written")
+
+
+async def test_a_publication_cancelled_while_it_waits_takes_no_number(
+    trainer, client, clients, engines, store
+) -> None:
+    """What it waited for is written all the same, and the next one waits for that as it did."""
+    with held(trainer, "weights.behind") as go_on:
+        first = (await client.publish_weights(all_of(engines))).weights
+        request = pb.PublishWeightsRequest(request_id="cancelled", engines=all_of(engines))
+        operation = await client.stub.PublishWeights(request, timeout=PATIENCE)
+        async with trainer.client() as watching:
+
+            async def waiting(count: int) -> bool:
+                return await waits_for(watching, first.version) == count
+
+            await poll(partial(waiting, 1), interval=0.05)
+            stub = operations_pb2_grpc.OperationsStub(client.channel)
+            named = operations_pb2.CancelOperationRequest(name=operation.name)
+            await stub.CancelOperation(named, timeout=PATIENCE)
+            await poll(partial(waiting, 0), interval=0.05)
+            waiting_again = operations_pb2.GetOperationRequest(name=operation.name)
+            ended = await stub.GetOperation(waiting_again, timeout=PATIENCE)
+            assert ended.error.code == grpc.StatusCode.CANCELLED.value[0]
+            assert (await watching.get()).promised_version == first.version
+            publishing = asyncio.create_task(client.publish_weights(all_of(engines)))
+            await poll(partial(waiting, 1), interval=0.05)
+        assert not publishing.done()
+        assert not store.has(first.version)
+        go_on()
+        second = (await publishing).weights
+    assert store.has(first.version)
+    assert second.version == first.version + 1
+    await client.save_checkpoint("after-a-cancellation")
+    assert store.has(second.version)
 
 
 async def test_without_an_engine_that_has_it_a_version_is_durable_at_once(
