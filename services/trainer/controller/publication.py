@@ -145,8 +145,11 @@ class Publisher:
         return await self.turns.run("publish", publish, self._ready)
 
     async def _ready(self) -> None:
-        """Wait for the version before; once it is told why that is lost, it is forgotten."""
         self._state.check_awake()
+        await self._settled()
+
+    async def _settled(self) -> None:
+        """Wait for what is being written; once it is told why that is lost, it is forgotten."""
         try:
             await self.durability()()
         finally:
@@ -172,10 +175,8 @@ class Publisher:
         if behind:
             writing = self._begin_writing(publication.staging)
             if all(publication.outcomes.values()):  # nobody has it: engines are to read it
-                try:
-                    publication = replace(publication, record=await asyncio.shield(writing))
-                finally:
-                    self._forget_written()
+                await self._settled()
+                publication = replace(publication, record=writing.result())
         return publication
 
     def _forget_written(self) -> None:

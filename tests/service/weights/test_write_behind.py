@@ -6,6 +6,7 @@ A trainer of two ranks and two engines. The tests share the processes and run in
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -21,6 +22,7 @@ from google.longrunning import operations_pb2, operations_pb2_grpc
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
 from services.trainer.config import TrainerConfig
+from services.trainer.controller.checkpoints import RECORD
 from sluice import faults
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
 from sluice.client import EngineClient, RemoteError, TrainerClient
@@ -101,6 +103,8 @@ def armed(trainer: RunningTrainer) -> Path:
 def held(trainer: RunningTrainer, point: str) -> Iterator[Callable[[], None]]:
     """Who passes there stops; yields what lets it go on."""
     stopped, is_over = list[psutil.Process](), list[bool]()
+    root = psutil.Process(trainer.process.pid)
+    family = [root, *root.children(recursive=True)]
     faults.arm(armed(trainer), point, number=signal.SIGSTOP)
 
     def go_on() -> None:
@@ -108,11 +112,11 @@ def held(trainer: RunningTrainer, point: str) -> Iterator[Callable[[], None]]:
             return
         is_over.append(True)
         has_fired = point not in faults.disarm(armed(trainer))
-        root = psutil.Process(trainer.process.pid)
         deadline = time.monotonic() + PATIENCE
         while has_fired and not stopped:  # it stops itself a moment later
             assert time.monotonic() < deadline
-            for process in (root, *root.children(recursive=True)):
+            for process in family:
+                assert process.is_running(), "it stood for so long that it was taken for lost"
                 if process.status() == psutil.STATUS_STOPPED:
                     stopped.append(process)
                     process.send_signal(signal.SIGCONT)
@@ -224,7 +228,7 @@ async def test_a_byte_that_flips_behind_is_refused_by_name(
 
 
 async def test_the_next_publication_and_checkpoints_wait_for_it(
-    trainer, client, engines, store
+    trainer, client, clients, engines, store
 ) -> None:
     with held(trainer, "weights.behind") as go_on:
         first = (await client.publish_weights(all_of(engines))).weights
@@ -249,12 +253,6 @@ async def test_the_next_publication_and_checkpoints_wait_for_it(
     await durable(client, store, second.version)
 
 
-async def waits_for(client: TrainerClient, version: int) -> int:
-    """How many calls wait until a version is durable."""
-    waits = [wait.what for wait in await client.list_waits()]
-    return waits.count(f"weight version {version} to be written")
-
-
 async def test_a_publication_cancelled_while_it_waits_takes_no_number(
     trainer, client, clients, engines, store
 ) -> None:
@@ -266,15 +264,16 @@ async def test_a_publication_cancelled_while_it_waits_takes_no_number(
         async with trainer.client() as watching:
 
             async def waiting(count: int) -> bool:
-                return await waits_for(watching, first.version) == count
+                waits = [wait.what for wait in await watching.list_waits()]
+                return waits.count(f"weight version {first.version} to be written") == count
 
             await poll(partial(waiting, 1), interval=0.05)
-            stub = operations_pb2_grpc.OperationsStub(client.channel)
-            named = operations_pb2.CancelOperationRequest(name=operation.name)
-            await stub.CancelOperation(named, timeout=PATIENCE)
+            operations = operations_pb2_grpc.OperationsStub(watching.channel)
+            cancel = operations_pb2.CancelOperationRequest(name=operation.name)
+            await operations.CancelOperation(cancel, timeout=PATIENCE)
             await poll(partial(waiting, 0), interval=0.05)
-            waiting_again = operations_pb2.GetOperationRequest(name=operation.name)
-            ended = await stub.GetOperation(waiting_again, timeout=PATIENCE)
+            get = operations_pb2.GetOperationRequest(name=operation.name)
+            ended = await operations.GetOperation(get, timeout=PATIENCE)
             assert ended.error.code == grpc.StatusCode.CANCELLED.value[0]
             assert (await watching.get()).promised_version == first.version
             publishing = asyncio.create_task(client.publish_weights(all_of(engines)))
@@ -286,7 +285,9 @@ async def test_a_publication_cancelled_while_it_waits_takes_no_number(
     assert store.has(first.version)
     assert second.version == first.version + 1
     await client.save_checkpoint("after-a-cancellation")
-    assert store.has(second.version)
+    record = json.loads((trainer.store / "checkpoints/after-a-cancellation" / RECORD).read_text())
+    assert record["weights"] == {"version": second.version, "digest": second.digest}
+    assert store.get(second.version).digest == second.digest
 
 
 async def test_without_an_engine_that_has_it_a_version_is_durable_at_once(
