@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice.algo.spec import AdvantageSpec
 from sluice.client import EngineClient, RemoteError
+from tests.behind_run import check_run
 from tests.service.trainer.harness import (
     ACTIVE,
     PPO,
@@ -79,6 +80,11 @@ async def test_a_rank_killed_in_mid_pass_costs_no_number(tmp_path: Path) -> None
             assert names == load_file(model / "model.safetensors").keys()
             loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
             assert loaded.config.model_type == "qwen3"
+
+
+@pytest.mark.fast
+def test_a_run_survives_a_rank_lost_while_it_writes_behind(tmp_path: Path) -> None:
+    check_run(tmp_path, {"backend": "fsdp", "fsdp": SETTINGS["fsdp"]})
 
 
 async def test_an_engine_receives_what_the_ranks_published_as_deltas(tmp_path: Path) -> None:
