@@ -22,8 +22,8 @@ from tools.fault_stack import (
 )
 
 STEPS = 3
-# A rank stands where it has written its first file of the third version; then it is given up.
-LOST = Fault("trainer", "weights.behind", 5, "behind", stops=True)
+# A rank stands with the third version written, and does not say so before it is given up.
+LOST = Fault("trainer", "rank1.weights_written", 3, "behind", stops=True)
 
 
 def check_run(directory: Path, backend: dict[str, Any]) -> None:
