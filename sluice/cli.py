@@ -8,7 +8,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from importlib import metadata
 from pathlib import Path
@@ -56,6 +56,7 @@ from sluice.run_commands import (
     status,
     take_value,
 )
+from sluice.runtime.addresses import by_name, read_services
 from sluice.runtime.security import SecurityConfig
 from sluice.runtime.server import Server
 from sluice.runtime.waits import listed_in
@@ -67,9 +68,7 @@ from sluice.supervise import (
     ServiceDiedError,
     Supervisor,
     UpConfig,
-    address_of,
     end_supervisor,
-    read_services,
     read_store,
     read_weights,
 )
@@ -216,7 +215,7 @@ async def evaluate(arguments: Sequence[str]) -> None:
     config = _load(ScoredRunConfig, "eval", arguments)
     router = config.router
     if not router and config.services is not None:
-        router = address_of(config.services, "router")
+        router = by_name(config.services, "router")
     await score_now(config, router)
 
 
@@ -246,7 +245,7 @@ async def run_sft(config: SftConfig) -> None:
     if config.services is not None:
         config = config.model_copy(
             update={
-                "trainer": config.trainer or address_of(config.services, "trainer"),
+                "trainer": config.trainer or by_name(config.services, "trainer"),
                 "store": config.store or read_store(config.services),
             }
         )
@@ -299,19 +298,17 @@ async def run_training(
     config: RunConfig, training: Callable[[TrainingRun], Awaitable[None]] = TrainingRun.train
 ) -> None:
     """One run, its report and its plot. `training` is called once everything has started."""
-    addresses: dict[str, str] = {}
     if config.services is not None:
-        addresses = read_services(config.services)
         config = config.model_copy(
             update={
-                "trainer": config.trainer or address_of(config.services, "trainer"),
-                "router": config.router or address_of(config.services, "router"),
+                "trainer": config.trainer or by_name(config.services, "trainer"),
+                "router": config.router or by_name(config.services, "router"),
                 "store": config.store or read_store(config.services),
                 "weights": config.weights or read_weights(config.services),
             }
         )
-    config = config.model_copy(update={"teachers": _teachers(config, addresses)})
-    critic = _critic(config, addresses)
+    config = config.model_copy(update={"teachers": _teachers(config)})
+    critic = _critic(config)
     async with AsyncExitStack() as stack:
         stack.enter_context(owned(config.run_dir))
         await stack.enter_async_context(_own_port(config))
@@ -328,30 +325,30 @@ async def run_training(
                 report.note(f"plot: {plot}", is_kept=False)
 
 
-def _critic(config: RunConfig, addresses: Mapping[str, str]) -> Critic | None:
+def _critic(config: RunConfig) -> Critic | None:
     """Raises ConfigError if nothing says where it is."""
     if config.critic is None:
         return None
-    address = config.critic.address or _named("critic", config.critic.service, addresses)
+    address = config.critic.address or _named("critic", config.critic.service, config.services)
     return Critic(address, config.critic, config.security, config.service_timeout_seconds)
 
 
-def _teachers(config: RunConfig, addresses: Mapping[str, str]) -> dict[str, TeacherConfig]:
-    """Those that are services by their addresses. Raises ConfigError for one that is none."""
+def _teachers(config: RunConfig) -> dict[str, TeacherConfig]:
+    """Those that are services by their names. Raises ConfigError for one that is none."""
     return {
-        name: TeacherConfig(address=_named(f"teachers.{name}", teacher.service, addresses))
+        name: TeacherConfig(address=_named(f"teachers.{name}", teacher.service, config.services))
         if teacher.service
         else teacher
         for name, teacher in config.teachers.items()
     }
 
 
-def _named(key: str, service: str, addresses: Mapping[str, str]) -> str:
-    address = addresses.get(service)
-    if address is None:
-        known = ", ".join(sorted(addresses)) or "none"
-        raise ConfigError(f"{key}: no service is called {service}; known: {known}")
-    return address
+def _named(key: str, service: str, services: Path | None) -> str:
+    known = {} if services is None else read_services(services)
+    if services is None or service not in known:
+        told = ", ".join(sorted(known)) or "none"
+        raise ConfigError(f"{key}: no service is called {service}; known: {told}")
+    return by_name(services, service)
 
 
 async def waits(arguments: Sequence[str]) -> None:

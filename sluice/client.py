@@ -36,6 +36,7 @@ from sluice.api.router.v1 import router_service_pb2_grpc
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.api.trainer.v1 import trainer_service_pb2_grpc
 from sluice.runtime import waits, wire
+from sluice.runtime.addresses import MovingChannel
 from sluice.runtime.channel import create_channel
 from sluice.runtime.errors import RemoteError as RemoteError
 from sluice.runtime.errors import error_from_status as error_from_status
@@ -58,7 +59,7 @@ class Client:
     """A channel to one server, with what every server serves. Use as a context manager."""
 
     def __init__(self, address: str, security: SecurityConfig | None = None) -> None:
-        self.address = address
+        self._address = address
         self.channel = create_channel(address, security)
         self._operations = operations_pb2_grpc.OperationsStub(self.channel)
         self._waits = wait_service_pb2_grpc.WaitServiceStub(self.channel)
@@ -71,6 +72,11 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType
     ) -> None:
         await self.close()
+
+    @property
+    def address(self) -> str:
+        """host:port of the server; of one that moves where it is by now."""
+        return self.channel.address if isinstance(self.channel, MovingChannel) else self._address
 
     async def close(self) -> None:
         await self.channel.close()

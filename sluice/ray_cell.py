@@ -266,8 +266,8 @@ class Cell:
         self._used = {}
         if self._spec["kind"] == "rollout" and "router" not in config:
             router = self._spec["router"]
-            self._used = {router: _address_of(router, known)}
-            config["router"] = self._used[router]
+            _address_of(router, known)
+            config["router"] = f"{self._run_dir / 'services.json'}#{router}"
         file = self._run_dir / "services" / f"{self._name}.yaml"
         file.write_text(json.dumps(config, indent=1))  # which is YAML, too
         self._address_file.unlink(missing_ok=True)

@@ -31,6 +31,8 @@ from sluice.client import Client, RouterClient, TrainerClient
 from sluice.config import RESERVED_ENV, Config, ConfigError, ProcessConfig
 from sluice.durable import DirectoryError, owned, replace_file
 from sluice.loop.training import active_trainer
+from sluice.runtime.addresses import read_entries
+from sluice.runtime.addresses import read_services as read_services
 from sluice.runtime.recovery import Backoff, NotReadyError, wait_until_ready
 from sluice.runtime.security import SecurityConfig
 from sluice.weights.errors import FileDigestError
@@ -650,29 +652,9 @@ def reserve_port(host: str, port: int = 0) -> socket.socket:
     return holder
 
 
-def address_of(path: Path, name: str) -> str:
-    """Address in a services.json of a service, or of the only one of a kind."""
-    addresses = read_services(path)
-    if name not in addresses:
-        raise ConfigError(
-            f"services: {path} has no {name}, or several; known: {', '.join(sorted(addresses))}"
-        )
-    return addresses[name]
-
-
-def read_services(path: Path) -> dict[str, str]:
-    """Addresses in a services.json by name, and by kind where one entry is of it."""
-    entries = _read_entries(path)
-    kinds = [entry["kind"] for entry in entries.values()]
-    single = {e["kind"]: e["address"] for e in entries.values() if kinds.count(e["kind"]) == 1}
-    return single | {name: entry["address"] for name, entry in entries.items()}
-
-
 def read_store(path: Path) -> Path:
     """The shared store of the trainer in a services.json."""
-    stores = {
-        entry["store"] for entry in _read_entries(path).values() if entry["kind"] == "trainer"
-    }
+    stores = {entry["store"] for entry in read_entries(path).values() if entry["kind"] == "trainer"}
     if len(stores) != 1:
         raise ConfigError(f"store: the trainers of {path} have {len(stores)}; name one")
     return Path(stores.pop())
@@ -680,18 +662,8 @@ def read_store(path: Path) -> Path:
 
 def read_weights(path: Path) -> str:
     """Where versions of weights are by a services.json; empty: in the store."""
-    entries = _read_entries(path).values()
+    entries = read_entries(path).values()
     return next((str(e.get("weights", "")) for e in entries if e["kind"] == "trainer"), "")
-
-
-def _read_entries(path: Path) -> dict[str, dict[str, Any]]:
-    try:
-        services: dict[str, dict[str, Any]] = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"services: {path} does not exist; is `sluice up` running?") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"services: {path} is not a services.json: {error}") from None
-    return services
 
 
 def _cpu_seconds(process: psutil.Process) -> float:

@@ -103,7 +103,10 @@ class RolloutConfig(ProcessConfig):
     roles: tuple[Literal["episodes", "engine"], ...] = ("episodes", "engine")
     engine_id: str = Field("rollout-0", min_length=1, description="The same after a restart.")
     pool: str = Field("policy", min_length=1, description="Engines that serve the same weights.")
-    router: str = Field("", description="host:port; the episodes role needs it.")
+    router: str = Field(
+        "",
+        description="host:port, or FILE#NAME of a services.json; the episodes role needs it.",
+    )
     store: Path = Field(description="Shared store: blobs and weight versions.")
     store_sync: bool = Field(True, description="False: a crash of the machine may lose groups.")
     weights: str = Field(

@@ -11,6 +11,7 @@ import grpc
 from sluice import logs
 from sluice.config import ConfigError
 from sluice.runtime import waits
+from sluice.runtime.addresses import MovingChannel
 from sluice.runtime.security import SecurityConfig, channel_credentials
 
 RETRY_BUFFER_BYTES = 64 * 1024 * 1024  # of a call; one that has sent more is not sent again
@@ -114,8 +115,9 @@ def _interceptors(token: str | None, address: str) -> list[Any]:
 def create_channel(
     address: str, security: SecurityConfig | None = None, *, name: str = ""
 ) -> grpc.aio.Channel:
-    """Returns a channel to host:port; the caller closes it. Raises ConfigError.
+    """Returns a channel to an address; the caller closes it. Raises ConfigError.
 
+    address: host:port, or FILE#NAME for a service of a services.json, which is followed.
     name: host that the server's certificate must be for, where that is not the address's.
     """
     port = address.rpartition(":")[2]
@@ -123,6 +125,8 @@ def create_channel(
         # gRPC would take the number modulo 65536, and ask somebody else
         raise ConfigError(f"{address[:200]!r}: a port is 1 to 65535")
     security = security or SecurityConfig()
+    if "#" in address:
+        return MovingChannel(address, lambda where: create_channel(where, security, name=name))
     options: list[tuple[str, Any]] = [
         ("grpc.service_config", _SERVICE_CONFIG),
         ("grpc.max_receive_message_length", -1),  # the server sets the limit, in both directions
