@@ -43,8 +43,11 @@ class Registry:
         """Take what a cell says of itself; returns what all have said.
 
         The ports of the one before stay known, for an actor that is started again on its node.
+        One that began before another of its name is not heard: its node was taken for lost.
         """
         before = self._entries.get(name, {})
+        if before.get("since", 0.0) > entry["since"]:
+            return self._entries
         if before.get("node") == entry["node"]:
             entry = {**entry, "ports": {**before["ports"], **entry["ports"]}}
         self._entries[name] = entry
@@ -103,6 +106,7 @@ class Cell:
         self._ip = ray.util.get_node_ip_address()
         self._held: dict[str, socket.socket] = {}  # ports, while this actor lives
         self._used: dict[str, str] = {}  # addresses that the child was told
+        self._since = 0.0  # when this actor first asked, later than any of its name before
         self._child: subprocess.Popen[bytes] | None = None
         self._starts, self._failure, self._stopping = 0, "", threading.Event()
         self._deaths, self._told = 0, ""  # in a row, and what the last one said
@@ -168,6 +172,16 @@ class Cell:
             told = f"ended with {code} on {self._ip}: {self._last_line()} (log: {self._log})"
             self._note_death(told, lasted=lasted)
 
+    def _leave_to(self, newer: dict[str, Any]) -> None:
+        """End here: the node was silent, and Ray has started this actor again on another one."""
+        if not self._since or newer.get("since", 0.0) <= self._since:
+            return
+        print(f"{self._name}: another one runs on {newer.get('node')}; this one ends", flush=True)
+        if self._child is not None and self._child.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._child.pid, signal.SIGKILL)
+        os._exit(1)
+
     def _unfit(self) -> str:
         """Say why nothing can be started here; empty if it can."""
         directory = self._spec["directory"]
@@ -208,6 +222,13 @@ class Cell:
 
     def _announce(self) -> dict[str, dict[str, Any]]:
         """Tell the registry; returns all it knows, nothing while it is being restarted."""
+        try:
+            if not self._since:
+                call = self._registry.entries.remote()
+                known = self._ray.get(call, timeout=CALL_SECONDS).get(self._name, {})
+                self._since = max(time.time(), known.get("since", 0.0) + 1.0)  # clocks differ
+        except self._ray.exceptions.RayError:
+            return {}
         shown: dict[str, Any] = {}
         pid = self._child.pid if self._child is not None and self._child.poll() is None else 0
         if pid and self._spec["kind"] != "rank":
@@ -215,8 +236,10 @@ class Cell:
                 found = json.loads(self._address_file.read_text())
                 if found["pid"] == pid:
                     shown = {**self._spec["shown"], **found, "host": self._ip}
+                    shown["since"] = self._since
         entry = {
             "shown": shown,
+            "since": self._since,
             "node": self._ip,
             "ports": {name: held.getsockname()[1] for name, held in self._held.items()},
             "failure": self._failure,
@@ -226,9 +249,13 @@ class Cell:
         try:
             call = self._registry.announce.remote(self._name, entry)
             answer: dict[str, dict[str, Any]] = self._ray.get(call, timeout=CALL_SECONDS)
-            return answer
-        except self._ray.exceptions.RayError:
+        except self._ray.exceptions.RayError:  # a file that all nodes see tells it, too
+            with contextlib.suppress(OSError, ValueError):
+                services = json.loads((self._run_dir / "services.json").read_text())
+                self._leave_to(services.get(self._name, {}))
             return {}
+        self._leave_to(answer.get(self._name, {}))
+        return answer
 
     def _port(self, what: str, known: dict[str, dict[str, Any]]) -> int:
         """A port of this node that nobody else is given: that of the actor before, if it is free.

@@ -112,10 +112,8 @@ def _bundle(entry: ServiceEntry) -> dict[str, float]:
 
 
 def _pinned(entry: ServiceEntry, replica: int) -> dict[str, float]:
-    """The hosts in turn; router and trainer stay at the head, whose address does not change."""
-    if entry.hosts:
-        return _on(entry.hosts[replica % len(entry.hosts)])
-    return {"node:__internal_head__": LITTLE_NODE} if entry.kind in ("router", "trainer") else {}
+    """The hosts in turn; without any it is Ray that places, and places anew."""
+    return _on(entry.hosts[replica % len(entry.hosts)]) if entry.hosts else {}
 
 
 def _on(host: str) -> dict[str, float]:

@@ -3,10 +3,11 @@
     python -m tools.ray_check [--whole]
 
 Nodes are `ray start --block` on loopback addresses of their own, with tokens. The copy task trains
-through `sluice train` while, one after the other, processes are killed with -9; each has to be
-back, and the run to get on, before the next. The short form has two nodes and kills a service and
-an actor; the whole one has three and goes on with a rank, the trainer, its actor, the router and a
-node. The last line is
+through `sluice train` while, one after the other, processes are lost; each has to be back, and the
+run to get on, before the next. The short form has two nodes and kills (-9) a service and an actor.
+The whole one has three, of which the head runs no service, and goes on with a rank, a node, the
+node of the router, one that falls silent (SIGSTOP of its raylet), and the head: its GCS is killed,
+and started again on what it has stored. A node that was lost comes back empty. The last line is
 `ray: up_seconds=<x> faults=<n> recovered=<n> reward_last=<x> lost=0 doubled=0 orphans=0`;
 it ends with 1 where one of them is not as it should be.
 """
@@ -26,6 +27,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,25 +68,35 @@ class Cluster:
         self._ray = str(Path(sys.executable).with_name("ray"))
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
         self.address = ""
-        self._addresses = NODES[:count]
+        self.addresses = NODES[:count]
+
+    @property
+    def head(self) -> str:
+        return self.addresses[0]
 
     def start(self) -> None:
+        with reserve_port(self.head) as held:
+            self.address = f"{self.head}:{int(held.getsockname()[1])}"
+        for node in self.addresses:
+            self.start_node(node)
 
-        head, *others = self._addresses
-        with reserve_port(head) as held:
-            port = int(held.getsockname()[1])
-        self.address = f"{head}:{port}"
-        self._start(
-            head,
-            *("--head", "--port", str(port), "--temp-dir", str(self.directory / "ray")),
-            "--include-dashboard=false",
-        )
-        for node in others:
-            self._start(node, "--address", self.address)
+    def start_node(self, node: str) -> None:
+        """Start a node, or start it again once all that it was has ended."""
+        if node != self.head:
+            return self._start(node, "--num-cpus=4", "--address", self.address)
+        port, temporary = self.address.rpartition(":")[2], str(self.directory / "ray")
+        cpus = "--num-cpus=0" if len(self.addresses) > 2 else "--num-cpus=4"
+        flags = ("--head", "--port", port, "--temp-dir", temporary, "--include-dashboard=false")
+        return self._start(node, cpus, *flags)
+
+    def await_end(self, node: str) -> None:
+        """Until nothing of a node that was lost is left."""
+        process = self.nodes[node]
+        wait_for(f"node {node} does not end", lambda: process.poll() is not None)
 
     def _start(self, node: str, *flags: str) -> None:
         log = self.directory / f"{node}.log"
-        common = ["--node-ip-address", node, "--num-cpus=4", "--num-gpus=0", "--block"]
+        common = ["--node-ip-address", node, "--num-gpus=0", "--block"]
         common += ["--object-store-memory=80000000", "--disable-usage-stats"]
         with log.open("wb") as file:
             self.nodes[node] = subprocess.Popen(
@@ -103,10 +115,10 @@ class Cluster:
 
         wait_for(f"node {node}", up)
 
-    def raylet(self, node: str) -> int:
-        """The process whose end is that of the node."""
+    def process(self, node: str, name: str) -> int:
+        """A process of a node; the end of its `raylet` is that of the node."""
         family = psutil.Process(self.nodes[node].pid).children(recursive=True)
-        (found,) = [each.pid for each in family if each.name() == "raylet"]
+        (found,) = [each.pid for each in family if each.name() == name]
         return found
 
     def processes(self) -> list[psutil.Process]:
@@ -244,10 +256,14 @@ class Run:
         rows = read_metrics(self.directory) if self.directory.exists() else []
         return max((int(row["step"]) for row in rows if "reward_mean" in row), default=0)
 
+    @property
+    def services_json(self) -> Path:
+        return self.directory / "services.json"
+
     def entry(self, name: str) -> dict[str, Any]:
         """Of services.json; empty while it has none."""
         with contextlib.suppress(OSError, ValueError):
-            found = json.loads((self.directory / "services.json").read_text())
+            found = json.loads(self.services_json.read_text())
             entry: dict[str, Any] = found.get(name, {})
             return entry
         return {}
@@ -280,51 +296,102 @@ def rank_of(pid: int) -> int:
     return ranks[0]
 
 
-def node_of(run: Run, name: str) -> int:
-    return run.cluster.raylet(run.entry(name)["host"])
+@dataclass(frozen=True)
+class Fault:
+    """Whom to lose, whose entries of services.json change then, and what comes after."""
+
+    what: str
+    find: Callable[[Run], tuple[list[str], int]]  # services; the process
+    signal: signal.Signals = signal.SIGKILL
+    node: Callable[[Run], str] = lambda run: ""  # that has to be started again
 
 
-def away_from_head(run: Run) -> str:
-    head = run.cluster.address.rpartition(":")[0]
-    return next(f"rollout-{i}" for i in range(2) if run.entry(f"rollout-{i}")["host"] != head)
+def service(name: str) -> Callable[[Run], tuple[list[str], int]]:
+    return lambda run: ([name], run.entry(name)["pid"])
 
 
-Fault = tuple[str, Callable[[Run], tuple[str, int]]]  # name; whose entry changes, whom to kill
-SHORT: tuple[Fault, ...] = (
-    ("a service", lambda run: ("rollout-0", run.entry("rollout-0")["pid"])),
-    ("an actor", lambda run: ("rollout-1", parent_of(run.entry("rollout-1")["pid"]))),
+def actor(name: str) -> Callable[[Run], tuple[list[str], int]]:
+    return lambda run: ([name], parent_of(run.entry(name)["pid"]))
+
+
+def beside_router(run: Run) -> str:
+    """A node with an engine and without the router; else that of the router."""
+    hosts = {run.entry(f"rollout-{i}")["host"] for i in range(2)}
+    return min(hosts - {run.entry("router")["host"]}, default=of_router(run))
+
+
+def of_router(run: Run) -> str:
+    return str(run.entry("router")["host"])
+
+
+def raylet(node: Callable[[Run], str]) -> Callable[[Run], tuple[list[str], int]]:
+    """That of a node, with which all its services are lost."""
+
+    def find(run: Run) -> tuple[list[str], int]:
+        where = node(run)
+        names = [name for name in SERVICES if run.entry(name)["host"] == where]
+        return names, run.cluster.process(where, "raylet")
+
+    return find
+
+
+def gcs(run: Run) -> tuple[list[str], int]:
+    return [], run.cluster.process(run.cluster.head, "gcs_server")
+
+
+SERVICES = ("router", "trainer", "rollout-0", "rollout-1")
+SHORT = (
+    Fault("a service", service("rollout-0")),
+    Fault("its actor", actor("rollout-0")),
 )
-MORE: tuple[Fault, ...] = (
-    ("a rank", lambda run: ("", rank_of(run.entry("trainer")["pid"]))),
-    ("the trainer", lambda run: ("trainer", run.entry("trainer")["pid"])),
-    ("the trainer's actor", lambda run: ("trainer", parent_of(run.entry("trainer")["pid"]))),
-    ("the router", lambda run: ("router", run.entry("router")["pid"])),
-    ("a node", lambda run: ((name := away_from_head(run)), node_of(run, name))),
+MORE = (
+    Fault("a rank", lambda run: ([], rank_of(run.entry("trainer")["pid"]))),
+    Fault("a node", raylet(beside_router), node=beside_router),
+    Fault("the router's node", raylet(of_router), node=of_router),
+    Fault("a silent node", raylet(of_router), signal.SIGSTOP, of_router),
+    Fault("the GCS", gcs, node=lambda run: run.cluster.head),
 )
 
 
 def disturb(run: Run, training: subprocess.Popen[bytes], fault: Fault) -> bool:
-    """Kill somebody; whether all is back, and the run gets on."""
-    what, find = fault
-    name, pid = find(run)
-    before, began = run.entry(name).get("pid"), time.monotonic()
-    os.kill(pid, signal.SIGKILL)
+    """Lose somebody; whether all is back, and the run gets on."""
+    node, (names, pid) = fault.node(run), fault.find(run)
+    before, began = {name: run.entry(name)["pid"] for name in names}, time.monotonic()
+    written = run.services_json.stat().st_mtime_ns
+    os.kill(pid, fault.signal)
 
     def is_back() -> bool:
-        return not name or run.entry(name).get("pid", before) != before
+        return all(run.entry(name).get("pid", pid) != pid for name, pid in before.items())
+
+    def is_told_again() -> bool:
+        """By a registry that knew of nobody when it began."""
+        told = run.services_json.stat().st_mtime_ns != written
+        return told and all(run.entry(name) for name in SERVICES)
 
     try:
-        wait_for(f"{what} is not back", is_back)
+        if node == run.cluster.head:
+            run.cluster.await_end(node)
+            run.cluster.start_node(node)
+            wait_for(f"{fault.what}: nobody is announced", is_told_again)
+        wait_for(f"{fault.what} is not back", is_back)
         seconds, step = time.monotonic() - began, run.step()
         wait_for(
-            f"the run does not get on without {what}",
+            f"the run does not get on without {fault.what}",
             lambda: run.step() >= min(step + STEPS_ON, run.steps) or training.poll() is not None,
         )
-    except TimeoutError as error:
-        print(f"{what}: {error}", flush=True)
+        on = time.monotonic() - began
+        if node and node != run.cluster.head:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)  # the host speaks again, and hears that it is out
+            run.cluster.await_end(node)
+            run.cluster.start_node(node)
+    except (TimeoutError, OSError) as error:
+        print(f"{fault.what}: {error}", flush=True)
         return False
-    on = time.monotonic() - began
-    print(f"{what}: back after {seconds:.1f} s, {STEPS_ON} steps on after {on:.1f} s", flush=True)
+    print(
+        f"{fault.what}: back after {seconds:.1f} s, {STEPS_ON} steps on after {on:.1f} s",
+        flush=True,
+    )
     return training.poll() in (None, 0)
 
 
@@ -352,6 +419,9 @@ def check(whole: bool, directory: Path) -> int:
         "RAY_health_check_period_ms": "1000",
         "RAY_health_check_timeout_ms": "5000",
         "RAY_health_check_failure_threshold": "5",
+        "RAY_gcs_storage": "rocksdb",
+        "RAY_gcs_storage_path": str(directory / "gcs"),
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "300",
     }
     faults = SHORT + MORE if whole else SHORT
     cluster = Cluster(3 if whole else 2, directory, environment)

@@ -15,8 +15,6 @@ from sluice.ray_cell import Registry
 from sluice.ray_stack import Member, RayStack, carried_environment, members_of
 from sluice.supervise import STACK_FILE, UpConfig
 
-HEAD = {"node:__internal_head__": 0.001}
-
 
 def config(run_dir: Path, services: dict[str, Any], **more: Any) -> UpConfig:
     return parse_config(UpConfig, {"run_dir": str(run_dir), "services": services, **more})
@@ -44,7 +42,7 @@ def test_each_replica_is_a_member_with_what_it_needs(tmp_path: Path) -> None:
     assert (engine.group, engine.strategy) == ("engines", "PACK")
     assert engine.spec["router"] == "router" and engine.spec["config"]["engine_id"] == "engines-1"
     assert found["npu"].bundle == {"CPU": 0.01, "NPU": 8.0}
-    assert found["router"].bundle == {"CPU": 0.01, **HEAD}
+    assert found["router"].bundle == {"CPU": 0.01}
     assert found["router"].strategy == "SPREAD"
 
 
@@ -61,11 +59,11 @@ def test_external_ranks_are_members_beside_their_trainer(tmp_path: Path) -> None
     entry = {"kind": "trainer", "resources": {"gpus": 1}, "config": {"ranks": ranks}}
     found = members(tmp_path, {"actor": entry})
     assert [*found] == ["actor", "actor-rank0", "actor-rank1"]
-    assert found["actor"].bundle == {"CPU": 0.01, **HEAD}
+    assert found["actor"].bundle == {"CPU": 0.01}
     assert found["actor-rank1"].bundle == {"CPU": 0.01, "GPU": 1.0}
     assert found["actor-rank1"].group == found["actor-rank0"].group != found["actor"].group
     local = {"kind": "trainer", "resources": {"gpus": 2}, "config": {"ranks": {"count": 2}}}
-    assert members(tmp_path, {"actor": local})["actor"].bundle == {"CPU": 0.01, "GPU": 2.0, **HEAD}
+    assert members(tmp_path, {"actor": local})["actor"].bundle == {"CPU": 0.01, "GPU": 2.0}
 
 
 def test_what_is_of_one_machine_is_refused(tmp_path: Path) -> None:
@@ -92,8 +90,10 @@ def test_only_what_services_need_travels_to_other_hosts(monkeypatch: pytest.Monk
     assert not {"SECRET", "SLUICE_STEPS", "PATH", "RAY_AUTH_TOKEN"} & carried.keys()
 
 
-def entry(node: str = "h", ports: dict[str, int] | None = None, **shown: str) -> dict[str, Any]:
-    return {"shown": shown, "node": node, "ports": ports or {}, "failure": ""}
+def entry(
+    node: str = "h", ports: dict[str, int] | None = None, since: float = 1.0, **shown: str
+) -> dict[str, Any]:
+    return {"shown": shown, "node": node, "ports": ports or {}, "failure": "", "since": since}
 
 
 def test_an_actor_that_is_started_again_hears_of_its_ports_on_that_node(tmp_path: Path) -> None:
@@ -114,6 +114,18 @@ def test_services_json_has_those_that_have_opened_a_port(tmp_path: Path) -> None
     assert json.loads(file.read_text()) == {"a": {"address": "h:1"}}
     registry.announce("a", entry())
     assert json.loads(file.read_text()) == {}
+
+
+def test_an_actor_whose_node_was_taken_for_lost_is_not_heard_again(tmp_path: Path) -> None:
+    """It hears of the one that came after it, in place of being told of in turn with that."""
+    file = tmp_path / "services.json"
+    registry = Registry(str(file))
+    registry.announce("a", entry(address="silent:1"))
+    registry.announce("a", entry(node="other", since=2.0, address="other:1"))
+    assert registry.announce("a", entry(address="silent:1"))["a"]["since"] == 2.0
+    assert json.loads(file.read_text()) == {"a": {"address": "other:1"}}
+    registry.announce("a", entry(node="other", since=2.0))
+    assert json.loads(file.read_text()) == {}  # of the same it is taken
 
 
 def test_ranks_meet_round_by_round(monkeypatch: pytest.MonkeyPatch) -> None:
