@@ -84,6 +84,9 @@ class Cluster:
         """Start a node, or start it again once all that it was has ended."""
         if node != self.head:
             return self._start(node, "--num-cpus=4", "--address", self.address)
+        # A head looks among the processes of its host for one that runs already, and takes the
+        # other nodes for it.
+        (self.directory / "ray" / "ray_current_cluster").unlink(missing_ok=True)
         port, temporary = self.address.rpartition(":")[2], str(self.directory / "ray")
         cpus = "--num-cpus=0" if len(self.addresses) > 2 else "--num-cpus=4"
         flags = ("--head", "--port", port, "--temp-dir", temporary, "--include-dashboard=false")
