@@ -364,7 +364,11 @@ def disturb(run: Run, training: subprocess.Popen[bytes], fault: Fault) -> bool:
     os.kill(pid, fault.signal)
 
     def is_back() -> bool:
-        return all(run.entry(name).get("pid", pid) != pid for name, pid in before.items())
+        if before or node:
+            return all(run.entry(name).get("pid", was) != was for name, was in before.items())
+        with contextlib.suppress(psutil.Error, LookupError):  # it is not there yet
+            return fault.find(run)[1] != pid
+        return False
 
     def is_told_again() -> bool:
         """By a registry that knew of nobody when it began."""
