@@ -171,7 +171,7 @@ test-trackers: build/trackers/.installed  ## real Weights & Biases (offline), ML
 test-connectors: $(VENV)/.dev build/verifiers/.installed  ## environments of the verifiers package, unmodified: one learns, then an agent with a tool
 	$(TEST) tests/connectors
 
-test-pages: $(VENV)/.dev  ## report and trace in a headless browser (Debian's chromium, or CHROMIUM=)
+test-pages: site  ## report, trace and the site of docs in a headless browser (Debian's chromium, or CHROMIUM=)
 	$(TEST) tests/pages
 
 demo: $(VENV)/.$(BACKEND) $(ENGINE_$(ENGINE))  ## a tiny model learns by GRPO (ALGORITHM= or opd with TEACHER=trainer, SEED=, BACKEND=fsdp, RANKS=, BACKEND=megatron, TP=, ENGINE=sglang, PLACEMENT=colocated, LORA=8)

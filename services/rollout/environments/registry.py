@@ -53,6 +53,9 @@ def load_environment(path: str) -> type[Environment]:
     environment_type = load(path)
     if not isinstance(environment_type, type) or not issubclass(environment_type, Environment):
         raise ValueError(f"{path} names no Environment")
+    for name in ("name", "settings_type", "placement"):
+        if not hasattr(environment_type, name):
+            raise ValueError(f"{path} does not say its {name}; see Environment")
     return environment_type
 
 

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from services.rollout.engine.interface import Delta, Generation
-from services.rollout.environments.environment import Response, Reward, Task
+from services.rollout.environments.environment import Environment, Response, Reward, Task
 from services.rollout.episodes.episode import Episode
 from services.rollout.episodes.rollouts import digest_of
 from services.rollout.episodes.trajectory import Trajectory
@@ -22,6 +22,7 @@ from services.trainer.rows import RowLimits
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.api.trainer.v1 import worker_service_pb2 as worker_pb
 from sluice.client import RemoteError, error_from_status
+from sluice.config import Config
 from sluice.samples.blobs import BlobStore
 from sluice.samples.sample import Sample, validate_sample
 from tests.patience import PATIENCE
@@ -232,6 +233,13 @@ async def test_a_generate_function_makes_several_samples_of_an_episode(
     assert not np.asarray(samples[3].columns["loss_mask"]).any(), "masked by its function"
 
 
+class Unplaced(Environment):
+    """Does not say where it runs."""
+
+    name = "unplaced"
+    settings_type = Config
+
+
 @pytest.mark.parametrize(
     ("changes", "field", "message"),
     [
@@ -244,6 +252,7 @@ async def test_a_generate_function_makes_several_samples_of_an_episode(
         ),
         ({"environment": "os:PathLike"}, "environment.name", "user_modules"),
         ({"environment": f"{HERE}:Episodes"}, "environment.name", "names no Environment"),
+        ({"environment": f"{HERE}:Unplaced"}, "environment.name", "does not say its placement"),
         ({"environment": "examples_of_others.x:Y"}, "environment.name", "user_modules"),
         (
             {"settings": {"reward": "remote", "reward_settings": {"url": "http://10.0.0.1/"}}},

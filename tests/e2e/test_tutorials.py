@@ -1,0 +1,111 @@
+"""Every tutorial of docs/ does what it says: its files are written, its commands run, in order."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from sluice.loop.ledger import read_groups
+from sluice.loop.report import read_metrics
+from tests.patience import PATIENCE
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs").glob("tutorial-*.md"))
+BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
+
+
+def follow(name: str, folder: Path) -> str:
+    """What a reader of the page does in an empty folder; what it printed."""
+    script = ["set -euo pipefail"]
+    for language, text in BLOCK.findall((ROOT / "docs" / f"tutorial-{name}.md").read_text()):
+        if language == "bash":
+            script.append(text)
+            continue
+        first, _, rest = text.partition("\n")
+        (folder / first.removeprefix("# ")).write_text(rest)
+    commands = folder / "bin"
+    commands.mkdir()
+    # the command as it is installed: without the folder on Python's path
+    entry = (
+        f"import sys; sys.path[0] = {str(ROOT)!r}; from sluice.cli import main; sys.exit(main())"
+    )
+    (commands / "sluice").write_text(f'#!/bin/sh\nexec {sys.executable} -c "{entry}" "$@"\n')
+    (commands / "sluice").chmod(0o755)
+    path = os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]])
+    process = subprocess.Popen(
+        ["bash", "-c", "\n".join(script)],
+        cwd=folder,
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=PATIENCE)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # all of it has ended, as it should
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, output
+    return output
+
+
+def rewards(run_dir: Path) -> list[float]:
+    return [row["reward_mean"] for row in read_metrics(run_dir) if "reward_mean" in row]
+
+
+def test_every_tutorial_is_followed_here() -> None:
+    followed = set(re.findall(r'follow\("(\w+)"', Path(__file__).read_text()))
+    assert {f"tutorial-{name}.md" for name in followed} == {page.name for page in PAGES}
+    for page in PAGES:
+        for language, text in BLOCK.findall(page.read_text()):
+            assert language == "bash" or re.match(r"# [\w.]+\n", text), page
+
+
+def test_own_environment(tmp_path: Path) -> None:
+    output = follow("environment", tmp_path)
+    assert "done" in output
+    found = rewards(tmp_path / "runs" / "echo")
+    assert len(found) == 40
+    assert sum(found[:3]) / 3 < 0.3 and sum(found[-5:]) / 5 > 0.8
+    rows: list[dict[str, Any]] = [
+        json.loads(line) for line in (tmp_path / "good.jsonl").read_text().splitlines()
+    ]
+    assert len(rows) > 100
+    assert all(row["response"][:4] == 4 * row["prompt"][0] for row in rows)
+    assert "<html" in (tmp_path / "runs" / "echo" / "report.html").read_text()
+
+
+def test_own_loss(tmp_path: Path) -> None:
+    output = follow("loss", tmp_path)
+    assert "my_losses:Soft: keeps the contract" in output
+    found = rewards(tmp_path / "runs" / "soft")
+    assert sum(found[:3]) / 3 < 0.3 and sum(found[-3:]) / 3 > 0.6
+    assert "my_losses:Soft" in (tmp_path / "runs" / "soft" / "report.html").read_text()
+
+
+def test_agents_over_the_openai_port(tmp_path: Path) -> None:
+    output = follow("agents", tmp_path)
+    found = [float(text) for text in re.findall(r"^step \d+  reward (\S+)$", output, re.MULTILINE)]
+    assert len(found) == 20
+    assert found[0] < 0.3 and found[-1] > 0.5
+    assert "services are down" in output
+
+
+def test_after_a_crash(tmp_path: Path) -> None:
+    follow("recovery", tmp_path)
+    run_dir = tmp_path / "runs" / "killed"
+    assert " gone " in (tmp_path / "killed.log").read_text()
+    assert " done" in (tmp_path / "resumed.log").read_text()
+    assert [row["step"] for row in read_metrics(run_dir)] == list(range(1, 13))
+    groups, damaged = read_groups(run_dir)
+    consumed = Counter(group.consumed_step for group in groups if group.state == "consumed")
+    assert (dict(consumed), damaged) == ({step: 4 for step in range(1, 13)}, 0)
