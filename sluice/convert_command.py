@@ -118,8 +118,12 @@ async def _verify_here(
 
 def _check_here(*directories: Path | None) -> None:
     for directory in directories:
-        if directory is not None and not directory.is_dir():
-            raise CheckpointError(f"{directory} is no directory")
+        try:
+            is_there = directory is None or directory.is_dir()
+        except OSError:  # a name longer than any can be
+            is_there = False
+        if not is_there:
+            raise CheckpointError(f"{str(directory)[:300]} is no directory")
 
 
 async def _in_thread(work: Callable[[], T], control: Control) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ from sluice import faults
 from sluice.convert_command import CheckpointError
 from sluice.convert_command import convert as convert_command
 from sluice.weights.adapter import ADAPTER_CONFIG, ADAPTER_FILE, AdapterSpec, digest_base
-from sluice.weights.checkpoint import describe_shard
+from sluice.weights.checkpoint import INDEX_NAME, describe_shard
 from sluice.weights.convert.conversion import convert, staging_of, validate
 from sluice.weights.convert.options import ConvertOptions, OptionError
 from sluice.weights.errors import (
@@ -28,6 +29,7 @@ from sluice.weights.errors import (
     TargetExistsError,
     TensorDigestError,
 )
+from sluice.weights.rules.packing import InexactTensorError
 from sluice.weights.store import StoredVersion, WeightStore
 from tests.adapters import TARGETS, import_adapter, make_adapter
 from tests.contract.engine.cases import build_model
@@ -94,6 +96,67 @@ def test_a_merge_may_be_of_another_type(model: Path, folder: Path, tmp_path: Pat
     for name, tensor in expected.items():
         assert found[name].dtype == torch.bfloat16
         torch.testing.assert_close(found[name].float(), tensor.float(), atol=0, rtol=0.01)
+
+
+def test_what_a_merge_says_of_its_bytes_is_so(model: Path, folder: Path, tmp_path: Path) -> None:
+    for dtype in ("keep", "bfloat16"):
+        made, wanted = tmp_path / dtype, options(origin=model, dtype=dtype)
+        promised = validate(folder, made, wanted).size
+        sizes = [promised, convert(folder, made, wanted).size]
+        index = json.loads((made / INDEX_NAME).read_bytes())
+        files = {path.name: load_file(path) for path in made.glob("*.safetensors")}
+        there = sum(tensor.nbytes for file in files.values() for tensor in file.values())
+        assert [*sizes, index["metadata"]["total_size"]] == [there] * 3
+        assert index["weight_map"] == {n: file for file, held in files.items() for n in held}
+    small = convert(folder, tmp_path / "peft", options(to="peft", origin=model, dtype="bfloat16"))
+    there = sum(t.nbytes for t in load_file(tmp_path / "peft" / ADAPTER_FILE).values())
+    assert small.size == there
+
+
+def test_a_base_of_scaled_numbers_is_not_merged_into(tmp_path: Path) -> None:
+    """W + B A of an FP8 base would add to numbers that a scale beside them multiplies."""
+    made = build_model(tmp_path / "one", "qwen3", seed=0)
+    base, small = tmp_path / "base", tmp_path / "fp8"
+    made.module.to(torch.bfloat16).save_pretrained(base)
+    folder = make_adapter(base, tmp_path / "peft", seed=0)
+    convert(base, small, options(quantize="fp8"))
+    for values in ({}, {"dtype": "bfloat16"}):
+        for check in (validate, convert):
+            with pytest.raises(OptionError, match=r"proj\.weight' in F8_E4M3"):
+                check(folder, tmp_path / "merged", options(origin=small, **values))
+    plain = tmp_path / "plain"
+    convert(small, plain, options(dtype="bfloat16"))
+    convert(folder, tmp_path / "merged", options(origin=plain))
+    expected = merged_by_peft(plain, folder).state_dict()
+    found = load_file(tmp_path / "merged" / "model.safetensors")
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name].to(tensor.dtype), atol=0, rtol=0.01)
+
+
+def test_numbers_that_are_none_are_not_merged(model: Path, folder: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(folder, tmp_path / "broken")
+    for value, error in ((float("nan"), InvalidAdapterError), (3e38, InexactTensorError)):
+        tensors = load_file(folder / ADAPTER_FILE)
+        name = next(n for n in tensors if n.endswith("layers.1.self_attn.q_proj.lora_A.weight"))
+        tensors[name][0, 0] = value
+        tensors[name.replace("lora_A", "lora_B")] *= 1e3
+        save_file(tensors, broken / ADAPTER_FILE)
+        with pytest.raises(error, match=r"layers\.1\.self_attn\.q_proj"):
+            convert(broken, tmp_path / "merged", options(origin=model))
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"deny": ["*"]}, {"allow": []}, {"max_file_bytes": 9}, {"plain_norms": True}, {"model": "."}],
+    ids=lambda values: next(iter(values)),
+)
+def test_options_without_effect_on_adapters_are_refused(
+    values: dict[str, Any], model: Path, folder: Path, tmp_path: Path
+) -> None:
+    for to in ("hf", "peft"):
+        with pytest.raises(OptionError, match=next(iter(values))):
+            convert(folder, tmp_path / "made", options(origin=model, to=to, **values))
 
 
 @torch.no_grad()

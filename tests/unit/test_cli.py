@@ -80,6 +80,8 @@ def test_help_is_no_error_and_names_every_command(sluice):
         (["down", "."], "has no services that run"),
         (["down", "nowhere"], "is no directory"),
         (["down", "x" * 5000], "is no directory"),
+        (["convert", "x" * 5000, "made"], "is no directory"),
+        (["convert", ".", "made", "--to", "hf", "--origin", "x" * 5000], "is no directory"),
         (["down", "gone"], "does not say which Ray"),
         (["down", ".", "."], "down takes one RUN_DIR"),
         (["trace", "--all"], "one RUN_DIR"),

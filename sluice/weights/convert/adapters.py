@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import shutil
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,9 @@ from sluice.weights.adapter import (
 )
 from sluice.weights.checkpoint import (
     INDEX_NAME,
+    Extent,
     companion_files,
+    encode_index,
     map_shard,
     read_index,
     shard_paths,
@@ -37,6 +40,8 @@ from sluice.weights.rules.packing import InexactTensorError
 from sluice.weights.shards import load_verified, mapped_tensor, write_shard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FLOATS = ("F64", "F32", "BF16", "F16")  # numbers that are what they say, without a scale beside
+IDLE = ("model", "allow", "deny", "vocab_multiple", "stacking", "plain_norms", "max_file_bytes")
 
 
 def is_adapter(source: Path) -> bool:
@@ -46,7 +51,10 @@ def is_adapter(source: Path) -> bool:
 
 @dataclass(frozen=True)
 class AdapterConversion:
-    """What becomes of an adapter, checked by names, shapes and the digest of its base."""
+    """What becomes of an adapter, checked by names, shapes and the digest of its base.
+
+    size: bytes of the tensors of the target.
+    """
 
     spec: AdapterSpec
     tensors: Mapping[str, torch.Tensor]
@@ -79,14 +87,18 @@ class AdapterConversion:
     ) -> tuple[ConversionReport, dict[str, str]]:
         merged: set[str] = set()
         digests: dict[str, str] = {}
+        places: dict[str, str] = {}
         for path in shard_paths(origin):
             tensors = dict(self._merged(path, options, merged, control))
             shard = write_shard(staging, path.name, tensors, sync=options.sync)
             digests |= {name: entry.digest for name, entry in shard.tensors.items()}
+            places |= dict.fromkeys(shard.tensors, path.name)
         index = [] if read_index(origin) is None else [origin / INDEX_NAME]
         for path in (*companion_files(origin), *index):
             shutil.copyfile(path, staging / path.name)
         if options.dtype != "keep":
+            if index:
+                (staging / INDEX_NAME).write_bytes(encode_index(self.size, places))
             config = read_config(origin) | {"dtype": options.dtype}
             config.pop("torch_dtype", None)
             (staging / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
@@ -102,18 +114,24 @@ class AdapterConversion:
             tensor = mapped_tensor(mapped, extent)
             a, b = tensor_names(name.removesuffix(".weight"))
             dtype = tensor.dtype if options.dtype == "keep" else DTYPES[options.dtype]
-            if a in self.tensors and name.endswith(".weight"):
+            is_merged = a in self.tensors and name.endswith(".weight")
+            if is_merged:
                 update = self.tensors[b].float() @ self.tensors[a].float() * self.spec.scale
                 tensor = tensor.float() + update
                 merged.add(name)
-            yield name, _cast(name, tensor, dtype) if tensor.is_floating_point() else tensor
-            control.progress.done_bytes += extent.end - extent.begin
+            if tensor.is_floating_point():
+                tensor = _cast(name, tensor, dtype, is_merged=is_merged)
+            yield name, tensor
+            control.progress.done_bytes += tensor.nbytes
 
 
-def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _cast(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, *, is_merged: bool = False
+) -> torch.Tensor:
     cast = tensor.to(dtype)
-    if dtype is torch.float16 and not cast.isfinite().all():
-        raise InexactTensorError(f"{name!r} has numbers that float16 cannot hold")
+    if (is_merged or dtype is torch.float16) and not cast.isfinite().all():
+        shown = str(dtype).removeprefix("torch.")
+        raise InexactTensorError(f"{name!r} has numbers that {shown} cannot hold")
     return cast
 
 
@@ -127,29 +145,54 @@ def plan_adapter(source: Path, options: ConvertOptions) -> AdapterConversion:
         raise OptionError("an adapter becomes hf, merged into its base (--origin), or peft")
     if options.to == "hf" and options.origin is None:
         raise OptionError("an adapter is merged into its base: name that with --origin")
+    usual = ConvertOptions()
+    if idle := [name for name in IDLE if getattr(options, name) != getattr(usual, name)]:
+        raise OptionError(f"{idle[0]} has no effect on what becomes of an adapter")
     base = None if options.origin is None else digest_base(options.origin)
     spec, tensors = read_adapter(source, base)
-    size = sum(tensor.nbytes for tensor in tensors.values())
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise InvalidAdapterError(f"tensor {name!r} is not finite")
+    dtype = None if options.dtype == "keep" else DTYPES[options.dtype]
+    size = sum(tensor.numel() * (dtype or tensor.dtype).itemsize for tensor in tensors.values())
     if options.to == "hf" and options.origin is not None:
-        shapes: dict[str, tuple[int, ...]] = {}
+        found: dict[str, Extent] = {}
         for path in shard_paths(options.origin):
-            _, extents = map_shard(path)
-            shapes |= {name: extent.shape for name, extent in extents.items()}
-        size = sum(path.stat().st_size for path in shard_paths(options.origin))
-        _check_layers(tensors, shapes)
+            found |= map_shard(path)[1]
+        _check_layers(tensors, found)
+        _check_plain(tensors, found, None if dtype is None else options.dtype)
+        size = sum(_size(extent, dtype) for extent in found.values())
     return AdapterConversion(spec, tensors, size)
 
 
-def _check_layers(
-    tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]
-) -> None:
+def _size(extent: Extent, dtype: torch.dtype | None) -> int:
+    if dtype is None or extent.dtype not in FLOATS:
+        return extent.end - extent.begin
+    return math.prod(extent.shape) * dtype.itemsize
+
+
+def _check_layers(tensors: Mapping[str, torch.Tensor], base: Mapping[str, Extent]) -> None:
     for layer in {split_name(name)[0] for name in tensors}:
         a, b = (tensors[name] for name in tensor_names(layer))
-        shape = shapes.get(f"{layer}.weight")
-        if shape != (b.shape[0], a.shape[1]):
-            found = "is not there" if shape is None else f"has shape {[*shape]}"
+        extent = base.get(f"{layer}.weight")
+        if extent is None or extent.shape != (b.shape[0], a.shape[1]):
+            found = "is not there" if extent is None else f"has shape {[*extent.shape]}"
             raise InvalidAdapterError(
                 f"weight of layer {layer!r} {found}; the adapter wants {[b.shape[0], a.shape[1]]}"
+            )
+
+
+def _check_plain(
+    tensors: Mapping[str, torch.Tensor], base: Mapping[str, Extent], dtype: str | None
+) -> None:
+    """Raise OptionError where numbers to be changed or cast are scaled by another tensor."""
+    for name, extent in sorted(base.items()):
+        is_changed = tensor_names(name.removesuffix(".weight"))[0] in tensors
+        is_cast = dtype is not None and extent.dtype.startswith("F")
+        if extent.dtype not in FLOATS and (is_changed or is_cast):
+            raise OptionError(
+                f"the base has {name!r} in {extent.dtype}, which is scaled by other tensors: make "
+                "it plain first (`sluice convert BASE PLAIN --to hf --dtype bfloat16`)"
             )
 
 
