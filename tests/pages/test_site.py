@@ -22,7 +22,11 @@ def page(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Page]:
     wrong: list[str] = []
     page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
     page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("requestfailed", lambda failed: wrong.append(failed.url))
+    # one that is cut off because the next page is opened is no failure
+    page.on(
+        "requestfailed",
+        lambda failed: failed.failure == "net::ERR_ABORTED" or wrong.append(failed.url),
+    )
     page.on("request", lambda asked: _is_own(asked.url) or wrong.append(asked.url))
     yield page
     context.close()
