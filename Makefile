@@ -205,7 +205,7 @@ soak: $(VENV)/.dev  ## 10,000 tiny steps; memory, descriptors, threads and files
 observability-check: $(VENV)/.dev  ## every panel has data under a real Prometheus, every alert fires and clears (Debian's prometheus)
 	$(RUN) -m tools.observability_check
 
-test-ray: $(VENV)/.dev  ## sluice up --on ray on three nodes of this host: services, actors, ranks and a node are killed under a run
+test-ray: $(VENV)/.dev  ## sluice up --on ray on three nodes of this host: services, actors, ranks, nodes and the GCS are lost under a run
 	$(RUN) -m tools.ray_check --whole
 
 test-slurm: $(VENV)/.dev  ## deploy/slurm on a Slurm of its own, a node lost in the middle (root; Debian's slurmctld, slurmd, slurm-client, munge)
