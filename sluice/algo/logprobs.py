@@ -79,7 +79,8 @@ def token_logprobs(
     """Returns (logprobs_T, entropy_T) in nats, float32 (float64 for float64 logits).
 
     logits_TV: float[T, V], any float dtype; accumulation is float32 or better. targets_T: int64[T]
-    token ids in [0, vocabulary). The distribution is softmax(logits / temperature).
+    token ids in [0, vocabulary), or int64[T, K] for the log-probs of K tokens a row, then
+    float[T, K]. The distribution is softmax(logits / temperature).
     entropy: "metric" carries no gradient, "gradient" does, "off" answers zeros and saves a pass.
     chunk_rows: temporaries take at most chunk_rows x V x 4 bytes; None chooses for the device.
     reuse_logits: backward overwrites `logits_TV` with its gradient instead of allocating one;
@@ -90,7 +91,8 @@ def token_logprobs(
         temperature, entropy, chunk_rows, vocab, targets_T, logits_TV.shape[1], logits_TV.device
     )
     apply: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _TokenLogprobs.apply
-    return apply(logits_TV, targets_T, options, reuse_logits)
+    logprobs_TK, entropy_T = apply(logits_TV, _several(targets_T), options, reuse_logits)
+    return logprobs_TK.view(targets_T.shape), entropy_T
 
 
 def linear_logprobs(
@@ -122,7 +124,12 @@ def linear_logprobs(
     if float32:
         options = replace(options, float32=True)
     apply: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _LinearLogprobs.apply
-    return apply(hidden_TH, weight_VH, targets_T, options)
+    logprobs_TK, entropy_T = apply(hidden_TH, weight_VH, _several(targets_T), options)
+    return logprobs_TK.view(targets_T.shape), entropy_T
+
+
+def _several(targets_T: torch.Tensor) -> torch.Tensor:
+    return targets_T[:, None] if targets_T.ndim == 1 else targets_T
 
 
 def float32_logits(hidden_TH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
@@ -169,13 +176,17 @@ def _check_options(
 class _RowSums:
     """The running numbers of T rows: local maximum, sum of weights, and what the entropy needs."""
 
-    def __init__(self, like_TV: torch.Tensor, rows: int, options: _RowOptions) -> None:
+    def __init__(
+        self, like_TV: torch.Tensor, targets_TK: torch.Tensor, options: _RowOptions
+    ) -> None:
+        rows, count = targets_TK.shape
         dtype = _wide(like_TV.dtype)
         self.max_T = torch.full((rows,), LOWEST_MAX, dtype=dtype, device=like_TV.device)
-        self.sums_3T = torch.zeros(3, rows, dtype=dtype, device=like_TV.device)
+        # sums of weights and of weighted logits, then the logits of the targets: one all-reduce
+        self.sums_NT = torch.zeros(2 + count, rows, dtype=dtype, device=like_TV.device)
         self.options = options
 
-    def add_rows(self, start: int, logits_RV: torch.Tensor, targets_R: torch.Tensor) -> None:
+    def add_rows(self, start: int, logits_RV: torch.Tensor, targets_RK: torch.Tensor) -> None:
         """Rows start..start+R of this shard, without padding columns."""
         if logits_RV.shape[1] == 0:
             return
@@ -185,20 +196,20 @@ class _RowSums:
         if options.temperature != 1:
             scaled_RV.div_(options.temperature)
         max_R = torch.amax(scaled_RV, dim=1, out=self.max_T[start:stop]).clamp_(min=LOWEST_MAX)
-        local_R, owned_R = _local_targets(targets_R, logits_RV.shape[1], options.vocab)
-        found_R = scaled_RV.gather(1, local_R[:, None]).squeeze(1)
-        self.sums_3T[1, start:stop] = torch.where(owned_R, found_R, 0.0)
+        local_RK, owned_RK = _local_targets(targets_RK, logits_RV.shape[1], options.vocab)
+        found_RK = scaled_RV.gather(1, local_RK)
+        self.sums_NT[2:, start:stop] = torch.where(owned_RK, found_RK, 0.0).t()
         scaled_RV.sub_(max_R[:, None])
         if options.entropy == "off":
-            torch.sum(scaled_RV.exp_(), dim=1, out=self.sums_3T[0, start:stop])
+            torch.sum(scaled_RV.exp_(), dim=1, out=self.sums_NT[0, start:stop])
             return
         scaled_RV.clamp_(min=LOWEST_LOG_WEIGHT)
         weights_RV = scaled_RV.exp()
-        torch.sum(weights_RV, dim=1, out=self.sums_3T[0, start:stop])
-        torch.sum(weights_RV.mul_(scaled_RV), dim=1, out=self.sums_3T[2, start:stop])
+        torch.sum(weights_RV, dim=1, out=self.sums_NT[0, start:stop])
+        torch.sum(weights_RV.mul_(scaled_RV), dim=1, out=self.sums_NT[1, start:stop])
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(logprobs_T, entropy_T, log_total_T), after the group's two all-reduces.
+        """(logprobs_TK, entropy_T, log_total_T), after the group's two all-reduces.
 
         A token's probability is exp(x - max - log_total); the two are never added up, which
         would cost the digits of large logits.
@@ -210,22 +221,22 @@ class _RowSums:
             shift_T = local_T - self.max_T
             weight_T = shift_T.exp()
             # sum e^(x - M) (x - M), M the maximum of all shards, from the sums around this one's
-            self.sums_3T[2].addcmul_(self.sums_3T[0], shift_T).mul_(weight_T)
-            self.sums_3T[0].mul_(weight_T)
-            collectives.all_reduce(self.sums_3T, "sum")
-        total_T, target_T, weighted_T = self.sums_3T
+            self.sums_NT[1].addcmul_(self.sums_NT[0], shift_T).mul_(weight_T)
+            self.sums_NT[0].mul_(weight_T)
+            collectives.all_reduce(self.sums_NT, "sum")
+        total_T, weighted_T, target_TK = self.sums_NT[0], self.sums_NT[1], self.sums_NT[2:].t()
         log_total_T = total_T.log()
-        logprobs_T = target_T - self.max_T - log_total_T
+        logprobs_TK = (target_TK - self.max_T[:, None] - log_total_T[:, None]).contiguous()
         if self.options.entropy == "off":
-            return logprobs_T, torch.zeros_like(logprobs_T), log_total_T
-        return logprobs_T, log_total_T - weighted_T / total_T, log_total_T
+            return logprobs_TK, torch.zeros_like(log_total_T), log_total_T
+        return logprobs_TK, log_total_T - weighted_T / total_T, log_total_T
 
 
 @dataclass(frozen=True)
 class _RowGradients:
     """Gradients of both outputs and what backward needs of each row; float[T]."""
 
-    logprobs: torch.Tensor
+    logprobs: torch.Tensor  # float[T, K]
     entropies: torch.Tensor  # gradient of the entropy; read only in mode "gradient"
     entropy: torch.Tensor
     max: torch.Tensor
@@ -235,7 +246,7 @@ class _RowGradients:
         self,
         rows: slice,
         logits_RV: torch.Tensor,
-        targets_R: torch.Tensor,
+        targets_RK: torch.Tensor,
         out_RV: torch.Tensor,
         options: _RowOptions,
     ) -> None:
@@ -249,7 +260,8 @@ class _RowGradients:
         if options.temperature != 1:
             work_RV.div_(options.temperature)
         work_RV.sub_(self.max[rows, None]).sub_(self.log_total[rows, None])
-        scaled_R = self.logprobs[rows] / options.temperature
+        scaled_RK = self.logprobs[rows] / options.temperature
+        scaled_R = scaled_RK.sum(1)
         if options.entropy == "gradient":
             entropy_R = self.entropies[rows, None] / options.temperature
             work_RV.clamp_(min=LOWEST_LOG_WEIGHT)
@@ -259,20 +271,19 @@ class _RowGradients:
         else:
             work_RV.exp_().mul_(-scaled_R[:, None])
         if work_RV.shape[1]:
-            local_R, owned_R = _local_targets(targets_R, work_RV.shape[1], options.vocab)
-            extra_R = torch.where(owned_R, scaled_R, 0.0)
-            work_RV.scatter_add_(1, local_R[:, None], extra_R[:, None])
+            local_RK, owned_RK = _local_targets(targets_RK, work_RV.shape[1], options.vocab)
+            work_RV.scatter_add_(1, local_RK, torch.where(owned_RK, scaled_RK, 0.0))
         if work_RV is not out_RV:
             out_RV.copy_(work_RV)
 
 
 def _local_targets(
-    targets_R: torch.Tensor, columns: int, vocab: VocabShard
+    targets_RK: torch.Tensor, columns: int, vocab: VocabShard
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(column of each target, clamped into range; bool whether it is in this shard)."""
-    local_R = targets_R - vocab.start
-    owned_R = (local_R >= 0) & (local_R < columns)
-    return local_R.clamp(0, max(0, columns - 1)), owned_R
+    local_RK = targets_RK - vocab.start
+    owned_RK = (local_RK >= 0) & (local_RK < columns)
+    return local_RK.clamp(0, max(0, columns - 1)), owned_RK
 
 
 def _row_blocks(rows: int, size: int) -> list[slice]:
@@ -284,34 +295,34 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any,
         logits_TV: torch.Tensor,
-        targets_T: torch.Tensor,
+        targets_TK: torch.Tensor,
         options: _RowOptions,
         reuse_logits: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         real = options.vocab.real_columns(logits_TV.shape[1])
-        sums = _RowSums(logits_TV, len(logits_TV), options)
+        sums = _RowSums(logits_TV, targets_TK, options)
         for rows in _row_blocks(len(logits_TV), options.block_rows):
-            sums.add_rows(rows.start, logits_TV[rows, :real], targets_T[rows])
-        logprobs_T, entropy_T, log_total_T = sums.finish()
-        ctx.save_for_backward(logits_TV, targets_T, entropy_T, sums.max_T, log_total_T)
+            sums.add_rows(rows.start, logits_TV[rows, :real], targets_TK[rows])
+        logprobs_TK, entropy_T, log_total_T = sums.finish()
+        ctx.save_for_backward(logits_TV, targets_TK, entropy_T, sums.max_T, log_total_T)
         ctx.options, ctx.reuse_logits = options, reuse_logits
         if options.entropy != "gradient":
             ctx.mark_non_differentiable(entropy_T)
-        return logprobs_T, entropy_T
+        return logprobs_TK, entropy_T
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logprobs_T: torch.Tensor, grad_entropy_T: torch.Tensor
+        ctx: Any, grad_logprobs_TK: torch.Tensor, grad_entropy_T: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, None]:
-        logits_TV, targets_T, entropy_T, max_T, log_total_T = ctx.saved_tensors
+        logits_TV, targets_TK, entropy_T, max_T, log_total_T = ctx.saved_tensors
         options: _RowOptions = ctx.options
         grad_TV = logits_TV.detach() if ctx.reuse_logits else torch.empty_like(logits_TV)
         real = options.vocab.real_columns(logits_TV.shape[1])
-        gradients = _RowGradients(grad_logprobs_T, grad_entropy_T, entropy_T, max_T, log_total_T)
+        gradients = _RowGradients(grad_logprobs_TK, grad_entropy_T, entropy_T, max_T, log_total_T)
         for rows in _row_blocks(len(logits_TV), options.block_rows):
             gradients.write(
-                rows, logits_TV[rows, :real], targets_T[rows], grad_TV[rows, :real], options
+                rows, logits_TV[rows, :real], targets_TK[rows], grad_TV[rows, :real], options
             )
         grad_TV[:, real:] = 0
         return grad_TV, None, None, None
@@ -323,32 +334,32 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx: Any,
         hidden_TH: torch.Tensor,
         weight_VH: torch.Tensor,
-        targets_T: torch.Tensor,
+        targets_TK: torch.Tensor,
         options: _RowOptions,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         real_VH = weight_VH[: options.vocab.real_columns(len(weight_VH))]
         real_VH = _factor(real_VH) if options.float32 else real_VH
-        sums = _RowSums(hidden_TH, len(hidden_TH), options)
+        sums = _RowSums(hidden_TH, targets_TK, options)
         buffer_RV = _chunk_buffer(hidden_TH, real_VH, options)
         for rows in _row_blocks(len(hidden_TH), options.chunk_rows):
             logits_RV = buffer_RV[: rows.stop - rows.start]
             _make_logits(hidden_TH[rows], real_VH, logits_RV)
             for part in _sub_blocks(logits_RV, options):
                 at = rows.start + part.start
-                sums.add_rows(at, logits_RV[part], targets_T[at : rows.start + part.stop])
-        logprobs_T, entropy_T, log_total_T = sums.finish()
-        ctx.save_for_backward(hidden_TH, weight_VH, targets_T, entropy_T, sums.max_T, log_total_T)
+                sums.add_rows(at, logits_RV[part], targets_TK[at : rows.start + part.stop])
+        logprobs_TK, entropy_T, log_total_T = sums.finish()
+        ctx.save_for_backward(hidden_TH, weight_VH, targets_TK, entropy_T, sums.max_T, log_total_T)
         ctx.options = options
         if options.entropy != "gradient":
             ctx.mark_non_differentiable(entropy_T)
-        return logprobs_T, entropy_T
+        return logprobs_TK, entropy_T
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logprobs_T: torch.Tensor, grad_entropy_T: torch.Tensor
+        ctx: Any, grad_logprobs_TK: torch.Tensor, grad_entropy_T: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
-        hidden_TH, weight_VH, targets_T, entropy_T, max_T, log_total_T = ctx.saved_tensors
+        hidden_TH, weight_VH, targets_TK, entropy_T, max_T, log_total_T = ctx.saved_tensors
         options: _RowOptions = ctx.options
         real = options.vocab.real_columns(len(weight_VH))
         real_VH = _factor(weight_VH[:real]) if options.float32 else weight_VH[:real]
@@ -356,14 +367,14 @@ class _LinearLogprobs(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden_TH = hidden_TH.new_empty(hidden_TH.shape) if needs_hidden else None
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=dtype) if needs_weight else None
-        gradients = _RowGradients(grad_logprobs_T, grad_entropy_T, entropy_T, max_T, log_total_T)
+        gradients = _RowGradients(grad_logprobs_TK, grad_entropy_T, entropy_T, max_T, log_total_T)
         buffer_RV = _chunk_buffer(hidden_TH, real_VH, options)
         for rows in _row_blocks(len(hidden_TH), options.chunk_rows):
             chunk_RV = buffer_RV[: rows.stop - rows.start]
             _make_logits(hidden_TH[rows], real_VH, chunk_RV)
             for part in _sub_blocks(chunk_RV, options):
                 whole = slice(rows.start + part.start, rows.start + part.stop)
-                gradients.write(whole, chunk_RV[part], targets_T[whole], chunk_RV[part], options)
+                gradients.write(whole, chunk_RV[part], targets_TK[whole], chunk_RV[part], options)
             gradient_RV = chunk_RV.to(real_VH.dtype)
             if grad_hidden_TH is not None:
                 _multiply(gradient_RV, real_VH, grad_hidden_TH[rows])
