@@ -34,7 +34,8 @@ BACKENDS = {  # nothing heavy is imported until chosen
 class Row:
     """One sample as a backend sees it; per-token columns cover the response only.
 
-    `columns` holds float32[response] tensors by column name. `loss_weight` is the factor
+    `columns` holds float32[response] tensors by column name; wide ones are [response, n], those of
+    token ids int32. `loss_weight` is the factor
     of this row's summed token losses, so that a global normaliser gives the aggregation.
     `routed_experts` are those the engine chose, for a backend that replays them.
     """

@@ -19,6 +19,7 @@ from sluice.samples.arrow import InvalidGroupError, decode_group, read_facts
 from sluice.samples.blobs import BlobDigestError, BlobNotFoundError, BlobReference, BlobStore
 from sluice.samples.images import FILE, ImageRules, InvalidImageError, processor_digest
 from sluice.samples.sample import (
+    TOP_IDS,
     ColumnLengthError,
     InvalidSampleError,
     MediaSpan,
@@ -28,6 +29,8 @@ from sluice.samples.sample import (
     validate_sample,
 )
 from sluice.weights.manifest import read_manifest
+
+MASS_ROUNDING = 1e-2  # of probabilities in bfloat16, added up
 
 
 @dataclass(frozen=True)
@@ -84,14 +87,8 @@ class RowLimits:
         for sample in samples:
             for index, span in enumerate(sample.media):
                 self._check_media(sample, index, span)
-            tokens = sample.token_ids
-            if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.vocabulary_size:
-                raise InvalidFieldError(
-                    "token_ids",
-                    f"of sample {sample.sample_id!r} are not all within "
-                    f"0..{self.vocabulary_size - 1}",
-                    sample_id=sample.sample_id,
-                )
+            self._check_ids(sample, "token_ids", sample.token_ids)
+            self.check_named(sample)
 
     def check_image(self, png: bytes, sample_id: str, span: MediaSpan) -> None:
         """Raise InvalidFieldError for an image that is not the one its span speaks of."""
@@ -103,6 +100,20 @@ class RowLimits:
         if grid != span.grid_thw:
             detail = f"has a grid of {[*grid]}, not {[*span.grid_thw]}"
             raise _invalid_media(sample_id, span, detail)
+
+    def check_named(self, sample: Sample) -> None:
+        """Raise InvalidFieldError where a teacher named tokens that this model has not."""
+        for name, values in sample.columns.items():
+            if name.startswith(TOP_IDS) and isinstance(values, np.ndarray):
+                self._check_ids(sample, f"columns[{name}]", values)
+
+    def _check_ids(self, sample: Sample, field: str, tokens: np.ndarray) -> None:
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocabulary_size:
+            raise InvalidFieldError(
+                field,
+                f"of sample {sample.sample_id!r} are not all within 0..{self.vocabulary_size - 1}",
+                sample_id=sample.sample_id,
+            )
 
     def _check_media(self, sample: Sample, index: int, span: MediaSpan) -> None:
         if self.images is None:
@@ -163,20 +174,43 @@ def check_row(sample: Sample) -> None:
 
 
 def check_logprobs(sample: Sample) -> None:
-    """Raise InvalidFieldError where a token that is trained on has a log-prob that is no number."""
-    trained = sample.columns.get("loss_mask", True)
+    """Raise InvalidFieldError where a token that is trained on has a log-prob that is no number.
+
+    Or likeliest tokens that are none, as `check_top` says.
+    """
+    trained = np.broadcast_to(sample.columns.get("loss_mask", True), sample.response_length)
     for name, values in sample.columns.items():
-        if not name.endswith("_logprobs") or not isinstance(values, np.ndarray):
+        if name.endswith("_logprobs") and isinstance(values, np.ndarray):
+            _refuse_where(~np.isfinite(values) & trained, "is no number", sample, name)
+    check_top(sample, trained)
+
+
+def check_top(sample: Sample, trained: np.ndarray) -> None:
+    """Raise InvalidFieldError for likeliest tokens that are none, of those `trained` on (bool[n]).
+
+    A log-prob that is no number, a token named twice, probabilities of more than 1 together.
+    """
+    for name, values in sample.columns.items():
+        if not isinstance(values, np.ndarray) or values.ndim != 2:
             continue
-        wrong = np.flatnonzero(~np.isfinite(values) & trained)
-        if len(wrong):
-            where = f"of sample {sample.sample_id!r} is {values[wrong[0]]}"
-            raise InvalidFieldError(
-                f"columns[{name}]",
-                f"{where} at response token {wrong[0]}",
-                sample_id=sample.sample_id,
-                column=name,
-            )
+        if name.startswith(TOP_IDS):
+            twice = (np.diff(np.sort(values, 1)) == 0).any(1)
+            _refuse_where(twice & trained, "names a token twice", sample, name)
+            continue
+        _refuse_where(~np.isfinite(values).all(1) & trained, "is no number", sample, name)
+        with np.errstate(over="ignore"):
+            total = np.exp(values.astype(np.float64)).sum(1)
+        _refuse_where((total > 1 + MASS_ROUNDING) & trained, "is more than all", sample, name)
+
+
+def _refuse_where(wrong: np.ndarray, problem: str, sample: Sample, name: str) -> None:
+    if wrong.any():
+        raise InvalidFieldError(
+            f"columns[{name}]",
+            f"of sample {sample.sample_id!r} {problem} at response token {wrong.argmax()}",
+            sample_id=sample.sample_id,
+            column=name,
+        )
 
 
 def read_rows(

@@ -7,6 +7,7 @@ what it computes, and has none at tokens that are not trained on.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ from sluice.algo.aggregation import merge_measured
 from sluice.algo.layout import SequenceLayout
 from sluice.algo.losses import LossInputs, LossTerms, compute_loss, measure_loss, read_tokens
 from sluice.algo.spec import LossSpec, loss_traits
+from sluice.samples.sample import top_columns
 
 LENGTHS = (5, 1, 7, 4, 6)  # of responses; the fourth sample is not trained on at all
 PROMPTS = (3, 2, 4, 1, 3)
@@ -79,15 +81,25 @@ def make_rows(spec: LossSpec, seed: int) -> LossInputs:
         return scale * torch.randn(total, generator=generator, dtype=torch.float64)
 
     outputs_T = -0.05 - (1.5 + normal(0.8)).abs()
-    names = sorted(loss_traits(spec).columns)
+    count = spec.loss.top_count
+    named = top_columns(count) if count else ()
+    names = sorted(loss_traits(spec).columns - set(named))
     columns = {name: outputs_T + normal(0.3) for name in names}
     if "advantages" in columns:
         columns["advantages"] = normal(1.0)
     mask_T = torch.rand(total, generator=generator) > 0.3
     index_T = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     mask_T[:2], mask_T[index_T == 3] = True, False
+    top_TK: torch.Tensor | None = None
+    if named:  # a teacher and a student, each with probability left for other tokens
+        drawn_2TK = torch.randn(2, total, count + 1, generator=generator, dtype=torch.float64)
+        teacher_TK, top_TK = drawn_2TK.log_softmax(2)[:, :, :count]
+        columns[named[0]] = torch.arange(count, dtype=torch.int32).expand(total, count)
+        columns[named[1]] = teacher_TK
+        top_TK = top_TK.clone().requires_grad_()
     return LossInputs(
         outputs=outputs_T.requires_grad_(),
+        top=top_TK,
         mask=mask_T,
         sample_index=index_T,
         sample_weights=0.2 + torch.rand(len(LENGTHS), generator=generator, dtype=torch.float64),
@@ -105,6 +117,7 @@ def take(inputs: LossInputs, samples: Sequence[int]) -> LossInputs:
     assert inputs.entropy is not None and inputs.sample_keys is not None
     return LossInputs(
         outputs=inputs.outputs.detach()[places].requires_grad_(),
+        top=None if inputs.top is None else inputs.top.detach()[places].requires_grad_(),
         mask=inputs.mask[places],
         sample_index=torch.repeat_interleave(torch.arange(len(samples)), lengths),
         sample_weights=inputs.sample_weights[list(samples)],
@@ -129,12 +142,19 @@ def measured_for(spec: LossSpec, parts: Sequence[LossInputs]) -> LossSpec:
 
 
 def differentiate(spec: LossSpec, inputs: LossInputs) -> tuple[LossTerms, torch.Tensor]:
-    """Returns the terms, and the gradient by the outputs, float64[T]."""
+    """Returns the terms, and the gradient by the outputs, float64[T, 1 + K]: those of `top` last."""
     terms = compute_loss(inputs, spec)
     if not terms.loss.requires_grad:
         raise BrokenContractError("the loss has no gradient at all: were the outputs detached?")
-    (gradient_T,) = torch.autograd.grad(terms.loss, inputs.outputs, allow_unused=True)
-    return terms, torch.zeros_like(inputs.outputs) if gradient_T is None else gradient_T
+    return terms, _gradients(terms, inputs.outputs, inputs.top)
+
+
+def _gradients(
+    terms: LossTerms, outputs_T: torch.Tensor, top_TK: torch.Tensor | None
+) -> torch.Tensor:
+    leaves = [outputs_T] if top_TK is None else [outputs_T, top_TK]
+    found = torch.autograd.grad(terms.loss, leaves, allow_unused=True, materialize_grads=True)
+    return torch.cat([each if each.ndim == 2 else each[:, None] for each in found], dim=1)
 
 
 def _same(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
@@ -182,11 +202,13 @@ def _over_shards(spec: LossSpec, inputs: LossInputs) -> None:
     for rank in range(SHARDS):
         own = responses.share(rank)
         leaf = inputs.outputs.detach()[own].requires_grad_()
-        gathered_T = inputs.outputs.detach().index_copy(0, own, leaf)
-        terms = compute_loss(replace(inputs, outputs=gathered_T), ready)
-        (gradient_T,) = torch.autograd.grad(terms.loss, leaf, allow_unused=True)
-        if gradient_T is not None:
-            found_T[own] += gradient_T
+        gathered = replace(inputs, outputs=inputs.outputs.detach().index_copy(0, own, leaf))
+        named = None
+        if inputs.top is not None:
+            named = inputs.top.detach()[own].requires_grad_()
+            gathered = replace(gathered, top=inputs.top.detach().index_copy(0, own, named))
+        terms = compute_loss(gathered, ready)
+        found_T[own] += _gradients(terms, leaf, named)
         _same(terms.loss.detach(), whole.loss.detach(), "the loss on a shard is not the whole")
     _same(found_T, wanted_T, "the gradient of shards together is not that of the whole")
 
@@ -195,19 +217,30 @@ def _gradient(spec: LossSpec, inputs: LossInputs) -> None:
     """Central differences, with `tokens.fixed` held where it was."""
     ready, at_T = measured_for(spec, [inputs]), inputs.outputs.detach()
     held = replace(inputs, fixed=at_T)
-    _, gradient_T = differentiate(ready, held)
-    for place in inputs.mask.nonzero()[:, 0].tolist():
-        up_T, down_T = at_T.clone(), at_T.clone()
-        up_T[place] += STEP
-        down_T[place] -= STEP
-        above = compute_loss(replace(held, outputs=up_T), ready).loss.item()
-        below = compute_loss(replace(held, outputs=down_T), ready).loss.item()
-        wanted, found = (above - below) / (2 * STEP), gradient_T[place].item()
+    _, gradient_TK = differentiate(ready, held)
+    for place, number in itertools.product(
+        inputs.mask.nonzero()[:, 0].tolist(), range(gradient_TK.shape[1])
+    ):
+        above = compute_loss(_moved(held, place, number, STEP), ready).loss.item()
+        below = compute_loss(_moved(held, place, number, -STEP), ready).loss.item()
+        wanted, found = (above - below) / (2 * STEP), gradient_TK[place, number].item()
         if not abs(found - wanted) <= 1e-6 + 1e-5 * abs(wanted):
             raise BrokenContractError(
                 f"the gradient of a token is {found:.6g}, the loss changes by {wanted:.6g} a nat; "
                 "read what is to have none from tokens.fixed, and change nothing in place"
             )
+
+
+def _moved(inputs: LossInputs, place: int, number: int, by: float) -> LossInputs:
+    """One output changed: that of the token itself, or of one that the teacher named."""
+    if number == 0:
+        moved_T = inputs.outputs.detach().clone()
+        moved_T[place] += by
+        return replace(inputs, outputs=moved_T)
+    assert inputs.top is not None
+    moved_TK = inputs.top.detach().clone()
+    moved_TK[place, number - 1] += by
+    return replace(inputs, top=moved_TK)
 
 
 def _masked_tokens(spec: LossSpec, inputs: LossInputs) -> None:
@@ -219,6 +252,9 @@ def _masked_tokens(spec: LossSpec, inputs: LossInputs) -> None:
         spoiled = replace(
             inputs,
             outputs=_spoil(inputs, inputs.outputs.detach(), bad).requires_grad_(),
+            top=None
+            if inputs.top is None
+            else _spoil(inputs, inputs.top.detach(), bad).requires_grad_(),
             columns={name: _spoil(inputs, each, bad) for name, each in inputs.columns.items()},
         )
         dirty, found_T = differentiate(measured_for(spec, [spoiled]), spoiled)
@@ -233,7 +269,9 @@ def _masked_tokens(spec: LossSpec, inputs: LossInputs) -> None:
 
 
 def _spoil(inputs: LossInputs, values_T: torch.Tensor, bad: float) -> torch.Tensor:
-    return torch.where(inputs.mask, values_T, bad)
+    if not values_T.is_floating_point():
+        return values_T
+    return torch.where(inputs.mask if values_T.ndim == 1 else inputs.mask[:, None], values_T, bad)
 
 
 def _without_masked(inputs: LossInputs) -> LossInputs:
@@ -242,6 +280,7 @@ def _without_masked(inputs: LossInputs) -> LossInputs:
     return replace(
         inputs,
         outputs=inputs.outputs.detach()[kept].requires_grad_(),
+        top=None if inputs.top is None else inputs.top.detach()[kept].requires_grad_(),
         mask=kept[kept],
         sample_index=inputs.sample_index[kept],
         columns={name: values_T[kept] for name, values_T in inputs.columns.items()},
@@ -261,6 +300,8 @@ def _finite(spec: LossSpec, inputs: LossInputs) -> None:
 def _leaves_inputs(spec: LossSpec, inputs: LossInputs) -> None:
     tokens = read_tokens(inputs, measured_for(spec, [inputs]))
     tensors = {"outputs": tokens.outputs, "fixed": tokens.fixed, "old": tokens.old}
+    if tokens.top is not None:
+        tensors["top"] = tokens.top
     before = {name: each._version for name, each in (*tensors.items(), *tokens.columns.items())}
     spec.loss.token_losses(tokens)
     for name, each in (*tensors.items(), *tokens.columns.items()):

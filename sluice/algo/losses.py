@@ -17,6 +17,7 @@ from sluice.algo.correction import Corrected, Opsm
 from sluice.algo.kl import bounded_exp, exp_remainder
 from sluice.algo.spec import LossSpec, required_columns
 from sluice.algo.surrogate import Tokens
+from sluice.samples.sample import find_column, top_columns
 
 # Read for metrics where a row has them; rows without them are NaN and left out of the mean.
 METRIC_COLUMNS = ("rollout_logprobs", "old_logprobs")
@@ -44,7 +45,8 @@ class LossInputs:
     mask: bool[T], the tokens trained on; whatever other tensors hold elsewhere is not read.
     sample_index: int64[T], the sample of each token, in [0, N).
     sample_weights: float[N], factor of each sample's summed token losses (see aggregation.py).
-    columns: float[T] by name. entropy: float[T] when there is a metric or a bonus to make.
+    columns: float[T] by name, or several numbers a token. top: float[T, K], log-probs of the
+    tokens that a teacher named, where the loss reads them; requires grad. entropy: float[T] when there is a metric or a bonus to make.
     sample_keys: int64[N], a number of each sample that no split changes; absent is all 0.
     fixed: float[T], what stands for the outputs where they have no gradient; absent is themselves.
     """
@@ -57,6 +59,7 @@ class LossInputs:
     entropy: torch.Tensor | None = None
     sample_keys: torch.Tensor | None = None
     fixed: torch.Tensor | None = None
+    top: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,12 +97,17 @@ def pack_rows(
 ) -> LossInputs:
     """Returns the inputs of `compute_loss`; `outputs_T` is the responses of `rows` in order.
 
+    For a loss that reads the tokens a teacher named they are float[T, 1 + K], the sampled token's
+    first, as `pack_named` has the others.
     Raises MissingColumnError naming the first row without a column that `spec` needs, and
     ValueError when a column or the outputs differ in length from the responses.
     """
     needed = required_columns(spec)
     for row in rows:
         check_columns(needed, row.columns, f"sample {row.sample_id}")
+    top_TK: torch.Tensor | None = None
+    if spec.loss.top_count:
+        outputs_T, top_TK = outputs_T[:, 0], outputs_T[:, 1:]
     lengths = [row.loss_mask.shape[0] for row in rows]
     if sum(lengths) != len(outputs_T):
         raise ValueError(f"{len(outputs_T)} outputs for {sum(lengths)} response tokens")
@@ -119,10 +127,25 @@ def pack_rows(
         ).to(device),
         columns={name: _pack_column(rows, lengths, name).to(device) for name in sorted(names)},
         entropy=entropy_T,
+        top=top_TK,
         sample_keys=torch.tensor([_key(row.sample_id) for row in rows], dtype=torch.int64).to(
             device
         ),
     )
+
+
+def pack_named(rows: Sequence[PackableRow], spec: LossSpec) -> torch.Tensor | None:
+    """Returns the tokens that a teacher named, int64[T, K], rows in order; None if none are read.
+
+    Raises MissingColumnError.
+    """
+    if not spec.loss.top_count:
+        return None
+    name, _ = top_columns(spec.loss.top_count)
+    for row in rows:
+        check_columns([name], row.columns, f"sample {row.sample_id}")
+    empty = torch.empty((0, spec.loss.top_count), dtype=torch.int64)
+    return torch.cat([empty, *(row.columns[name].long() for row in rows)])
 
 
 def _key(sample_id: str) -> int:
@@ -130,11 +153,13 @@ def _key(sample_id: str) -> int:
 
 
 def _pack_column(rows: Sequence[PackableRow], lengths: Sequence[int], name: str) -> torch.Tensor:
-    parts = [torch.empty(0)]
+    known = find_column(name)
+    wide = [known.width] if known is not None and known.width else []
+    parts = [torch.empty(0, *wide)]
     for row, length in zip(rows, lengths, strict=True):
         values = row.columns.get(name)
         if values is None:
-            values = torch.full((length,), torch.nan)
+            values = torch.full((length, *wide), torch.nan)
         if values.shape[0] != length:
             raise ValueError(
                 f"sample {row.sample_id}: {name} has {len(values)} values "
@@ -202,7 +227,8 @@ def read_tokens(inputs: LossInputs, spec: LossSpec) -> Tokens:
     dtype = torch.promote_types(inputs.outputs.dtype, torch.float32)
 
     def kept(values_T: torch.Tensor) -> torch.Tensor:
-        return torch.where(mask_T, values_T.to(dtype), 0.0)
+        mask = mask_T if values_T.ndim == 1 else mask_T[:, None]
+        return torch.where(mask, values_T.to(dtype), 0.0)
 
     fixed_T = kept((inputs.outputs if inputs.fixed is None else inputs.fixed).detach())
     columns = {name: kept(values_T.detach()) for name, values_T in inputs.columns.items()}
@@ -217,6 +243,7 @@ def read_tokens(inputs: LossInputs, spec: LossSpec) -> Tokens:
         sample_index=inputs.sample_index,
         sample_keys=keys_N,
         columns=columns,
+        top=None if inputs.top is None else kept(inputs.top),
         measured=_below(spec.measured, LOSS),
     )
 

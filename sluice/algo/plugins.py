@@ -36,6 +36,9 @@ SHIPPED: Mapping[Kind, Mapping[str, str]] = {
         "ppo": f"{_SURROGATES}.ppo_clip:TinkerPpo",
         "sft": f"{_SURROGATES}.sft:Likelihood",
         "cross_entropy": f"{_SURROGATES}.sft:CrossEntropy",
+        "topk_forward_kl": f"{_SURROGATES}.distillation:TopForwardKl",
+        "topk_reverse_kl": f"{_SURROGATES}.distillation:TopReverseKl",
+        "topk_jsd": f"{_SURROGATES}.distillation:TopJsd",
         "value": f"{_SURROGATES}.value:ValueLoss",
     },
     "advantage": {

@@ -38,6 +38,7 @@ from sluice.algo.plugins import (
     is_shipped,
 )
 from sluice.algo.surrogate import Loss, LossHead
+from sluice.samples.sample import TOP_IDS, top_columns
 
 Aggregation = Literal["token_mean", "sample_mean", "group_mean", "constant"]
 OldLogprobs = Literal["old", "rollout"]
@@ -342,6 +343,11 @@ class LossTraits:
     silent: bool
     rounds: int
 
+    @property
+    def reads_top(self) -> bool:
+        """Whether it reads the tokens that a teacher named."""
+        return any(name.startswith(TOP_IDS) for name in self.columns)
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageTraits:
@@ -385,6 +391,8 @@ def required_columns(spec: LossSpec | AdvantageSpec) -> frozenset[str]:
         columns |= {"teacher_logprobs"} if spec.has_teacher else set()
     else:
         columns = {spec.old_column, *spec.loss.needed_columns}
+        if spec.loss.top_count:
+            columns |= set(top_columns(spec.loss.top_count))
         columns |= {"reference_logprobs"} if spec.has_kl else set()
         columns |= {name for stage in spec.stages for name in stage.columns}
     return frozenset(name for name in columns if name is not None)

@@ -36,8 +36,9 @@ class Tokens:
 
     outputs: float[T], log-probs of the tokens (or a critic's values); has the gradient. fixed: the
     same numbers without one. old: float[T], log-probs of the old policy, where the loss has one.
-    mask: bool[T]. sample_index: int64[T] in [0, sample_count). columns: float[T] by name.
-    measured: what `Loss.measure` came to over all rows of the pass, by name.
+    mask: bool[T]. sample_index: int64[T] in [0, sample_count). columns: float[T] by name, or
+    float[T, K]. top: float[T, K], log-probs of the tokens that a teacher named, where the loss has
+    a `top_count` of K; has the gradient too. measured: what `Loss.measure` came to over all rows of the pass, by name.
     """
 
     outputs: torch.Tensor
@@ -47,6 +48,7 @@ class Tokens:
     sample_index: torch.Tensor
     sample_keys: torch.Tensor
     columns: Mapping[str, torch.Tensor]
+    top: torch.Tensor | None = None
     measured: Mapping[str, float] = field(default_factory=dict)
     metrics: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -135,6 +137,14 @@ class Loss(Plugin, ABC):
     def needed_columns(self) -> tuple[str, ...]:
         """`columns`, with those that a setting asks for."""
         return self.columns
+
+    @property
+    def top_count(self) -> int:
+        """Tokens that a teacher named at each place, whose log-probs it reads; 0 for none.
+
+        Rows then need `top_columns(top_count)` of `sluice.samples.sample`.
+        """
+        return 0
 
     @abstractmethod
     def token_losses(self, tokens: Tokens) -> torch.Tensor:

@@ -72,6 +72,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 
 DISTILLED = "opd"  # on-policy distillation, in sluice.demo.distillation
+SAMPLED, DIVERGENCES = "sampled", ("forward_kl", "reverse_kl", "jsd")
 
 
 def write_prompts(path: Path, seed: int, order: Sequence[int] = range(DIGITS)) -> None:
@@ -180,6 +181,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--teacher", choices=["engine", "trainer"], default="engine", help="for --algorithm opd"
     )
+    parser.add_argument(
+        "--divergence",
+        choices=[SAMPLED, *DIVERGENCES],
+        default=SAMPLED,
+        help="for --algorithm opd: of the sampled tokens, or of those the teacher finds likeliest",
+    )
     parser.add_argument("--backend", choices=["reference", "fsdp", "megatron"], default="reference")
     parser.add_argument("--engine", choices=["reference", "sglang"], default="reference")
     parser.add_argument(
@@ -203,6 +210,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(arguments)
     if flags.teacher != "engine" and flags.algorithm != DISTILLED:
         parser.error(f"--teacher needs --algorithm {DISTILLED}")
+    if flags.divergence != SAMPLED and flags.algorithm != DISTILLED:
+        parser.error(f"--divergence needs --algorithm {DISTILLED}")
+    if flags.divergence != SAMPLED and flags.teacher != "engine":
+        parser.error("--divergence: a trainer names no likeliest tokens; it needs --teacher engine")
     if flags.lora and flags.algorithm == DISTILLED:
         parser.error("--lora: a run of a teacher and students trains whole models")
     if flags.lora < 0:

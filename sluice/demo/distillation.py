@@ -2,7 +2,9 @@
 was not.
 
 `sluice demo --algorithm opd [--teacher trainer]`: no reward reaches the student, whose advantage is
-the teacher's log-prob of each sampled token less its own. `wrong_teacher_reward` is what the same
+the teacher's log-prob of each sampled token less its own; with `--divergence forward_kl` (or
+reverse_kl, jsd) its loss is one of the teacher's likeliest tokens at each place, and `kl` of the
+last line is that divergence. `wrong_teacher_reward` is what the same
 run comes to with an untrained teacher.
 """
 
@@ -16,7 +18,7 @@ from typing import Any
 
 from sluice.cli import exit_code
 from sluice.config import parse_config
-from sluice.demo.copy_digits import CLIPPED, prepare, services, training
+from sluice.demo.copy_digits import CLIPPED, SAMPLED, prepare, services, training
 from sluice.demo.measured import Cost, measured_run
 from sluice.loop.config import RunConfig
 from sluice.loop.report import read_metrics
@@ -26,6 +28,7 @@ LEARNED = 0.97  # reward of the teacher, so that its student can come to 0.9
 STEPS = 150
 WINDOW = 10
 KL, RIGHT, WRONG = 0.02, 0.9, 0.3  # nats a token at most; rewards at least, and at most
+TOP_COUNT = 4  # of thirteen tokens
 OTHER_SEED = 1000  # further from any seed that somebody tries
 
 
@@ -85,10 +88,16 @@ def _student(
         named = {"service": "teacher"}
     run = training(run_dir, prompts, grpo).model_dump(mode="json", exclude_unset=True)
     run |= {
-        "algorithm": {"advantage": {"name": "distillation"}, "loss": CLIPPED},
+        "algorithm": _algorithm(flags.divergence),
         "teachers": {"copy": named},
         "steps": STEPS,
     }
     for key in ("stop_at_reward", "stop_window"):
         del run[key]
     return parse_config(UpConfig, up), parse_config(RunConfig, run)
+
+
+def _algorithm(divergence: str) -> dict[str, Any]:
+    if divergence == SAMPLED:
+        return {"advantage": {"name": "distillation"}, "loss": CLIPPED}
+    return {"loss": {"name": f"topk_{divergence}", "settings": {"top_count": TOP_COUNT}}}

@@ -87,6 +87,11 @@ class AlgorithmConfig(Config):
         return (*self.advantage.plugins.values(), *self.loss.plugins.values())
 
     @property
+    def teacher_top_count(self) -> int:
+        """Tokens that a teacher is to name at each place; 0 where a user's loss may read them."""
+        return 0 if self.loss.plugins else self.loss.loss.top_count
+
+    @property
     def is_supervised(self) -> bool:
         return self.loss.name in SUPERVISED
 
@@ -99,7 +104,8 @@ class AlgorithmConfig(Config):
     def _loss_is_of_a_policy(self) -> AlgorithmConfig:
         if self.loss.name == "value":
             raise ValueError("loss.name: value is what a critic learns; give it as critic.loss")
-        if self.is_supervised and "advantage" in self.model_fields_set:
+        reads_none = self.is_supervised or self.teacher_top_count > 0
+        if reads_none and "advantage" in self.model_fields_set:
             raise ValueError(f"advantage: has no effect with loss {self.loss.name}; leave it out")
         return self
 
@@ -460,15 +466,24 @@ class RunConfig(CommonRunConfig):
 
     @model_validator(mode="after")
     def _teachers_are_named(self) -> RunConfig:
-        advantage = self.algorithm.advantage
+        advantage, top_count = self.algorithm.advantage, self.algorithm.teacher_top_count
+        if top_count and not self.teachers:
+            raise ValueError("teachers: algorithm.loss.name learns from one; name it")
         if advantage.has_teacher and not self.teachers:
             key = "name" if advantage.name == "distillation" else "teacher_coefficient"
             raise ValueError(f"teachers: algorithm.advantage.{key} learns from one; name it")
-        if self.teachers and not advantage.has_teacher and not self.algorithm.plugins:
+        learns = advantage.has_teacher or top_count or self.algorithm.plugins
+        if self.teachers and not learns:
             raise ValueError(
                 "teachers: no part of the algorithm learns from one; set advantage.name: "
-                "distillation, or advantage.teacher_coefficient"
+                "distillation, or advantage.teacher_coefficient, or a loss topk_*"
             )
+        for name, teacher in self.teachers.items():
+            if top_count and not teacher.pool:
+                raise ValueError(
+                    f"teachers.{name}: a trainer names no likeliest tokens, which loss "
+                    f"{self.algorithm.loss.name} reads; give a pool of engines"
+                )
         for name in self.teachers:
             if not PLAIN_NAME.fullmatch(name):
                 raise ValueError(f"teachers.{name}: {PLAIN_NAME_RULE}")

@@ -184,6 +184,8 @@ def build_request(
         group = _group(config, name, name, task, count)
         teacher = teacher_of(config, share, task)
         group.teacher_pool = config.teachers[teacher].pool if teacher else ""
+        if group.teacher_pool:
+            group.teacher_top_count = config.algorithm.teacher_top_count
         groups.append(group)
     return _request(share.environment, share.sampling, versions, groups, seconds, trial)
 

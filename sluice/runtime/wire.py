@@ -23,7 +23,7 @@ from sluice.api.rollout.v1 import rollout_service_pb2 as rollout_pb
 from sluice.api.trainer.v1 import loss_pb2
 from sluice.runtime.errors import InvalidFieldError
 from sluice.samples.blobs import BlobReference
-from sluice.samples.sample import MediaSpan, Sample, VersionSpan
+from sluice.samples.sample import MediaSpan, Sample, VersionSpan, find_column
 from sluice.weights.adapter import AdapterSpec
 from sluice.weights.convert.options import ConvertOptions, Layout
 
@@ -179,13 +179,16 @@ def column_to_proto(value: np.ndarray | float) -> sample_pb2.Column:
     """A per-token flag or signal, or a per-sample scalar."""
     if not isinstance(value, np.ndarray):
         return sample_pb2.Column(scalar=float(value))
+    if value.ndim == 2:
+        packed = value.astype(value.dtype.newbyteorder("<"), copy=False).tobytes()
+        return sample_pb2.Column(wide=sample_pb2.WideValues(values=packed))
     if value.dtype == np.bool_:
         return sample_pb2.Column(bools=sample_pb2.BoolValues(values=value.tolist()))
     return sample_pb2.Column(floats=sample_pb2.FloatValues(values=value.tolist()))
 
 
-def column_from_proto(column: sample_pb2.Column, field: str) -> np.ndarray | float:
-    """bool[n], float32[n] or a float. Raises InvalidFieldError for an empty oneof."""
+def column_from_proto(column: sample_pb2.Column, field: str, name: str) -> np.ndarray | float:
+    """bool[n], float32[n], the array of a wide one or a float. Raises InvalidFieldError."""
     kind = column.WhichOneof("kind")
     if kind == "floats":
         return np.asarray(column.floats.values, dtype=np.float32)
@@ -193,13 +196,24 @@ def column_from_proto(column: sample_pb2.Column, field: str) -> np.ndarray | flo
         return np.asarray(column.bools.values, dtype=np.bool_)
     if kind == "scalar":
         return float(column.scalar)
+    if kind == "wide":
+        known, packed = find_column(name), column.wide.values
+        if known is None or not known.width:
+            raise InvalidFieldError(field, "is no column of several numbers a token")
+        if len(packed) % (4 * known.width):
+            raise InvalidFieldError(field, f"is not {known.width} numbers of 4 bytes a token")
+        wide = np.frombuffer(packed, known.dtype.newbyteorder("<")).astype(known.dtype)
+        return wide.reshape(-1, known.width)
     raise InvalidFieldError(field, "holds no value")
 
 
 def columns_from_proto(
     columns: Mapping[str, sample_pb2.Column], field: str
 ) -> dict[str, np.ndarray | float]:
-    return {name: column_from_proto(column, f"{field}[{name}]") for name, column in columns.items()}
+    return {
+        name: column_from_proto(column, f"{field}[{name}]", name)
+        for name, column in columns.items()
+    }
 
 
 def adapter_to_proto(spec: AdapterSpec) -> sample_pb2.AdapterSpec:

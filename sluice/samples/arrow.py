@@ -317,6 +317,8 @@ def _unknown_column(samples: Sequence[Sample]) -> UnknownColumnError:
 
 def _arrow_type(column: Column) -> pa.DataType:
     kind = pa.from_numpy_dtype(column.dtype)
+    if column.width:
+        kind = pa.list_(pa.field("item", kind), column.width)
     return pa.list_(kind) if column.per_token else kind
 
 
@@ -338,7 +340,16 @@ def _list_array(values: Sequence[np.ndarray | None], flat: pa.Array) -> pa.ListA
 
 def _encode_column(samples: Sequence[Sample], column: Column) -> pa.Array:
     values: list[Any] = [sample.columns.get(column.name) for sample in samples]
+    if column.width:
+        return _encode_wide(values, column)
     return _lists(values, column.dtype) if column.per_token else pa.array(values, pa.float64())
+
+
+def _encode_wide(values: Sequence[np.ndarray | None], column: Column) -> pa.ListArray:
+    present = [value.reshape(-1) for value in values if value is not None]
+    flat = np.concatenate(present).astype(column.dtype, copy=False)
+    kind = _arrow_type(column).value_type
+    return _list_array(values, pa.FixedSizeListArray.from_arrays(pa.array(flat), type=kind))
 
 
 def _encode_spans(samples: Sequence[Sample]) -> pa.Array:
@@ -416,5 +427,20 @@ def _arrays(batch: pa.RecordBatch, name: str, rows: Sequence[int]) -> list[np.nd
 
 
 def _decode_column(batch: pa.RecordBatch, column: Column, rows: Sequence[int]) -> list[Any]:
+    if column.width:
+        return _decode_wide(batch, column, rows)
     read = _arrays if column.per_token else _scalars
     return read(batch, column.name, rows)
+
+
+def _decode_wide(batch: pa.RecordBatch, column: Column, rows: Sequence[int]) -> list[Any]:
+    """Raises InvalidGroupError for a column of another type, or with holes."""
+    array = batch.column(column.name)
+    if array.type != _arrow_type(column):
+        raise InvalidGroupError(f"{column.name} is {array.type}")
+    places = array.values
+    if places.null_count or places.values.null_count:
+        raise InvalidGroupError(f"{column.name} has holes")
+    flat = places.values.to_numpy().reshape(-1, column.width)
+    offsets, valid = array.offsets.to_numpy(), array.is_valid().to_numpy(zero_copy_only=False)
+    return [flat[offsets[row] : offsets[row + 1]] if valid[row] else None for row in rows]

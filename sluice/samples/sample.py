@@ -74,7 +74,7 @@ class MediaSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A row of a batch. Per-token columns have the length of the response.
+    """A row of a batch. Per-token columns have the length of the response, wide ones a row a token.
 
     `columns` maps a known column name to an array (per token) or a float
     (per sample); an absent name is an absent value, never a zero. `routed_experts`, where a
@@ -116,9 +116,7 @@ class UnknownColumnError(InvalidSampleError):
 
     def __init__(self, sample_id: str, name: str) -> None:
         self.name = name
-        super().__init__(
-            sample_id, f"columns[{name!r}]", f"is unknown; known: {', '.join(COLUMNS)}, score/*"
-        )
+        super().__init__(sample_id, f"columns[{name!r}]", f"is unknown; known: {KNOWN_COLUMNS}")
 
 
 class ColumnLengthError(InvalidSampleError):
@@ -133,12 +131,13 @@ class ColumnLengthError(InvalidSampleError):
 
 @dataclass(frozen=True)
 class Column:
-    """A known signal: one value a response token, or one value a sample."""
+    """A known signal: one value a response token, or `width` (0: one, no array), or one a sample."""
 
     name: str
     per_token: bool
     dtype: np.dtype
     doc: str
+    width: int = 0
 
 
 def _token(name: str, dtype: type, doc: str) -> Column:
@@ -173,13 +172,30 @@ COLUMNS: Mapping[str, Column] = {
 SEVERAL = -1.0  # a sample's temperature where its answers were sampled at different ones
 SCORE_PREFIX = "score/"
 _SCORE = re.compile(r"score/[A-Za-z0-9_.-]{1,64}")
+# The width is part of the name: who has a column of that name knows its shape.
+TOP_IDS, TOP_LOGPROBS = "teacher_top_ids", "teacher_top_logprobs"
+MOST_TOP = 1024  # tokens a place
+_WIDE: Mapping[str, tuple[type, str]] = {
+    TOP_IDS: (np.int32, "tokens that a teacher names at each place"),
+    TOP_LOGPROBS: (np.float32, "of the teacher, of those tokens"),
+}
+_TOP = re.compile(rf"({TOP_IDS}|{TOP_LOGPROBS})/([1-9][0-9]{{0,3}})", re.ASCII)
+KNOWN_COLUMNS = ", ".join([*COLUMNS, "score/*", f"{TOP_IDS}/<n>", f"{TOP_LOGPROBS}/<n>"])
 
 
 def find_column(name: str) -> Column | None:
     """Return a known column, or a score that an environment named; None for anything else."""
     if _SCORE.fullmatch(name):
         return _sample(name, "a number of the environment's own")
+    if (top := _TOP.fullmatch(name)) and int(top[2]) <= MOST_TOP:
+        dtype, doc = _WIDE[top[1]]
+        return Column(name, True, np.dtype(dtype), doc, int(top[2]))
     return COLUMNS.get(name)
+
+
+def top_columns(count: int) -> tuple[str, str]:
+    """Return the names of a teacher's `count` tokens a place, and of their log-probs."""
+    return f"{TOP_IDS}/{count}", f"{TOP_LOGPROBS}/{count}"
 
 
 def validate_sample(sample: Sample) -> None:
@@ -215,7 +231,12 @@ def _validate_column(sample: Sample, name: str, values: np.ndarray | float) -> N
         if name == "temperature" and values != SEVERAL and not 0 < values < math.inf:
             raise InvalidSampleError(sample.sample_id, where, f"is {values}, not positive")
         return
-    if not isinstance(values, np.ndarray) or values.ndim != 1:
+    if column.width:
+        if not isinstance(values, np.ndarray) or values.shape[1:] != (column.width,):
+            raise InvalidSampleError(
+                sample.sample_id, where, f"is not an array of {column.width} numbers a token"
+            )
+    elif not isinstance(values, np.ndarray) or values.ndim != 1:
         raise InvalidSampleError(sample.sample_id, where, "is not an array of one dimension")
     if values.dtype != column.dtype:
         raise InvalidSampleError(sample.sample_id, where, f"is {values.dtype}, not {column.dtype}")

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from services.rollout import metrics
-from services.rollout.engine.interface import Delta, Sampling
+from services.rollout.engine.interface import Delta, Sampling, TokenScores
 from services.rollout.engine.wire import VersionBounds
 from services.rollout.environments.environment import (
     EnvironmentFailedError,
@@ -40,6 +40,7 @@ from sluice.samples.sample import (
     InvalidSampleError,
     Sample,
     find_column,
+    top_columns,
     validate_sample,
 )
 from sluice.samples.tokenizer import TextTokenizer, off_loop
@@ -62,17 +63,32 @@ class TeacherSeesNoImagesError(InvalidFieldError):
         )
 
 
+class TeacherTopError(InvalidFieldError):
+    """A teacher does not name as many tokens: its vocabulary has fewer, or it names none."""
+
+    def __init__(self, sample_id: str, pool: str, count: int) -> None:
+        super().__init__(
+            "teacher_top_count",
+            f"the engines of pool {pool} did not name {count} tokens at each place of sample "
+            f"{sample_id}",
+        )
+
+
 TEACHER = "teacher_logprobs"
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSpec:
-    """One group: its task, a seed per sample or none, and the pool of its teacher or empty."""
+    """One group: its task, a seed per sample or none, and the pool of its teacher or empty.
+
+    teacher_top_count: tokens that the teacher names at each place.
+    """
 
     group_id: str
     task: TaskRequest
     seeds: tuple[int, ...] = ()
     teacher_pool: str = ""
+    teacher_top_count: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +200,7 @@ class GroupRunner:
             for index, (row, reward) in enumerate(zip(rows, rewards, strict=True))
         ]
         if group.teacher_pool:
-            samples = await all_of(self._taught(sample, group.teacher_pool) for sample in samples)
+            samples = await all_of(self._taught(sample, group) for sample in samples)
             timeline.mark(trace_pb2.SPAN_KIND_TEACHER, group.teacher_pool)
         if self._runner.has_steps or self._runner.generate is not None or prompt.media:
             for sample in samples:
@@ -275,21 +291,24 @@ class GroupRunner:
                     raise EnvironmentFailedError(f"{environment} gave a score named {name!r}")
         return rewards
 
-    async def _taught(self, sample: Sample, pool: str) -> Sample:
+    async def _taught(self, sample: Sample, group: GroupSpec) -> Sample:
         """Returns the sample with what a teacher makes of its response."""
+        pool, count = group.teacher_pool, group.teacher_top_count
         if sample.media:
             raise TeacherSeesNoImagesError(sample.sample_id, pool)
-        if not sample.response_length:
-            return replace(sample, columns={**sample.columns, TEACHER: np.zeros(0, np.float32)})
-        tokens = sample.token_ids.tolist()
-        try:
-            scores = await self._sampler.score(
-                tokens, sample.prompt_length, 0, VersionBounds(), pool
-            )
-        except RemoteError as error:
-            raise EngineError(error, 1) from None
-        logprobs = np.asarray(scores.logprobs, dtype=np.float32)
-        return replace(sample, columns={**sample.columns, TEACHER: logprobs})
+        scores = TokenScores(logprobs=(), top=())
+        if sample.response_length:
+            tokens = sample.token_ids.tolist()
+            try:
+                scores = await self._sampler.score(
+                    tokens, sample.prompt_length, count, VersionBounds(), pool
+                )
+            except RemoteError as error:
+                raise EngineError(error, 1) from None
+        columns = {**sample.columns, TEACHER: np.asarray(scores.logprobs, dtype=np.float32)}
+        if count:
+            columns |= _top_of(scores, count, sample, pool)
+        return replace(sample, columns=columns)
 
     async def _tokenise(self, task: Task, images: SampleImages) -> Passage:
         if task.messages:
@@ -303,6 +322,23 @@ class GroupRunner:
             ids = [delta.token_ids for delta in deltas]
             texts = await off_loop(sum(map(len, ids)), partial(self._tokenizer.decode, ids))
         return [response_of(delta, text) for delta, text in zip(deltas, texts, strict=True)]
+
+
+def _top_of(
+    scores: TokenScores, count: int, sample: Sample, pool: str
+) -> dict[str, np.ndarray | float]:
+    """Raises TeacherTopError where the engines named more or fewer tokens, or for fewer places."""
+    if len(scores.top) != sample.response_length or any(
+        len(place) != count for place in scores.top
+    ):
+        raise TeacherTopError(sample.sample_id, pool, count)
+    ids = [[token for token, _ in place] for place in scores.top]
+    logprobs = [[value for _, value in place] for place in scores.top]
+    names, shape = top_columns(count), (-1, count)
+    return {
+        names[0]: np.array(ids, np.int32).reshape(shape),
+        names[1]: np.array(logprobs, np.float32).reshape(shape),
+    }
 
 
 def _check(sample: Sample) -> None:

@@ -33,7 +33,7 @@ from sluice.api.rollout.v1 import trace_pb2
 from sluice.runtime import wire
 from sluice.runtime.errors import InvalidFieldError, ServiceError
 from sluice.samples.blobs import BlobReference
-from sluice.samples.sample import SCORE_PREFIX, Sample, media_of
+from sluice.samples.sample import MOST_TOP, SCORE_PREFIX, Sample, media_of
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +136,12 @@ def groups_from_proto(request: pb.RolloutRequest) -> list[GroupSpec]:
         seen.add(group.group_id)
         if len(group.seeds) not in (0, request.sample_count):
             raise InvalidFieldError(f"{field}.seeds", f"must be none or {request.sample_count}")
+        if not 0 <= group.teacher_top_count <= MOST_TOP:
+            raise InvalidFieldError(f"{field}.teacher_top_count", f"must be within 0..{MOST_TOP}")
+        if group.teacher_top_count and not group.teacher_pool:
+            raise InvalidFieldError(
+                f"{field}.teacher_top_count", "has no effect without teacher_pool"
+            )
         kind = group.WhichOneof("task")
         if kind is None:
             raise InvalidFieldError(f"{field}.task", "needs an index or a row")
@@ -150,6 +156,7 @@ def groups_from_proto(request: pb.RolloutRequest) -> list[GroupSpec]:
                 task=task,
                 seeds=tuple(group.seeds),
                 teacher_pool=group.teacher_pool,
+                teacher_top_count=group.teacher_top_count,
             )
         )
     return groups

@@ -27,7 +27,7 @@ from sluice.runtime.wire import blob_from_proto, blob_to_proto
 from sluice.samples.arrow import InvalidGroupError, decode_group, encode_group, read_facts
 from sluice.samples.blobs import BlobNotFoundError, BlobReference, BlobStore
 from sluice.samples.sample import (
-    COLUMNS,
+    KNOWN_COLUMNS,
     RowFacts,
     Sample,
     count_trained,
@@ -234,7 +234,7 @@ def check_names(names: Sequence[str]) -> None:
     for index, name in enumerate(names):
         if find_column(name) is None:
             raise InvalidFieldError(
-                f"columns[{index}]", f"{name!r} is unknown; known: {', '.join(COLUMNS)}, score/*"
+                f"columns[{index}]", f"{name!r} is unknown; known: {KNOWN_COLUMNS}"
             )
 
 

@@ -13,7 +13,7 @@ import torch
 from services.trainer.backend import (
     Row,
 )
-from services.trainer.rows import RowLimits, blob_errors, read_rows
+from services.trainer.rows import RowLimits, blob_errors, check_top, read_rows
 from sluice.algo.advantages import (
     AdvantageColumns,
     AdvantageRow,
@@ -38,8 +38,8 @@ from sluice.samples.sample import MediaSpan, Sample
 class OwnedRow:
     """A row by its position in the upload order; `columns` grow as passes add to them.
 
-    token_ids: int64[length]. loss_mask: bool[response]. columns: float32[response] by name.
-    scalars: per-sample columns.
+    token_ids: int64[length]. loss_mask: bool[response]. columns: float32[response] by name, wide
+    ones [response, n], ids among them int32. scalars: per-sample columns.
     """
 
     sample_id: str
@@ -99,13 +99,19 @@ class RowTable:
             self._limits.check_image(images[span.digest], sample.sample_id, span)
 
     def set_columns(self, command: pb.SetColumns) -> None:
-        """Raises InvalidFieldError where a new mask would train on an image's tokens."""
+        """Raises InvalidFieldError where a new mask would train on an image's tokens.
+
+        And for likeliest tokens that are none.
+        """
         batch = self._batches[command.batch_id]
         reference = blob_from_proto(command.rows.blob)
         with blob_errors(reference):
             samples = decode_group(self._blobs.get(reference), command.rows.indices)
         for row, sample in zip(command.rows.rows, samples, strict=True):
             _check_mask(batch[row], sample)
+            self._limits.check_named(sample)
+            trained = sample.columns.get("loss_mask", batch[row].loss_mask.numpy())
+            check_top(sample, np.asarray(trained))
         for row, sample in zip(command.rows.rows, samples, strict=True):
             _set_columns(batch[row], sample)
 

@@ -30,6 +30,7 @@ from sluice.algo.spec import LossSpec
 StartBackend = Callable[..., TrainingBackend]
 
 VOCABULARY = 53
+NAMED = 5  # tokens that a teacher names at each place
 PAD = 7  # drawn like any other token: it is trained like any other
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -108,6 +109,9 @@ def make_row(
     """A row with random signals; the third response token is masked out."""
     generator = torch.Generator().manual_seed(seed)
     length = len(response)
+    teacher = torch.Generator().manual_seed(seed + 1)
+    named = torch.rand(length, VOCABULARY, generator=teacher).argsort(1)[:, :NAMED]
+    taught = torch.randn(length, NAMED + 1, generator=teacher).log_softmax(1)[:, :NAMED]
     mask = torch.ones(length, dtype=torch.bool)
     if length > 2:
         mask[2] = False
@@ -121,6 +125,8 @@ def make_row(
             "rollout_logprobs": torch.randn(length, generator=generator) * 0.3 - 3.5,
             "advantages": torch.randn(length, generator=generator),
             "reference_logprobs": torch.randn(length, generator=generator) * 0.3 - 3.5,
+            f"teacher_top_ids/{NAMED}": named.int(),
+            f"teacher_top_logprobs/{NAMED}": taught,
         },
         **fields,
     )
@@ -186,6 +192,10 @@ class Oracle:
             loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
             total = total + row.loss_weight * loss[row.loss_mask].sum()
         return total
+
+    def named_logprobs(self, row: Row) -> torch.Tensor:
+        """[response, NAMED]: of the tokens that the teacher named."""
+        return self._table(row, 1.0).gather(1, row.columns[f"teacher_top_ids/{NAMED}"].long())
 
     def step(self, loss: torch.Tensor, normalizer: float) -> float:
         """Apply the gradients of loss / normalizer; returns their norm before clipping."""

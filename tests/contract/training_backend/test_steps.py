@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from services.trainer.backend import Row, StepOutcome, TrainingBackend
 from sluice.algo.spec import LossSpec
 from tests.contract.training_backend.cases import (
+    NAMED,
     OPTIM,
     PPO,
     Model,
@@ -75,9 +76,26 @@ def likelihood(oracle: Oracle, rows: list[Row]) -> torch.Tensor:
     )
 
 
+def divergence_from_teacher(oracle: Oracle, rows: list[Row]) -> torch.Tensor:
+    """KL(teacher || student) of the tokens that it named and of all others together."""
+    total = torch.zeros(())
+    for row in rows:
+        teacher = row.columns[f"teacher_top_logprobs/{NAMED}"].exp()
+        student = oracle.named_logprobs(row).exp()
+        kl = (teacher * (teacher / student).log()).sum(1)
+        rest, students = 1 - teacher.sum(1), 1 - student.sum(1)
+        kl = kl + rest * (rest / students).log()
+        total = total + row.loss_weight * kl[row.loss_mask].sum()
+    return total
+
+
+TAUGHT = LossSpec(name="topk_forward_kl", settings={"top_count": NAMED})
+
+
 @pytest.mark.parametrize(
     ("spec", "formula"),
     [
+        (TAUGHT, divergence_from_teacher),
         (
             LossSpec(name="ppo_clip", clip_low=0.2, kl_coefficient=0.1, entropy_coefficient=0.05),
             kl_and_entropy,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -36,8 +37,9 @@ from services.trainer.staging import StagedCheckpoint
 from sluice import platform
 from sluice.algo.collectives import create_collectives
 from sluice.algo.logprobs import EntropyMode
-from sluice.algo.losses import check_columns, compute_loss, pack_rows
+from sluice.algo.losses import check_columns, compute_loss, pack_named, pack_rows
 from sluice.algo.spec import LossSpec, required_columns
+from sluice.samples.sample import top_columns
 from sluice.weights.manifest import ShardFile
 from sluice.weights.shards import PublishedShards, ShardWrite
 
@@ -106,7 +108,8 @@ class FsdpBackend(TrainingBackend):
             self._policy.root.set_requires_gradient_sync(
                 is_last or self._config.fsdp.reduce == "micro_batch"
             )
-            outputs_T, entropy_T = self._policy.root(layout, asked)
+            named = pack_named(rows or [_dummy_of(loss)], loss)
+            outputs_T, entropy_T = self._policy.root(layout, replace(asked, named=named))
             if not rows:
                 (outputs_T.sum() * 0.0).backward()
                 continue
@@ -213,6 +216,14 @@ class FsdpBackend(TrainingBackend):
         needed = required_columns(loss)
         for row in (row for rows in micro_batches for row in rows):
             check_columns(needed, row.columns, f"sample {row.sample_id}")
+
+
+def _dummy_of(loss: LossSpec) -> Row:
+    """The dummy, with tokens that a teacher named where the loss reads some."""
+    if not loss.loss.top_count:
+        return DUMMY
+    ids, _ = top_columns(loss.loss.top_count)
+    return replace(DUMMY, columns={ids: torch.zeros(1, loss.loss.top_count, dtype=torch.int32)})
 
 
 def _asked_of(loss: LossSpec) -> Asked:

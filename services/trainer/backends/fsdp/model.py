@@ -34,6 +34,7 @@ from services.trainer.backends.reference.model import (
     MAX_LOGITS,
     PackedLayout,
     errors_only,
+    with_named,
 )
 from services.trainer.config import Head
 from sluice.algo.logprobs import EntropyMode, linear_logprobs, token_logprobs
@@ -44,10 +45,14 @@ NEW_HEAD = {"score.weight", "score.bias"}  # zero where a checkpoint is a langua
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a pass is to give: log-probs and entropy, or (without a temperature) values."""
+    """What a pass is to give: log-probs and entropy, or (without a temperature) values.
+
+    named: further tokens at each place, int64[R, K], as `ScoredModel.score` has them.
+    """
 
     temperature: float | None = None
     entropy: EntropyMode = "off"
+    named: torch.Tensor | None = None
 
 
 class PolicyRoot(torch.nn.Module):
@@ -72,7 +77,7 @@ class PolicyRoot(torch.nn.Module):
         picked_RH = output.last_hidden_state[0].index_select(0, layout.predictors)
         if asked.temperature is None:
             return self.model.score(picked_RH.float())[:, 0], None
-        return self._score(picked_RH, layout.targets, asked)
+        return self._score(picked_RH, with_named(layout.targets, asked.named), asked)
 
     def _score(
         self, picked_RH: torch.Tensor, targets: torch.Tensor, asked: Asked

@@ -45,7 +45,7 @@ from services.trainer.config import Head, TrainerConfig
 from services.trainer.parking import HeldTensors
 from services.trainer.staging import StagedCheckpoint
 from sluice import platform
-from sluice.algo.losses import check_columns, compute_loss, pack_rows
+from sluice.algo.losses import check_columns, compute_loss, pack_named, pack_rows
 from sluice.algo.spec import LossSpec, required_columns
 from sluice.weights.manifest import ShardFile
 from sluice.weights.shards import PublishedShards, ShardWrite
@@ -302,6 +302,7 @@ class ChunkPasses:
             batch,
             temperature=spec.temperature or 1.0,
             entropy="gradient" if spec.has_entropy_gradient else "metric",
+            named_RK=None if self.head.gives_values else pack_named(batch.rows, spec),
         )
         terms = compute_loss(
             pack_rows(batch.rows, spec, responses.outputs, responses.entropy), spec

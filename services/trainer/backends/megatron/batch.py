@@ -19,7 +19,8 @@ class PackedBatch:
     """T tokens of this rank, out of context_size * T of the pack; R response tokens in row order.
 
     local_predictors: int64[L], the tokens of this rank that predict a response token, and
-    targets: int64[L], what they predict. places: int64[R], where the predictor of each response
+    targets: int64[L], what they predict. own_responses: int64[L], which of the pack's response
+    tokens those are. places: int64[R], where the predictor of each response
     token stands among the tokens of all context ranks in rank order. context: those ranks.
     """
 
@@ -29,6 +30,7 @@ class PackedBatch:
     position_ids: torch.Tensor  # int64[1, T], or [3, 1, T] of a model that sees
     local_predictors: torch.Tensor
     targets: torch.Tensor
+    own_responses: torch.Tensor
     places: torch.Tensor
     runs: PackRuns
     context: Collectives
@@ -66,6 +68,7 @@ def pack_batch(
     )
     responses = layout.responses([row.prompt_length for row in rows])
     rank = context.rank
+    own = responses.share(rank)
     pieces = layout.pieces(rank)
     parts = [torch.zeros(0, dtype=torch.int64)]
     parts += [row.token_ids[row.prompt_length :].long() for row in rows]
@@ -76,7 +79,8 @@ def pack_batch(
         token_ids=_tokens(rows, layout, rank)[None].to(device),
         position_ids=position_ids,
         local_predictors=responses.slots(rank).to(device),
-        targets=torch.cat(parts)[responses.share(rank)].to(device),
+        targets=torch.cat(parts)[own].to(device),
+        own_responses=own,
         places=responses.places.to(device),
         runs=PackRuns(
             qkv_format="sbhd",

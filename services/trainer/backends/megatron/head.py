@@ -81,7 +81,10 @@ MAX_LOGITS = 1 << 26  # entries of one rank; more are made in chunks, once more 
 
 @dataclass(frozen=True)
 class ResponseOutputs:
-    """float32[R] over the response tokens of a pack in row order, equal on all its ranks."""
+    """float32[R] over the response tokens of a pack in row order, equal on all its ranks.
+
+    outputs: float32[R, 1 + K] where K further tokens were asked for at each place.
+    """
 
     outputs: torch.Tensor
     entropy: torch.Tensor | None
@@ -106,29 +109,41 @@ class OutputHead:
             layer.forward = _pass_hidden_on if not layer.sequence_parallel else _gather_hidden
 
     def responses(
-        self, output: torch.Tensor, batch: PackedBatch, *, temperature: float, entropy: EntropyMode
+        self,
+        output: torch.Tensor,
+        batch: PackedBatch,
+        *,
+        temperature: float,
+        entropy: EntropyMode,
+        named_RK: torch.Tensor | None = None,
     ) -> ResponseOutputs:
-        """Returns what the model's output for `batch` says of the response tokens."""
+        """Returns what the model's output for `batch` says of the response tokens.
+
+        named_RK: int64[R, K], further tokens at each place of the pack.
+        """
         if self.gives_values:
             local = output[0].index_select(0, batch.local_predictors)[:, 0]
             return ResponseOutputs(_over_context(local[:, None], batch)[:, 0], None)
         hidden_LH, weight_VH = output[0].index_select(0, batch.local_predictors), self._weight()
+        targets = batch.targets
+        if named_RK is not None:
+            local_LK = named_RK[batch.own_responses].to(targets.device)
+            targets = torch.cat([targets[:, None], local_LK], dim=1)
         options: Any = {"temperature": temperature, "entropy": entropy, "vocab": self._shard()}
         wider = self._float32 and weight_VH.dtype != torch.float32
         if len(hidden_LH) * len(weight_VH) <= MAX_LOGITS and not wider:
             whole_LH = copy_to_tensor_model_parallel_region(hidden_LH)  # its gradient is summed
             logits_LV = torch.nn.functional.linear(whole_LH, weight_VH)
-            logprobs, entropies = token_logprobs(
-                logits_LV, batch.targets, reuse_logits=True, **options
-            )
+            logprobs, entropies = token_logprobs(logits_LV, targets, reuse_logits=True, **options)
         else:
             logprobs, entropies = linear_logprobs(
-                hidden_LH, weight_VH, batch.targets, float32=wider, **options
+                hidden_LH, weight_VH, targets, float32=wider, **options
             )
         if entropy == "off":
             return ResponseOutputs(_over_context(logprobs[:, None], batch)[:, 0], None)
-        both = _over_context(torch.stack((logprobs, entropies), dim=1), batch)
-        return ResponseOutputs(both[:, 0], both[:, 1])
+        columns = logprobs.view(len(logprobs), -1)
+        both = _over_context(torch.cat((columns, entropies[:, None]), dim=1), batch)
+        return ResponseOutputs(both[:, 0] if named_RK is None else both[:, :-1], both[:, -1])
 
     def _weight(self) -> torch.Tensor:
         if getattr(self._owner, "share_embeddings_and_output_weights", False):

@@ -31,7 +31,7 @@ from services.trainer.staging import StagedCheckpoint
 from sluice import platform
 from sluice.algo.collectives import create_collectives
 from sluice.algo.logprobs import EntropyMode
-from sluice.algo.losses import compute_loss, pack_rows
+from sluice.algo.losses import compute_loss, pack_named, pack_rows
 from sluice.algo.spec import LossSpec
 from sluice.imports import uncompiled
 from sluice.vision import Features
@@ -176,13 +176,14 @@ class ReferenceBackend(TrainingBackend):
     def _run(
         self, rows: MicroBatch, features: Features, loss: LossSpec
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probs and entropy, or values and none, float32[R]."""
+        """Log-probs and entropy, or values and none, float32[R]; see `ScoredModel.score`."""
         entropy: EntropyMode = "gradient" if loss.has_entropy_gradient else "metric"
         options: Any = {"temperature": loss.temperature or 1.0, "entropy": entropy}
         with self._precision():
             if loss.loss.head == "value":
                 return self._policy.value(rows, features), None
-            return self._policy.score(rows, features, **options)
+            named_RK = pack_named(rows, loss)
+            return self._policy.score(rows, features, named_RK=named_RK, **options)
 
     def _reduce(self, gradients: torch.Tensor) -> None:
         if self._ranks is not None:

@@ -253,11 +253,18 @@ class ScoredModel:
         return values_R1[:, 0]
 
     def score(
-        self, rows: MicroBatch, features: Features, *, temperature: float, entropy: EntropyMode
+        self,
+        rows: MicroBatch,
+        features: Features,
+        *,
+        temperature: float,
+        entropy: EntropyMode,
+        named_RK: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (log-probs, entropy) of all response tokens, float32[R], rows in order.
 
-        features: what `see` made of the rows, or of more.
+        features: what `see` made of the rows, or of more. named_RK: further tokens at each place,
+        int64[R, K], whose log-probs are to follow the response token's: float32[R, 1 + K].
         """
         layout, hidden_TH = self._run(rows, features)
         weight_VH = self.model.get_output_embeddings().weight
@@ -267,11 +274,12 @@ class ScoredModel:
         dtype = torch.get_autocast_dtype(kind) if narrow else torch.float32
         picked_RH, weight_VH = picked_RH.to(dtype), weight_VH.to(dtype)
         options: Any = {"temperature": temperature, "entropy": entropy}
+        targets = with_named(layout.targets, named_RK)
         with torch.autocast(kind, enabled=False):
-            if len(layout.targets) * len(weight_VH) > MAX_LOGITS:
-                return linear_logprobs(picked_RH, weight_VH, layout.targets, **options)
+            if len(targets) * len(weight_VH) > MAX_LOGITS:
+                return linear_logprobs(picked_RH, weight_VH, targets, **options)
             logits_RV = linear(picked_RH, weight_VH)
-            return token_logprobs(logits_RV, layout.targets, reuse_logits=True, **options)
+            return token_logprobs(logits_RV, targets, reuse_logits=True, **options)
 
     def _run(self, rows: MicroBatch, features: Features) -> tuple[PackedLayout, torch.Tensor]:
         """The pack, and the last hidden states of its tokens."""
@@ -301,6 +309,13 @@ class ScoredModel:
             **inputs,
         )
         return layout, output.last_hidden_state[0]
+
+
+def with_named(targets_R: torch.Tensor, named_RK: torch.Tensor | None) -> torch.Tensor:
+    """The response tokens, with those that a teacher named behind each, if any are."""
+    if named_RK is None:
+        return targets_R
+    return torch.cat([targets_R[:, None], named_RK.to(targets_R.device)], dim=1)
 
 
 def _load(path: str, config: PretrainedConfig, head: Head) -> Any:

@@ -78,15 +78,23 @@ class BoolValues(_message.Message):
     values: _containers.RepeatedScalarFieldContainer[bool]
     def __init__(self, values: _Optional[_Iterable[bool]] = ...) -> None: ...
 
+class WideValues(_message.Message):
+    __slots__ = ("values",)
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: bytes
+    def __init__(self, values: _Optional[bytes] = ...) -> None: ...
+
 class Column(_message.Message):
-    __slots__ = ("floats", "bools", "scalar")
+    __slots__ = ("floats", "bools", "scalar", "wide")
     FLOATS_FIELD_NUMBER: _ClassVar[int]
     BOOLS_FIELD_NUMBER: _ClassVar[int]
     SCALAR_FIELD_NUMBER: _ClassVar[int]
+    WIDE_FIELD_NUMBER: _ClassVar[int]
     floats: FloatValues
     bools: BoolValues
     scalar: float
-    def __init__(self, floats: _Optional[_Union[FloatValues, _Mapping]] = ..., bools: _Optional[_Union[BoolValues, _Mapping]] = ..., scalar: _Optional[float] = ...) -> None: ...
+    wide: WideValues
+    def __init__(self, floats: _Optional[_Union[FloatValues, _Mapping]] = ..., bools: _Optional[_Union[BoolValues, _Mapping]] = ..., scalar: _Optional[float] = ..., wide: _Optional[_Union[WideValues, _Mapping]] = ...) -> None: ...
 
 class RoutedExperts(_message.Message):
     __slots__ = ("layer_count", "choice_count", "experts")

@@ -24,18 +24,20 @@ class EnvironmentSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., settings: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
 
 class GroupRequest(_message.Message):
-    __slots__ = ("group_id", "index", "row", "seeds", "teacher_pool")
+    __slots__ = ("group_id", "index", "row", "seeds", "teacher_pool", "teacher_top_count")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     ROW_FIELD_NUMBER: _ClassVar[int]
     SEEDS_FIELD_NUMBER: _ClassVar[int]
     TEACHER_POOL_FIELD_NUMBER: _ClassVar[int]
+    TEACHER_TOP_COUNT_FIELD_NUMBER: _ClassVar[int]
     group_id: str
     index: int
     row: _struct_pb2.Struct
     seeds: _containers.RepeatedScalarFieldContainer[int]
     teacher_pool: str
-    def __init__(self, group_id: _Optional[str] = ..., index: _Optional[int] = ..., row: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., seeds: _Optional[_Iterable[int]] = ..., teacher_pool: _Optional[str] = ...) -> None: ...
+    teacher_top_count: int
+    def __init__(self, group_id: _Optional[str] = ..., index: _Optional[int] = ..., row: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., seeds: _Optional[_Iterable[int]] = ..., teacher_pool: _Optional[str] = ..., teacher_top_count: _Optional[int] = ...) -> None: ...
 
 class RolloutRequest(_message.Message):
     __slots__ = ("request_id", "groups", "environment", "sampling", "sample_count", "versions", "group_timeout", "pool")
