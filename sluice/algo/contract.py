@@ -142,7 +142,7 @@ def measured_for(spec: LossSpec, parts: Sequence[LossInputs]) -> LossSpec:
 
 
 def differentiate(spec: LossSpec, inputs: LossInputs) -> tuple[LossTerms, torch.Tensor]:
-    """Returns the terms, and the gradient by the outputs, float64[T, 1 + K]: those of `top` last."""
+    """Returns the terms, and the gradient by the outputs and then `top`, float64[T, 1 + K]."""
     terms = compute_loss(inputs, spec)
     if not terms.loss.requires_grad:
         raise BrokenContractError("the loss has no gradient at all: were the outputs detached?")

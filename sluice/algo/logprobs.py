@@ -91,8 +91,7 @@ def token_logprobs(
         temperature, entropy, chunk_rows, vocab, targets_T, logits_TV.shape[1], logits_TV.device
     )
     apply: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _TokenLogprobs.apply
-    logprobs_TK, entropy_T = apply(logits_TV, _several(targets_T), options, reuse_logits)
-    return logprobs_TK.view(targets_T.shape), entropy_T
+    return apply(logits_TV, targets_T, options, reuse_logits)
 
 
 def linear_logprobs(
@@ -124,12 +123,7 @@ def linear_logprobs(
     if float32:
         options = replace(options, float32=True)
     apply: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _LinearLogprobs.apply
-    logprobs_TK, entropy_T = apply(hidden_TH, weight_VH, _several(targets_T), options)
-    return logprobs_TK.view(targets_T.shape), entropy_T
-
-
-def _several(targets_T: torch.Tensor) -> torch.Tensor:
-    return targets_T[:, None] if targets_T.ndim == 1 else targets_T
+    return apply(hidden_TH, weight_VH, targets_T, options)
 
 
 def float32_logits(hidden_TH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
@@ -286,6 +280,11 @@ def _local_targets(
     return local_RK.clamp(0, max(0, columns - 1)), owned_RK
 
 
+def _columns(values_T: torch.Tensor) -> torch.Tensor:
+    """One number a row as one column."""
+    return values_T[:, None] if values_T.ndim == 1 else values_T
+
+
 def _row_blocks(rows: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
@@ -295,11 +294,12 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any,
         logits_TV: torch.Tensor,
-        targets_TK: torch.Tensor,
+        targets_T: torch.Tensor,
         options: _RowOptions,
         reuse_logits: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         real = options.vocab.real_columns(logits_TV.shape[1])
+        targets_TK = _columns(targets_T)
         sums = _RowSums(logits_TV, targets_TK, options)
         for rows in _row_blocks(len(logits_TV), options.block_rows):
             sums.add_rows(rows.start, logits_TV[rows, :real], targets_TK[rows])
@@ -308,18 +308,20 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.options, ctx.reuse_logits = options, reuse_logits
         if options.entropy != "gradient":
             ctx.mark_non_differentiable(entropy_T)
-        return logprobs_TK, entropy_T
+        return logprobs_TK.view(targets_T.shape), entropy_T
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logprobs_TK: torch.Tensor, grad_entropy_T: torch.Tensor
+        ctx: Any, grad_logprobs_T: torch.Tensor, grad_entropy_T: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, None]:
         logits_TV, targets_TK, entropy_T, max_T, log_total_T = ctx.saved_tensors
         options: _RowOptions = ctx.options
         grad_TV = logits_TV.detach() if ctx.reuse_logits else torch.empty_like(logits_TV)
         real = options.vocab.real_columns(logits_TV.shape[1])
-        gradients = _RowGradients(grad_logprobs_TK, grad_entropy_T, entropy_T, max_T, log_total_T)
+        gradients = _RowGradients(
+            _columns(grad_logprobs_T), grad_entropy_T, entropy_T, max_T, log_total_T
+        )
         for rows in _row_blocks(len(logits_TV), options.block_rows):
             gradients.write(
                 rows, logits_TV[rows, :real], targets_TK[rows], grad_TV[rows, :real], options
@@ -334,11 +336,12 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx: Any,
         hidden_TH: torch.Tensor,
         weight_VH: torch.Tensor,
-        targets_TK: torch.Tensor,
+        targets_T: torch.Tensor,
         options: _RowOptions,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         real_VH = weight_VH[: options.vocab.real_columns(len(weight_VH))]
         real_VH = _factor(real_VH) if options.float32 else real_VH
+        targets_TK = _columns(targets_T)
         sums = _RowSums(hidden_TH, targets_TK, options)
         buffer_RV = _chunk_buffer(hidden_TH, real_VH, options)
         for rows in _row_blocks(len(hidden_TH), options.chunk_rows):
@@ -352,12 +355,12 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.options = options
         if options.entropy != "gradient":
             ctx.mark_non_differentiable(entropy_T)
-        return logprobs_TK, entropy_T
+        return logprobs_TK.view(targets_T.shape), entropy_T
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logprobs_TK: torch.Tensor, grad_entropy_T: torch.Tensor
+        ctx: Any, grad_logprobs_T: torch.Tensor, grad_entropy_T: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         hidden_TH, weight_VH, targets_TK, entropy_T, max_T, log_total_T = ctx.saved_tensors
         options: _RowOptions = ctx.options
@@ -367,7 +370,9 @@ class _LinearLogprobs(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden_TH = hidden_TH.new_empty(hidden_TH.shape) if needs_hidden else None
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=dtype) if needs_weight else None
-        gradients = _RowGradients(grad_logprobs_TK, grad_entropy_T, entropy_T, max_T, log_total_T)
+        gradients = _RowGradients(
+            _columns(grad_logprobs_T), grad_entropy_T, entropy_T, max_T, log_total_T
+        )
         buffer_RV = _chunk_buffer(hidden_TH, real_VH, options)
         for rows in _row_blocks(len(hidden_TH), options.chunk_rows):
             chunk_RV = buffer_RV[: rows.stop - rows.start]

@@ -46,7 +46,8 @@ class LossInputs:
     sample_index: int64[T], the sample of each token, in [0, N).
     sample_weights: float[N], factor of each sample's summed token losses (see aggregation.py).
     columns: float[T] by name, or several numbers a token. top: float[T, K], log-probs of the
-    tokens that a teacher named, where the loss reads them; requires grad. entropy: float[T] when there is a metric or a bonus to make.
+    tokens that a teacher named, where the loss reads them; requires grad.
+    entropy: float[T] when there is a metric or a bonus to make.
     sample_keys: int64[N], a number of each sample that no split changes; absent is all 0.
     fixed: float[T], what stands for the outputs where they have no gradient; absent is themselves.
     """

@@ -38,7 +38,8 @@ class Tokens:
     same numbers without one. old: float[T], log-probs of the old policy, where the loss has one.
     mask: bool[T]. sample_index: int64[T] in [0, sample_count). columns: float[T] by name, or
     float[T, K]. top: float[T, K], log-probs of the tokens that a teacher named, where the loss has
-    a `top_count` of K; has the gradient too. measured: what `Loss.measure` came to over all rows of the pass, by name.
+    a `top_count` of K; has the gradient too. measured: what `Loss.measure` came to over all rows of
+    the pass, by name.
     """
 
     outputs: torch.Tensor

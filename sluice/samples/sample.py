@@ -131,7 +131,10 @@ class ColumnLengthError(InvalidSampleError):
 
 @dataclass(frozen=True)
 class Column:
-    """A known signal: one value a response token, or `width` (0: one, no array), or one a sample."""
+    """A known signal: one value a response token, or one a sample.
+
+    width: numbers a response token in place of one value; 0 is one value.
+    """
 
     name: str
     per_token: bool

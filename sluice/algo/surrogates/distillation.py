@@ -84,7 +84,7 @@ def _kl(first_TJ: torch.Tensor, second_TJ: torch.Tensor) -> torch.Tensor:
 
 
 class TopForwardKl(TopDivergence):
-    """KL(teacher || student) = sum_j q_j (log q_j - log p_j): covers all that the teacher may say."""
+    """KL(teacher || student) = sum_j q_j (log q_j - log p_j): covers all the teacher may say."""
 
     def divergence(self, teacher_TJ: torch.Tensor, student_TJ: torch.Tensor) -> torch.Tensor:
         return _kl(teacher_TJ, student_TJ)
@@ -101,7 +101,7 @@ class TopReverseKl(TopDivergence):
 
 
 class TopJsd(TopDivergence):
-    """beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p (arXiv 2306.13649, eq. 1)."""
+    """beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p (arXiv 2306.13649)."""
 
     settings_type = JsdSettings
 

@@ -141,7 +141,7 @@ class OutputHead:
             )
         if entropy == "off":
             return ResponseOutputs(_over_context(logprobs[:, None], batch)[:, 0], None)
-        columns = logprobs.view(len(logprobs), -1)
+        columns = logprobs[:, None] if named_RK is None else logprobs
         both = _over_context(torch.cat((columns, entropies[:, None]), dim=1), batch)
         return ResponseOutputs(both[:, 0] if named_RK is None else both[:, :-1], both[:, -1])
 
