@@ -202,8 +202,8 @@ class _RowSums:
         torch.sum(weights_RV, dim=1, out=self.sums_NT[0, start:stop])
         torch.sum(weights_RV.mul_(scaled_RV), dim=1, out=self.sums_NT[1, start:stop])
 
-    def finish(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(logprobs_TK, entropy_T, log_total_T), after the group's two all-reduces.
+    def finish(self, like_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(log-probs shaped as `like_T`, entropy_T, log_total_T), after the two all-reduces.
 
         A token's probability is exp(x - max - log_total); the two are never added up, which
         would cost the digits of large logits.
@@ -218,12 +218,15 @@ class _RowSums:
             self.sums_NT[1].addcmul_(self.sums_NT[0], shift_T).mul_(weight_T)
             self.sums_NT[0].mul_(weight_T)
             collectives.all_reduce(self.sums_NT, "sum")
-        total_T, weighted_T, target_TK = self.sums_NT[0], self.sums_NT[1], self.sums_NT[2:].t()
+        total_T, weighted_T, target_KT = self.sums_NT[0], self.sums_NT[1], self.sums_NT[2:]
         log_total_T = total_T.log()
-        logprobs_TK = (target_TK - self.max_T[:, None] - log_total_T[:, None]).contiguous()
+        if like_T.ndim == 1:  # no view, which whoever wraps a model's outputs would warn of
+            logprobs_T = target_KT[0] - self.max_T - log_total_T
+        else:
+            logprobs_T = (target_KT - self.max_T - log_total_T).t().contiguous()
         if self.options.entropy == "off":
-            return logprobs_TK, torch.zeros_like(log_total_T), log_total_T
-        return logprobs_TK, log_total_T - weighted_T / total_T, log_total_T
+            return logprobs_T, torch.zeros_like(log_total_T), log_total_T
+        return logprobs_T, log_total_T - weighted_T / total_T, log_total_T
 
 
 @dataclass(frozen=True)
@@ -303,12 +306,12 @@ class _TokenLogprobs(torch.autograd.Function):
         sums = _RowSums(logits_TV, targets_TK, options)
         for rows in _row_blocks(len(logits_TV), options.block_rows):
             sums.add_rows(rows.start, logits_TV[rows, :real], targets_TK[rows])
-        logprobs_TK, entropy_T, log_total_T = sums.finish()
+        logprobs_T, entropy_T, log_total_T = sums.finish(targets_T)
         ctx.save_for_backward(logits_TV, targets_TK, entropy_T, sums.max_T, log_total_T)
         ctx.options, ctx.reuse_logits = options, reuse_logits
         if options.entropy != "gradient":
             ctx.mark_non_differentiable(entropy_T)
-        return logprobs_TK.view(targets_T.shape), entropy_T
+        return logprobs_T, entropy_T
 
     @staticmethod
     @once_differentiable
@@ -350,12 +353,12 @@ class _LinearLogprobs(torch.autograd.Function):
             for part in _sub_blocks(logits_RV, options):
                 at = rows.start + part.start
                 sums.add_rows(at, logits_RV[part], targets_TK[at : rows.start + part.stop])
-        logprobs_TK, entropy_T, log_total_T = sums.finish()
+        logprobs_T, entropy_T, log_total_T = sums.finish(targets_T)
         ctx.save_for_backward(hidden_TH, weight_VH, targets_TK, entropy_T, sums.max_T, log_total_T)
         ctx.options = options
         if options.entropy != "gradient":
             ctx.mark_non_differentiable(entropy_T)
-        return logprobs_TK.view(targets_T.shape), entropy_T
+        return logprobs_T, entropy_T
 
     @staticmethod
     @once_differentiable

@@ -28,7 +28,6 @@ from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.runtime.errors import InvalidFieldError
 from sluice.runtime.wire import advantage_to_proto, check_plugins, loss_to_proto
 
-READS_TOP = ("reference", "fsdp", "megatron")  # backends that score tokens which a teacher named
 ROWS_PER_COMMAND = 50_000  # of at most 20 bytes; a command has 1 MiB
 
 
@@ -62,11 +61,12 @@ class Algorithms:
             raise InvalidFieldError(
                 "loss.name", f"{spec.name} has no effect on a trainer of head {self._config.head}"
             )
-        if traits.reads_top and self._config.backend not in READS_TOP:
+        cut = self._config.megatron.tensor * self._config.megatron.context
+        if traits.reads_top and self._config.backend == "megatron" and cut > 1:
             raise InvalidFieldError(
                 "loss.name",
-                f"{spec.name} reads the tokens that a teacher named, which backend "
-                f"{self._config.backend} does not score; those that do: {', '.join(READS_TOP)}",
+                f"{spec.name} reads the tokens that a teacher named, which backend megatron scores "
+                "with megatron.tensor 1 and megatron.context 1 only; backend fsdp cuts otherwise",
             )
         return traits
 

@@ -278,7 +278,8 @@ def _input(row: OwnedRow) -> AdvantageRow:
         group_id=row.group_id,
         loss_mask=row.loss_mask,
         rewards=row.scalars,
-        columns=row.columns,
+        # an estimator reads one number a token
+        columns={name: values for name, values in row.columns.items() if values.ndim == 1},
         episode=int(row.scalars["episode"]) if "episode" in row.scalars else None,
     )
 

@@ -111,7 +111,7 @@ def test_other_losses(
 ) -> None:
     rows = ragged_rows()
     backend, oracle = start_backend(qwen3), Oracle(qwen3.load())
-    sums = backend.forward_backward([rows], spec)
+    sums = backend.forward_backward([rows, []], spec)
     loss = formula(oracle, rows)
     assert sums.loss == pytest.approx(loss.item(), rel=1e-4)
     assert step(backend).grad_norm == pytest.approx(oracle.step(loss, NORMALIZER), rel=1e-4)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sluice.client import EngineClient
+from sluice.client import EngineClient, RemoteError
 from sluice.samples.vocabulary import vocabulary_digest
 from tests.service.rollout.harness import (
     ENGINE,
@@ -77,6 +77,43 @@ async def test_rows_hold_what_the_teacher_s_model_makes_of_the_policy_s_tokens(
             assert np.abs(expected - own).max() > 1e-3, "the two models do not differ"
         kinds = set(group.trace.kinds)
         assert (11 in kinds) == (name != "g2"), "its time stands in the trace"
+
+
+async def test_rows_hold_what_the_teacher_finds_likeliest(
+    taught: Episodes, models: Models, store: Store
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(models.second, dtype=torch.float32).eval()
+    request = rollout_request(copy_rows(2), settings=DENSE)
+    for group in request.groups:
+        group.teacher_pool = "teacher"
+    request.groups[1].teacher_top_count = 3
+    finished = await taught.finished(request)
+    for sample in store.samples(finished["g0"]):
+        assert not [name for name in sample.columns if name.startswith("teacher_top")]
+    for sample in store.samples(finished["g1"]):
+        with torch.no_grad():
+            logits = model(torch.tensor(sample.token_ids[None].tolist())).logits[0].double()
+        likeliest = torch.log_softmax(logits, -1)[sample.prompt_length - 1 : -1].topk(3)
+        found = sample.columns["teacher_top_logprobs/3"]
+        np.testing.assert_allclose(found, likeliest.values, atol=1e-5)
+        np.testing.assert_array_equal(sample.columns["teacher_top_ids/3"], likeliest.indices)
+
+
+@pytest.mark.parametrize(("count", "pool"), [(-1, "teacher"), (1025, "teacher"), (3, "")])
+async def test_a_count_that_nobody_can_name_is_refused(
+    taught: Episodes, count: int, pool: str
+) -> None:
+    request = rollout_request(copy_rows(1), settings=DENSE)
+    request.groups[0].teacher_pool, request.groups[0].teacher_top_count = pool, count
+    with pytest.raises(RemoteError, match="teacher_top_count"):
+        await taught.finished(request)
+
+
+async def test_more_tokens_than_the_teacher_has_fail_the_group(taught: Episodes) -> None:
+    request = rollout_request(copy_rows(1), settings=DENSE)
+    request.groups[0].teacher_pool, request.groups[0].teacher_top_count = "teacher", 1024
+    (event,) = [event async for event in taught.client.rollout(request)]
+    assert "did not name 1024 tokens" in event.failed.error.message
 
 
 async def test_a_pool_of_nobody_costs_the_group_its_time_and_no_other(

@@ -19,6 +19,9 @@ SETTINGS = {
     "dppo": [{"high": 0.05}, {"divergence": "kl", "high": 0.02, "low": 0.01}],
     "clip_cov": [{"clip_low": 0.2, "low": 0.05, "share": 0.2}],
     "kl_cov": [{"share": 0.2}],
+    "topk_forward_kl": [{"top_count": 3}, {"top_count": 2, "tail": "renormalised"}],
+    "topk_reverse_kl": [{"top_count": 3}, {"top_count": 2, "tail": "renormalised"}],
+    "topk_jsd": [{"top_count": 3, "beta": 0.2}, {"top_count": 2, "tail": "renormalised"}],
     "value": [{}, {"value_clip": 0.1}],
 }
 SHIPPED_CASES = [(name, each) for name in SHIPPED["loss"] for each in SETTINGS.get(name, [{}])]

@@ -12,6 +12,7 @@ from sluice.loop.workers import check_teachers, load_prompts, teacher_of
 from sluice.samples.vocabulary import vocabulary_digest
 
 DISTIL = {"algorithm": {"advantage": {"name": "distillation"}}}
+TOP = {"algorithm": {"loss": {"name": "topk_jsd", "settings": {"top_count": 3}}}}
 ONE = {"big": {"pool": "teacher"}}
 TWO = {**ONE, "other": {"service": "other"}}
 BASE = {"run_dir": "r", "trainer": "t", "router": "r", "sampling": {"max_new_tokens": 5}}
@@ -79,6 +80,12 @@ def test_a_row_far_down_that_names_no_teacher_is_found_before_anything_runs(tmp_
             r"teachers: algorithm\.advantage\.teacher_coefficient learns from one",
         ),
         ({"teachers": ONE}, "no part of the algorithm learns from one"),
+        (TOP, r"teachers: algorithm\.loss\.name learns from one"),
+        ({**TOP, "teachers": {"big": {"service": "b"}}}, "teachers.big: a trainer names no"),
+        (
+            {"algorithm": {**TOP["algorithm"], **DISTIL["algorithm"]}, "teachers": ONE},
+            "advantage: has no effect with loss topk_jsd",
+        ),
         ({**DISTIL, "teachers": {"big": {}}}, "give one of pool, service and address"),
         ({**DISTIL, "teachers": {"big": {"pool": "a", "service": "b"}}}, "give one of"),
         ({**DISTIL, "teachers": {"../b": {"pool": "a"}}}, "a name has letters"),
