@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from typing import Any
 
 import pytest
@@ -204,6 +205,38 @@ def test_what_a_program_writes_never_breaks_the_reader(output: bytes) -> None:
 def test_hostile_lines_are_no_values_or_plain_ones(line: str) -> None:
     (value,) = read_values(line.encode(), 1)
     assert value.__class__ in (object, int, float, complex)
+
+
+@pytest.mark.parametrize("kind", ["set", "frozenset", "dict"])
+def test_members_of_one_hash_are_no_value(kind: str) -> None:
+    """A program may say 30,000 of them in its output: minutes of comparisons outside its walls."""
+
+    def said(count: int) -> bytes:
+        members = [["int", hex((2**61 - 1) * (one + 1))] for one in range(count)]
+        held = [part for one in members for part in (one, 1)] if kind == "dict" else members
+        return json.dumps([0, [kind, held]]).encode()
+
+    assert len(read_values(said(60), 1)[0]) == 60
+    assert read_values(said(2000), 1)[0].__class__ is object
+
+
+def test_an_assertion_that_would_not_count_is_refused() -> None:
+    tests = "assert f(1) == 1\nfor i in range(3):\n    assert f(i) == i"
+    with pytest.raises(TaskError, match="line 3: an assertion inside") as caught:
+        read_tests([tests])
+    assert "no Python" not in str(caught.value)
+    with pytest.raises(TaskError) as caught:
+        read_tests(["assert f(1) == f(2)"])
+    assert "no Python" not in str(caught.value)
+
+
+def test_the_last_block_of_python_is_found_in_one_pass() -> None:
+    def seconds(count: int) -> float:
+        begun = time.process_time()
+        find_program("```python\n" * count)
+        return time.process_time() - begun
+
+    assert seconds(32_000) < 100 * max(seconds(2_000), 1e-3)  # quadratic: 256 times
 
 
 def test_the_last_block_of_python_is_the_program() -> None:

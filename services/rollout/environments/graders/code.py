@@ -12,6 +12,7 @@ import math
 import operator
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -38,7 +39,8 @@ from sluice.sandbox.programs import (
     run_program,
 )
 
-_FENCE = re.compile(r"^```(?:python|py|python3)[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"```(?:python|py|python3)[ \t]*")
+_SAME_HASH = 64  # members of a set or dict with one hash: each is compared with the others
 _NO_ANSWER = object()
 _COMPARISONS = {ast.Eq: operator.eq, ast.Is: operator.is_}
 
@@ -161,8 +163,16 @@ def _feed(tests: OutputTests, limits: SandboxLimits, seconds: float, program: st
 
 def find_program(text: str) -> str:
     """Returns the last fenced block of Python in an answer, or all of it without one."""
-    blocks = _FENCE.findall(text if text.endswith("\n") else f"{text}\n")
-    return blocks[-1] if blocks else text
+    found = text
+    block: list[str] | None = None
+    for line in text.split("\n"):
+        if block is None:
+            block = [] if _FENCE.fullmatch(line) else None
+        elif line.rstrip(" \t") == "```":
+            found, block = "".join(f"{one}\n" for one in block), None
+        else:
+            block.append(line)
+    return found
 
 
 def read_tests(answers: Sequence[str]) -> ValueTests | OutputTests:
@@ -178,11 +188,14 @@ def read_tests(answers: Sequence[str]) -> ValueTests | OutputTests:
         steps, wanted = [], []
         for statement in tree.body:
             if not isinstance(statement, ast.Assert):
+                _check_counted(statement)
                 steps.append({"run": ast.unparse(statement)})
                 continue
             question, value = _split(statement)
             steps.append({"ask": question})
             wanted.append(value)
+    except TaskError:
+        raise
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise TaskError("row.answer", f"is no Python: {error}") from None
     if not wanted:
@@ -228,6 +241,17 @@ def _split(statement: ast.Assert) -> tuple[str, Wanted]:
         f"line {statement.lineno}: an assertion must compare with a literal (`assert f(2) == 4`) "
         "or be a call, with or without `not`: others can only be judged where the program cheats",
     )
+
+
+def _check_counted(statement: ast.stmt) -> None:
+    """Raises TaskError for an assertion in a loop, a function ...: it would judge nothing."""
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Assert):
+            raise TaskError(
+                "row.answer",
+                f"line {node.lineno}: an assertion inside of another statement would not count: "
+                "the program could pass it over; write it out at the margin",
+            )
 
 
 def _closeness(call: ast.Call) -> tuple[str, Wanted] | None:
@@ -283,11 +307,22 @@ def _value(coded: Any) -> Any:
         return int(held, 16)
     items: Iterator[Any] = map(_value, held)
     if kind == "dict":
-        return dict(zip(items, items, strict=True))
+        keys, values = zip(*zip(items, items, strict=True), strict=True) if held else ((), ())
+        return dict(zip(_spread(keys), values, strict=True))
+    if kind in ("set", "frozenset"):
+        items = iter(_spread(list(items)))
     kinds: dict[Any, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
     if kind not in kinds:
         raise ValueError(f"a value of kind {kind}")
     return kinds[kind](items)
+
+
+def _spread(members: Sequence[Any]) -> Sequence[Any]:
+    """Returns the members of a set; ValueError where they would take quadratic time to compare."""
+    counts = Counter(map(hash, members))
+    if counts and max(counts.values()) > _SAME_HASH:
+        raise ValueError("members whose hashes are the same")
+    return members
 
 
 def _holds(value: Any, wanted: Wanted) -> bool:
