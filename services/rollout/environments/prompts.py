@@ -74,7 +74,7 @@ class PromptsEnvironment(Environment):
 
     @classmethod
     def urls(cls, settings: PromptsSettings) -> Mapping[str, str]:
-        asks = settings.reward in ("remote", "judge")
+        asks = settings.reward in ("remote", "judge", "reward_model")
         url = settings.reward_settings.get("url") if asks else None
         return {"reward_settings.url": url} if isinstance(url, str) else {}
 

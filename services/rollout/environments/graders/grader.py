@@ -34,6 +34,7 @@ GRADERS = {  # nothing heavy is imported until chosen
     "code": f"{_HERE}.code:Code",
     "remote": f"{_HERE}.remote:Remote",
     "judge": f"{_HERE}.judge:ModelJudge",
+    "reward_model": f"{_HERE}.reward_model:RewardModel",
 }
 
 
