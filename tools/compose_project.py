@@ -77,6 +77,10 @@ class Container:
         return str(self.state["Config"]["User"])
 
     @property
+    def image(self) -> str:
+        return str(self.state["Config"]["Image"])
+
+    @property
     def restart_policy(self) -> str:
         return str(self.state["HostConfig"]["RestartPolicy"]["Name"])
 

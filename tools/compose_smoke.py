@@ -1,7 +1,8 @@
 """Brings deploy/compose.yaml up, trains on it, kills every main process, reads every metric.
 
-Needs a Docker engine with compose v2. The last line of its output is
-`compose: up_seconds=<s> reward_last=<y> targets_up=<n>/<n> metrics=<m>`.
+Then the same files with those that lie over them: under TLS, with Megatron, with SGLang; those of
+accelerators are only rendered. Needs a Docker engine with compose v2. The last line of its output is
+`compose: up_seconds=<s> reward_last=<y> targets_up=<n>/<n> metrics=<m> overlays=<n> of=<n>`.
 """
 
 from __future__ import annotations
@@ -56,6 +57,10 @@ MOVED = [  # a run leaves none of these at 0
     "sluice_router_leases_total",
     "sluice_router_releases_total",
 ]
+OVERLAYS = {"megatron": ["trainer"], "sglang": ["rollout-0", "rollout-1"]}  # whose image is whose
+RENDERED = ("cuda", "npu")
+OVERLAY_STEPS = 40
+GAIN = 0.15  # of the reward in so many steps
 MAX_LOOP_RESTARTS = 5
 PATIENCE = 600.0  # seconds, for anything on a busy machine
 NO_TORCH = (
@@ -105,11 +110,15 @@ def check_images(project: Project) -> None:
             raise ComposeError(f"{service} runs as {container.user!r} and stays down once ended")
 
 
+def read_rewards(metrics: str) -> list[float]:
+    """Mean reward of each step in the text of a metrics.jsonl."""
+    lines = [line for line in metrics.splitlines() if line[:1] == "{" and line.endswith("}")]
+    return [row["reward_mean"] for row in map(json.loads, lines) if "reward_mean" in row]
+
+
 def rewards(project: Project) -> list[float]:
     """Mean reward of each step of the run, so far."""
-    lines = project.read("loop", "/runs/example/metrics.jsonl").splitlines()
-    rows = [json.loads(line) for line in lines if line.endswith("}")]
-    return [row["reward_mean"] for row in rows if "reward_mean" in row]
+    return read_rewards(project.read("loop", "/runs/example/metrics.jsonl"))
 
 
 def wait_for_steps(project: Project, count: int) -> None:
@@ -232,6 +241,35 @@ def check_secured(project: Project, directory: Path) -> None:
     note("under TLS and a token: trained, scraped, strangers refused")
 
 
+def check_overlay(project: Project, name: str) -> None:
+    """With deploy/compose.<name>.yaml alone over the base: it comes up, is scraped and learns."""
+    project.files[1:] = [DEPLOY / f"compose.{name}.yaml"]
+    services = OVERLAYS[name]
+    project.compose("build", services[0], seconds=3600)
+    up_seconds = project.up(PATIENCE)
+    for service in services:
+        if (image := project.container(service).image) != f"sluice-{name}":
+            raise ComposeError(f"{service} runs {image}")
+    wait_for_targets(project)
+    train = f"sluice train /config/run.yaml --run_dir /runs/{name} --steps {OVERLAY_STEPS} >&2"
+    command = ["sh", "-c", f"{train} && cat /runs/{name}/metrics.jsonl"]
+    flags = ["--profile", "loop", "run", "--rm", "-T", "loop"]
+    found = read_rewards(project.compose(*flags, *command, seconds=2 * PATIENCE))
+    first, last = (sum(part) / len(part) for part in (found[:5], found[-5:]))
+    if len(found) != OVERLAY_STEPS or not last > first + GAIN:
+        raise ComposeError(f"{name}: {len(found)} steps, reward {first:.3f} -> {last:.3f}")
+    note(f"{name}: up in {up_seconds:.1f} s, reward {first:.3f} -> {last:.3f}, scraped")
+    project.down()
+
+
+def render(project: Project) -> None:
+    """What no CPU can bring up is at least what compose understands."""
+    for name in RENDERED:
+        project.files[1:] = [DEPLOY / f"compose.{name}.yaml"]
+        project.compose("config", "--quiet")
+        note(f"{name}: rendered")
+
+
 def smoke(project: Project) -> str:
     config = yaml.safe_load((DEPLOY / "config" / "run.yaml").read_text())
     project.compose("build", "router", "model", seconds=3600)
@@ -245,9 +283,15 @@ def smoke(project: Project) -> str:
     with tempfile.TemporaryDirectory() as directory:
         check_secured(project, Path(directory))
         project.down()
+    project.environment["TOKEN_FILE"] = ""
+    for name in OVERLAYS:
+        check_overlay(project, name)
+    render(project)
+    count = 1 + len(OVERLAYS)
     return (
         f"compose: up_seconds={up_seconds:.1f} reward_last={reward:.3f} "
-        f"targets_up={targets}/{len(INSTANCES[''])} metrics={metrics}"
+        f"targets_up={targets}/{len(INSTANCES[''])} metrics={metrics} "
+        f"overlays={count} of={count}"
     )
 
 

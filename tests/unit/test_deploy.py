@@ -109,5 +109,5 @@ def test_no_image_runs_as_root() -> None:
     stages = (DEPLOY / "Dockerfile").read_text().split("\nFROM ")
     for stage in stages:
         if "CMD" in stage:
-            assert "\nUSER sluice\n" in stage
-            assert stage.index("USER sluice") < stage.index("CMD")
+            assert "\nUSER 10001\n" in stage
+            assert stage.index("USER 10001") < stage.index("CMD")
