@@ -1,7 +1,7 @@
 """Brings deploy/compose.yaml up, trains on it, kills every main process, reads every metric.
 
-Then the same files with those that lie over them: under TLS, with Megatron, with SGLang; those of
-accelerators are only rendered. Needs a Docker engine with compose v2. The last line of its output is
+Then the same with each file that lies over it: under TLS, with Megatron, with SGLang; those of
+accelerators are only rendered. Needs a Docker engine with compose v2. The last line is
 `compose: up_seconds=<s> reward_last=<y> targets_up=<n>/<n> metrics=<m> overlays=<n> of=<n>`.
 """
 

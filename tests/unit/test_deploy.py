@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sysconfig
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from services.converter.servicer import ConverterConfig
 from services.rollout.config import RolloutConfig
@@ -111,3 +116,145 @@ def test_no_image_runs_as_root() -> None:
         if "CMD" in stage:
             assert "\nUSER 10001\n" in stage
             assert stage.index("USER 10001") < stage.index("CMD")
+
+
+OVERLAYS = {  # the services that each changes, and the targets of their images
+    "megatron": {"trainer": "megatron"},
+    "sglang": {"rollout-0": "sglang", "rollout-1": "sglang"},
+    "cuda": {"trainer": "cuda-trainer", "rollout-0": "cuda-rollout", "rollout-1": "cuda-rollout"},
+    "npu": {"trainer": "npu", "rollout-0": "npu", "rollout-1": "npu"},
+}
+LOCKED = {  # image: extras of pyproject.toml, what its base has, what comes beside
+    "cuda-trainer": (
+        ["reference", "megatron"],
+        set(),
+        {
+            "transformer-engine",
+            "transformer-engine-cu13",
+            "transformer-engine-torch",
+            "ninja",
+            "pybind11",
+            "setuptools",
+            "wheel",
+        },
+    ),
+    "cuda-rollout": (["reference", "sglang"], {"torch"}, set()),
+    "npu": (["reference", "megatron"], set(), {"torch-npu"}),
+}
+
+
+def merged(base: Any, over: Any) -> Any:
+    """What compose makes of a value in two files; commands are replaced by `rendered`."""
+    if isinstance(base, dict) and isinstance(over, dict):
+        return base | {k: merged(base[k], v) if k in base else v for k, v in over.items()}
+    if isinstance(base, list) and isinstance(over, list):
+        return [*base, *over]
+    return over
+
+
+def rendered(name: str) -> dict[str, Any]:
+    overlay = yaml.safe_load((DEPLOY / f"compose.{name}.yaml").read_text())["services"]
+    return {
+        service: merged(base, over := overlay.get(service, {}))
+        | {key: over[key] for key in ("command",) if key in over}
+        for service, base in COMPOSE.items()
+    }
+
+
+def stages() -> dict[str, str]:
+    """The text of each stage of the Dockerfile by its name."""
+    found = {}
+    for stage in ("\n" + (DEPLOY / "Dockerfile").read_text()).split("\nFROM ")[1:]:
+        found[stage.split("\n")[0].partition(" AS ")[2]] = stage
+    return found
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_an_overlay_changes_what_it_says_and_its_processes_accept_it(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    services = rendered(name)
+    assert {s for s in services if services[s] != COMPOSE[s]} == set(OVERLAYS[name])
+    (tmp_path / "config.json").write_text("{}")
+    for service, target in OVERLAYS[name].items():
+        found = services[service]
+        assert found["build"] == COMPOSE[service]["build"] | {"target": target}
+        assert found["image"] == f"sluice-{target}"
+        assert "\nUSER 10001\n" in stages()[target]
+        assert found["read_only"] and found["cap_drop"] == ["ALL"]
+        *command, file = found["command"]
+        cls, _ = CONFIGS[service]
+        kind = service.partition("-")[0]
+        assert command == ["python", "-m", f"services.{kind}", "--config"]
+        with monkeypatch.context() as patch:
+            for variable, value in found["environment"].items():
+                patch.setenv(variable, "" if "$" in value else value)
+            arguments = ["--config", str(DEPLOY / "config" / Path(file).name)]
+            if cls is TrainerConfig:
+                arguments += ["--model", str(tmp_path)]
+            config: Any = load_config(cls, arguments)
+        assert config.server.metrics_port == 9100
+        if cls is RolloutConfig:
+            assert config.server.advertise == f"{service}:50051"
+        for volume in found["volumes"]:
+            if volume.startswith("./"):
+                assert (DEPLOY / volume.split(":")[0]).exists()
+    declared = yaml.safe_load((DEPLOY / f"compose.{name}.yaml").read_text()).get("volumes", {})
+    named = {v.split(":")[0] for s in OVERLAYS[name] for v in services[s]["volumes"]}
+    named = {volume for volume in named if volume[0] not in "./$"}
+    assert named <= {*declared, "store"}
+
+
+@pytest.mark.parametrize("name", ["cuda", "npu"])
+def test_no_two_containers_share_a_device(name: str) -> None:
+    seen: list[str] = []
+    for service in OVERLAYS[name]:
+        found = rendered(name)[service]
+        if name == "cuda":
+            (devices,) = found["deploy"]["resources"]["reservations"]["devices"]
+            seen += devices["device_ids"]
+        else:
+            seen += [d for d in found["devices"] if d.removeprefix("/dev/davinci").isdigit()]
+    assert len(seen) == len(set(seen)) == 4
+    trainer = yaml.safe_load((DEPLOY / "config" / f"trainer.{name}.yaml").read_text())
+    assert trainer["ranks"] == {"count": 2}
+
+
+@pytest.mark.parametrize("image", LOCKED)
+def test_an_image_for_accelerators_has_all_its_versions_in_one_file(image: str) -> None:
+    def read(path: Path) -> dict[str, str]:
+        lines = [line for line in path.read_text().splitlines() if line[:1] not in ("", "#")]
+        pairs = [line.split("==") for line in lines]
+        assert len(pairs) == len({canonicalize_name(name) for name, _ in pairs}), path
+        return {canonicalize_name(name): version for name, version in pairs}
+
+    extras, of_base, beside = LOCKED[image]
+    path = DEPLOY / "locks" / f"{image}.txt"
+    locked, ours = read(path), read(ROOT / "constraints.txt")
+    assert locked.keys() - ours.keys() == beside
+    assert {n: v for n, v in locked.items() if n in ours and v != ours[n]} == {}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"]]
+    for extra in extras:
+        wanted += project["optional-dependencies"][extra]
+    for text in wanted:
+        requirement = Requirement(text)
+        if requirement.name == "sluice":
+            continue
+        name = canonicalize_name(requirement.name)
+        assert (name in locked) != (name in of_base), f"{name} of {image}"
+        assert name in of_base or requirement.specifier.contains(locked[name])
+    stage = stages()[image]
+    assert f"locks/{image}.txt" in stage or "\nFROM cuda AS cuda-trainer" in "\nFROM " + stage
+    base = stages()["cuda" if image == "cuda-trainer" else image].split(" AS ")[0]
+    assert f": {base}" in path.read_text()
+
+
+def test_the_dockerfile_passes_hadolint() -> None:
+    hadolint = Path(sysconfig.get_path("scripts")) / "hadolint"
+    command = [hadolint, DEPLOY / "Dockerfile"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+    worse = (DEPLOY / "Dockerfile").read_text().replace("WORKDIR /app", "RUN cd /app")
+    done = subprocess.run([hadolint, "-"], input=worse, capture_output=True, text=True, timeout=60)
+    assert "DL3003" in done.stdout  # it does look
