@@ -1,6 +1,6 @@
 """Brings deploy/compose.yaml up, trains on it, kills every main process, reads every metric.
 
-Then the same with each file that lies over it: under TLS, with Megatron, with SGLang; those of
+Then the same with each file that lies over it: under TLS, with Megatron; those of
 accelerators are only rendered. Needs a Docker engine with compose v2. The last line is
 `compose: up_seconds=<s> reward_last=<y> targets_up=<n>/<n> metrics=<m> overlays=<n> of=<n>`.
 """
@@ -57,10 +57,10 @@ MOVED = [  # a run leaves none of these at 0
     "sluice_router_leases_total",
     "sluice_router_releases_total",
 ]
-OVERLAYS = {"megatron": ["trainer"], "sglang": ["rollout-0", "rollout-1"]}  # whose image is whose
+OVERLAYS = {"megatron": ["trainer"]}  # whose image is whose
 RENDERED = ("cuda", "npu")
 OVERLAY_STEPS = 40
-GAIN = 0.15  # of the reward in so many steps
+GAIN = 0.1  # of the reward in so many steps
 MAX_LOOP_RESTARTS = 5
 PATIENCE = 600.0  # seconds, for anything on a busy machine
 NO_TORCH = (

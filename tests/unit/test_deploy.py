@@ -120,7 +120,6 @@ def test_no_image_runs_as_root() -> None:
 
 OVERLAYS = {  # the services that each changes, and the targets of their images
     "megatron": {"trainer": "megatron"},
-    "sglang": {"rollout-0": "sglang", "rollout-1": "sglang"},
     "cuda": {"trainer": "cuda-trainer", "rollout-0": "cuda-rollout", "rollout-1": "cuda-rollout"},
     "npu": {"trainer": "npu", "rollout-0": "npu", "rollout-1": "npu"},
 }
