@@ -310,10 +310,18 @@ async def test_a_rank_that_dies_while_it_writes_loses_the_version_for_good(
     held_before = bytes_of(store, (await client.publish_weights()).weights.version)
     restarts = (await client.get()).restart_count
     await take_step(client, "lost")
-    faults.arm(armed(trainer), "weights.behind")
+    ranks = psutil.Process(trainer.process.pid).children(recursive=True)
+    faults.arm(armed(trainer), "weights.behind", number=signal.SIGSTOP)
     lost = (await client.publish_weights(all_of(engines))).weights
     for c in clients:
         await c.commit_weights(lost)
+
+    async def stopped() -> list[psutil.Process]:
+        return [rank for rank in ranks if rank.status() == psutil.STATUS_STOPPED]
+
+    await poll(stopped, interval=0.05)
+    for rank in await stopped():
+        rank.kill()
     await until(client, lambda now: now.restart_count > restarts and now.state == ACTIVE)
     with pytest.raises(RemoteError) as told:  # never silent, whatever was asked for meanwhile
         await client.publish_weights(all_of(engines))
