@@ -383,24 +383,24 @@ async def test_a_controller_that_is_killed_leaves_no_promise(
     tmp_path, model, engines, clients, trainer, store, point
 ) -> None:
     """Another one in its place, on the same store."""
-    before, newest = store.versions()[-1], max(store.versions())
     settings = {**SETTINGS, "store": str(trainer.store)}
     with running_trainer(tmp_path / "one", model, **settings) as dying:
         async with TrainerClient(dying.address, dying.security) as client:
             await until(client, lambda now: now.state == ACTIVE)
+            before = (await client.publish_weights()).weights.version
             faults.arm(tmp_path / "one" / "faults", point)
             with pytest.raises(RemoteError):  # or it was answered, and is lost
                 await client.publish_weights(all_of(engines))
                 await client.publish_weights(all_of(engines))
         assert dying.process.wait(PATIENCE) == -signal.SIGKILL
-    assert names_in(Path(store.location, "promised")) == {f"{newest + 1:08d}"}
+    assert names_in(Path(store.location, "promised")) == {f"{before + 1:08d}"}
     with running_trainer(tmp_path / "two", model, **settings) as next_one:
         async with TrainerClient(next_one.address, next_one.security) as client:
             await until(client, lambda now: now.state == ACTIVE)
             assert not names_in(Path(store.location, "promised"))
             assert store.versions()[-1] == before
             published = await client.publish_weights()
-            assert published.weights.version == newest + 2
+            assert published.weights.version == before + 2
 
 
 def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path, model: Path) -> None:
