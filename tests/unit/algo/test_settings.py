@@ -13,9 +13,12 @@ from sluice.algo.logprobs import token_logprobs
 from sluice.algo.losses import LossInputs, compute_loss
 from sluice.algo.plugins import SHIPPED, find
 from sluice.algo.spec import AdvantageSpec, Aggregation, ImportanceSpec, LossSpec
+from sluice.samples.sample import top_columns
 from tests.unit.algo.loss_inputs import COLUMNS
 from tests.unit.algo.test_corrections import measure
 
+TOP = ("topk_forward_kl", "topk_reverse_kl", "topk_jsd")
+WITHOUT_RATIO = ("sft", "cross_entropy", "value", *TOP)
 NEEDED = {
     "ppo_clip": {"clip_low": 0.2},
     "gspo": {"clip_low": 0.05},
@@ -69,6 +72,8 @@ OWN_LOSS_VALUES = {
     },
     "kl_cov": {"share": 0.5, "coefficient": 3.0},
     "ppo": {"clip_low_threshold": 0.95, "clip_high_threshold": 1.05},
+    **{name: {"top_count": 3, "tail": "renormalised"} for name in TOP[:2]},
+    "topk_jsd": {"top_count": 3, "tail": "renormalised", "beta": 0.2},
 }
 NEEDED_SETTINGS = {
     "clip_cov": {"clip_low": 0.2, "low": 0.0, "share": 0.2},
@@ -107,8 +112,6 @@ ADVANTAGE_VALUES = {
     "overlong": [({}, {"max_length": 7, "buffer": 6})],
     "kl_settings": [(KL, {"unknown": 1.0})],
 }
-# those of teachers, which look at several tokens a place, are in tests/unit/algo/test_top_losses.py
-LOSSES = [name for name in SHIPPED["loss"] if not name.startswith("topk_")]
 WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")
 LENGTHS = (5, 2, 7, 3)
 
@@ -126,9 +129,8 @@ def loss_numbers(spec):
     tokens, vocabulary = sum(LENGTHS), 6
     index = np.repeat(np.arange(len(LENGTHS)), LENGTHS)
     leaf = torch.from_numpy(rng.normal(size=(tokens, vocabulary))).requires_grad_()
-    outputs, entropy = token_logprobs(
-        leaf, torch.zeros(tokens, dtype=torch.int64), entropy="gradient"
-    )
+    sampled = torch.zeros(tokens, dtype=torch.int64)
+    outputs, entropy = token_logprobs(leaf, sampled, entropy="gradient")
     spread = {name: rng.normal(scale=0.5, size=tokens) for name in COLUMNS}
     spread["reference_logprobs"] *= 6  # far enough for low_variance to be cut
     columns = {name: outputs.detach() + torch.from_numpy(each) for name, each in spread.items()}
@@ -137,14 +139,19 @@ def loss_numbers(spec):
         outputs, entropy = leaf[:, 0], None
     elif spec.temperature is not None:
         outputs, entropy = token_logprobs(
-            leaf,
-            torch.zeros(tokens, dtype=torch.int64),
-            temperature=spec.temperature,
-            entropy="gradient",
+            leaf, sampled, temperature=spec.temperature, entropy="gradient"
         )
+    top, count = None, spec.loss.top_count
+    if count:
+        named = torch.arange(count).remainder(vocabulary).expand(tokens, count)
+        top, _ = token_logprobs(leaf, named, temperature=spec.temperature or 1.0)
+        teacher = torch.from_numpy(rng.normal(size=(tokens, count + 1))).log_softmax(1)[:, :-1]
+        names = top_columns(count)
+        columns |= dict(zip(names, (named.to(torch.int32), teacher), strict=True))
     weighed = weigh_samples(spec, LENGTHS, ["a", "a", "a", "b"])
     inputs = LossInputs(
         outputs=outputs,
+        top=top,
         mask=torch.ones(tokens, dtype=torch.bool),
         sample_index=torch.from_numpy(index),
         sample_weights=torch.tensor(weighed.weights, dtype=torch.float64) / weighed.normalizer,
@@ -194,7 +201,7 @@ def assert_effect(build, numbers, context, name, value, means_default=False):
 
 
 @pytest.mark.parametrize("field", LOSS_VALUES)
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", SHIPPED["loss"])
 def test_a_setting_of_a_loss_changes_a_number_or_is_refused(loss, field):
     def build(settings):
         return LossSpec(name=loss, **settings)
@@ -204,7 +211,7 @@ def test_a_setting_of_a_loss_changes_a_number_or_is_refused(loss, field):
 
 
 @pytest.mark.parametrize("field", IMPORTANCE_VALUES)
-@pytest.mark.parametrize("loss", [n for n in LOSSES if n not in ("sft", "cross_entropy", "value")])
+@pytest.mark.parametrize("loss", [n for n in SHIPPED["loss"] if n not in WITHOUT_RATIO])
 def test_a_setting_of_the_correction_changes_a_number_or_is_refused(loss, field):
     old = {} if loss in ("reinforce", "gpg") else {"old_logprobs": "old"}
 
@@ -237,7 +244,7 @@ def test_a_setting_of_an_estimator_changes_a_number_or_is_refused(estimator, fie
 
 def test_no_own_setting_is_left_out_here():
     own = {name: set(LossSpec.model_fields) for name in NEEDED}
-    for name in LOSSES:
+    for name in SHIPPED["loss"]:
         fields = set(find("loss", name).settings_type.model_fields)
         assert fields <= OWN_LOSS_VALUES.get(name, {}).keys() | own.get(name, {"value_clip"})
     for name in SHIPPED["advantage"]:

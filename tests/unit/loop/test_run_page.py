@@ -284,7 +284,11 @@ def test_no_sample_that_fits_is_told_with_the_steps_there_are(tmp_path: Path) ->
     run_dir = tmp_path / "run"
     make_run(run_dir)
     done = sluice("samples", run_dir, "--steps", "400")
-    assert done.stdout.splitlines()[-2:] == ["no sample fits; the run has 3 steps", "0 samples"]
+    assert done.stdout.splitlines() == [
+        "no tokenizer is there any more; give --tokenizer to see texts",
+        "no sample fits; the run has 3 steps",
+        "0 samples",
+    ]
     done = sluice("samples", run_dir, "--steps", "3-1")
     assert (done.returncode, done.stdout) == (2, "")
     assert "ends before it begins" in done.stderr
