@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +11,14 @@ from safetensors.torch import load_file
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice.algo.spec import AdvantageSpec
-from sluice.client import RemoteError, TrainerClient, typed_errors
+from sluice.client import RemoteError, typed_errors
 from sluice.weights.adapter import ADAPTER_CONFIG, ADAPTER_FILE, DEFAULT_TARGETS, digest_base
 from sluice.weights.store import WeightStore
 from tests.adapters import peft_logprobs
 from tests.service.trainer.harness import (
     ACTIVE,
     PPO,
-    end,
+    killed_in_a_pass,
     make_groups,
     poll,
     running_trainer,
@@ -36,26 +34,6 @@ FSDP = {
     "fsdp": {"dtype": "float32"},
     "ranks": {"count": 2, "heartbeat_seconds": 0.5, "restart_backoff": 0.1},
 }
-
-
-async def killed_in_a_pass(client: TrainerClient, batch: str) -> None:
-    """The last rank dies while another holds the pass up."""
-    step = (await client.get()).step
-    ranks = {rank.rank: rank.process_id for rank in (await client.get()).ranks}
-    end(ranks[0], signal.SIGSTOP)
-    passing = asyncio.create_task(
-        client.forward_backward(batch, PPO, expected_step=step, part_id="lost")
-    )
-
-    async def is_under_way() -> bool:
-        return any("forward_backward" in wait.what for wait in await client.list_waits())
-
-    await poll(is_under_way)
-    end(ranks[1], signal.SIGKILL)
-    with pytest.raises(RemoteError):
-        await passing
-    again = await until(client, lambda now: now.state == ACTIVE and now.restart_count == 1)
-    assert again.step == step - 1
 
 
 @pytest.mark.fast

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
 from pathlib import Path
 
 import pytest
 
 from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice.algo.spec import AdvantageSpec
-from sluice.client import RemoteError
 from tests.service.trainer.harness import (
     ACTIVE,
-    PPO,
-    end,
+    killed_in_a_pass,
     make_groups,
-    poll,
     running_trainer,
     train_step,
     until,
@@ -44,23 +39,7 @@ async def test_a_rank_killed_in_mid_step_costs_no_number(tmp_path: Path) -> None
             writing = await client.begin_checkpoint("before-kill")
             expected = await train_step(client, batch)  # beside the writing, which it is not in
             await writing
-
-            step = (await client.get()).step
-            ranks = {rank.rank: rank.process_id for rank in (await client.get()).ranks}
-            end(ranks[0], signal.SIGSTOP)  # so that the pass is under way when rank 1 dies
-            passing = asyncio.create_task(
-                client.forward_backward(batch, PPO, expected_step=step, part_id="lost")
-            )
-
-            async def is_under_way() -> bool:
-                return any("forward_backward" in w.what for w in await client.list_waits())
-
-            await poll(is_under_way)
-            end(ranks[1], signal.SIGKILL)
-            with pytest.raises(RemoteError):
-                await passing
-            again = await until(client, lambda now: now.state == ACTIVE and now.restart_count == 1)
-            assert again.step == step - 1
+            await killed_in_a_pass(client, batch)
             await client.compute_advantages(batch, AdvantageSpec(name="grpo"))
             assert await train_step(client, batch) == expected
 

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import yaml
 
 from sluice import faults
 from sluice.algo.spec import AdvantageSpec, LossSpec
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
-from sluice.client import TrainerClient, typed_errors
+from sluice.client import RemoteError, TrainerClient, typed_errors
 from sluice.runtime.security import SecurityConfig
 from sluice.samples.sample import Sample
 from tests.patience import PATIENCE
@@ -176,6 +177,26 @@ async def train_step(client: TrainerClient, batch: str, loss: LossSpec = PPO) ->
     stepped = await client.step_optimizer(step, ["whole"])
     published = await client.publish_weights()
     return Outcome(passed.loss, stepped.grad_norm, published.weights.digest)
+
+
+async def killed_in_a_pass(client: TrainerClient, batch: str) -> None:
+    """Rank 1 dies while rank 0 holds the pass up; waits until all ranks are back."""
+    step = (await client.get()).step
+    ranks = {rank.rank: rank.process_id for rank in (await client.get()).ranks}
+    end(ranks[0], signal.SIGSTOP)
+    passing = asyncio.create_task(
+        client.forward_backward(batch, PPO, expected_step=step, part_id="lost")
+    )
+
+    async def is_under_way() -> bool:
+        return any("forward_backward" in wait.what for wait in await client.list_waits())
+
+    await poll(is_under_way)
+    end(ranks[1], signal.SIGKILL)
+    with pytest.raises(RemoteError):
+        await passing
+    again = await until(client, lambda now: now.state == ACTIVE and now.restart_count == 1)
+    assert again.step == step - 1
 
 
 async def rows_of(samples: Sequence[Sample]) -> AsyncIterator[Sample]:

@@ -14,11 +14,22 @@ from typing import Any
 
 import yaml
 
+from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice import faults
 from sluice.api.trainer.v1 import trainer_service_pb2 as trainer_pb
 from sluice.client import EngineClient, RemoteError
 from sluice.runtime.security import SecurityConfig
-from tests.service.trainer.harness import await_address
+from tests.patience import PATIENCE
+from tests.service.trainer.harness import (
+    ACTIVE,
+    await_address,
+    make_groups,
+    poll,
+    running_trainer,
+    train_step,
+    until,
+    upload,
+)
 
 
 @dataclass
@@ -127,3 +138,28 @@ async def serves(client: EngineClient) -> bool:
         return (await client.get()).HasField("weights")
     except RemoteError:
         return False
+
+
+async def check_delta(root: Path, settings: dict[str, Any]) -> None:
+    """What the ranks of a trainer publish as a delta an engine gets from them, and serves."""
+    model = build_tiny_qwen3(root / "model", 0)
+    settings = settings | {
+        "publish": {"delta": True},
+        "transfer": {"enabled": True, "timeout_seconds": PATIENCE / 2},
+        "optim": {"learning_rate": 1e-5},
+    }
+    with (
+        running_trainer(root / "trainer", model, **settings) as trainer,
+        running_engines(root, model, trainer.store, trainer.security, 1) as (engine,),
+    ):
+        async with trainer.client() as client, engine.client() as served:
+            await until(client, lambda now: now.state == ACTIVE)
+            await poll(lambda: serves(served))
+            batch = await upload(client, "sent", make_groups("sent", seed=8))
+            await train_step(client, batch)
+            published = await client.publish_weights([engine.target])
+            assert not published.engines[0].HasField("error"), published.engines[0].error
+            assert published.byte_count < 0.2 * published.full_byte_count
+            assert await served.prepare_weights(published.weights) == 0.0  # it has been
+            await served.commit_weights(published.weights)
+            assert (await served.get()).weights == published.weights

@@ -6,14 +6,12 @@ The tests share the processes and run in order.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice import faults
 from sluice.client import EngineClient, RemoteError, TrainerClient
 from sluice.weights.adapter import digest_base
@@ -32,14 +30,9 @@ from tests.service.trainer.harness import (
     until,
     upload,
 )
-from tests.service.weights.harness import RunningEngine, running_engines, serves
+from tests.service.weights.harness import RunningEngine, serves
 
 PROMPT = [1, 2, 3, 10]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_qwen3(tmp_path_factory.mktemp("model"), 0)
 
 
 @pytest.fixture(scope="module")
@@ -53,33 +46,6 @@ def trainer(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[R
     }
     with running_trainer(tmp_path_factory.mktemp("trainer"), model, **settings) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def engines(
-    tmp_path_factory: pytest.TempPathFactory, model: Path, trainer: RunningTrainer
-) -> Iterator[list[RunningEngine]]:
-    root = tmp_path_factory.mktemp("engines")
-    with running_engines(root, model, trainer.store, trainer.security, 2) as running:
-        yield running
-
-
-@pytest.fixture
-async def client(trainer: RunningTrainer) -> AsyncIterator[TrainerClient]:
-    async with trainer.client() as client:
-        await until(client, lambda now: now.state == ACTIVE)
-        yield client
-
-
-@pytest.fixture
-async def clients(engines: list[RunningEngine]) -> AsyncIterator[list[EngineClient]]:
-    for engine in engines:
-        engine.revive()
-    async with contextlib.AsyncExitStack() as stack:
-        found = [await stack.enter_async_context(engine.client()) for engine in engines]
-        for each in found:
-            await poll(partial(serves, each))
-        yield found
 
 
 async def step(client: TrainerClient, name: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,6 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.client import EngineClient, RemoteError, typed_errors
@@ -33,11 +32,6 @@ from tests.service.weights.harness import RunningEngine, running_engines, serves
 
 SECURITY = SecurityConfig()
 PROMPT = [1, 2, 3, 10]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_qwen3(tmp_path_factory.mktemp("model"), 0)
 
 
 @pytest.fixture(scope="module")
@@ -58,18 +52,6 @@ def engines(
     root, place = tmp_path_factory.mktemp("engines"), Path(store.location).parent
     with running_engines(root, model, place, SECURITY, 2) as running:
         yield running
-
-
-@pytest.fixture
-async def clients(engines: list[RunningEngine]) -> AsyncIterator[list[EngineClient]]:
-    for engine in engines:
-        engine.revive()
-    found = [engine.client() for engine in engines]
-    for client in found:
-        await poll(partial(serves, client))
-    yield found
-    for client in found:
-        await client.close()
 
 
 def named(record: StoredVersion) -> sample_pb2.WeightVersion:

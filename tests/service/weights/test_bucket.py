@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice.client import TrainerClient
 from sluice.weights.store import WeightStore
 from tests.s3_server import environment, make_bucket, running_s3
-from tests.service.trainer.harness import ACTIVE, RunningTrainer, poll, running_trainer, until
+from tests.service.trainer.harness import RunningTrainer, poll, running_trainer
 from tests.service.weights.harness import RunningEngine, running_engines, serves
 
 URL = "s3://weights/run"
@@ -25,11 +24,6 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         for name, value in environment(endpoint).items():
             patch.setenv(name, value)
         yield
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_qwen3(tmp_path_factory.mktemp("model"), 0)
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +44,6 @@ def engine(
     other_store = root / "store"  # nothing is shared but the bucket
     with running_engines(root, model, other_store, trainer.security, 1, weights=URL) as (running,):
         yield running
-
-
-@pytest.fixture
-async def client(trainer: RunningTrainer) -> AsyncIterator[TrainerClient]:
-    async with trainer.client() as client:
-        await until(client, lambda now: now.state == ACTIVE)
-        yield client
 
 
 async def test_versions_travel_through_the_bucket(

@@ -4,35 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import resource
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice import faults
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
-from sluice.client import EngineClient, RemoteError, TrainerClient
+from sluice.client import EngineClient, RemoteError
 from sluice.weights.store import WeightStore
 from tests.patience import PATIENCE
 from tests.service.trainer.harness import (
     ACTIVE,
     RunningTrainer,
     make_groups,
-    poll,
     running_trainer,
     train_step,
     until,
     upload,
 )
-from tests.service.weights.harness import RunningEngine, running_engines, serves
+from tests.service.weights.harness import RunningEngine, running_engines
 
 ROOM = 10_000  # bytes of a file on a disk that is nearly full
 SMALL_ROOM = 1_000  # too little for what changes in a step
 
 
 @pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTrainer]:
-    model = build_tiny_qwen3(tmp_path_factory.mktemp("model"), 0)
+def trainer(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[RunningTrainer]:
     settings = {
         "ranks": {"count": 1, "restart_backoff": 0.1},
         "publish": {"delta": True},
@@ -45,11 +43,10 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTrainer
 
 @pytest.fixture(scope="module")
 def engines(
-    tmp_path_factory: pytest.TempPathFactory, trainer: RunningTrainer
+    tmp_path_factory: pytest.TempPathFactory, model: Path, trainer: RunningTrainer
 ) -> Iterator[list[RunningEngine]]:
     """Two, each on a host of its own."""
     root = tmp_path_factory.mktemp("engines")
-    model = build_tiny_qwen3(root / "model", 0)
     hosts = [{"weights_cache": str(root / f"host-{index}")} for index in range(2)]
     with contextlib.ExitStack() as stack:
         running = [
@@ -61,23 +58,6 @@ def engines(
             for index, settings in enumerate(hosts)
         ]
         yield running
-
-
-@pytest.fixture
-async def client(trainer: RunningTrainer) -> AsyncIterator[TrainerClient]:
-    async with trainer.client() as client:
-        await until(client, lambda now: now.state == ACTIVE)
-        yield client
-
-
-@pytest.fixture
-async def clients(engines: list[RunningEngine]) -> AsyncIterator[list[EngineClient]]:
-    for engine in engines:
-        engine.revive()
-    async with engines[0].client() as first, engines[1].client() as second:
-        for served in (first, second):
-            await poll(lambda served=served: serves(served))
-        yield [first, second]
 
 
 async def score(client: EngineClient) -> list[float]:

@@ -21,7 +21,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice.api.common.v1 import sample_pb2
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
 from sluice.client import EngineClient, RemoteError
@@ -74,11 +73,6 @@ class Writer:
 
     def commit(self, staging: Staging) -> StoredVersion:
         return self.store.commit(staging, self.written, companion_files(self.model), 0)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_qwen3(tmp_path_factory.mktemp("model"), 0)
 
 
 @pytest.fixture(scope="module")

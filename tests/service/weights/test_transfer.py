@@ -8,15 +8,14 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from examples.models.tiny_qwen3 import build_tiny_qwen3
 from sluice import faults, platform
 from sluice.api.rollout.v1 import engine_service_pb2 as engine_pb
-from sluice.client import EngineClient, RemoteError, TrainerClient
+from sluice.client import EngineClient, RemoteError
 from tests.patience import PATIENCE
 from tests.service.trainer.harness import (
     ACTIVE,
@@ -28,19 +27,14 @@ from tests.service.trainer.harness import (
     until,
     upload,
 )
-from tests.service.weights.harness import RunningEngine, running_engines, serves
+from tests.service.weights.harness import RunningEngine, running_engines
 
 SECONDS = PATIENCE / 2  # of a transfer; no test waits for it
 TOKENS = [1, 2, 3, 4, 5, 6]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_qwen3(tmp_path_factory.mktemp("model"), 0)
-
-
-@pytest.fixture(scope="module")
-def sending(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[RunningTrainer]:
+def trainer(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[RunningTrainer]:
     root = tmp_path_factory.mktemp("trainer")
     settings = {
         "ranks": {"count": 2, "command_timeout": 10 * SECONDS},
@@ -53,30 +47,11 @@ def sending(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[R
 
 @pytest.fixture(scope="module")
 def engines(
-    tmp_path_factory: pytest.TempPathFactory, model: Path, sending: RunningTrainer
+    tmp_path_factory: pytest.TempPathFactory, model: Path, trainer: RunningTrainer
 ) -> Iterator[list[RunningEngine]]:
     root = tmp_path_factory.mktemp("engines")
-    with running_engines(root, model, sending.store, sending.security, 3) as running:
+    with running_engines(root, model, trainer.store, trainer.security, 3) as running:
         yield running
-
-
-@pytest.fixture
-async def client(sending: RunningTrainer) -> AsyncIterator[TrainerClient]:
-    async with sending.client() as client:
-        await until(client, lambda now: now.state == ACTIVE)
-        yield client
-
-
-@pytest.fixture
-async def clients(engines: list[RunningEngine]) -> AsyncIterator[list[EngineClient]]:
-    for engine in engines:
-        engine.revive()
-    opened = [engine.client() for engine in engines]
-    for client in opened:
-        await poll(lambda client=client: serves(client))
-    yield opened
-    for client in opened:
-        await client.close()
 
 
 async def score(client: EngineClient) -> list[float]:
@@ -164,10 +139,10 @@ async def test_a_stopped_engine_holds_nobody_up_and_catches_up_alone(
     assert len(others) == 2
 
 
-async def test_waits_name_the_transfer_and_who_is_late(sending, client, clients, engines) -> None:
+async def test_waits_name_the_transfer_and_who_is_late(trainer, client, clients, engines) -> None:
     victim = engines[1]
     targets = [engine.target for engine in (engines[0], victim)]
-    async with sending.client() as watching:
+    async with trainer.client() as watching:
 
         async def is_named() -> bool:
             waits = await watching.list_waits()
@@ -234,13 +209,13 @@ async def test_one_engine_of_three_killed_in_mid_transfer(client, clients, engin
 
 
 async def test_a_rank_killed_in_mid_transfer_leaves_the_engines_serving(
-    sending, client, clients, engines
+    trainer, client, clients, engines
 ) -> None:
     left = [engines[0], engines[2]]
     before = [(await c.get()).weights for c in (clients[0], clients[2])]
     restarts = (await client.get()).restart_count
     # Both ranks pass there at once: at the first passing one takes the fault, nobody counts on.
-    faults.arm(sending.store.parent / "faults", "transfer.sent")
+    faults.arm(trainer.store.parent / "faults", "transfer.sent")
     with pytest.raises(RemoteError) as lost:
         await client.publish_weights([engine.target for engine in left])
     assert lost.value.reason == "RANK_LOST"

@@ -23,11 +23,6 @@ SMALL = {"threads": 1, "max_running": 8, "max_model_length": 64}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_qwen3(tmp_path_factory.mktemp("model"), 0)
-
-
-@pytest.fixture(scope="module")
 def sending(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[RunningTrainer]:
     settings = {
         "ranks": {"count": 1, "command_timeout": PATIENCE},

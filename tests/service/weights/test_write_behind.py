@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,12 +20,11 @@ import psutil
 import pytest
 from google.longrunning import operations_pb2, operations_pb2_grpc
 
-from examples.models.tiny_qwen3 import build_tiny_qwen3
 from services.trainer.config import TrainerConfig
 from services.trainer.controller.checkpoints import RECORD
 from sluice import faults
 from sluice.api.trainer.v1 import trainer_service_pb2 as pb
-from sluice.client import EngineClient, RemoteError, TrainerClient
+from sluice.client import RemoteError, TrainerClient
 from sluice.config import ConfigError
 from sluice.durable import locked
 from sluice.weights.shards import load_verified
@@ -41,7 +40,7 @@ from tests.service.trainer.harness import (
     until,
     upload,
 )
-from tests.service.weights.harness import RunningEngine, running_engines, serves
+from tests.service.weights.harness import RunningEngine, serves
 from tests.service.weights.test_transfer import failures, score
 
 SETTINGS = {
@@ -52,42 +51,9 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_qwen3(tmp_path_factory.mktemp("model"), 0)
-
-
-@pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[RunningTrainer]:
     with running_trainer(tmp_path_factory.mktemp("trainer"), model, **SETTINGS) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def engines(
-    tmp_path_factory: pytest.TempPathFactory, model: Path, trainer: RunningTrainer
-) -> Iterator[list[RunningEngine]]:
-    root = tmp_path_factory.mktemp("engines")
-    with running_engines(root, model, trainer.store, trainer.security, 2) as running:
-        yield running
-
-
-@pytest.fixture
-async def client(trainer: RunningTrainer) -> AsyncIterator[TrainerClient]:
-    async with trainer.client() as client:
-        await until(client, lambda now: now.state == ACTIVE)
-        yield client
-
-
-@pytest.fixture
-async def clients(engines: list[RunningEngine]) -> AsyncIterator[list[EngineClient]]:
-    for engine in engines:
-        engine.revive()
-    opened = [engine.client() for engine in engines]
-    for client in opened:
-        await poll(lambda client=client: serves(client))
-    yield opened
-    for client in opened:
-        await client.close()
 
 
 @pytest.fixture
