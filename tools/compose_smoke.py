@@ -1,7 +1,8 @@
 """Brings deploy/compose.yaml up, trains on it, kills every main process, reads every metric.
 
-Then the same with each file that lies over it: under TLS, with Megatron; those of
-accelerators are only rendered. Needs a Docker engine with compose v2. The last line is
+Then the same with each file that lies over it: under TLS, with Megatron, with SGLang; those of
+accelerators are only rendered. One that fails is told, and the others are tried all the same. Needs
+a Docker engine with compose v2. The last line is
 `compose: up_seconds=<s> reward_last=<y> targets_up=<n>/<n> metrics=<m> overlays=<n> of=<n>`.
 """
 
@@ -17,6 +18,8 @@ import sys
 import tempfile
 import urllib.parse
 import urllib.request
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +60,7 @@ MOVED = [  # a run leaves none of these at 0
     "sluice_router_leases_total",
     "sluice_router_releases_total",
 ]
-OVERLAYS = {"megatron": ["trainer"]}  # whose image is whose
+OVERLAYS = {"megatron": ["trainer"], "sglang": ["rollout-0", "rollout-1"]}  # whose image is whose
 RENDERED = ("cuda", "npu")
 OVERLAY_STEPS = 40
 GAIN = 0.1  # of the reward in so many steps
@@ -259,7 +262,24 @@ def check_overlay(project: Project, name: str) -> None:
     if len(found) != OVERLAY_STEPS or not last > first + GAIN:
         raise ComposeError(f"{name}: {len(found)} steps, reward {first:.3f} -> {last:.3f}")
     note(f"{name}: up in {up_seconds:.1f} s, reward {first:.3f} -> {last:.3f}, scraped")
-    project.down()
+
+
+def passes(project: Project, name: str, check: Callable[[], None]) -> bool:
+    """Whether `check` holds of the overlay `name`; the project is down afterwards."""
+    try:
+        check()
+    except ComposeError as error:
+        tell(project, f"{name}: {error}")
+        return False
+    finally:
+        project.down()
+    return True
+
+
+def tell(project: Project, failure: str) -> None:
+    for service in (*SERVERS, "loop", "prometheus"):
+        print(f"--- {service}\n{project.logs(service)}", file=sys.stderr)
+    print(f"compose-smoke: {failure}", file=sys.stderr, flush=True)
 
 
 def render(project: Project) -> None:
@@ -270,7 +290,8 @@ def render(project: Project) -> None:
         note(f"{name}: rendered")
 
 
-def smoke(project: Project) -> str:
+def smoke(project: Project) -> tuple[str, bool]:
+    """The line, and whether all that lies over the base does what it is for."""
     config = yaml.safe_load((DEPLOY / "config" / "run.yaml").read_text())
     project.compose("build", "router", "model", seconds=3600)
     up_seconds = project.up(PATIENCE)
@@ -281,18 +302,17 @@ def smoke(project: Project) -> str:
         raise ComposeError(f"the reward ended at {reward:.3f}")
     targets, metrics = wait_for_targets(project), check_metrics(project)
     with tempfile.TemporaryDirectory() as directory:
-        check_secured(project, Path(directory))
-        project.down()
+        secured = partial(check_secured, project, Path(directory))
+        passed = [passes(project, "tls", secured)]
     project.environment["TOKEN_FILE"] = ""
-    for name in OVERLAYS:
-        check_overlay(project, name)
+    passed += [passes(project, name, partial(check_overlay, project, name)) for name in OVERLAYS]
     render(project)
-    count = 1 + len(OVERLAYS)
-    return (
+    line = (
         f"compose: up_seconds={up_seconds:.1f} reward_last={reward:.3f} "
         f"targets_up={targets}/{len(INSTANCES[''])} metrics={metrics} "
-        f"overlays={count} of={count}"
+        f"overlays={sum(passed)} of={len(passed)}"
     )
+    return line, all(passed)
 
 
 def main() -> int:
@@ -301,16 +321,14 @@ def main() -> int:
         return 1
     project = create_project()
     try:
-        line = smoke(project)
+        line, passed = smoke(project)
     except ComposeError as error:
-        for service in (*SERVERS, "loop", "prometheus"):
-            print(f"--- {service}\n{project.logs(service)}", file=sys.stderr)
-        print(f"compose-smoke: {error}", file=sys.stderr)
+        tell(project, str(error))
         return 1
     finally:
         project.compose("--profile", "*", "down", "-v", "--remove-orphans")
     print(line)
-    return 0
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":
