@@ -33,7 +33,7 @@ import numpy as np
 from sluice import logs
 from sluice.algo.spec import AdvantageSpec, LossSpec
 from sluice.cli import supervised
-from sluice.client import EngineClient, TrainerClient
+from sluice.client import EngineClient, RemoteError, TrainerClient
 from sluice.config import parse_config
 from sluice.durable import scratch
 from sluice.loop.training import wait_for_trainer
@@ -101,6 +101,11 @@ class Stack:
         await self.trainer.step_optimizer(0, ["p"])
         await self.trainer.delete_batch(batch)
 
+    async def stage(self, version: int) -> None:
+        """Have the engine read the version that is written, if it can while it sleeps."""
+        with contextlib.suppress(RemoteError):
+            await self.engine.stage_weights(version, START_SECONDS)
+
     async def hand_over(self) -> dict[str, float]:
         """Seconds of each part, and bytes of sleep."""
         await self.engine.pause()
@@ -113,10 +118,16 @@ class Stack:
 
         await timed(self.engine.sleep())
         await timed(self.trainer.wake())
-        published = await timed(self.trainer.publish_weights())
+        staging: list[asyncio.Task[None]] = []
+
+        def note(version: int) -> None:
+            staging.append(asyncio.create_task(self.stage(version)))
+
+        published = await timed(self.trainer.publish_weights(on_allocated=note))
         slept = await timed(self.trainer.sleep())
         await timed(self.engine.wake())
         await timed(self.engine.prepare_weights(published.weights))
+        await asyncio.gather(*staging)
         await timed(self.engine.commit_weights(published.weights))
         await self.engine.resume()
         parts = [b - a for a, b in itertools.pairwise(times)]

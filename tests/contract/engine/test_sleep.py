@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from services.rollout.engine.interface import Engine, Generation, PauseMode, Sampling
-from services.rollout.errors import NotQuietError, NoWeightsError
+from services.rollout.errors import DigestMismatchError, NotQuietError, NoWeightsError
 from sluice.durable import scratch
 from sluice.weights.store import StoredVersion, WeightStore
 from tests.contract.engine.cases import SIZES, Model, StartEngine
@@ -140,3 +140,41 @@ async def test_versions_in_memory_serve_as_they_lie(
     tokens, logprobs = await greedy(engine, "after")
     assert (tokens, logprobs) == expected
     assert logprobs == pytest.approx(qwen3.logprobs(PROMPT, tokens), abs=1e-4)
+
+
+async def test_asleep_it_checks_what_it_need_not_copy(
+    start_seeded_engine: StartEngine, qwen3: Model, tmp_path: Path
+) -> None:
+    """A version in memory is read while it is published; one on a disk would take memory."""
+    with scratch("sluice-test-", MEMORY if HAS_MEMORY else None) as directory:
+        engine = await start_seeded_engine(model=str(qwen3.directory), max_running=4)
+        expected = await greedy(engine, "before")
+        await engine.pause(PauseMode.WAIT)
+        await engine.sleep()
+        for place, lies in ((directory, HAS_MEMORY), (tmp_path, False)):
+            store = WeightStore(place / "weights", durable=False)
+            record = import_checkpoint(store, qwen3.directory, None, 0)
+            assert record.directory is not None
+            (shard,) = store.manifest(record.version).shards()
+            path = record.directory / shard.file_name
+            if not lies:
+                with pytest.raises(NotQuietError):
+                    await engine.stage(path, shard)
+                continue
+            whole = path.read_bytes()
+            path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+            with pytest.raises(DigestMismatchError):
+                await engine.stage(path, shard)
+            path.write_bytes(whole)
+            await engine.stage(path, shard)
+            assert is_mapped(record.directory)
+            path.unlink()  # so that it cannot be read again
+            await engine.wake()
+            await engine.prepare(record.version, record.digest, record.directory)
+            await engine.commit(record.version, PauseMode.IN_PLACE)
+            await engine.resume()
+            tokens, logprobs = await greedy(engine, "after")
+            assert tokens == expected[0]
+            assert logprobs == pytest.approx(expected[1], abs=1e-5)
+            await engine.pause(PauseMode.WAIT)
+            await engine.sleep()

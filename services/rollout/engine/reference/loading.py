@@ -26,7 +26,7 @@ from sluice import faults, platform
 from sluice.durable import is_memory
 from sluice.weights.checkpoint import check_companions, checked_shard
 from sluice.weights.manifest import Manifest, ShardFile, TensorEntry
-from sluice.weights.shards import load_verified, mapped_tensor
+from sluice.weights.shards import DTYPE_NAMES, load_verified, mapped_tensor
 
 READERS = 2  # shards that are read at a time
 
@@ -135,6 +135,11 @@ class VersionLoader:
         for name, value in values.items():
             staged[name] = _Staged(shard.tensors[name], value, not self._is_shared(path))
         faults.point("engine.staged")
+
+    def serves_as_it_lies(self, path: Path, shard: ShardFile) -> bool:
+        """Returns whether no tensor of a shard would be copied: staged, it takes no memory."""
+        kinds = {entry.dtype for entry in shard.tensors.values()}
+        return self._is_shared(path.parent) and kinds == {DTYPE_NAMES[self._dtype]}
 
     def forget(self) -> None:
         """Forgets what was staged; the memory is used again."""
