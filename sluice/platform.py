@@ -89,6 +89,13 @@ class Platform:
         del first, count  # NCCL and gloo take free ports by themselves
         return {}
 
+    def answer_cuda(self, package: str) -> None:
+        """Have `package`, which is written for CUDA alone and not imported yet, find this device.
+
+        Raises PlatformError where that needs what is not installed.
+        """
+        del package  # it finds CUDA; on a CPU it is up to who imports it
+
     def synchronize(self) -> None:
         """Wait for all work queued on the current device."""
         self.module.synchronize()
@@ -177,6 +184,18 @@ class _Cuda(Platform):
 
 
 class _Npu(Platform):
+    def answer_cuda(self, package: str) -> None:
+        """By MindSpeed, the vendor's adapter, for the whole process."""
+        if importlib.util.find_spec("mindspeed") is None:
+            raise PlatformError(
+                f"{package} runs on NPUs with MindSpeed, which is not installed: install its "
+                f"release for this {package} (https://gitcode.com/Ascend/MindSpeed)"
+            )
+        if any(name == package or name.startswith(f"{package}.") for name in sys.modules):
+            raise PlatformError(f"{package} was imported before MindSpeed could adapt it")
+        importlib.import_module("torch_npu")
+        importlib.import_module("mindspeed.megatron_adaptor")
+
     def collective_ports(self, first: int, count: int) -> dict[str, str]:
         """HCCL's listening ports: processes that share a host or an NPU need ranges apart."""
         if not (first >= 1024 and count >= 1 and first + count <= 65536):

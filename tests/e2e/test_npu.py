@@ -18,13 +18,23 @@ FAKE_NPU = Path(__file__).parents[1] / "fake_npu"
 OURS = ("sluice", "services", "examples")
 
 
-@pytest.fixture(scope="module")
-def npu_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+FAKE_MINDSPEED = FAKE_NPU.parent / "fake_mindspeed"
+BACKENDS = {
+    "reference": {},
+    "megatron": {"backend": "megatron", "megatron": {"tensor": 2, "dtype": "float32"}},
+}
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def npu_stack(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Stack]:
     run_dir = tmp_path_factory.mktemp("npu")
     calls = run_dir / "calls"
     calls.mkdir()
+    paths = [FAKE_NPU] if request.param == "reference" else [FAKE_MINDSPEED, FAKE_NPU]
     added = {
-        "PYTHONPATH": os.pathsep.join([str(FAKE_NPU), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]),
         "SLUICE_DEVICE": "npu",
         "FAKE_NPU_CALLS": str(calls),
     }
@@ -32,6 +42,7 @@ def npu_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         "model": str(run_dir / "model"),
         "optim": {"learning_rate": 2e-3},
         "ranks": {"count": 2},
+        **BACKENDS[request.param],
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in added.items():
@@ -39,6 +50,10 @@ def npu_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         stack = start_stack(run_dir, trainer={"kind": "trainer", "config": trainer})
         yield stack
         stop_stack(stack)
+
+
+def uses_megatron(stack: Stack) -> bool:
+    return "megatron" in (stack.run_dir / "services.yaml").read_text()
 
 
 def recorded(stack: Stack) -> dict[int, Counter]:
@@ -68,6 +83,7 @@ def test_the_stack_trains_on_npus_and_asks_nothing_of_cuda(npu_stack: Stack) -> 
         assert calls[rank]["hccl"] > 0  # their collectives are the NPU's
         assert calls[rank]["npu.set_device"] > 0
         assert calls[rank]["allocate"] > 0
+        assert calls[rank]["mindspeed"] == uses_megatron(npu_stack)
     assert calls[engine]["allocate"] > 0
     of_cuda = {
         f"{pid}: {name}": count

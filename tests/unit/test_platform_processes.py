@@ -265,3 +265,26 @@ def test_a_transformers_model_trains_on_the_npu_as_on_the_cpu():
     ours = ("sluice", "services", "__main__")
     assert not [name for name in calls if name.startswith("cuda.") and name.endswith(ours)]
     assert after["cuda.is_available:__main__"] == 1, "the watch sees nothing"
+
+
+MEGATRON = """
+import json, sys
+from sluice import platform
+try:
+    platform.current().answer_cuda("megatron")
+    import torch
+    from torch_npu import calls
+    print(json.dumps([calls["mindspeed"], torch.get_device_module("cuda").device_count()]))
+except platform.PlatformError as error:
+    print(json.dumps(str(error)))
+"""
+FAKE_MINDSPEED = FAKE_NPU.parent / "fake_mindspeed"
+
+
+def test_megatron_on_npus_needs_mindspeed_before_it():
+    environment = {"SLUICE_DEVICE": "npu", "ASCEND_RT_VISIBLE_DEVICES": "1"}
+    assert "MindSpeed, which is not installed" in answer(MEGATRON, FAKE_NPU, **environment)
+    paths = (FAKE_MINDSPEED, FAKE_NPU)
+    assert answer(MEGATRON, *paths, **environment) == [1, 1]
+    late = "import sys, types; sys.modules['megatron'] = types.ModuleType('megatron')\n" + MEGATRON
+    assert "imported before MindSpeed" in answer(late, *paths, **environment)

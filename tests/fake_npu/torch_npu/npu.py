@@ -11,7 +11,31 @@ from torch.cpu import Event, Stream, StreamContext
 
 from .watch import count
 
-__all__ = ["Event", "Stream", "StreamContext"]
+RANDOM = ["get_rng_state", "manual_seed", "manual_seed_all", "set_rng_state"]
+__all__ = [
+    *RANDOM,
+    "Event",
+    "Stream",
+    "StreamContext",
+    "current_device",
+    "current_stream",
+    "default_generators",
+    "default_stream",
+    "device",
+    "device_count",
+    "empty_cache",
+    "get_device_name",
+    "is_available",
+    "is_initialized",
+    "max_memory_allocated",
+    "mem_get_info",
+    "memory_allocated",
+    "memory_reserved",
+    "reset_peak_memory_stats",
+    "set_device",
+    "stream",
+    "synchronize",
+]
 
 DEVICES = 2
 MEMORY = 64 << 30
@@ -82,6 +106,20 @@ def stream(stream: Any) -> StreamContext:
 
 def current_stream(device: Any = None) -> Stream:
     return torch.cpu.current_stream()
+
+
+def default_stream(device: Any = None) -> Stream:
+    return torch.cpu.current_stream()
+
+
+class _Generators:
+    """All devices are the host, so their random numbers are its."""
+
+    def __getitem__(self, index: int) -> torch.Generator:
+        return torch.random.default_generator
+
+
+default_generators = _Generators()
 
 
 def manual_seed(seed: int) -> None:

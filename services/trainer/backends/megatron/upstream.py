@@ -39,14 +39,14 @@ class MegatronVersionError(ImportError):
 def load() -> ModuleType:
     """Imports `megatron.core`, adapted to the device where that is not the one it is written for.
 
-    Raises MegatronVersionError.
+    Raises MegatronVersionError or PlatformError.
     """
     # It warns at every start that TransformerEngine and Apex are missing.
     warnings.filterwarnings("ignore", module=r"megatron\.core|.*megatron\.cpu")
     if platform.current().device_type == platform.CPU.device_type:
         cpu.install()
-    elif platform.current().device_type == platform.NPU.device_type:
-        importlib.import_module("torch_npu.contrib.transfer_to_npu")  # the vendor's own adapter
+    else:
+        platform.current().answer_cuda("megatron")
     core = importlib.import_module("megatron.core")
     if core.__version__ != VERSION:
         raise MegatronVersionError(f"megatron-core {VERSION} is needed, found {core.__version__}")

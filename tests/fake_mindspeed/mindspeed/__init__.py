@@ -1,0 +1,1 @@
+"""MindSpeed's face where the NPU is the fake one: see `megatron_adaptor`."""
