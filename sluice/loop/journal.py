@@ -66,19 +66,23 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def without_secrets(value: Any) -> Any:
+def without_secrets(value: Any, within: str = "") -> Any:
     """Settings as others may see them: values of keys that hold secrets are left out, and
-    passwords of URLs."""
+    passwords of URLs. `within`: the key that the settings are of."""
     if isinstance(value, Mapping):
         return {
             key: "(left out)"
-            if isinstance(inner, str) and inner and _SECRET.search(str(key))
-            else without_secrets(inner)
+            if isinstance(inner, str) and inner and _is_secret(within, str(key))
+            else without_secrets(inner, str(key))
             for key, inner in value.items()
         }
     if isinstance(value, list | tuple):
         return [without_secrets(inner) for inner in value]
     return _PASSWORD.sub(r"\1:(left out)@", value) if isinstance(value, str) else value
+
+
+def _is_secret(within: str, key: str) -> bool:
+    return bool(_SECRET.search(key)) and (within, key) != ("tls", "key")  # which names a file
 
 
 def read_journal(run_dir: Path) -> list[dict[str, Any]]:

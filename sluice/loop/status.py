@@ -264,9 +264,13 @@ async def _service_status(
         status["detail"] = str(error)
     except RemoteError as error:
         status["detail"] = unreachable_text(error) or str(error)
-        if error.code is not grpc.StatusCode.UNAVAILABLE:  # it spoke: a token is missing, say
-            status["health"] = NOT_SERVING if status["health"] == NO_ANSWER else status["health"]
+        spoke = error.code is not grpc.StatusCode.UNAVAILABLE
+        if error.code in _REFUSED or (spoke and status["health"] == NO_ANSWER):
+            status["health"] = NOT_SERVING
     return status
+
+
+_REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)  # this caller
 
 
 def unreachable_text(error: RemoteError) -> str:
