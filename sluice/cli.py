@@ -22,7 +22,7 @@ from sluice import logs
 from sluice.check_command import check_loss_command
 from sluice.client import Client, RemoteError
 from sluice.completion import COMPLETION_USAGE, completion_script
-from sluice.config import ConfigError, ProcessConfig, hint, load_config
+from sluice.config import ConfigError, ProcessConfig, hint, load_config, refuse_unknown_flags
 from sluice.convert_command import CheckpointError, convert, verify
 from sluice.doctor import DOCTOR_USAGE, DoctorConfig, UnfitError, doctor
 from sluice.durable import DirectoryError
@@ -44,6 +44,7 @@ from sluice.loop.status import (
 from sluice.loop.training import Critic, MismatchError, TrainerBrokenError, TrainerLostError
 from sluice.loop.workers import NoWorkerError, RolloutFailedError
 from sluice.platform import PlatformError
+from sluice.protoset import PROTOSET_USAGE, write_protoset
 from sluice.run_commands import (
     REPORT_USAGE,
     SAMPLES_USAGE,
@@ -90,6 +91,7 @@ USAGE = {
     "samples": SAMPLES_USAGE,
     "trace": "sluice trace RUN_DIR [-o FILE.html] [--steps FIRST-LAST|all]",
     "completion": COMPLETION_USAGE,
+    "protoset": PROTOSET_USAGE,
     "check-loss": "sluice check-loss NAME|PACKAGE.MODULE:NAME [--settings JSON]",
     "waits": "sluice waits ADDRESS|RUN_DIR [--security.token_file FILE] [--security.tls.ca X] ...",
 }
@@ -109,6 +111,7 @@ SUMMARY = {
     "report": "one or more runs as an HTML page: curves, settings, events, samples",
     "samples": "list, filter and export the samples of a run",
     "trace": "where the time of a run went, as one HTML page",
+    "protoset": "the API as a FileDescriptorSet, for clients in other languages",
     "check-loss": "does a loss keep what training needs of it: split, gradient, mask?",
     "completion": "what a shell needs to complete commands and flags",
     "waits": "what a server, or the loop of a run, is waiting for, and on whom",
@@ -116,7 +119,7 @@ SUMMARY = {
 HELP = ("-h", "--help")
 CHECK_LOSS = "check-loss"
 ALONE = ("doctor",)  # needs no argument
-UNCONFIGURED = ("down", "trace", "completion", "import-slime", CHECK_LOSS)  # have no keys to list
+UNCONFIGURED = ("down", "trace", "completion", "import-slime", "protoset", CHECK_LOSS)  # no keys
 
 
 class ScoredRunConfig(RunConfig):
@@ -181,7 +184,7 @@ async def up(arguments: Sequence[str]) -> None:
 
 async def down(arguments: Sequence[str]) -> None:
     """End the services of a run directory. Raises ConfigError where there are none."""
-    if len(arguments) != 1 or arguments[0].startswith("-"):
+    if len(arguments) != 1:
         raise ConfigError(f"down takes one RUN_DIR: {USAGE['down']}")
     run_dir = Path(arguments[0])
     await asyncio.to_thread(_ender(run_dir), run_dir)
@@ -389,7 +392,7 @@ async def trace(arguments: Sequence[str]) -> None:
 
     rest = list(arguments)
     output, steps = take_value(rest, "-o"), take_value(rest, "--steps")
-    if len(rest) != 1 or rest[0].startswith("-"):
+    if len(rest) != 1:
         raise ConfigError(f"trace takes one RUN_DIR, not {' '.join(rest)!r}: {USAGE['trace']}")
     for line in write_page(Path(rest[0]), None if output is None else Path(output), steps):
         Console().print(line, highlight=False, soft_wrap=True)
@@ -480,6 +483,7 @@ def main() -> int:
         "report": report,
         "samples": samples,
         "trace": trace,
+        "protoset": write_protoset,
         "waits": waits,
     }
     name, *arguments = sys.argv[1:] or [""]
@@ -504,12 +508,14 @@ def main() -> int:
         print(f"usage: {USAGE[name]}", file=sys.stderr)
         return 2
     logs.configure("WARNING")
-    if name == CHECK_LOSS:
-        try:
+    try:
+        if name in UNCONFIGURED:
+            refuse_unknown_flags(arguments, USAGE[name])
+        if name == CHECK_LOSS:
             return check_loss_command(arguments)
-        except ConfigError as error:
-            print(f"sluice: {error}", file=sys.stderr)
-            return 2
+    except ConfigError as error:
+        print(f"sluice: {error}", file=sys.stderr)
+        return 2
     return exit_code(commands[name](arguments))
 
 

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -35,9 +36,12 @@ class ProcessConfig(BaseSettings):
 
     Defaults < `--config file.yaml` < `SLUICE_OPTIM__LR=x` < `--optim.lr x`. An empty variable
     is as none. `former_keys`: keys of the release before and their new names, which are told.
+    `foreign_keys`: keys that other commands have and this one has no use for; variables of them
+    may be there.
     """
 
     former_keys: ClassVar[Mapping[str, str]] = {}
+    foreign_keys: ClassVar[Collection[str]] = ()
 
     model_config = SettingsConfigDict(
         frozen=True,
@@ -62,7 +66,7 @@ class _YamlSource(PydanticBaseSettingsSource):
         return self._values
 
 
-class _FlagParser(argparse.ArgumentParser):
+class FlagParser(argparse.ArgumentParser):
     """Says in one line what is wrong with a flag; the list of all is for `--help`."""
 
     former_keys: Mapping[str, str] = {}
@@ -77,7 +81,26 @@ class _FlagParser(argparse.ArgumentParser):
         if new := self.former_keys.get(flag.removeprefix("--")):
             raise ConfigError(f"{flag} is now --{new}")
         known = [name for name in self._option_string_actions if not name.startswith("--no-")]
-        raise ConfigError(f"unknown flag {flag}{hint(flag, known)} (--help lists the flags)")
+        raise _unknown_flag(flag, {*known, *flags_of(self.usage or "")})
+
+
+def flags_of(usage: str) -> list[str]:
+    """The flags that a usage names; they may be of no configuration."""
+    return [name for name in re.findall(r"(?<=[\s[])--?[a-z][\w.-]*", usage) if name != "--key"]
+
+
+def refuse_unknown_flags(arguments: Sequence[str], usage: str) -> None:
+    """Raises ConfigError for a flag that the usage of a command without configuration has not."""
+    known = flags_of(usage)
+    for argument in arguments:
+        if argument.startswith("-") and (flag := argument.partition("=")[0]) not in known:
+            raise _unknown_flag(flag, known)
+
+
+def _unknown_flag(flag: str, known: Collection[str]) -> ConfigError:
+    if flag in known:
+        return ConfigError(f"{flag} is given twice, or where it does not belong")
+    return ConfigError(f"unknown flag {flag[:200]}{hint(flag, known)} (--help lists the flags)")
 
 
 C = TypeVar("C", bound=ProcessConfig)
@@ -175,10 +198,10 @@ def describe(
     return "; ".join(lines)
 
 
-def _flag_parser(cls: type[ProcessConfig], usage: str) -> _FlagParser:
+def _flag_parser(cls: type[ProcessConfig], usage: str) -> FlagParser:
     module = sys.modules["__main__"].__spec__  # of `python -m services.router`
     command = f"python -m {module.parent}" if module and module.parent else Path(sys.argv[0]).name
-    parser = _FlagParser(
+    parser = FlagParser(
         usage=usage or f"{command} [--config FILE.yaml] [--key value ...]",
         description=cls.__doc__,
         epilog="Also from the environment: --a.b is SLUICE_A__B. Flags win over it, it over YAML.",
@@ -204,10 +227,12 @@ def _take_config_path(arguments: list[str]) -> str | Path:
 
 def _check_environment(cls: type[ProcessConfig], environment: Mapping[str, str]) -> None:
     """A mistyped variable would be ignored in silence; refuse it."""
-    for name in environment:
-        if not name.startswith(ENV_PREFIX) or name in RESERVED_ENV:
+    for name, value in environment.items():
+        if not name.startswith(ENV_PREFIX) or name in RESERVED_ENV or not value:
             continue
         path = name.removeprefix(ENV_PREFIX).lower().split("__")
+        if path[0] in cls.foreign_keys:
+            continue
         if new := cls.former_keys.get(".".join(path)):
             variable = ENV_PREFIX + new.upper().replace(".", "__")
             raise ConfigError(f"environment variable {name} is now {variable}")

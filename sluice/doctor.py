@@ -40,6 +40,8 @@ _STYLES = {OK: "green", WARNING: "yellow", WRONG: "bold red"}
 class DoctorConfig(ProcessConfig):
     """What `sluice doctor` looks at."""
 
+    foreign_keys = ("security",)  # it calls nobody
+
     store: Path = Field(Path("."), description="Where a run would keep its store.")
     host: str = Field("127.0.0.1", description="Where services would listen.")
     port: int = Field(0, ge=0, le=65535, description="That a service is to have; 0 is any.")

@@ -27,6 +27,8 @@ class InitConfig(ProcessConfig):
     TASK: a .jsonl or .parquet file of prompts, or the name of a data set of reasoning-gym.
     """
 
+    foreign_keys = ("security",)  # it calls nobody
+
     run_dir: Path = Field(Path("runs/first"), description="Of the run, and of its services.")
     max_new_tokens: int = Field(256, gt=0, le=1 << 20)
     engine: Literal["reference", "sglang"] = "reference"

@@ -65,6 +65,8 @@ REPORT_USAGE = "sluice report RUN_DIR [RUN_DIR ...] [-o FILE.html] [--key value 
 class ReportConfig(ProcessConfig):
     """What `sluice report` shows."""
 
+    foreign_keys = ("security",)  # it calls nobody
+
     tokenizer: Path | None = Field(
         None, description="Model directory; None is that of the run's rollout services."
     )
@@ -99,6 +101,8 @@ SAMPLES_USAGE = "sluice samples RUN_DIR [-o FILE.parquet|FILE.jsonl] [--key valu
 
 class SamplesConfig(ProcessConfig):
     """Which samples `sluice samples` lists or exports; the latest first."""
+
+    foreign_keys = ("security",)  # it calls nobody
 
     steps: str = Field("", description="FIRST-LAST, or one step.")
     group: str = Field("", description="Id of a group.")
@@ -215,15 +219,18 @@ def leading(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def take_value(arguments: list[str], flag: str) -> str | None:
-    """Remove `flag value`; the value. Raises ConfigError."""
-    if flag not in arguments:
-        return None
-    index = arguments.index(flag)
-    if index + 1 == len(arguments):
-        raise ConfigError(f"{flag} needs a value")
-    value = arguments[index + 1]
-    del arguments[index : index + 2]
-    return value
+    """Remove `flag value` or `--flag=value`; the value. Raises ConfigError."""
+    for index, argument in enumerate(arguments):
+        if argument == flag:
+            if index + 1 == len(arguments):
+                raise ConfigError(f"{flag} needs a value")
+            value = arguments[index + 1]
+            del arguments[index : index + 2]
+            return value
+        if flag.startswith("--") and argument.startswith(f"{flag}="):
+            del arguments[index]
+            return argument.removeprefix(f"{flag}=")
+    return None
 
 
 def take_switch(arguments: list[str], flag: str) -> bool:

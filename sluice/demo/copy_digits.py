@@ -18,7 +18,7 @@ from typing import Any
 
 from sluice import logs
 from sluice.cli import exit_code
-from sluice.config import parse_config
+from sluice.config import ConfigError, FlagParser, parse_config
 from sluice.demo.measured import Cost, empty_directory, measured_run
 from sluice.durable import DirectoryError, scratch
 from sluice.loop.config import RunConfig
@@ -171,9 +171,9 @@ def prepare(run_dir: Path, seed: int) -> None:
     write_prompts(run_dir / "prompts.jsonl", seed)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it with these flags, or the process's; the exit code."""
-    parser = argparse.ArgumentParser(prog="sluice demo", description=__doc__)
+def read_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Raises ConfigError."""
+    parser = FlagParser(prog="sluice demo", description=__doc__, allow_abbrev=False)
     parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"))
     parser.add_argument("--seed", type=int, default=0)
     algorithms = sorted([*ALGORITHMS, DISTILLED])
@@ -227,11 +227,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--tensor needs --backend megatron")
     if flags.engine == "sglang" and not flags.sglang_python.exists():
         parser.error(f"there is no {flags.sglang_python}; `make sglang-cpu` makes one")
+    return flags
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it with these flags, or the process's; the exit code."""
     logs.configure("WARNING")
     try:
+        flags = read_flags(arguments)
         run_dir = empty_directory(flags.run_dir)
-    except DirectoryError as error:
-        parser.error(str(error))
+    except (ConfigError, DirectoryError) as error:
+        print(f"sluice demo: {error}", file=sys.stderr)
+        return 2
     prepare(run_dir, flags.seed)
     if flags.lora:
         from sluice.demo.adapters import train_adapters

@@ -84,7 +84,27 @@ def test_help_is_no_error_and_names_every_command(sluice):
         (["convert", ".", "made", "--to", "hf", "--origin", "x" * 5000], "is no directory"),
         (["down", "gone"], "does not say which Ray"),
         (["down", ".", "."], "down takes one RUN_DIR"),
-        (["trace", "--all"], "one RUN_DIR"),
+        (["trace", "--all"], "unknown flag --all"),
+        (["trace", "gone", "--stepz", "3"], "did you mean --steps?"),
+        (["trace", "gone", "--steps=5-1"], "ends before it begins"),
+        (["train", "run.yaml", "--upp", "x"], "did you mean --up?"),
+        (["up", "router.yaml", "--onn", "ray"], "did you mean --on?"),
+        (["status", "gone", "--jsn"], "did you mean --json?"),
+        (["status", "gone", "--json", "--json"], "--json is given twice"),
+        (["waits", "gone", "--security.token_fil", "x"], "did you mean --security.token_file?"),
+        (["report", "gone", "--tokeniser", "x"], "did you mean --tokenizer?"),
+        (["samples", "gone", "--contain", "x"], "did you mean --contains?"),
+        (["convert", ".", "made", "--too", "hf"], "did you mean --to?"),
+        (["verify", ".", "made", "--modle", "x"], "did you mean --model?"),
+        (["doctor", "--prot", "1"], "did you mean --port?"),
+        (["init", ".", "x", "--engin", "sglang"], "did you mean --engine?"),
+        (["import-slime", "x.sh", "--o", "x"], "did you mean -o?"),
+        (["check-loss", "grpo", "--setings", "{}"], "did you mean --settings?"),
+        (["demo", "--stpes", "3"], "did you mean --steps?"),
+        (["demo", "--run_dir", "x"], "did you mean --run-dir?"),
+        (["protoset", "."], "Is a directory"),
+        (["protoset", "a\0b"], "null byte"),
+        (["protoset", "x", "y"], "protoset takes one FILE"),
         (["trace", "nowhere"], "is no run directory"),
         (["trace", "x" * 5000], "is no run directory"),
         (["trace", "gone"], "holds no traces"),
@@ -177,6 +197,17 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(DirectoryError, match=r"run_dir: .*file"):
         owned(tmp_path / "file" / "run", "up").__enter__()
+
+
+@pytest.mark.parametrize("command", ["report", "samples"])
+def test_a_token_of_the_environment_is_no_matter_of_who_calls_nobody(
+    sluice, tmp_path, monkeypatch, command
+):
+    monkeypatch.setenv("SLUICE_SECURITY__TOKEN_FILE", str(tmp_path / "token"))
+    monkeypatch.setenv("SLUICE_STORE_OF_OTHERS", "")  # as none
+    assert "SLUICE" not in sluice(command, tmp_path / "nowhere")[2]
+    monkeypatch.setenv("SLUICE_LIMITT", "3")
+    assert "SLUICE_LIMITT" in sluice(command, tmp_path / "nowhere")[2]
 
 
 def test_the_help_of_eval_is_of_scores(sluice):
