@@ -89,7 +89,7 @@ USAGE = {
     "status": STATUS_USAGE,
     "report": REPORT_USAGE,
     "samples": SAMPLES_USAGE,
-    "trace": "sluice trace RUN_DIR [-o FILE.html] [--steps FIRST-LAST|all]",
+    "trace": "sluice trace RUN_DIR [-o FILE.html] [--steps FIRST-LAST|all] [--otlp URL]",
     "completion": COMPLETION_USAGE,
     "protoset": PROTOSET_USAGE,
     "check-loss": "sluice check-loss NAME|PACKAGE.MODULE:NAME [--settings JSON]",
@@ -110,7 +110,7 @@ SUMMARY = {
     "status": "how a run and its services do: steps, rewards, health, who waits on whom",
     "report": "one or more runs as an HTML page: curves, settings, events, samples",
     "samples": "list, filter and export the samples of a run",
-    "trace": "where the time of a run went, as one HTML page",
+    "trace": "where the time of a run went, as one HTML page or as spans of OpenTelemetry",
     "protoset": "the API as a FileDescriptorSet, for clients in other languages",
     "check-loss": "does a loss keep what training needs of it: split, gradient, mask?",
     "completion": "what a shell needs to complete commands and flags",
@@ -387,15 +387,32 @@ def _address_to_ask(given: str) -> str:
 
 
 async def trace(arguments: Sequence[str]) -> None:
-    """Write the timeline of a run, and say in a line what took the time."""
-    from sluice.loop.timeline.page import write_page
-
+    """Write the timeline of a run and say in a line what took the time, or send its spans."""
     rest = list(arguments)
-    output, steps = take_value(rest, "-o"), take_value(rest, "--steps")
+    output, steps, url = (take_value(rest, flag) for flag in ("-o", "--steps", "--otlp"))
     if len(rest) != 1:
         raise ConfigError(f"trace takes one RUN_DIR, not {' '.join(rest)!r}: {USAGE['trace']}")
-    for line in write_page(Path(rest[0]), None if output is None else Path(output), steps):
+    for line in _page_or_spans(Path(rest[0]), output, steps, url):
         Console().print(line, highlight=False, soft_wrap=True)
+
+
+def _page_or_spans(
+    run_dir: Path, output: str | None, steps: str | None, url: str | None
+) -> list[str]:
+    from sluice.loop.timeline.page import write_page
+
+    if url is None:
+        return write_page(run_dir, None if output is None else Path(output), steps)
+    if output is not None:
+        raise ConfigError("trace: --otlp writes no page; leave -o out")
+    try:
+        from sluice.loop.otel import NotTakenError, export_trace
+    except ImportError:
+        raise ConfigError("trace: --otlp needs pip install 'sluice[otel]'") from None
+    try:
+        return export_trace(run_dir, url, steps)
+    except NotTakenError as error:
+        raise UnansweredError(f"trace: {url[:200]}: {error}") from None
 
 
 @contextlib.asynccontextmanager
@@ -444,7 +461,7 @@ async def completion(arguments: Sequence[str]) -> None:
         "train": ("--up",),
         "sft": ("--up",),
         "status": ("--json", "--once"),
-        "trace": ("--steps", "-o"),
+        "trace": ("--steps", "--otlp", "-o"),
         "demo": ("--run-dir", "--seed", "--algorithm", "--steps", "--target", "--max-staleness"),
         "convert": ("--to", "--origin"),
         "verify": ("--model",),

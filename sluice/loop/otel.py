@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,15 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, TraceFlags
+from pydantic import ValidationError
 
+from sluice.config import ConfigError, describe
 from sluice.durable import replace_file
+from sluice.loop.journal import START, read_journal
+from sluice.loop.status import is_directory
+from sluice.loop.timeline.page import range_of
 from sluice.loop.trace import LOOP, STEP, TraceDamagedError, read_trace, trace_files
+from sluice.loop.trackers import OtelConfig
 
 SPANS_PER_REQUEST = 2_000  # half a megabyte before it is compressed
 _SCOPE = InstrumentationScope("sluice.loop.trace")
@@ -144,6 +151,25 @@ class SpanSender:
             state = json.dumps({"sent": self._sent}).encode()
             replace_file(self._state, state, temporary=self._state.parent, sync=False)
 
+    def send_again(self, first: int, last: float) -> tuple[int, list[int]]:
+        """Send steps whether they were sent or not; how many, and which are damaged.
+
+        Raises NotTakenError.
+        """
+        count, damaged = 0, list[int]()
+        for path in trace_files(self._traces):
+            step = int(path.stem)
+            if not first <= step <= last:
+                continue
+            try:
+                self._send(read_trace(path), step)
+                count += 1
+            except FileNotFoundError:
+                continue  # a run at work keeps its latest ones
+            except TraceDamagedError:
+                damaged.append(step)
+        return count, damaged
+
     def _send(self, table: pa.Table, step: int) -> None:
         spans = spans_of(table, step, self._run_id, self._resource, samples=self._samples)
         for part in _parts(spans):
@@ -152,6 +178,40 @@ class SpanSender:
 
     def close(self) -> None:
         self._exporter.shutdown()
+
+
+def export_trace(run_dir: Path, endpoint: str, steps: str | None) -> list[str]:
+    """Send the trace that a run left, or has left so far; what to say about it.
+
+    Spans that a tracker of the run has sent are sent as the same ones. Raises ConfigError, and
+    NotTakenError.
+    """
+    first, last = range_of(steps)
+    if not is_directory(str(run_dir)):
+        raise ConfigError(f"trace: {str(run_dir)[:200]!r} is no run directory")
+    try:
+        settings = OtelConfig(endpoint=endpoint)
+    except ValidationError as error:
+        raise ConfigError(f"trace: --otlp: {describe(error, OtelConfig)}") from None
+    state, name = run_dir / "trackers" / "otel.sent.json", run_dir.resolve().name
+    sender = SpanSender(run_dir, _run_id(run_dir), state, settings.model_dump(), name)
+    try:
+        count, damaged = sender.send_again(first or 0, math.inf if last is None else last)
+    finally:
+        sender.close()
+    if not count and not damaged:
+        raise ConfigError(f"trace: {run_dir} holds no traces, or none of these steps")
+    told = [f"damaged and left out: steps {', '.join(map(str, damaged))}"] if damaged else []
+    return [*told, f"{settings.endpoint}: {count} steps"]
+
+
+def _run_id(run_dir: Path) -> str:
+    """The id that a tracker of the run has; else one that is made of how the run began."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return str(json.loads((run_dir / "trackers" / "otel.json").read_text())["run_id"])
+    began = next((e for e in read_journal(run_dir) if e.get("event") == START), None)
+    words = str(run_dir.resolve()) if began is None else json.dumps(began, sort_keys=True)
+    return xxhash.xxh3_128_hexdigest(words.encode())
 
 
 def _time(path: Path) -> int:

@@ -397,7 +397,7 @@ def write_page(run_dir: Path, output: Path | None, steps: str | None) -> list[st
 
     Raises ConfigError for steps that are neither FIRST-LAST nor all, or where there is no trace.
     """
-    first, last = _range(steps)
+    first, last = range_of(steps)
     if not is_directory(str(run_dir)):
         raise ConfigError(f"trace: {str(run_dir)[:200]!r} is no run directory")
     try:
@@ -420,7 +420,8 @@ def write_page(run_dir: Path, output: Path | None, steps: str | None) -> list[st
     ]
 
 
-def _range(steps: str | None) -> tuple[int | None, int | None]:
+def range_of(steps: str | None) -> tuple[int | None, int | None]:
+    """First and last step of `--steps`; None is open. Raises ConfigError."""
     if steps is None:
         return None, None
     if steps == "all":

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gzip
 import io
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,6 +26,7 @@ from sluice.loop.config import RunConfig, SftConfig
 from sluice.loop.report import RunReport
 from sluice.loop.trace import LOOP, STEP, TRAINER, RunTrace, TraceConfig
 from sluice.loop.trackers import OtelConfig, TrackersConfig
+from tests.patience import PATIENCE
 from tests.unit.loop.test_trace import group_of
 
 
@@ -190,6 +193,67 @@ def test_a_damaged_step_is_left_out(tmp_path: Path, collector: Collector) -> Non
     told += run(tmp_path, range(0), endpoint=collector.url)
     assert "trackers.otel" not in told
     assert [plain(s.attributes)["sluice.step"] for s in collector.spans if s.name == "step"] == [2]
+
+
+def sluice_trace(run_dir: Path, *flags: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "sluice.cli", "trace", str(run_dir), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_run_that_has_ended_is_sent_by_hand_as_often_as_wanted(
+    tmp_path: Path, collector: Collector
+) -> None:
+    run(tmp_path, range(1, 4), endpoint=collector.url)
+    ids = {(span.trace_id, span.span_id) for span in collector.spans}
+    collector.spans.clear()
+    code, told = sluice_trace(tmp_path, "--otlp", collector.url)
+    assert (code, told) == (0, f"{collector.url}/v1/traces: 3 steps\n")
+    assert {(span.trace_id, span.span_id) for span in collector.spans} == ids  # the same ones
+    collector.spans.clear()
+    assert sluice_trace(tmp_path, "--otlp", collector.url, "--steps", "2-3")[0] == 0
+    found = [plain(s.attributes)["sluice.step"] for s in collector.spans if s.name == "step"]
+    assert found == [2, 3]
+
+
+def test_a_run_without_a_tracker_is_sent_by_hand_too(tmp_path: Path, collector: Collector) -> None:
+    with RunReport(tmp_path, 2, Console(file=io.StringIO())) as report:
+        report.begin("train", {})
+    trace = RunTrace(tmp_path, TraceConfig())
+    for step in (1, 2):
+        trace.add(LOOP, STEP, step, step + 1, f"step {step}")
+        trace.flush(step)
+    path = tmp_path / "traces" / "0000001.arrow"
+    path.write_bytes(path.read_bytes()[:-100])
+    for _ in range(2):
+        code, told = sluice_trace(tmp_path, "--otlp", collector.url)
+        assert code == 0
+        assert told.splitlines() == [
+            "damaged and left out: steps 1",
+            f"{collector.url}/v1/traces: 1 steps",
+        ]
+    assert len(collector.spans) == 2
+    assert len({(span.trace_id, span.span_id) for span in collector.spans}) == 1
+    (run_id,) = {r["sluice.run_id"] for r in collector.resources}
+    assert len(run_id) == 32
+
+
+def test_what_cannot_be_sent_by_hand_is_said(tmp_path: Path, collector: Collector) -> None:
+    run(tmp_path, range(1, 2), endpoint=collector.url)
+    for flags, wanted in (
+        (["--otlp", "collector:4318"], "--otlp: endpoint:"),
+        (["--otlp", collector.url, "--steps", "7"], "none of these steps"),
+        (["--otlp", collector.url, "-o", "x.html"], "leave -o out"),
+        (["--otlp"], "--otlp needs a value"),
+    ):
+        code, told = sluice_trace(tmp_path, *flags)
+        assert (code, told.count("\n")) == (2, 1), told
+        assert wanted in told
+    collector.code = 400
+    code, told = sluice_trace(tmp_path, "--otlp", collector.url)
+    assert code == 2
+    assert "the spans of step 1 were not taken" in told.splitlines()[-1]
+    assert "Traceback" not in told
 
 
 @pytest.mark.parametrize(
