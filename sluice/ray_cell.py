@@ -284,9 +284,9 @@ class Cell:
         for name in ("port", "metrics_port"):
             server[name] = server.get(name) or self._port(name, known)
         config["server"] = server
-        if config.get("openai") is not None:
-            port = config["openai"].get("port") or self._port("openai", known)
-            config["openai"] = {**config["openai"], "port": port}
+        if section := self._spec["http_section"]:
+            given = config.get(section, {})
+            config[section] = {**given, "port": given.get("port") or self._port(section, known)}
         if self._spec["kind"] == "trainer" and config.get("ranks", {}).get("launch") == "external":
             port = config["ranks"].get("listen_port") or self._port("ranks", known)
             config["ranks"] = {"listen_host": self._ip, **config["ranks"], "listen_port": port}
@@ -298,7 +298,7 @@ class Cell:
         file = self._run_dir / "services" / f"{self._name}.yaml"
         file.write_text(json.dumps(config, indent=1))  # which is YAML, too
         self._address_file.unlink(missing_ok=True)
-        return [sys.executable, "-m", f"services.{self._spec['kind']}", "--config", str(file)], {}
+        return [sys.executable, "-m", self._spec["module"], "--config", str(file)], {}
 
     def _rank_command(self, known: dict[str, dict[str, Any]]) -> tuple[list[str], dict[str, str]]:
         trainer, rank, count = self._spec["trainer"], self._spec["rank"], self._spec["count"]

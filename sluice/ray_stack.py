@@ -20,12 +20,13 @@ from typing import Any
 
 import xxhash
 
-from sluice.client import RouterClient, TrainerClient
+from sluice.client import Client, RouterClient, TrainerClient
 from sluice.config import RESERVED_ENV, ConfigError
 from sluice.durable import DirectoryError, replace_file
 from sluice.loop.training import active_trainer
 from sluice.runtime.recovery import NotReadyError, wait_until_ready
 from sluice.supervise import (
+    MODULES,
     STACK_FILE,
     START_ORDER,
     LivenessConfig,
@@ -33,6 +34,8 @@ from sluice.supervise import (
     ServiceEntry,
     UpConfig,
     filled_in,
+    http_section,
+    ready_reward_model,
     services_entry,
 )
 
@@ -85,6 +88,8 @@ def _members(config: UpConfig, name: str, entry: ServiceEntry) -> Iterator[Membe
         spec: dict[str, Any] = {
             "name": own,
             "kind": entry.kind,
+            "module": MODULES[entry.kind],
+            "http_section": http_section(entry.kind, entry.config),
             "config": filled_in(config, own, entry),
             "shown": services_entry(config, entry),
         }
@@ -269,6 +274,14 @@ class RayStack:
                         await active_trainer(trainer)
 
                     await self._until(member.name, active, deadline)
+            elif kind == "reward_model":
+                async with Client(address, security) as client:
+
+                    async def loaded(client: Client = client) -> None:
+                        await opened()
+                        await ready_reward_model(client)
+
+                    await self._until(member.name, loaded, deadline)
             elif kind == "rollout" and "router" in member.spec:
                 router_address = found[member.spec["router"]]["address"]
                 async with RouterClient(router_address, security) as router:

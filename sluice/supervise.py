@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,14 +35,20 @@ from sluice.runtime.addresses import read_entries
 from sluice.runtime.addresses import read_services as read_services
 from sluice.runtime.recovery import Backoff, NotReadyError, wait_until_ready
 from sluice.runtime.security import SecurityConfig
+from sluice.runtime.server import REWARD_MODEL
 from sluice.weights.errors import FileDigestError
 from sluice.weights.manifest import seal, unseal
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Kind = Literal["router", "converter", "trainer", "rollout"]
-START_ORDER: tuple[Kind, ...] = ("router", "converter", "trainer", "rollout")
+Kind = Literal["router", "converter", "reward_model", "trainer", "rollout"]
+START_ORDER: tuple[Kind, ...] = ("router", "converter", "reward_model", "trainer", "rollout")
+MODULES: dict[str, str] = {  # by kind, what is run
+    **{kind: f"services.{kind}" for kind in START_ORDER},
+    "reward_model": "services.rollout.reward_model",
+}
+HTTP_SECTIONS = ("openai", "classify")  # of configurations: those of a port beside gRPC's
 LOOPBACK = "127.0.0.1"  # where services listen that name no host
 RESTART_PAUSES = Backoff(first=0.2, longest=5.0)
 LINGERING_SECONDS = 10.0  # for which processes of a killed supervisor may keep their ports
@@ -172,6 +178,13 @@ def policy_weights(config: UpConfig) -> str:
     return ""
 
 
+def http_section(kind: str, config: Mapping[str, Any]) -> str:
+    """The section of a configuration that has a port beside gRPC's; empty where none has."""
+    if kind == "reward_model":
+        return "classify"
+    return "openai" if config.get("openai") is not None else ""
+
+
 def services_entry(config: UpConfig, entry: ServiceEntry) -> dict[str, str]:
     """What services.json says of a process besides its addresses."""
     store = str(entry.config.get("store", config.run_dir.absolute() / "store"))
@@ -196,6 +209,7 @@ def filled_in(config: UpConfig, name: str, entry: ServiceEntry) -> dict[str, Any
         if weights := policy_weights(config):
             filled.setdefault("weights", weights)
         filled.setdefault("engine_id", name)
+        filled.setdefault("services", str(run_dir / "services.json"))
     return filled
 
 
@@ -340,7 +354,7 @@ class Supervisor:
         with service.log.open("ab") as log:
             service.process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-m", f"services.{service.kind}", "--config", str(path)),
+                *("-m", MODULES[service.kind], "--config", str(path)),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -355,9 +369,9 @@ class Supervisor:
         ConfigError.
         """
         server = service.config.get("server", {})
-        openai = service.config.get("openai")
         given = {name: server.get(name) for name in ("port", "metrics_port")}
-        given |= {} if openai is None else {"openai": openai.get("port")}
+        if section := http_section(service.kind, service.config):
+            given[section] = service.config.get(section, {}).get("port")
         host = str(server.get("host", LOOPBACK))
         for name in [
             name for name, port in given.items() if not port and name not in service.ports
@@ -382,8 +396,8 @@ class Supervisor:
         server["parent"] = os.getpid()  # a killed supervisor leaves nobody behind
         ports = {name: int(held.getsockname()[1]) for name, held in service.ports.items()}
         server |= {name: ports[name] for name in ("port", "metrics_port") if name in ports}
-        if "openai" in ports:
-            config["openai"] = {**config["openai"], "port": ports["openai"]}
+        for section in ports.keys() & HTTP_SECTIONS:
+            config[section] = {**config.get(section, {}), "port": ports[section]}
         if service.kind == "rollout":
             config.setdefault("router", self._router_address())
         return config
@@ -406,11 +420,14 @@ class Supervisor:
         service.addresses = await self._alive_until(service, addresses)
 
     async def _ready(self, service: _Service) -> None:
-        """Waits until a trainer takes work, or the router knows a rollout process."""
+        """Waits until a trainer or a reward model takes work, or the router knows a process."""
         address, security = service.addresses["address"], self.config.security
         if service.kind == "trainer":
             async with TrainerClient(address, security) as trainer:
                 await self._alive_until(service, lambda: active_trainer(trainer))
+        elif service.kind == "reward_model":
+            async with self._client(service) as client:
+                await self._alive_until(service, lambda: ready_reward_model(client))
         elif service.kind == "rollout":
             async with RouterClient(self._router_address(), security) as router:
 
@@ -610,7 +627,7 @@ def _configured_ports(path: Path) -> dict[str, int]:
     try:
         config = yaml.safe_load(path.read_bytes())
         ports = {name: config["server"].get(name) for name in ("port", "metrics_port")}
-        ports["openai"] = (config.get("openai") or {}).get("port")
+        ports |= {name: (config.get(name) or {}).get("port") for name in HTTP_SECTIONS}
         return {name: int(port) for name, port in ports.items() if port is not None}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
         logger.warning("%s: %s; the service gets new ports", path, error)
@@ -650,6 +667,17 @@ def reserve_port(host: str, port: int = 0) -> socket.socket:
         holder.close()
         raise
     return holder
+
+
+async def ready_reward_model(client: Client) -> None:
+    """Raises NotReadyError until it has loaded its model."""
+    request = health_pb2.HealthCheckRequest(service=REWARD_MODEL)
+    try:
+        answer = await health_pb2_grpc.HealthStub(client.channel).Check(request, timeout=5)
+    except grpc.aio.AioRpcError as error:
+        raise NotReadyError(str(error.details())) from None
+    if answer.status != health_pb2.HealthCheckResponse.SERVING:
+        raise NotReadyError("it loads its model")
 
 
 def read_store(path: Path) -> Path:

@@ -139,7 +139,8 @@ def _unit(name: str) -> str:
 
 def _title(metric: Declared) -> str:
     """The words of a name without the service and the unit."""
-    words = metric.name.removesuffix("_total").removeprefix("sluice_").split("_")
+    name = metric.name.removesuffix("_total").removeprefix("sluice_")
+    words = name.removeprefix("reward_model_").split("_")
     if words[0] in ("rollout", "router", "trainer", "converter", "loop"):
         words = words[1:]
     if words[-1] in UNITS and len(words) > 1:
@@ -230,6 +231,7 @@ def dashboards() -> list[Dashboard]:
         Dashboard("trainer", "Sluice: trainer", (("Trainer", _standard("trainer")),)),
         Dashboard("engines", "Sluice: engines", (("Episodes and engines", _standard("rollout")),)),
         Dashboard("router", "Sluice: router", (("Router", _standard("router")),)),
+        Dashboard("reward-model", "Sluice: reward model", (("Scores", _standard("reward_model")),)),
         Dashboard("converter", "Sluice: converter", (("Converter", _standard("converter")),)),
         Dashboard(
             "host",

@@ -22,8 +22,8 @@ PAGE = ROOT / "docs" / "metrics.md"
 MODULES = {  # by the service that exposes them; "" is every service
     "": ("sluice.runtime.interceptors", "sluice.runtime.waits", "sluice.runtime.host"),
     **{
-        path.parent.name: (f"services.{path.parent.name}.metrics",)
-        for path in sorted(ROOT.glob("services/*/metrics.py"))
+        path.parent.name: (".".join(path.relative_to(ROOT).with_suffix("").parts),)
+        for path in sorted(ROOT.glob("services/**/metrics.py"), key=lambda path: path.parent.name)
     },
     "loop": ("sluice.loop.metrics",),
 }
@@ -98,7 +98,7 @@ def _row(metric: Declared) -> str:
 def page() -> str:
     lines = [HEAD]
     for service in MODULES:
-        lines += [f"## {service.capitalize() or 'Every service'}", ""]
+        lines += [f"## {service.capitalize().replace('_', ' ') or 'Every service'}", ""]
         lines += ["| metric | type | labels | what |", "|---|---|---|---|"]
         lines += [_row(metric) for metric in declared(service)]
         lines.append("")

@@ -81,6 +81,10 @@ class Scene:
         return self.directory / "model"
 
     @property
+    def reward_model(self) -> Path:
+        return self.directory / "reward-model"
+
+    @property
     def services(self) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = json.loads(
             (self.directory / "services.json").read_text()
@@ -128,6 +132,8 @@ def prepare(scene: Scene) -> None:
     (scene.directory / "token").write_text("a token for a trial\n")
     build = [sys.executable, "-m", "sluice.demo.tiny_qwen3", str(scene.model), "0"]
     scene.run("model", build)
+    head = [sys.executable, "-m", "examples.models.value_head", str(scene.model)]
+    scene.run("reward-model", [*head, str(scene.reward_model)])
     write_prompts(scene.directory / "prompts.jsonl", 0)
 
 
@@ -159,6 +165,7 @@ def start_services(scene: Scene) -> None:
         "services": {
             "router": {"kind": "router"},
             "converter": {"kind": "converter"},
+            "scores": {"kind": "reward_model", "config": {"model": str(scene.reward_model)}},
             "trainer": {"kind": "trainer", "config": trainer},
             "trainer-behind": {"kind": "trainer", "config": behind},
             "rollout": {"kind": "rollout", "config": rollout},
@@ -244,28 +251,29 @@ def train(scene: Scene, name: str, loop_port: int, **changes: Any) -> None:
     scene.run(name, [*_SLUICE, "train", scene.write(f"{name}.yaml", config)])
 
 
-def ask_as_openai_does(scene: Scene) -> None:
-    """A completion, and a request that is refused."""
-    url = scene.services["rollout"]["openai_url"]
+def ask_over_http(scene: Scene) -> None:
+    """A completion, a score, and requests that are refused."""
+    url = f"{scene.services['rollout']['openai_url']}/completions"
+    scores = scene.services["scores"]["classify_url"]
     tls = scene.security["tls"]
     context = ssl.create_default_context(cafile=tls["ca"])
     context.load_cert_chain(tls["cert"], tls["key"])
     token = Path(scene.security["token_file"]).read_text().strip()
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-    for body, wanted in (
-        ({"model": "policy", "prompt": "1234=", "max_tokens": 4}, 200),
-        ({"model": "nobody", "prompt": "1234="}, 404),
+    for to, body, wanted in (
+        (url, {"model": "policy", "prompt": "1234=", "max_tokens": 4}, 200),
+        (url, {"model": "nobody", "prompt": "1234="}, 404),
+        (scores, {"model": "reward-model", "text": ["1234=1", "1="]}, 200),
+        (scores, {"model": "nobody", "text": "1234=1"}, 404),
     ):
-        request = urllib.request.Request(
-            f"{url.rstrip('/')}/completions", json.dumps(body).encode(), headers
-        )
+        request = urllib.request.Request(to, json.dumps(body).encode(), headers)
         try:
             with urllib.request.urlopen(request, timeout=PATIENCE, context=context) as answer:
                 code = answer.status
         except urllib.error.HTTPError as error:
             code = error.code
         if code != wanted:
-            raise CheckError(f"the OpenAI port answered {code} to {body}, not {wanted}")
+            raise CheckError(f"{to} answered {code} to {body}, not {wanted}")
 
 
 def convert_and_verify(scene: Scene) -> None:
@@ -302,7 +310,7 @@ def work(scene: Scene, loop_port: int) -> None:
     }
     evaluation = {"datasets": {"held_out": held_out}, "every_steps": 8}
     train(scene, "stored", loop_port, steps=STEPS, evaluation=evaluation)
-    ask_as_openai_does(scene)
+    ask_over_http(scene)
     convert_and_verify(scene)
     asyncio.run(send_to_sleep(scene))
     asyncio.run(write_behind(scene))

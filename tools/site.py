@@ -23,6 +23,7 @@ from pydantic.fields import FieldInfo
 
 from services.converter.servicer import ConverterConfig
 from services.rollout.config import RolloutConfig
+from services.rollout.reward_model.config import RewardModelConfig
 from services.router.config import RouterConfig
 from services.trainer.config import TrainerConfig
 from sluice.loop.config import RunConfig, SftConfig
@@ -36,6 +37,10 @@ CONFIGS: dict[str, tuple[type[BaseModel], str]] = {
     "up": (UpConfig, "services.yaml of `sluice up`"),
     "trainer": (TrainerConfig, "trainer.yaml, or `config` of a trainer in services.yaml"),
     "rollout": (RolloutConfig, "rollout.yaml, or `config` of a rollout in services.yaml"),
+    "reward_model": (
+        RewardModelConfig,
+        "reward_model.yaml, or `config` of a reward_model in services.yaml",
+    ),
     "router": (RouterConfig, "router.yaml, or `config` of a router in services.yaml"),
     "converter": (ConverterConfig, "converter.yaml, or `config` of a converter in services.yaml"),
 }

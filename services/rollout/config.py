@@ -80,6 +80,9 @@ class EpisodesConfig(Config):
         ("http://127.0.0.1", "http://localhost"),
         description="Addresses below which requests may name reward services.",
     )
+    tokenizer_roots: tuple[Path, ...] = Field(
+        (), description="Directories below which requests may name tokenizers; default: none."
+    )
     graders: GraderPoolConfig = GraderPoolConfig()
 
 
@@ -121,6 +124,10 @@ class RolloutConfig(ProcessConfig):
     engine: EngineConfig = EngineConfig()
     episodes: EpisodesConfig = EpisodesConfig()
     images: ImagesConfig = ImagesConfig()
+    services: Path | None = Field(
+        None,
+        description="services.json by which requests may name reward services, as FILE#NAME.",
+    )
     openai: OpenAIConfig | None = Field(None, description="HTTP as OpenAI's clients speak it.")
     server: ServerConfig = ServerConfig()
 

@@ -40,6 +40,14 @@ def address_of(path: Path, name: str) -> str:
     return addresses[name]
 
 
+def url_of(path: Path, name: str, key: str) -> str:
+    """The URL that an entry of a services.json has under `key`. Raises ConfigError."""
+    entry = read_entries(path).get(name, {})
+    if not isinstance(url := entry.get(key), str):
+        raise ConfigError(f"services: {path} has no {name} with a {key}")
+    return url
+
+
 def read_services(path: Path) -> dict[str, str]:
     """Addresses in a services.json by name, and by kind where one entry is of it."""
     entries = read_entries(path)

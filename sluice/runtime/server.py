@@ -58,6 +58,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 WAIT_SERVICE = "sluice.api.common.v1.WaitService"
 OPERATIONS_SERVICE = "google.longrunning.Operations"
+REWARD_MODEL = "sluice.RewardModel"  # over HTTP: health of gRPC tells whether it is ready
 
 
 @contextlib.contextmanager
@@ -192,6 +193,7 @@ class Server:
         self._health = _Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
         self._services: list[str] = []
+        self._ports: list[str] = []  # of other protocols
         self._metrics: MetricsServer | None = None
         self._host: HostCollector | None = None
         self.disks: dict[str, list[Path]] = {}  # by use: whose room is shown, from the start on
@@ -211,6 +213,10 @@ class Server:
     def add(self, register: Callable[[Any, Any], None], servicer: object, name: str) -> None:
         register(servicer, self.grpc_server)
         self._services.append(name)
+
+    def add_port(self, name: str) -> None:
+        """Have health tell by this name whether a port of another protocol is ready."""
+        self._ports.append(name)
 
     def bound(self, message: type[Message], name: str, limit: int, setting: str) -> None:
         """Take so many values in a field of requests, or such a number; `setting` says so."""
@@ -275,7 +281,7 @@ class Server:
         await self._set_services(SERVING if serving else NOT_SERVING)
 
     async def _set_services(self, status: int) -> None:
-        for name in self._services:
+        for name in (*self._services, *self._ports):
             await self._health.set(name, status)
 
     async def stop(self) -> None:

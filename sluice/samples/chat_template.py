@@ -40,6 +40,7 @@ class ChatTemplate:
     """A compiled template with the special tokens it may name."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Raises ChatTemplateError for what is no template."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -49,7 +50,10 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _strftime_now
         self.source = source
-        self._template = environment.from_string(source)
+        try:
+            self._template = environment.from_string(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise ChatTemplateError(f"chat template: {error}") from None
         self._special_tokens = dict(special_tokens)
 
     def render(

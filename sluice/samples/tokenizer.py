@@ -32,19 +32,19 @@ class TextTokenizer:
     """The tokenizer of a HF model directory."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises ConfigError when the directory holds no fast tokenizer."""
+        """Raises ConfigError when the directory holds no fast tokenizer, or a broken template."""
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"tokenizer: {path} does not exist")
         try:
             self._tokenizer = Tokenizer.from_buffer(path.read_bytes())
             settings = _read_json(directory / "tokenizer_config.json")
-        except ValueError as error:
+            self._special = _special_tokens(settings)
+            self._template = _chat_template(directory, settings, self._special)
+        except (ValueError, LookupError, TypeError) as error:  # of the template among them
             raise ConfigError(f"tokenizer: {directory}: {error}") from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        self._special = _special_tokens(settings)
-        self._template = _chat_template(directory, settings, self._special)
         self.end_token_id = self._id("eos_token")
 
     @property

@@ -23,6 +23,7 @@ WITHOUT_TORCH = (
     "services.rollout.__main__",
     "services.rollout.episodes.worker",
     "services.rollout.openai.server",
+    "services.rollout.reward_model.__main__",
     "services.rollout.engine.sglang.engine",
     "services.rollout.environments.worker",
     "services.rollout.environments.graders.remote",

@@ -198,6 +198,11 @@ class Environment(ABC):
         return {}
 
     @classmethod
+    def paths(cls, settings: Any) -> Mapping[str, str]:
+        """Returns directories that the settings name, by key; the worker reads those it may."""
+        return {}
+
+    @classmethod
     def generator(cls, settings: Any) -> Generate | None:
         """Returns a coroutine function that makes the samples of an episode, or None.
 

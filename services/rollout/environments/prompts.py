@@ -79,6 +79,12 @@ class PromptsEnvironment(Environment):
         return {"reward_settings.url": url} if isinstance(url, str) else {}
 
     @classmethod
+    def paths(cls, settings: PromptsSettings) -> Mapping[str, str]:
+        asks = settings.reward == "reward_model"
+        path = settings.reward_settings.get("tokenizer") if asks else None
+        return {"reward_settings.tokenizer": path} if isinstance(path, str) and path else {}
+
+    @classmethod
     def generator(cls, settings: PromptsSettings) -> Generate | None:
         if not settings.generate:
             return None

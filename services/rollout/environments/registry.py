@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 from urllib.parse import urlsplit
 
@@ -61,10 +62,15 @@ def load_environment(path: str) -> type[Environment]:
 
 @dataclass(frozen=True)
 class Allowed:
-    """Limits what requests may name: modules of users, and addresses of reward services."""
+    """Limits what requests may name: modules of users, reward services, and directories.
+
+    services: the services.json by which services may be named as FILE#NAME.
+    """
 
     modules: tuple[str, ...] = ()
     urls: tuple[str, ...] = ()
+    services: Path | None = None
+    roots: tuple[Path, ...] = ()
 
     def check(self, environment_type: type[Environment], settings: Config) -> None:
         """Raises SettingError for what the settings name and must not."""
@@ -72,6 +78,8 @@ class Allowed:
             self.check_module(path, key)
         for key, url in environment_type.urls(settings).items():
             self.check_url(url, key)
+        for key, path in environment_type.paths(settings).items():
+            self.check_path(path, key)
 
     def check_module(self, path: str, key: str) -> None:
         """Raises SettingError unless the module of `path` is an allowed one, or inside one."""
@@ -87,8 +95,11 @@ class Allowed:
     def check_url(self, url: str, key: str) -> None:
         """Raises SettingError unless `url` is below an allowed one: scheme, host, port and path.
 
-        An allowed address without a port allows every port.
+        An allowed address without a port allows every port. A service of `services` is allowed.
         """
+        if "://" not in url:
+            self._check_service(url, key)
+            return
         wanted = urlsplit(url)
         for base in map(urlsplit, self.urls):
             same_place = (wanted.scheme, wanted.hostname) == (base.scheme, base.hostname)
@@ -100,6 +111,30 @@ class Allowed:
         raise SettingError(
             key,
             f"{url} is not below an address this worker may ask (episodes.reward_urls): {allowed}",
+        )
+
+    def _check_service(self, name: str, key: str) -> None:
+        file = name.rpartition("#")[0]
+        if self.services is None or Path(file).absolute() != self.services.absolute():
+            known = self.services or "none"
+            raise SettingError(
+                key, f"{name[:200]!r} is not a service of the worker's services.json: {known}"
+            )
+
+    def check_path(self, path: str, key: str) -> None:
+        """Raises SettingError unless a directory is below an allowed one, links followed."""
+        try:
+            found = Path(path).resolve()
+            if any(found.is_relative_to(root.resolve()) for root in self.roots):
+                return
+        # ValueError: a name that no file can have; RuntimeError: links in a circle, before 3.13
+        except (OSError, ValueError, RuntimeError) as error:
+            raise SettingError(key, f"{path[:200]!r}: {error}") from None
+        allowed = ", ".join(map(str, self.roots)) or "none"
+        raise SettingError(
+            key,
+            f"{path[:200]!r} is not below a directory that requests may name "
+            f"(episodes.tokenizer_roots): {allowed}",
         )
 
 

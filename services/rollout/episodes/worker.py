@@ -358,7 +358,12 @@ class EpisodeWorker:
                 episodes.environments,
                 episodes.graders,
                 self.tokenizer,
-                Allowed(episodes.user_modules, episodes.reward_urls),
+                Allowed(
+                    episodes.user_modules,
+                    episodes.reward_urls,
+                    config.services,
+                    episodes.tokenizer_roots,
+                ),
             )
         except ValueError as error:
             raise ConfigError(f"episodes.environments: {error}") from None

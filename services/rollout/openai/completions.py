@@ -13,6 +13,7 @@ from services.rollout.config import OpenAIConfig
 from services.rollout.engine.interface import Delta, FinishReason
 from services.rollout.engine.wire import VersionBounds
 from services.rollout.episodes.images import SampleImages
+from services.rollout.http import ApiError
 from services.rollout.openai.generation import (
     Answer,
     AnswerRequest,
@@ -24,7 +25,6 @@ from services.rollout.openai.generation import (
 from services.rollout.openai.prompts import Prompt, chat_prompt, plain_prompt
 from services.rollout.openai.recorder import NOTHING_EARLIER, Recorder
 from services.rollout.openai.requests import (
-    ApiError,
     ChatRequest,
     CommonRequest,
     CompletionRequest,

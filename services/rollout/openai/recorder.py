@@ -33,9 +33,10 @@ from services.rollout.config import OpenAIConfig
 from services.rollout.engine.interface import Delta, FinishReason, Sampling
 from services.rollout.environments.environment import Reward
 from services.rollout.episodes.trajectory import Trajectory
+from services.rollout.http import ApiError
 from services.rollout.openai.generation import Answer
 from services.rollout.openai.prompts import Prompt
-from services.rollout.openai.requests import ApiError, Record
+from services.rollout.openai.requests import Record
 from sluice.api.common.v1.sample_pb2 import RoutedExperts
 from sluice.durable import locked
 from sluice.runtime import wire

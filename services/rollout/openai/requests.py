@@ -1,105 +1,23 @@
-"""Checks requests, and writes refusals, in the form that OpenAI's clients use."""
+"""Checks requests in the form that OpenAI's clients use."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-import grpc
 from aiohttp import web
 from pydantic import (
     BaseModel,
     Field,
     StringConstraints,
-    ValidationError,
     field_validator,
     model_validator,
 )
 
 from services.rollout.engine.interface import Sampling
 from services.rollout.engine.wire import VersionBounds
-from services.rollout.environments.environment import DEEPEST, LARGEST_REWARD, json_fault
-from sluice.client import RemoteError
-from sluice.runtime.errors import ServiceError
-
-_STATUS = {
-    grpc.StatusCode.INVALID_ARGUMENT: 400,
-    grpc.StatusCode.OUT_OF_RANGE: 400,
-    grpc.StatusCode.UNAUTHENTICATED: 401,
-    grpc.StatusCode.PERMISSION_DENIED: 403,
-    grpc.StatusCode.NOT_FOUND: 404,
-    grpc.StatusCode.ALREADY_EXISTS: 409,
-    grpc.StatusCode.ABORTED: 503,
-    grpc.StatusCode.FAILED_PRECONDITION: 503,  # no weights yet, or others than asked for
-    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
-    grpc.StatusCode.UNIMPLEMENTED: 501,
-    grpc.StatusCode.UNAVAILABLE: 503,
-    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
-}
-_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    409: "conflict_error",
-    413: "invalid_request_error",
-    429: "rate_limit_error",
-    504: "timeout_error",
-}
-_CODES = {  # of reasons that have another name here
-    "PROMPT_TOO_LONG": "context_length_exceeded",
-    "MEDIA_UNSUPPORTED": "unsupported_content",
-}
-
-
-class ApiError(Exception):
-    """A refusal: `code` is for programs; `param` names the field at fault."""
-
-    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.code, self.param = status, code, param
-
-    def body(self) -> dict[str, Any]:
-        kind = _TYPES.get(self.status, "server_error")
-        message, param = _legible(str(self)), self.param and _legible(self.param)
-        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
-
-    def response(self) -> web.Response:
-        headers = {"Retry-After": "1"} if self.status in (429, 503) else None
-        return web.json_response(self.body(), status=self.status, headers=headers)
-
-
-REFUSALS = (ApiError, ServiceError, RemoteError, ValidationError, TimeoutError, web.HTTPException)
-_INDEX = re.compile(r"\[(\d+)\]")  # of a field as RPCs name it; here places stand between dots
-Refusal = ApiError | ServiceError | RemoteError | ValidationError | TimeoutError | web.HTTPException
-
-
-def api_error(error: Refusal) -> ApiError:
-    """Writes any of REFUSALS in OpenAI's form."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, ServiceError | RemoteError):
-        code = _CODES.get(error.reason, error.reason.lower() or error.code.name.lower())
-        param = _INDEX.sub(r".\1", error.metadata.get("field", "")) or None
-        return ApiError(_STATUS.get(error.code, 500), code, str(error), param)
-    if isinstance(error, ValidationError):
-        return _of_field(error)
-    if isinstance(error, TimeoutError):
-        return ApiError(504, "request_timed_out", "the request took longer than is allowed")
-    return ApiError(error.status, error.reason.lower().replace(" ", "_"), error.reason)
-
-
-def _of_field(error: ValidationError) -> ApiError:
-    first = error.errors()[0]
-    param = ".".join(str(part) for part in first["loc"]) or None
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, "unknown_parameter", f"unknown parameter: {param}", param)
-    return ApiError(400, "invalid_value", f"{param or 'request'}: {first['msg']}", param)
-
+from services.rollout.environments.environment import LARGEST_REWARD
+from services.rollout.http import ApiError, read_body, read_json
 
 IGNORED = frozenset(  # of no effect on tokens
     {
@@ -125,7 +43,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # taken with these values alone
 }
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 R = TypeVar("R", bound=BaseModel)
-SHOWN = 500  # characters of what a caller sent, in a refusal
 Text = Annotated[str, StringConstraints(min_length=1)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 
@@ -135,39 +52,7 @@ async def parse(request: web.Request, kind: type[R], seconds: float) -> R:
 
     Raises ApiError, ValidationError and HTTPRequestEntityTooLarge.
     """
-    try:
-        async with asyncio.timeout(seconds):
-            data = await request.read()
-    except TimeoutError:
-        raise ApiError(408, "body_timed_out", f"no whole body came in {seconds:g} s") from None
-    except web.RequestPayloadError:
-        raise ApiError(400, "invalid_body", "the body is not in the encoding it names") from None
-    return kind.model_validate(known_fields(read_json(data)))
-
-
-def read_json(data: bytes) -> Any:
-    """Returns finite numbers and whole characters, nested so deep at most. Raises ApiError."""
-
-    def refuse(name: str) -> None:
-        raise ValueError(f"{name} is no number of JSON")
-
-    try:
-        values = json.loads(data, parse_constant=refuse)
-    except RecursionError:
-        message = f"is nested deeper than {DEEPEST} levels"
-        raise ApiError(400, "invalid_json", message) from None
-    except ValueError as error:
-        raise ApiError(400, "invalid_json", f"the body is not JSON: {error}") from None
-    for name, value in values.items() if isinstance(values, dict) else [("", values)]:
-        if fault := json_fault([name, value]):
-            raise ApiError(400, "invalid_value", f"{_legible(name) or 'the body'}: {fault}", name)
-    return values
-
-
-def _legible(text: str) -> str:
-    """A text of a caller in short, for a message."""
-    shown = text.encode(errors="backslashreplace").decode()
-    return shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}..."
+    return kind.model_validate(known_fields(read_json(await read_body(request, seconds))))
 
 
 def known_fields(body: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
 import logging
 import time
@@ -20,20 +19,18 @@ from services.rollout.engine.wire import MediaReader
 from services.rollout.episodes.engines import LOCAL_ADDRESS, EngineAccess, LocalLeases
 from services.rollout.episodes.images import Images
 from services.rollout.episodes.sampler import Sampler
+from services.rollout.http import REFUSALS, ApiError, HttpRunner, api_error, check_key
 from services.rollout.openai.completions import Chat, Chunk, Completions, Responder
 from services.rollout.openai.generation import Generator
 from services.rollout.openai.prompts import Tokenization
 from services.rollout.openai.recorder import Recorder
 from services.rollout.openai.requests import (
-    REFUSALS,
-    ApiError,
     ChatRequest,
     CommonRequest,
     CompletionRequest,
     Name,
     Record,
     RewardRequest,
-    api_error,
     parse,
 )
 from sluice.config import ConfigError
@@ -83,7 +80,7 @@ class OpenAIServer:
 
     async def start(self) -> None:
         """Open the port. Raises ConfigError when it is taken."""
-        self._runner = _HttpRunner(
+        self._runner = HttpRunner(
             self._application(),
             handler_cancellation=True,  # a caller that goes away ends its sampling
             access_log=None,
@@ -140,20 +137,13 @@ class OpenAIServer:
         began = time.monotonic()
         try:
             if request.path != "/health":
-                self._check_key(request)
+                check_key(request, self._token)
             response = await handler(request)
         except REFUSALS as error:
             response = api_error(error).response()
         metrics.HTTP_REQUESTS.labels(f"{response.status // 100}xx").inc()
         metrics.HTTP_SECONDS.observe(time.monotonic() - began)
         return response
-
-    def _check_key(self, request: web.Request) -> None:
-        given = request.headers.get("Authorization", "")
-        if self._token and not hmac.compare_digest(
-            given.encode(errors="surrogateescape"), f"Bearer {self._token}".encode()
-        ):
-            raise ApiError(401, "invalid_api_key", "the API key is missing or wrong")
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self._ready else 503)
@@ -248,50 +238,6 @@ class OpenAIServer:
     async def _delete_group(self, request: web.Request) -> web.Response:
         await self.responder.recorder.delete(_group_of(request))
         return web.json_response({"deleted": True})
-
-
-class _HttpConnection(web.RequestHandler):
-    """Answers what is no HTTP, and what failed here, in the form of all refusals."""
-
-    __slots__ = ()
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        if status < 500:
-            logger.info("%s from %s: %r", type(exc).__name__, request.remote, message)
-            error = ApiError(status, "invalid_http", f"the request is no HTTP: {message}")
-        else:
-            super().handle_error(request, status, exc, message)  # logs it
-            error = ApiError(status, "internal", "the server failed; its log says more")
-        if request.writer.output_size > 0:
-            raise ConnectionError("part of an answer was sent already")
-        response = error.response()
-        response.force_close()
-        return response
-
-    async def finish_response(
-        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
-    ) -> tuple[web.StreamResponse, bool]:
-        if isinstance(resp, web.HTTPException):  # of what no handler was asked
-            resp = api_error(resp).response()
-        return await super().finish_response(request, resp, start_time)
-
-
-class _HttpServer(web.Server):
-    def __call__(self) -> web.RequestHandler:
-        return _HttpConnection(self, loop=self._loop, **self._kwargs)
-
-
-class _HttpRunner(web.AppRunner):
-    async def _make_server(self) -> web.Server:
-        server = await super()._make_server()
-        server.__class__ = _HttpServer
-        return server
 
 
 async def _send(response: web.StreamResponse, chunk: Chunk) -> None:

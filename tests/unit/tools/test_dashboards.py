@@ -93,6 +93,7 @@ def test_the_check_finds_a_wrong_name_and_a_wrong_label(expr: str) -> None:
 
 def test_every_metric_of_a_service_is_on_its_dashboard() -> None:
     boards = {"trainer": "trainer", "rollout": "engines", "router": "router"}
+    boards |= {"reward_model": "reward-model"}
     boards |= {"converter": "converter", "loop": "run", "": ("run", "host")}  # type: ignore[dict-item]
     for service, names in boards.items():
         shown = {
@@ -106,7 +107,15 @@ def test_every_metric_of_a_service_is_on_its_dashboard() -> None:
 
 
 def test_dashboards_fit_on_the_grid_and_are_told_apart() -> None:
-    assert set(BOARDS) == {"run", "trainer", "engines", "router", "converter", "host"}
+    assert set(BOARDS) == {
+        "run",
+        "trainer",
+        "engines",
+        "router",
+        "reward-model",
+        "converter",
+        "host",
+    }
     assert len({board["uid"] for board in BOARDS.values()}) == len(BOARDS)
     for board in BOARDS.values():
         taken: set[tuple[int, int]] = set()

@@ -78,6 +78,7 @@ class ModelJudge(AskingGrader):
     """Asks once for each answer, `parallel` at a time."""
 
     settings_type = JudgeSettings
+    service_key = "openai_url"
     _settings: JudgeSettings
 
     async def _rewards(
@@ -105,8 +106,7 @@ class ModelJudge(AskingGrader):
         }
         key = os.environ.get(KEY)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        url = f"{settings.url.rstrip('/')}/chat/completions"
-        score = self._score(await questions.ask(url, body, headers))
+        score = self._score(await questions.ask(body, headers, "/chat/completions"))
         share = (score - settings.lowest) / (settings.highest - settings.lowest)
         return Reward(reward=share, raw_reward=share)
 

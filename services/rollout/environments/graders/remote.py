@@ -13,35 +13,51 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import aiohttp
 import grpc
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from services.rollout.environments.environment import (
     InvalidRewardError,
     Response,
     Reward,
+    SettingError,
     Task,
+    TextTokenizer,
     rewards_from,
 )
 from services.rollout.environments.graders.grader import Grader
-from sluice.config import Config
+from sluice.config import Config, ConfigError
+from sluice.runtime.addresses import url_of
 from sluice.runtime.errors import DeadlineError, ServiceError
 from sluice.runtime.recovery import Backoff
 
+ADDRESSES = ("http://", "https://")
 _RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class RemoteSettings(Config):
-    """`deadline_seconds` is for all attempts on a group, `attempt_seconds` for one."""
+    """`deadline_seconds` is for all attempts on a group, `attempt_seconds` for one.
 
-    url: str = Field(pattern=r"^https?://")
+    `url` is an address, or the name of a service of the worker's own services.json, FILE#NAME.
+    """
+
+    url: str = Field(max_length=4096)
     deadline_seconds: float = Field(60.0, gt=0)
     attempt_seconds: float = Field(20.0, gt=0)
     first_backoff_seconds: float = Field(0.2, gt=0)
     longest_backoff_seconds: float = Field(5.0, gt=0)
+
+    @field_validator("url")
+    @classmethod
+    def _address_or_service(cls, url: str) -> str:
+        file, _, name = url.rpartition("#")
+        if url.startswith(ADDRESSES) or (file and name and "://" not in url):
+            return url
+        raise ValueError("must be http://..., https://... or FILE#NAME")
 
 
 class RewardServiceError(ServiceError):
@@ -68,24 +84,37 @@ class _PassingError(Exception):
 class Questions:
     """Asks an address until it answers, within what is left of a group's deadline."""
 
-    def __init__(self, settings: RemoteSettings, session: aiohttp.ClientSession) -> None:
-        self._settings, self._session = settings, session
+    def __init__(
+        self, settings: RemoteSettings, session: aiohttp.ClientSession, service_key: str
+    ) -> None:
+        self._settings, self._session, self._service_key = settings, session, service_key
         self.last = ""  # failure
 
     async def ask(
-        self, url: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+        self, body: Mapping[str, Any], headers: Mapping[str, str] | None = None, path: str = ""
     ) -> Any:
-        """Returns the JSON of the answer. Raises RewardServiceError."""
+        """Returns the JSON of the answer at `path` below the address. Raises RewardServiceError."""
         settings = self._settings
         backoff = Backoff(
             settings.first_backoff_seconds, settings.longest_backoff_seconds, scatter=0.5
         )
         for failures in itertools.count(1):
             try:
-                return await self._attempt(url, body, headers or {})
+                return await self._attempt(self._url(path), body, headers or {})
             except _PassingError as failure:
                 self.last = str(failure)
                 await asyncio.sleep(max(failure.after, backoff.seconds(failures)))
+
+    def _url(self, path: str) -> str:
+        """Where it is by now. Raises _PassingError while the services.json does not know it."""
+        url = self._settings.url
+        if url.startswith(ADDRESSES):
+            return f"{url.rstrip('/')}{path}" if path else url
+        file, _, name = url.rpartition("#")
+        try:
+            return url_of(Path(file), name, self._service_key) + path
+        except ConfigError as error:
+            raise _PassingError(str(error)) from None
 
     async def _attempt(self, url: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Any:
         try:
@@ -110,13 +139,20 @@ class Questions:
 class AskingGrader(Grader):
     """Asks over HTTP; it only waits, so many groups share the episode worker."""
 
+    service_key: ClassVar[str] = ""  # of a services.json: where a service has its address
     _settings: RemoteSettings
+
+    def __init__(self, settings: RemoteSettings, tokenizer: TextTokenizer | None = None) -> None:
+        """Raises SettingError for a service of a services.json where none can be asked."""
+        super().__init__(settings)
+        if not settings.url.startswith(ADDRESSES) and not self.service_key:
+            raise SettingError("reward_settings.url", "give an address, http:// or https://")
 
     async def grade(self, task: Task, responses: Sequence[Response]) -> list[Reward]:
         """Raises RewardServiceError and RewardServiceTimeoutError."""
         settings = self._settings
         async with aiohttp.ClientSession() as session:
-            questions = Questions(settings, session)
+            questions = Questions(settings, session, self.service_key)
             try:
                 async with asyncio.timeout(settings.deadline_seconds):
                     return await self._rewards(questions, task, responses)
@@ -143,7 +179,7 @@ class Remote(AskingGrader):
         self, questions: Questions, task: Task, responses: Sequence[Response]
     ) -> list[Reward]:
         url = self._settings.url
-        values = await questions.ask(url, _body(task, responses))
+        values = await questions.ask(_body(task, responses))
         rewards = values.get("rewards") if isinstance(values, Mapping) else None
         try:
             return rewards_from(rewards, len(responses))

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from pydantic import Field
 
 from services.rollout.environments.environment import (
@@ -30,7 +29,6 @@ from services.rollout.environments.graders.remote import (
     RemoteSettings,
     RewardServiceError,
 )
-from sluice.config import ConfigError
 from sluice.samples import tokenizer as texts
 from sluice.samples.chat_template import ChatTemplateError
 from sluice.samples.messages import MessageError, has_parts, template_messages
@@ -54,6 +52,7 @@ class RewardModel(AskingGrader):
     """Asks for the scores of a group, `batch_size` texts after another."""
 
     settings_type = RewardModelSettings
+    service_key = "classify_url"
     _settings: RewardModelSettings
 
     def __init__(
@@ -66,7 +65,7 @@ class RewardModel(AskingGrader):
             try:
                 self._tokenizer = texts.TextTokenizer(Path(settings.tokenizer))
                 self._template = self._tokenizer.chat_template
-            except (ConfigError, TemplateError, OSError, ValueError) as error:
+            except (OSError, ValueError) as error:
                 raise SettingError("reward_settings.tokenizer", str(error)) from None
 
     @classmethod
@@ -86,7 +85,7 @@ class RewardModel(AskingGrader):
         for first in range(0, len(shown), settings.batch_size):
             batch = shown[first : first + settings.batch_size]
             body = {"model": settings.model, "text": batch}
-            scores += self._scores(await questions.ask(settings.url, body, headers), len(batch))
+            scores += self._scores(await questions.ask(body, headers), len(batch))
         try:
             return rewards_from(scores, len(responses))
         except InvalidRewardError as error:

@@ -1,0 +1,188 @@
+"""What HTTP ports share: bodies and keys checked, refusals in the form of OpenAI's clients."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import re
+from typing import Any
+
+import grpc
+from aiohttp import web
+from pydantic import ValidationError
+
+from services.rollout.environments.environment import DEEPEST, json_fault
+from sluice.client import RemoteError
+from sluice.runtime.errors import ServiceError
+
+logger = logging.getLogger(__name__)
+
+SHOWN = 500  # characters of what a caller sent, in a refusal
+_STATUS = {
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.OUT_OF_RANGE: 400,
+    grpc.StatusCode.UNAUTHENTICATED: 401,
+    grpc.StatusCode.PERMISSION_DENIED: 403,
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.ALREADY_EXISTS: 409,
+    grpc.StatusCode.ABORTED: 503,
+    grpc.StatusCode.FAILED_PRECONDITION: 503,  # no weights yet, or others than asked for
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
+    grpc.StatusCode.UNIMPLEMENTED: 501,
+    grpc.StatusCode.UNAVAILABLE: 503,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+}
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    504: "timeout_error",
+}
+_CODES = {  # of reasons that have another name here
+    "PROMPT_TOO_LONG": "context_length_exceeded",
+    "MEDIA_UNSUPPORTED": "unsupported_content",
+}
+
+
+class ApiError(Exception):
+    """A refusal: `code` is for programs; `param` names the field at fault."""
+
+    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "server_error")
+        message, param = _legible(str(self)), self.param and _legible(self.param)
+        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
+
+    def response(self) -> web.Response:
+        headers = {"Retry-After": "1"} if self.status in (429, 503) else None
+        return web.json_response(self.body(), status=self.status, headers=headers)
+
+
+REFUSALS = (ApiError, ServiceError, RemoteError, ValidationError, TimeoutError, web.HTTPException)
+_INDEX = re.compile(r"\[(\d+)\]")  # of a field as RPCs name it; here places stand between dots
+Refusal = ApiError | ServiceError | RemoteError | ValidationError | TimeoutError | web.HTTPException
+
+
+def api_error(error: Refusal) -> ApiError:
+    """Writes any of REFUSALS in OpenAI's form."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ServiceError | RemoteError):
+        code = _CODES.get(error.reason, error.reason.lower() or error.code.name.lower())
+        param = _INDEX.sub(r".\1", error.metadata.get("field", "")) or None
+        return ApiError(_STATUS.get(error.code, 500), code, str(error), param)
+    if isinstance(error, ValidationError):
+        return _of_field(error)
+    if isinstance(error, TimeoutError):
+        return ApiError(504, "request_timed_out", "the request took longer than is allowed")
+    return ApiError(error.status, error.reason.lower().replace(" ", "_"), error.reason)
+
+
+def _of_field(error: ValidationError) -> ApiError:
+    first = error.errors()[0]
+    param = ".".join(str(part) for part in first["loc"]) or None
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, "unknown_parameter", f"unknown parameter: {param}", param)
+    return ApiError(400, "invalid_value", f"{param or 'request'}: {first['msg']}", param)
+
+
+async def read_body(request: web.Request, seconds: float) -> bytes:
+    """Returns the body, which must be there in `seconds`.
+
+    Raises ApiError and HTTPRequestEntityTooLarge.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            return await request.read()
+    except TimeoutError:
+        raise ApiError(408, "body_timed_out", f"no whole body came in {seconds:g} s") from None
+    except web.RequestPayloadError:
+        raise ApiError(400, "invalid_body", "the body is not in the encoding it names") from None
+
+
+def read_json(data: bytes) -> Any:
+    """Returns finite numbers and whole characters, nested so deep at most. Raises ApiError."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is no number of JSON")
+
+    try:
+        values = json.loads(data, parse_constant=refuse)
+    except RecursionError:
+        message = f"is nested deeper than {DEEPEST} levels"
+        raise ApiError(400, "invalid_json", message) from None
+    except ValueError as error:
+        raise ApiError(400, "invalid_json", f"the body is not JSON: {error}") from None
+    for name, value in values.items() if isinstance(values, dict) else [("", values)]:
+        if fault := json_fault([name, value]):
+            raise ApiError(400, "invalid_value", f"{_legible(name) or 'the body'}: {fault}", name)
+    return values
+
+
+def _legible(text: str) -> str:
+    """A text of a caller in short, for a message."""
+    shown = text.encode(errors="backslashreplace").decode()
+    return shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}..."
+
+
+def check_key(request: web.Request, token: str | None) -> None:
+    """Raises ApiError unless the request brings the token, where there is one."""
+    given = request.headers.get("Authorization", "")
+    if token and not hmac.compare_digest(
+        given.encode(errors="surrogateescape"), f"Bearer {token}".encode()
+    ):
+        raise ApiError(401, "invalid_api_key", "the API key is missing or wrong")
+
+
+class _HttpConnection(web.RequestHandler):
+    """Answers what is no HTTP, and what failed here, in the form of all refusals."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if status < 500:
+            logger.info("%s from %s: %r", type(exc).__name__, request.remote, message)
+            error = ApiError(status, "invalid_http", f"the request is no HTTP: {message}")
+        else:
+            super().handle_error(request, status, exc, message)  # logs it
+            error = ApiError(status, "internal", "the server failed; its log says more")
+        if request.writer.output_size > 0:
+            raise ConnectionError("part of an answer was sent already")
+        response = error.response()
+        response.force_close()
+        return response
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        if isinstance(resp, web.HTTPException):  # of what no handler was asked
+            resp = api_error(resp).response()
+        return await super().finish_response(request, resp, start_time)
+
+
+class _HttpServer(web.Server):
+    def __call__(self) -> web.RequestHandler:
+        return _HttpConnection(self, loop=self._loop, **self._kwargs)
+
+
+class HttpRunner(web.AppRunner):
+    async def _make_server(self) -> web.Server:
+        server = await super()._make_server()
+        server.__class__ = _HttpServer
+        return server
