@@ -34,8 +34,8 @@ CONFIGS: dict[str, Any] = {
     "llama": lambda: transformers.LlamaConfig(**SIZES, num_key_value_heads=2, pad_token_id=12),
     "qwen2": lambda: transformers.Qwen2Config(**SIZES, num_key_value_heads=2, pad_token_id=None),
     "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=13, n_positions=64, n_embd=32, n_layer=2, n_head=4, num_labels=1, pad_token_id=12,
-        bos_token_id=11, eos_token_id=11,
+        vocab_size=13, n_positions=64, n_embd=32, n_layer=2, n_head=4, num_labels=1,
+        pad_token_id=12, bos_token_id=11, eos_token_id=11,
     ),
     "bert": lambda: transformers.BertConfig(**SIZES, pad_token_id=12),
 }  # fmt: skip
@@ -82,14 +82,26 @@ def build(family: str, root: Path) -> Path:
     return directory
 
 
+class Models(dict[str, Path]):
+    """By family, built when first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self._root = root
+
+    def __missing__(self, family: str) -> Path:
+        self[family] = build(family, self._root / family)
+        return self[family]
+
+
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     torch.set_num_threads(1)
-    return {family: build(family, tmp_path_factory.mktemp(family)) for family in FAMILIES}
+    return Models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session")
-def qwen3(models: dict[str, Path]) -> Path:
+def qwen3(models: Models) -> Path:
     return models["qwen3"]
 
 

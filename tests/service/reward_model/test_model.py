@@ -20,7 +20,7 @@ from examples.models.tiny_qwen3 import build_tiny_qwen3
 from services.rollout.reward_model.batching import choose
 from services.rollout.reward_model.model import ValueModel
 from sluice.config import ConfigError
-from tests.service.reward_model.conftest import FAMILIES, oracle_of, random_texts
+from tests.service.reward_model.conftest import FAMILIES, Models, oracle_of, random_texts
 
 CPU = torch.device("cpu")
 
@@ -30,7 +30,7 @@ def load(directory: Path, **values: Any) -> ValueModel:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_score_is_that_of_the_text_alone(models: dict[str, Path], family: str) -> None:
+def test_a_score_is_that_of_the_text_alone(models: Models, family: str) -> None:
     model, oracle = load(models[family]), oracle_of(models[family])
     texts = [*random_texts(1, 60), "1", "1<pad>", "<pad>", "<end>" * 60, "0" * 60]
     tokens, alone = model.encode(texts), oracle.scores(texts)
@@ -169,8 +169,8 @@ def test_a_flipped_byte_is_another_digest(qwen3: Path, tmp_path: Path) -> None:
 def test_two_halves_of_a_translator_are_refused(tmp_path: Path) -> None:
     config = transformers.BartConfig(
         vocab_size=13, d_model=16, encoder_layers=1, decoder_layers=1, num_labels=1,
-        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16,
-        max_position_embeddings=64,
+        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16,
+        decoder_ffn_dim=16, max_position_embeddings=64,
     )  # fmt: skip
     transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
     transformers.AutoTokenizer.from_pretrained(

@@ -28,6 +28,8 @@ from services.rollout.environments.graders.remote import (
 )
 from services.rollout.environments.graders.reward_model import KEY
 from services.rollout.environments.prompts import PromptsEnvironment, PromptsSettings
+from sluice.config import ConfigError
+from sluice.samples.tokenizer import TextTokenizer
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role[0] + '=' + m.content + eos_token }}"
@@ -211,6 +213,14 @@ def test_a_tokenizer_without_a_chat_template_is_refused(
     with pytest.raises(SettingError, match=r"template|[Ee]xpected") as raised:
         create_grader("reward_model", {"model": "m", "url": URL, "tokenizer": str(directory)})
     assert raised.value.key == "reward_settings.tokenizer"
+
+
+@pytest.mark.parametrize("template", ["{% for %}", "{{ 1 +* }}", "{{ " * 3000 + " }}" * 3000, "{%"])
+def test_a_broken_chat_template_is_an_error_of_the_tokenizer(tmp_path: Path, template: str) -> None:
+    directory = build_tiny_qwen3(tmp_path, 0)
+    (directory / "chat_template.jinja").write_text(template)
+    with pytest.raises(ConfigError, match=r"^tokenizer: .*chat template"):
+        TextTokenizer(directory)
 
 
 async def test_tasks_that_the_model_cannot_read_are_named(tmp_path: Path) -> None:
