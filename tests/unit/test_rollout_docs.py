@@ -12,12 +12,13 @@ from examples.models.tiny_qwen3 import build_tiny_qwen3
 from services.rollout.config import RolloutConfig
 from services.rollout.environments.environment import SettingError
 from services.rollout.environments.registry import ENVIRONMENTS, create_environment
+from services.rollout.reward_model.config import RewardModelConfig
 from sluice.config import parse_config
 from sluice.loop.config import RunConfig
 from sluice.loop.filters import GroupFilters
 from sluice.loop.mixture import load_schedule
 from sluice.samples.tokenizer import TextTokenizer
-from sluice.supervise import UpConfig
+from sluice.supervise import UpConfig, filled_in
 
 PAGE = Path(__file__).parents[2] / "docs" / "rollout.md"
 SNIPPET = re.compile(r"```(\w+)\n# (\S+)\n(.*?)```", re.DOTALL)
@@ -42,8 +43,23 @@ def test_every_snippet_says_which_file_it_is():
     assert text.count("```") == 2 * len(SNIPPET.findall(text)) > 20
 
 
-def test_configurations_are_accepted(project):
+def check_services(values):
+    """Whether each process of a services.yaml would take what it is given."""
+    config = parse_config(UpConfig, values)
+    kinds = {"rollout": RolloutConfig, "reward_model": RewardModelConfig}
+    for name, entry in config.services.items():
+        if entry.kind in kinds:
+            filled = filled_in(config, name, entry) | (
+                {"router": "r:1"} if name == "rollout" else {}
+            )
+            parse_config(kinds[entry.kind], filled)
+
+
+def test_configurations_are_accepted(project, monkeypatch):
     names = []
+    monkeypatch.chdir(project)
+    scorer = build_tiny_qwen3(project / "models" / "my-reward-model")
+    (scorer / "chat_template.jinja").write_text("{{ messages }}")
     for language, name, text in SNIPPET.findall(PAGE.read_text()):
         if language != "yaml":
             continue
@@ -52,6 +68,9 @@ def test_configurations_are_accepted(project):
         if name == "rollout.yaml":
             base = {"store": "s", "router": "r:1", "tokenizer": "t"}
             parse_config(RolloutConfig, {**base, **values})
+            continue
+        if name == "services.yaml":
+            check_services(values)
             continue
         config = parse_config(RunConfig, {"run_dir": "r", "trainer": "t", "router": "r", **values})
         GroupFilters(config.filters)
@@ -67,7 +86,8 @@ def test_configurations_are_accepted(project):
             except SettingError as error:
                 if "code runs nothing in the open" not in str(error):  # of a kernel without walls
                     raise
-    assert sorted(set(names)) == ["rollout.yaml", "run.yaml"] and len(names) == 7
+    assert sorted(set(names)) == ["rollout.yaml", "run.yaml", "services.yaml"]
+    assert len(names) == 9
 
 
 def test_what_the_page_defines_passes_the_page_s_own_test(project):
