@@ -17,7 +17,7 @@ from services.trainer.config import TrainerConfig
 from services.trainer.rank import FAILURES
 from sluice.algo.spec import LossSpec
 from sluice.config import parse_config
-from tests.contract.training_backend.cases import PPO, make_row, ragged_rows
+from tests.contract.training_backend.cases import PPO, TAUGHT, make_row, ragged_rows
 
 NORMALIZER = 37.0
 OPTIM = {"learning_rate": 2e-3, "epsilon": 1e-5, "weight_decay": 0.1, "max_grad_norm": 0.5}
@@ -93,6 +93,19 @@ def parity(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
         "held": sum(local_part(p).numel() for p in parts),
         "whole": sum(p.numel() for p in parts),
     }
+
+
+def taught(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """One pass over what a teacher named, its groups spread over the ranks; and a step."""
+    backend, rows = open_backend(rank, world, arguments), rows_of(0)
+    groups = sorted({row.group_id for row in rows})
+    mine = [row for row in rows if groups.index(row.group_id) % world == rank]
+    sums = backend.forward_backward([mine[:3], mine[3:]], TAUGHT)
+    total = torch.tensor(sums.loss, dtype=torch.float64)
+    dist.all_reduce(total)
+    export(backend, Path(arguments["out"]) / f"gradients-{rank}.safetensors", gradients=True)
+    outcome = backend.step(normalizer=NORMALIZER, learning_rate=None)
+    return {"rows": len(mine), "loss": float(total), "grad_norm": outcome.grad_norm}
 
 
 def save(tensors: dict[str, torch.Tensor], path: Path) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from services.trainer.config import OptimConfig
+from tests.contract.training_backend.cases import NAMED, Oracle, divergence_from_teacher
 from tests.fsdp.conftest import ExpectedByModel
+from tests.fsdp.jobs import NORMALIZER, OPTIM, rows_of
 from tests.fsdp.oracle import gradient_difference, logprob_difference, read_ranks
 from tests.rank_pool import Pool
 
+NAMES = f"teacher_top_ids/{NAMED}"
 fast = pytest.mark.fast
 CASES = [
     pytest.param("qwen3", 1, {}, id="one rank"),
@@ -25,6 +30,29 @@ CASES = [
     pytest.param("qwen3", 2, {"activation_checkpointing": True}, id="activations run again"),
     pytest.param("qwen3_moe", 2, {"activation_checkpointing": True}, id="experts run again"),
 ]
+
+
+@fast
+def test_what_a_teacher_names_is_learned_over_two_ranks_as_by_one_process(
+    pool: Pool, expected: ExpectedByModel, tmp_path: Path
+) -> None:
+    model, _ = expected("qwen3")
+    answers = pool.run("taught", 2, model=str(model.directory), out=str(tmp_path))
+    assert all(answer["rows"] for answer in answers)
+    oracle, rows = Oracle(model.load(), OptimConfig(**OPTIM)), rows_of(0)
+    loss = divergence_from_teacher(oracle, rows)
+    loss.backward()
+    named = oracle.model.named_parameters()
+    gradients = {n: p.grad.clone() for n, p in named if p.grad is not None}
+    assert gradient_difference(read_ranks(tmp_path, "gradients"), gradients) <= 5e-5
+    norm = oracle.step(divergence_from_teacher(oracle, rows), NORMALIZER)
+    for answer in answers:
+        assert answer["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert answer["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    other = [
+        replace(row, columns={**row.columns, NAMES: row.columns[NAMES].flip(1)}) for row in rows
+    ]
+    assert divergence_from_teacher(oracle, other).item() != pytest.approx(loss.item(), rel=1e-2)
 
 
 @pytest.mark.parametrize(("family", "world", "fsdp"), CASES)

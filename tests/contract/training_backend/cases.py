@@ -63,6 +63,7 @@ LATENT = {
 }
 OPTIM = OptimConfig(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5)
 PPO = LossSpec(name="ppo_clip", clip_low=0.2)
+TAUGHT = LossSpec(name="topk_forward_kl", settings={"top_count": NAMED})
 
 
 @dataclass(frozen=True)
@@ -223,3 +224,16 @@ def published(backend: TrainingBackend, directory: Path) -> dict[str, torch.Tens
 
 def relative_distance(left: torch.Tensor, right: torch.Tensor) -> float:
     return float((left - right).norm() / right.norm())
+
+
+def divergence_from_teacher(oracle: Oracle, rows: list[Row]) -> torch.Tensor:
+    """KL(teacher || student) of the tokens that it named and of all others together."""
+    total = torch.zeros(())
+    for row in rows:
+        teacher = row.columns[f"teacher_top_logprobs/{NAMED}"].exp()
+        student = oracle.named_logprobs(row).exp()
+        kl = (teacher * (teacher / student).log()).sum(1)
+        rest, students = 1 - teacher.sum(1), 1 - student.sum(1)
+        kl = kl + rest * (rest / students).log()
+        total = total + row.loss_weight * kl[row.loss_mask].sum()
+    return total

@@ -14,12 +14,13 @@ from safetensors.torch import load_file
 from services.trainer.backend import Row, StepOutcome, TrainingBackend
 from sluice.algo.spec import LossSpec
 from tests.contract.training_backend.cases import (
-    NAMED,
     OPTIM,
     PPO,
+    TAUGHT,
     Model,
     Oracle,
     StartBackend,
+    divergence_from_teacher,
     published,
     ragged_rows,
     relative_distance,
@@ -74,22 +75,6 @@ def likelihood(oracle: Oracle, rows: list[Row]) -> torch.Tensor:
         (-row.loss_weight * oracle.logprobs(row)[row.loss_mask].sum() for row in rows),
         torch.zeros(()),
     )
-
-
-def divergence_from_teacher(oracle: Oracle, rows: list[Row]) -> torch.Tensor:
-    """KL(teacher || student) of the tokens that it named and of all others together."""
-    total = torch.zeros(())
-    for row in rows:
-        teacher = row.columns[f"teacher_top_logprobs/{NAMED}"].exp()
-        student = oracle.named_logprobs(row).exp()
-        kl = (teacher * (teacher / student).log()).sum(1)
-        rest, students = 1 - teacher.sum(1), 1 - student.sum(1)
-        kl = kl + rest * (rest / students).log()
-        total = total + row.loss_weight * kl[row.loss_mask].sum()
-    return total
-
-
-TAUGHT = LossSpec(name="topk_forward_kl", settings={"top_count": NAMED})
 
 
 @pytest.mark.parametrize(

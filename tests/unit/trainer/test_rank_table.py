@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from services.trainer.rank.table import RowTable, add_advantages
+from services.trainer.rank.table import RowTable, add_advantages, report_scores
 from sluice.algo.spec import AdvantageSpec
 from sluice.api.trainer.v1 import worker_service_pb2 as pb
 from sluice.runtime.wire import advantage_to_proto, blob_to_proto
@@ -105,3 +106,33 @@ def test_whitening_asks_for_moments_first_and_uses_those_of_all_ranks(table: Row
     add_advantages(rows, spec, command, pb.CommandResult())
     assert rows[4].columns["advantages"].tolist() == pytest.approx([0.0, 0.0])
     assert rows[6].columns["advantages"].tolist() == pytest.approx([1.0, 0.0, 1.0])
+
+
+def test_an_estimator_takes_no_column_of_several_numbers_a_token(blobs: BlobStore) -> None:
+    """What a teacher names is for the loss: it stays with its row, whatever is exchanged."""
+    draws = np.random.default_rng(0)
+    found = []
+    for is_taught in (False, True):
+        samples = []
+        for index in range(4):
+            wide: dict[str, Any] = {}
+            if is_taught:
+                named = [draws.permutation(9)[:3] for _ in range(2)]
+                wide["teacher_top_ids/3"] = np.stack(named).astype(np.int32)
+                taught = np.log(np.array([[0.5, 0.3, 0.1]] * 2, dtype=np.float32))
+                wide["teacher_top_logprobs/3"] = taught
+            samples.append(make_sample(f"g/{index}", [1], [2, 3], reward=float(index), **wide))
+        blob = blob_to_proto(blobs.put(encode_group(samples)))
+        table = RowTable(blobs, LIMITS)
+        rows = pb.BlobRows(blob=blob, indices=range(4), rows=range(4))
+        table.add(pb.AddRows(batch_id="b", blobs=[rows]))
+        held, spec = table.rows("b"), AdvantageSpec(name="grpo")
+        assert any(values.ndim > 1 for values in held[0].columns.values()) is is_taught
+        scores, advantages = pb.CommandResult(), pb.CommandResult()
+        report_scores(held, spec, scores)
+        add_advantages(
+            held, spec, pb.AdvantagesCommand(advantage=advantage_to_proto(spec)), advantages
+        )
+        found.append((scores, advantages, held[3].columns["advantages"].tolist()))
+    assert found[0] == found[1]
+    assert found[0][0].ByteSize() < 200 and found[0][2][0] > 0
