@@ -9,6 +9,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -46,21 +48,16 @@ class ModelThread:
         return 0.0 if since is None else time.monotonic() - since
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Returns what `function` does. Cancelling the wait lets it run on."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
+        """Returns what `function` does. Cancelling the wait ends nothing that has begun."""
+        future: Future[T] = Future()
 
         def run() -> None:
-            answer: partial[None]
-            try:
-                answer = partial(_settle, future.set_result, future, function())
-            except BaseException as error:  # noqa: BLE001 - it is the caller's
-                answer = partial(_settle, future.set_exception, future, error)
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(answer)
+            if future.set_running_or_notify_cancel():
+                with _Failing(future):
+                    future.set_result(function())
 
         self._calls.put(run)
-        return await future
+        return await asyncio.wrap_future(future)
 
     def _run(self) -> None:
         while True:
@@ -70,9 +67,16 @@ class ModelThread:
             self._since = None
 
 
-def _settle(put: Callable[[Any], None], future: asyncio.Future[Any], value: Any) -> None:
-    if not future.done():
-        put(value)
+class _Failing(AbstractContextManager["_Failing"]):
+    """Has a future raise what the block does."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if error is not None:
+            self._future.set_exception(error)
+        return True
 
 
 def choose(lengths: Sequence[int], *, texts: int, tokens: int) -> list[int]:
